@@ -194,7 +194,7 @@ impl Train {
             }
         };
         warn(config.warnings());
-        Ok((name, settled(devices, &config, None)?))
+        Ok((name, settled(devices, &config, None, &mut |_, _| {})?))
     }
 }
 

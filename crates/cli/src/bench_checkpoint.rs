@@ -58,7 +58,7 @@ fn of_size(size: u64, ranks: u64) -> Result<Config, Failure> {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let devices = Devices::new();
     let config = match &args.config {
-        Some(path) => settled(&devices, &Config::load(path, &args.set)?, None)?,
+        Some(path) => settled(&devices, &Config::load(path, &args.set)?, None, &mut |_, _| {})?,
         None => of_size(args.size, args.ranks)?,
     };
     let dir = args.disk.join(format!(".lockstep-bench-{}", std::process::id()));

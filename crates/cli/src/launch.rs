@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 pub struct Args {
     #[command(flatten)]
     train: train::Args,
-    /// Processes to start, one per rank. As many as the layout of the config has ranks if not given, and no other number.
+    /// Processes to start, one per rank. As many as the layout of the config has ranks if not given, and no other number; with
+    /// parallel.layout = "auto", as many as it is to be planned for.
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
     /// When a rank fails, start all again from the last checkpoint, up to so many times.
@@ -48,13 +49,16 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
     // The job takes them from its script.
     args.train.config.set.truncate(given);
-    let layout = config.layout();
-    let ranks = layout.mesh.ranks();
+    let Some(ranks) = config.ranks().or(args.ranks) else {
+        let text =
+            "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";
+        return Err(Failure::request(text.to_owned()));
+    };
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
-        return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes }.into());
+        return Err(TrainError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
     }
     if args.slurm.slurm {
-        slurm::run(&args.slurm, args.train, &config)?;
+        slurm::run(&args.slurm, args.train, &config, ranks)?;
         return Ok(ExitCode::SUCCESS);
     }
     if args.train.dry_run {

@@ -115,6 +115,9 @@ impl Progress {
                     self.show_steps();
                 }
             }
+            Event::Planning { small, whole } => {
+                self.found("searching layouts: small programs", small, "whole programs", whole);
+            }
             Event::Validating { done, total } => {
                 self.long_work("validating", done, total, |n| format!("{} tokens", units::count(n)));
             }

@@ -54,7 +54,7 @@ fn planned(name: &str, run: &Path) -> String {
     let made = || -> Result<String, Failure> {
         let config = Config::load(&run.join("run.toml"), &[])?;
         let devices = Devices::of(&config);
-        let config = settled(&devices, &config, Some(run))?;
+        let config = settled(&devices, &config, Some(run), &mut |_, _| {})?;
         let plan = plan(&devices, &config)?;
         let mut inside = String::new();
         let several = plan.compiled.programs.len() > 1;

@@ -47,11 +47,11 @@ impl Args {
 }
 
 /// Submits a run, or prints the script.
-pub fn run(args: &Args, mut train: train::Args, config: &Config) -> Result<(), Failure> {
+pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -> Result<(), Failure> {
     config.require_data()?;
     let dir = &train.run_dir();
     let only_show = std::mem::take(&mut train.dry_run);
-    let job = Job::of(config, &train, dir, args.chain.is_none())?;
+    let job = Job::of(config, ranks, &train, dir, args.chain.is_none())?;
     let script = job.script();
     if only_show {
         write!(std::io::stdout(), "{script}")?;
@@ -137,9 +137,8 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn of(config: &'a Config, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self, Failure> {
+    fn of(config: &'a Config, ranks: usize, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self, Failure> {
         let cluster = &config.cluster;
-        let ranks = config.layout().mesh.ranks();
         let Some(time) = cluster.time.as_deref() else {
             return Err(Failure::request(
                 "cluster.time is not set: how long may the job run?\nhint: write time = \"12:00:00\" below [cluster], or give \

@@ -3,6 +3,7 @@
 mod common;
 
 use common::Place;
+use lockstep_ir::Layout;
 use serde_json::Value;
 
 /// A model that every axis divides.
@@ -279,6 +280,60 @@ fn scaling_is_told_as_tables_and_drawn_as_a_page() {
     for part in ["strong scaling", "weak scaling", "sequence length", "micro-batch, 4 GPUs"] {
         assert!(text.contains(part), "{part}\n{text}");
     }
+}
+
+/// `parallel.layout = "auto"`: what the run directory has says which layout a run trains in.
+#[test]
+fn an_automatic_layout_is_kept_with_as_many_ranks_and_planned_again_for_others() {
+    let place = Place::new();
+    let train = |dir: &str, more: &[&str]| {
+        let constant = ["--set", "optimizer.schedule=constant", "--set", "train.steps=5"];
+        let args = [&["train", "run.toml", "--run-dir", dir], &constant[..], more].concat();
+        let output = place.run(&args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{text}");
+        text
+    };
+    let auto = |ranks: &str, more: &[&str]| {
+        let ranks = format!("parallel.ranks={ranks}");
+        let said = train("run", &[&["--set", "parallel.layout=auto", "--set", &ranks], more].concat());
+        let plan: Value = serde_json::from_slice(&std::fs::read(place.path("run/plan.json")).unwrap()).unwrap();
+        let layout: Layout = plan["layout"].as_str().unwrap().parse().unwrap();
+        (said, layout)
+    };
+    let (said, first) = auto("4", &[]);
+    assert!(said.contains("parallel.layout = \"auto\": ") && said.contains(" layouts of 4 ranks"), "{said}");
+    assert_eq!(first.mesh.ranks(), 4);
+    let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
+    assert!(resolved.contains("layout = \"auto\"") && resolved.contains("# auto: the fastest of "), "{resolved}");
+    let (said, same) = auto("4", &["--change", "train.steps=10"]);
+    assert!(said.contains("as the run began"), "{said}");
+    assert_eq!(same, first);
+    let (said, other) = auto("2", &["--change", "train.steps=15"]);
+    assert!(said.contains(" layouts of 2 ranks"), "{said}");
+    assert_eq!(other.mesh.ranks(), 2);
+    // The losses go on as those of one rank do.
+    train("alone", &["--set", "train.steps=15"]);
+    let losses = |dir: &str| -> Vec<f64> {
+        let text = std::fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+    };
+    let (ours, alone) = (losses("run"), losses("alone"));
+    assert_eq!((ours.len(), alone.len()), (15, 15));
+    for (a, b) in ours.iter().zip(&alone) {
+        assert!((a - b).abs() < 2e-3, "{ours:?} {alone:?}");
+    }
+}
+
+#[test]
+fn processes_plan_for_as_many_as_they_are() {
+    let place = Place::new();
+    let args = ["launch", "run.toml", "--run-dir", "run", "--set", "parallel.layout=auto", "--set", "train.steps=3"];
+    let error = place.fails(2, &args);
+    assert!(error.contains("for how many ranks\nhint: give --ranks N, or set parallel.ranks"), "{error}");
+    place.ok(&[&args[..], &["--ranks", "2"]].concat());
+    let plan: Value = serde_json::from_slice(&std::fs::read(place.path("run/plan.json")).unwrap()).unwrap();
+    assert_eq!(plan["layout"].as_str().unwrap().parse::<Layout>().unwrap().mesh.ranks(), 2, "{plan}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::{CorpusConfig, SaveEvery};
-use crate::words::{AttentionMethod, OptimizerName};
+use crate::words::{AttentionMethod, LayoutSource, OptimizerName, RecomputePolicy};
 use crate::written::Change;
 
 /// Reads what a folder of weights decides.
@@ -22,6 +22,23 @@ type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
 const CHECKPOINT_EVERY: &str = "checkpoint.every";
+
+/// Keys that `parallel.layout = "auto"` decides where they are not given.
+pub const PLANNED: [&str; 13] = [
+    "parallel.dp",
+    "parallel.dp_replicate",
+    "parallel.cp",
+    "parallel.context",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.zero",
+    "parallel.reshard_after_forward",
+    "parallel.sequence_parallel",
+    "parallel.schedule",
+    "parallel.virtual",
+    "train.micro_batch",
+    "recompute.policy",
+];
 
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
@@ -137,6 +154,44 @@ impl Config {
         config.checkpoint.every = SaveEvery::Steps(steps);
         config.provenance.origins.insert(CHECKPOINT_EVERY, Origin::Auto(how.to_owned()));
         config
+    }
+
+    /// The same run with the layout that `parallel.layout = "auto"` found; `how` is the origin in [`Config::resolved_toml`] of what was
+    /// not given.
+    pub fn with_planned_layout(
+        &self,
+        layout: &Layout,
+        micro_batch: usize,
+        recompute: RecomputePolicy,
+        how: &str,
+    ) -> Config {
+        let mut config = self.at(layout);
+        (config.train.micro_batch, config.recompute.policy) = (micro_batch, recompute);
+        for key in PLANNED.into_iter().filter(|key| *key == "parallel.dp" || !self.is_given(key)) {
+            config.provenance.origins.insert(key, Origin::Auto(how.to_owned()));
+        }
+        config
+    }
+
+    /// How `parallel.layout = "auto"` was settled; none where it has not been, or the layout is given.
+    pub fn layout_planned(&self) -> Option<&str> {
+        match self.provenance.origins.get("parallel.dp") {
+            Some(Origin::Auto(how)) => Some(how),
+            _ => None,
+        }
+    }
+
+    /// Whether the layout is still to be found.
+    pub fn plans_layout(&self) -> bool {
+        self.parallel.layout == LayoutSource::Auto && self.layout_planned().is_none()
+    }
+
+    /// Ranks of the run; none where it is to be planned for as many processes as there are.
+    pub fn ranks(&self) -> Option<usize> {
+        match self.plans_layout() {
+            true => self.parallel.ranks,
+            false => Some(self.layout().mesh.ranks()),
+        }
     }
 
     /// The folder of the config file.

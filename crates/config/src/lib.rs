@@ -45,6 +45,7 @@ mod written;
 
 pub use architecture::{Architecture, Features};
 pub use batches::{Batch, BatchStage, Batches};
+pub use config::PLANNED;
 pub use declare::KeyDoc;
 pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
@@ -58,6 +59,7 @@ pub use search::{FoundKey, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
 pub use words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
+    RecomputePolicy,
 };
 pub use written::{Change, Difference};

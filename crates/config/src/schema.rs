@@ -24,7 +24,8 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LrSchedule, OptimizerName, PrecisionPolicy, RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
+    RecomputePolicy,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -245,6 +246,13 @@ tables! {
 
     /// How the work is split among ranks.
     parallel: ParallelConfig {
+        /// Where the layout comes from. given: the keys of this table. auto: a search for the fastest that fits, when the run starts, as
+        /// `lockstep plan` does. Keys of this table that are given stay, and so do train.micro_batch and recompute.policy; the rest, and
+        /// dp in any case, is decided. A run that is resumed with as many ranks keeps its layout.
+        layout: LayoutSource = Choice(LayoutSource::WORDS), Fixed("\"given\""), Conduct,
+            finds ["auto parallel", "autotuning", "automatic layout", "planner"];
+        /// With layout = "auto", how many ranks there are to plan for. If it is not given, as many as there are processes.
+        ranks: Option<usize> = Count(1, RANKS), Unset, Conduct, finds ["number of ranks", "WORLD_SIZE", "num_processes"];
         /// Data parallelism: groups of ranks that compute on sequences of their own and reduce their gradients.
         dp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["data parallel", "data parallelism", "DDP", "data_parallel_size", "world size",

@@ -89,6 +89,14 @@ words! {
         Bf16 = "bf16",
     }
 
+    /// Where the layout comes from.
+    LayoutSource {
+        /// The keys of `parallel`.
+        Given = "given",
+        /// A search when the run starts.
+        Auto = "auto",
+    }
+
     /// What backward recomputes.
     RecomputePolicy {
         /// Nothing.

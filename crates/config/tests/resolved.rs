@@ -1,6 +1,7 @@
 //! The resolved file: origins, round trips, and what changed between two configs.
 
-use lockstep_config::{Config, presets};
+use lockstep_config::{Config, RecomputePolicy, presets};
+use lockstep_ir::Layout;
 
 fn parse(text: &str, overrides: &[&str]) -> Config {
     let overrides: Vec<_> = overrides.iter().map(|s| s.to_string()).collect();
@@ -86,6 +87,8 @@ gradients = "fp32"  # default
 # growth_interval is not set
 
 [parallel]
+layout = "given"  # default
+# ranks is not set
 dp = 1  # default
 dp_replicate = 1  # default
 cp = 1  # default
@@ -234,6 +237,8 @@ fn differences_leave_out_how_a_run_is_carried_out() {
         "parallel.virtual=2",
         "parallel.stages=[1, 1, 1, 1]",
         "parallel.timeout=5",
+        "parallel.layout=auto",
+        "parallel.ranks=4",
     ];
     let after = parse(EXAMPLE, &conduct);
     assert_eq!(after.differences(&before), []);
@@ -268,4 +273,24 @@ fn moving_corpora_and_tokenizer_changes_nothing_and_other_weights_do() {
     assert_eq!(parse("y", "1", "new/tokenizer.json").differences(&before), []);
     let changed: Vec<_> = parse("x", "2", "bytes").differences(&before).iter().map(|d| d.path).collect();
     assert_eq!(changed, ["data.corpora", "data.tokenizer"]);
+}
+
+#[test]
+fn a_planned_layout_says_how_it_was_found_and_keeps_what_was_given() {
+    let config = parse(EXAMPLE, &["parallel.layout=auto", "parallel.ranks=8", "parallel.tp=2"]);
+    assert!(config.plans_layout() && config.layout_planned().is_none());
+    assert_eq!(config.ranks(), Some(8));
+    let layout: Layout = "dp=4,zero=1,tp=2,sp".parse().unwrap();
+    let planned = config.with_planned_layout(&layout, 1, RecomputePolicy::Full, "the fastest");
+    assert_eq!((planned.layout_planned(), planned.plans_layout()), (Some("the fastest"), false));
+    assert_eq!(planned.ranks(), Some(8));
+    let text = planned.resolved_toml();
+    for line in ["dp = 4  # auto: the fastest", "tp = 2  # --set", "policy = \"full\"  # auto: the fastest"] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    // Written out, it is a config of the same layout.
+    let again = parse(&text, &[]);
+    assert_eq!((again.layout(), again.recompute.policy), (planned.layout(), RecomputePolicy::Full));
+    assert_eq!(parse(EXAMPLE, &["parallel.layout=auto"]).ranks(), None);
+    assert_eq!(parse(EXAMPLE, &[]).ranks(), Some(1));
 }

@@ -64,6 +64,11 @@ impl Devices {
         Self { processes: Some(processes), ..Self::default() }
     }
 
+    /// How many processes run together, where this is one of several.
+    pub(crate) fn processes(&self) -> Option<usize> {
+        self.processes.as_ref().map(Processes::ranks)
+    }
+
     /// The processes that run together.
     pub(crate) fn team(&self) -> Team<'_> {
         Team(self.processes.as_ref())

@@ -63,7 +63,7 @@ pub fn dry_run(
     stop: &AtomicBool,
 ) -> Result<DryRun, TrainError> {
     config.require_data()?;
-    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut |_, _| {})?;
     let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options)?;
     warnings.extend(course.warnings);
     let config = course.config;

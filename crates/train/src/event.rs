@@ -117,6 +117,13 @@ pub(crate) fn number_or_nan<'de, D: Deserializer<'de>, T: Deserialize<'de> + Fro
 /// What happens in a run, for whoever shows it.
 #[derive(Debug)]
 pub enum Event<'a> {
+    /// A layout is being searched for.
+    Planning {
+        /// Small programs that have been compiled.
+        small: u64,
+        /// Whole ones.
+        whole: u64,
+    },
     /// Text is being packed.
     Preparing(lockstep_data::Progress),
     /// Prepared data are being read to see that they are what was prepared.

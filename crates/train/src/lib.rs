@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod analysis;
+mod automatic;
 pub mod bench;
 mod bench_checkpoint;
 mod calibrate;

@@ -27,11 +27,11 @@ pub struct Processes {
 }
 
 impl Processes {
-    /// Finds the others. There must be as many as the layout of the config has ranks. They agree on who takes which GPU: `local`
+    /// Finds the others. There must be as many as the config has ranks, unless its layout is planned for as many as there are. They agree on who takes which GPU: `local`
     /// is where this one stands on its host, if whoever started it says so.
     pub fn join(start: &Start, config: &Config, local: Option<usize>) -> Result<Self, TrainError> {
         let (layout, processes) = (config.layout(), start.ranks);
-        let ranks = layout.mesh.ranks();
+        let ranks = config.ranks().unwrap_or(processes);
         if ranks != processes {
             return Err(TrainError::OtherRanks { layout: layout.to_string(), ranks, processes });
         }

@@ -31,7 +31,7 @@ use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::{DeviceTime, ExecError};
 use lockstep_ir::{StepLimits, StepScalars, units};
-use lockstep_plan::{Plan, Target, plan};
+use lockstep_plan::{LayoutChoice, Plan, Target, plan};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -136,7 +136,12 @@ fn run_here(
     let team = devices.team();
     config.require_data()?;
     team.agree("config", &config.resolved_toml())?;
-    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh))?;
+    let mut planning = |small, whole| show(Event::Planning { small, whole });
+    let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
+    if let Some(how) = config.layout_planned() {
+        let chosen = LayoutChoice::of(config);
+        show(Event::Warning(&format!("parallel.layout = \"auto\": {chosen}: {how}")));
+    }
     if let Some(how) = config.micro_batch_found() {
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }

@@ -185,6 +185,8 @@ impl RunDir {
             "lockstep": env!("CARGO_PKG_VERSION"),
             "program": format!("{:016x}", plan.program().fingerprint()),
             "device": plan.device,
+            "layout": plan.layout.to_string(),
+            "micro_batches": plan.layout.micro_batches,
             "parameters": plan.parameters,
             "tokens_per_step": plan.tokens_per_step,
             "model_flops_per_token": plan.model_flops_per_token(),

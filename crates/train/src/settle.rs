@@ -1,13 +1,21 @@
 //! The keys of a config that are found out when a run begins.
 
+use crate::automatic::with_layout;
 use crate::{Devices, TrainError};
 use lockstep_config::Config;
 use lockstep_config::legal;
 use lockstep_plan::{with_fitting_micro_batch, with_micro_batch};
 use std::path::Path;
 
-/// The config that a run in `dir` has: with the default micro-batch that it began with, or for a new run the one that fits.
-pub fn settled(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
+/// The config that a run in `dir` has: with the layout and the default micro-batch that it began with, or for a new run with those that
+/// are found now. `planning` hears how many small and how many whole programs a search for the layout has compiled.
+pub fn settled(
+    devices: &Devices,
+    config: &Config,
+    dir: Option<&Path>,
+    planning: &mut dyn FnMut(u64, u64),
+) -> Result<Config, TrainError> {
+    let config = &with_layout(devices, config, dir, planning)?;
     if !config.micro_batch_is_default() {
         return Ok(config.clone());
     }

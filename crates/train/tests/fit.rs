@@ -56,14 +56,20 @@ fn a_run_keeps_the_default_micro_batch_that_it_began_with() {
     let begun =
         with_fitting_micro_batch(&Devices::new(), &config(""), &room(arena(&config("micro_batch = 3\n")))).unwrap();
     std::fs::write(dir.path().join("run.toml"), begun.resolved_toml()).unwrap();
-    let resumed = settled(&Devices::new(), &config(""), Some(dir.path())).unwrap();
+    let resumed = settled(&Devices::new(), &config(""), Some(dir.path()), &mut |_, _| {}).unwrap();
     assert_eq!(resumed.train.micro_batch, 3);
     assert!(resumed.resolved_toml().contains("micro_batch = 3  # default: as the run began"));
-    assert_eq!(settled(&Devices::new(), &config(""), None).unwrap().train.micro_batch, 12);
-    assert_eq!(settled(&Devices::new(), &config("micro_batch = 4\n"), Some(dir.path())).unwrap().train.micro_batch, 4);
+    assert_eq!(settled(&Devices::new(), &config(""), None, &mut |_, _| {}).unwrap().train.micro_batch, 12);
+    assert_eq!(
+        settled(&Devices::new(), &config("micro_batch = 4\n"), Some(dir.path()), &mut |_, _| {})
+            .unwrap()
+            .train
+            .micro_batch,
+        4
+    );
     // A layout that this micro-batch does not divide takes another.
     let other = config("[parallel]\ndp = 3\n");
-    assert_eq!(settled(&Devices::new(), &other, Some(dir.path())).unwrap().train.micro_batch, 4);
+    assert_eq!(settled(&Devices::new(), &other, Some(dir.path()), &mut |_, _| {}).unwrap().train.micro_batch, 4);
 }
 
 #[test]

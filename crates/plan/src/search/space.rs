@@ -2,7 +2,7 @@
 
 use super::{SearchRequest, Trainer};
 use crate::NoLayout;
-use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_config::{Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
@@ -96,29 +96,14 @@ pub(super) struct Space<'a> {
     trainer: Option<&'a dyn Trainer>,
 }
 
-/// Keys that a search decides, unless they are given. `parallel.dp` follows from the number of GPUs.
-const DECIDED: [&str; 13] = [
-    "parallel.dp_replicate",
-    "parallel.cp",
-    "parallel.context",
-    "parallel.tp",
-    "parallel.pp",
-    "parallel.zero",
-    "parallel.reshard_after_forward",
-    "parallel.sequence_parallel",
-    "parallel.schedule",
-    "parallel.virtual",
-    "train.micro_batch",
-    "recompute.policy",
-    "precision.gradients",
-];
-
 impl<'a> Space<'a> {
     /// What a request leaves open.
     pub fn new(request: &SearchRequest<'a>) -> Self {
         let SearchRequest { config, gpus, free, fixed, trainer, .. } = *request;
         let given = |key: &&'static str| fixed.contains(key) || (!free && config.is_given(key));
-        let fixed = DECIDED.into_iter().filter(given).collect();
+        // `parallel.dp` follows from the number of GPUs.
+        let decided = PLANNED.into_iter().filter(|key| *key != "parallel.dp").chain(["precision.gradients"]);
+        let fixed = decided.filter(given).collect();
         let batches = config.batches().stages().iter().map(|stage| stage.sequences).collect();
         Self { config, gpus, fixed, batches, trainer }
     }

@@ -64,7 +64,7 @@ pub(crate) fn resume(
     let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
     if !course.changes.is_empty() {
         // What is found out about a config is not part of what it was read from.
-        course.config = settled(devices, &course.config, Some(&options.dir))?;
+        course.config = settled(devices, &course.config, Some(&options.dir), &mut |_, _| {})?;
     }
     Ok((found, course))
 }
