@@ -244,7 +244,7 @@ pub enum Event<'a> {
 mod tests {
     use super::*;
 
-    const LINE: &str = r#"{"step":3,"tokens":96,"loss":5.5,"grad_norm":null,"lr":0.001,"step_s":0.5,"tokens_per_s":64.0,"mfu":0.25,"arena_bytes":1024"#;
+    const LINE: &str = r#"{"step":3,"tokens":96,"loss":5.5,"grad_norm":null,"lr":0.001,"step_s":0.5,"data_wait_s":0.0,"tokens_per_s":64.0,"mfu":0.25,"arena_bytes":1024"#;
 
     #[test]
     fn a_line_has_what_a_gpu_tells_and_nothing_else_of_it() {

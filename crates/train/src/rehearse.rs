@@ -47,9 +47,8 @@ impl RehearsalData {
             let full = data.check(stop, progress)?;
             // Refuses data that are less than a sequence.
             data.train(config)?;
-            let bytes = units::bytes(data.verified_bytes());
-            let how = if full { "every byte read" } else { "lengths, headers and samples read" };
-            let found = format!("{} training tokens; {how} of {bytes}", thousands(data.train_tokens()));
+            let how = if full { "every byte was read" } else { "lengths, headers and samples were read" };
+            let found = format!("{} training tokens; {how}", thousands(data.train_tokens()));
             small.data.prepared = Some(absolute(&folder).display().to_string());
             return Ok(Self { data, found, partial: false, config: small });
         }

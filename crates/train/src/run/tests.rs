@@ -149,7 +149,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let without_times = |line: &str| {
         let mut value: serde_json::Value = serde_json::from_str(line).unwrap();
         let fields = value.as_object_mut().unwrap();
-        ["step_s", "tokens_per_s", "mfu", "unix_s", "peak_flops", "ceiling_flops", "stall_s", "save_s"]
+        ["step_s", "data_wait_s", "tokens_per_s", "mfu", "unix_s", "peak_flops", "ceiling_flops", "stall_s", "save_s"]
             .iter()
             .for_each(|key| drop(fields.remove(*key)));
         value.to_string()
