@@ -1,6 +1,10 @@
 //! Copies of many bytes.
 
 use crate::cpu;
+use std::ops::DerefMut;
+
+/// Memory of the host.
+pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
 /// So many bytes go through the caches: a copy of fewer is read again while it is there.
 const CACHED: usize = 1 << 20;

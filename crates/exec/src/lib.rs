@@ -16,7 +16,7 @@ pub mod reference;
 mod sync;
 mod world;
 
-pub use copy::{copy, copy_pieces};
+pub use copy::{HostBytes, copy, copy_pieces};
 pub use numbers::NotFinite;
 pub use world::{Alone, ProcessWorld, Rank, ThreadWorld, World};
 
@@ -79,9 +79,6 @@ impl ExecError {
         }
     }
 }
-
-/// Memory of the host.
-pub type HostBytes = Box<dyn std::ops::DerefMut<Target = [u8]> + Send + Sync>;
 
 /// A loaded program with its memory.
 pub trait Executor: Send {
