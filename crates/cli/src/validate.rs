@@ -242,8 +242,7 @@ impl Factors {
     }
 }
 
-/// Errors of clean step times where each framework on each GPU has a factor of its own: the one with the least
-/// median error.
+/// Errors of clean step times where each framework on each GPU has a factor of its own: the one that is right for its middle row.
 fn with_one_factor(report: &Report) -> Errors {
     let mut groups: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
     for row in report.rows.iter().filter(|row| row.clean) {
@@ -252,10 +251,8 @@ fn with_one_factor(report: &Report) -> Errors {
         }
     }
     let errors = |ratios: &Vec<f64>| -> Vec<f64> {
-        let off = |factor: f64| ratios.iter().map(|ratio| (ratio / factor - 1.0).abs()).collect::<Vec<f64>>();
-        // It is right for some row.
-        let median = |factor: f64| quantile(&off(factor), 0.5).unwrap_or(0.0);
-        off(ratios.iter().copied().min_by(|a, b| median(*a).total_cmp(&median(*b))).unwrap_or(1.0))
+        let middle = quantile(ratios, 0.5).unwrap_or(1.0);
+        ratios.iter().map(|ratio| (ratio / middle - 1.0).abs()).collect()
     };
     Errors::of(&groups.values().flat_map(errors).collect::<Vec<f64>>()).unwrap_or_default()
 }
