@@ -93,7 +93,8 @@ impl Snapshot {
     pub(crate) fn fill(&mut self, world: &dyn World) -> Result<(), TrainError> {
         let mesh = world.mesh();
         let ranks: Vec<_> = self.ranks.iter_mut().map(|rank| (rank.rank, Mutex::new(rank))).collect();
-        let threads = (cpu::cores() / ranks.len().max(1)).max(1);
+        // Ranks have different shares: one that is done leaves its cores to the others.
+        let threads = cpu::cores();
         let failed = Mutex::new(None);
         let fill = |at: Coordinates, executor: &dyn Executor| {
             let number = mesh.rank(at);
