@@ -195,6 +195,12 @@ fn a_cluster_gives_step_time_mfu_and_where_the_time_goes() {
         assert!(roles.iter().all(|role| role["classes"][class].as_f64().unwrap() > 0.0), "{class}: {roles:?}");
     }
     assert!(forecast["unverified"].as_array().unwrap().contains(&"a100-64gb.tflops".into()));
+    // Fp32 weights and two moments of the first rank, at 20 GB/s, and the tokens of a step on four nodes.
+    let stalls = &forecast["stalls"];
+    let stall = |field: &str| stalls[field].as_f64().unwrap();
+    assert!((stall("checkpoint_s") * 20e9 / stall("checkpoint_bytes") - 1.0).abs() < 1e-9, "{stalls}");
+    assert!((stall("step_s") * stall("checkpoint_every") / stall("checkpoint_s") - 1.0).abs() < 1e-9, "{stalls}");
+    assert_eq!(stalls["data_bytes"], 65_536 * 4 / 4, "{stalls}");
     // Days by the predicted MFU.
     let cost = &explained["cost"];
     assert_eq!((cost["mfu"].as_f64(), cost["mfu_predicted"].as_bool()), (forecast["mfu"].as_f64(), Some(true)));
@@ -203,6 +209,8 @@ fn a_cluster_gives_step_time_mfu_and_where_the_time_goes() {
     for part in [
         "forecast of a step: 16 × A100 64GB in Leonardo Booster",
         "unverified figures of the catalogue: a100-64gb.tflops",
+        "reading data          64.0 KiB per node",
+        "checkpoint            holds steps up for ",
     ] {
         assert!(text.contains(part), "{text}");
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Place, damage};
+use common::{CONFIG, Place, damage};
 use serde_json::Value;
 use std::fs;
 use std::process::Output;
@@ -178,6 +178,10 @@ fn the_bench_of_checkpoints_tells_what_steps_wait_for() {
     for key in ["copy_s", "stall_s", "background_s", "synchronous_s", "step_s", "step_while_saving_s"] {
         assert!(bench[key].as_f64().unwrap() > 0.0, "{key}");
     }
+    place.config(CONFIG);
+    let run = ["bench", "checkpoint", "run.toml", "--set", "model.layers=1", "--rounds", "1", "--format", "json"];
+    let less: Value = serde_json::from_str(&place.ok(&run)).unwrap();
+    assert!(less["bytes"].as_u64() < bench["bytes"].as_u64() && less["ranks"] == 1, "{less}");
     // It leaves nothing behind.
     assert!(fs::read_dir(place.path("")).unwrap().all(|e| !e.unwrap().file_name().to_string_lossy().contains("bench")));
 }
