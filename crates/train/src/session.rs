@@ -13,7 +13,7 @@ use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
-use lockstep_compile::{FIRST_STATS, STATS};
+use lockstep_compile::{FIRST_STATS, LOADS, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
@@ -36,6 +36,8 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether the program counts the tokens of experts.
+    loads: bool,
     /// Whether gradients are summed in fixed point, with no loss scale but this session's.
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
@@ -66,7 +68,7 @@ struct First {
 }
 
 /// What a step gave.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepResult {
     /// Mean loss per target that counts of the global batch.
     pub loss: f64,
@@ -77,6 +79,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// Of a model with experts: the tokens of every expert, layer by layer of those that have some; else nothing.
+    pub loads: Vec<f64>,
     /// When it was done, where the device has a clock.
     pub time: Option<DeviceTime>,
 }
@@ -135,6 +139,7 @@ impl Session {
         let ranks = plan.layout.mesh.size(Axes::SEQUENCES.without(together));
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            loads: tensors.iter().any(|tensor| tensor.name == LOADS),
             limits: config.spikes.skip,
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
@@ -445,8 +450,13 @@ impl Session {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
-        let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
-        let count = if self.first.is_some() { 3 } else { 2 };
+        let asked = [(STATS, true), (FIRST_STATS, self.first.is_some()), (LOADS, self.loads)];
+        let mut results = [(self.feed.loss(), micro_batches); 4];
+        let mut count = 1;
+        for (name, _) in asked.into_iter().filter(|(_, asked)| *asked) {
+            results[count] = (name, 1);
+            count += 1;
+        }
         Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
@@ -480,8 +490,12 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
+        let loads = match self.loads {
+            true => losses(&read(LOADS, 0)?).collect(),
+            false => Vec::new(),
+        };
         let loss = sum / targets as f64;
-        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
+        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, loads, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

@@ -310,6 +310,9 @@ impl Backward {
             | Op::GroupedGradWeightEach { .. }
             | Op::SumChoices
             | Op::CombineGrad
+            | Op::ExpertLoad { .. }
+            | Op::StackLoads
+            | Op::MoveBias { .. }
             | Op::GeluGrad
             | Op::CrossEntropyGrad { .. }
             | Op::AddState
