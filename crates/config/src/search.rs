@@ -10,7 +10,6 @@ pub fn schema() -> Vec<KeyDoc> {
 
 /// What keys a user may look for, and what is not there yet: table, names, what they stand for.
 const MISSING: &[(&str, &[&str], &str)] = &[
-    ("parallel", &["ep", "expert_parallel", "expert_parallel_size"], "expert parallelism"),
     ("precision", &["fp8", "mxfp8", "nvfp4"], "fp8 and narrower"),
 ];
 
