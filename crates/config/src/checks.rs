@@ -438,7 +438,8 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
     };
     let experts = values.count("parallel.ep")?;
     if experts > 1 {
-        let reason = format!("needs gradients of a rank's own tokens, and parallel.ep = {experts} ranks have those of all");
+        let reason =
+            format!("needs gradients of a rank's own tokens, and parallel.ep = {experts} ranks have those of all");
         return conflict("parallel.ep", reason, "remove train.noise_scale, or use ep = 1");
     }
     let stages = values.count("parallel.pp")?;

@@ -147,7 +147,9 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::TakeRows { .. } => vec![experts::take_rows(&dims, x)],
         Op::RowsLinear { .. } => vec![experts::linear(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
         Op::RowsGradInput { .. } => vec![experts::grad_input(&dims, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
-        Op::RowsGradWeight { .. } => vec![experts::grad_weight(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
+        Op::RowsGradWeight { .. } => {
+            vec![experts::grad_weight(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])]
+        }
         Op::Combine => vec![experts::combine(&dims, x[0], Some(x[1]))],
         Op::SumChoices => vec![experts::combine(&dims, x[0], None)],
         Op::CombineGrad => experts::combine_grad(&dims, x).into(),

@@ -114,23 +114,28 @@ fn other_models_precisions_and_sums_do_too() {
 #[test]
 fn pipelines_and_zero_1_change_no_bit() {
     let alike = [
-        &["ep=2", "ep=2,pp=2", "ep=2,pp=2,gpipe", "ep=2,pp=2,interleaved,virtual=2", "ep=2,pp=2,zb-h1", "ep=2,zero=1"][..],
+        &["ep=2", "ep=2,pp=2", "ep=2,pp=2,gpipe", "ep=2,pp=2,interleaved,virtual=2", "ep=2,pp=2,zb-h1", "ep=2,zero=1"]
+            [..],
         &["dp=2,ep=2", "dp=2,zero=1,ep=2", "dp=2,zero=1,ep=2,pp=2"],
         &["ep=2,tp=2,sp", "ep=2,tp=2,sp,pp=2"],
     ];
     for layouts in alike {
         let found = common::check_layouts(&config(MIXTRAL, ""), layouts);
         for c in &found {
-            assert_eq!((&c.losses, c.gradient_difference), (&found[0].losses, found[0].gradient_difference), "{}", c.layout);
+            assert_eq!(
+                (&c.losses, c.gradient_difference),
+                (&found[0].losses, found[0].gradient_difference),
+                "{}",
+                c.layout
+            );
         }
     }
 }
 
 #[test]
 fn recompute_policies_change_no_bit() {
-    let run = |policy: &str| {
-        common::check_layouts(&config(QWEN3_MOE, &format!("[recompute]\npolicy = \"{policy}\"")), &SOME)
-    };
+    let run =
+        |policy: &str| common::check_layouts(&config(QWEN3_MOE, &format!("[recompute]\npolicy = \"{policy}\"")), &SOME);
     let kept = run("none");
     for policy in ["selective", "full", "sqrt"] {
         for (with, without) in run(policy).iter().zip(&kept) {

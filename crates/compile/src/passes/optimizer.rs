@@ -103,7 +103,9 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     // Where each rank has updated its range of a parameter, the ranges of a layer's parameters are gathered at once.
     next.sort_by_key(|(layer, w, _)| (*layer, *w));
     for layer in next.chunk_by(|a, b| a.0 == b.0) {
-        for (over, ranges) in zero::by_axes(layer.iter().map(|(_, _, v)| (g.get(*v).sharding.axes(Placement::Flat), *v))) {
+        for (over, ranges) in
+            zero::by_axes(layer.iter().map(|(_, _, v)| (g.get(*v).sharding.axes(Placement::Flat), *v)))
+        {
             let whole = g.relay(Op::AllGather { over, dim: None }, &ranges, "whole", Phase::Update, layer[0].0)?;
             for (range, whole) in ranges.iter().zip(whole) {
                 let w = layer.iter().find(|(_, _, of)| of == range).map(|(_, w, _)| *w);

@@ -62,7 +62,12 @@ unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
     let blocks = [rows.div_ceil(each).max(1), 1, 1];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
-        call.plain(("experts", "count_rows"), blocks, 1024, args![chosen, counts, rows, each, experts, of_part, of_experts])?;
+        call.plain(
+            ("experts", "count_rows"),
+            blocks,
+            1024,
+            args![chosen, counts, rows, each, experts, of_part, of_experts],
+        )?;
         let args = args![chosen, counts, order, starts, rows, each, experts, of_part, of_experts];
         call.plain(("experts", "place_rows"), blocks, 1024, args)?;
     }

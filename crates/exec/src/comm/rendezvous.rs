@@ -248,7 +248,9 @@ impl Rendezvous {
             for (p, piece) in pieces.iter().enumerate() {
                 let bytes = piece.bytes();
                 // SAFETY: inside the tensors, which are apart.
-                unsafe { copy(self.piece(member, p).input.add(index * bytes), piece.output.add(member * bytes), bytes) };
+                unsafe {
+                    copy(self.piece(member, p).input.add(index * bytes), piece.output.add(member * bytes), bytes)
+                };
             }
         }
     }

@@ -130,27 +130,31 @@ impl Grouped {
     }
 }
 
-pub(super) static EXPERT_SLOTS: Spec =
-    row("expert_slots", &[u32("chosen", "bsy")], &[u32("slots", "bsy"), u32("owners", "ac"), f64("beyond", "b")], |batch| {
+pub(super) static EXPERT_SLOTS: Spec = row(
+    "expert_slots",
+    &[u32("chosen", "bsy")],
+    &[u32("slots", "bsy"), u32("owners", "ac"), f64("beyond", "b")],
+    |batch| {
         let of = |blocks| {
             let op = Op::ExpertSlots { experts: PARTS * EACH, blocks };
             sample(op, [places(batch, Draw::Below((PARTS * EACH) as u32))])
         };
         [BLOCKS, FULL].map(of).into()
-    })
-    .always_made(&[0])
-    .gradient(&[])
-    .splits(&["bc", "sc"])
-    .shape(|op, _, dims| {
-        attributes!(op, Op::ExpertSlots { experts, blocks });
-        blocks.bind(op, dims)?;
-        op.ask(dims, 'j', Dim::new(Axis::Experts, experts))?;
-        op.even_parts(dims)
-    })
-    .local(|op, _| {
-        attributes!(op, Op::ExpertSlots { experts, blocks });
-        Op::ExpertSlots { experts, blocks: blocks.of_one_rank() }
-    });
+    },
+)
+.always_made(&[0])
+.gradient(&[])
+.splits(&["bc", "sc"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::ExpertSlots { experts, blocks });
+    blocks.bind(op, dims)?;
+    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))?;
+    op.even_parts(dims)
+})
+.local(|op, _| {
+    attributes!(op, Op::ExpertSlots { experts, blocks });
+    Op::ExpertSlots { experts, blocks: blocks.of_one_rank() }
+});
 
 pub(super) static SEND_ROWS: Spec =
     row("send_rows", &[float("x", "bsd"), u32("slots", "bsy")], &[float("rows", "acd")], |batch| {
@@ -184,31 +188,23 @@ pub(super) static TAKE_ROWS: Spec =
     .shape(SHAPE)
     .local(|op, _| Op::TakeRows { blocks: blocks(op).of_one_rank() });
 
-pub(super) static ROWS_LINEAR: Spec = row(
-    "rows_linear",
-    &[float("x", "ack"), float("w", "jnk"), u32("owners", "ac")],
-    &[float("y", "acn")],
-    |_| {
-        let of = |g: &Grouped| {
-            sample(Op::RowsLinear { blocks: g.blocks }, [g.rows(&g.embed), g.stack(), g.owners()])
-        };
+pub(super) static ROWS_LINEAR: Spec =
+    row("rows_linear", &[float("x", "ack"), float("w", "jnk"), u32("owners", "ac")], &[float("y", "acn")], |_| {
+        let of = |g: &Grouped| sample(Op::RowsLinear { blocks: g.blocks }, [g.rows(&g.embed), g.stack(), g.owners()]);
         Grouped::all().iter().map(of).collect()
-    },
-)
-.gradient(&[Input(0), Input(1), Input(2)])
-.splits(&["c", "aj", "n", "k"])
-.shape(|op, _, dims| op.even_parts(dims))
-.chunks()
-.flops(MATMUL);
+    })
+    .gradient(&[Input(0), Input(1), Input(2)])
+    .splits(&["c", "aj", "n", "k"])
+    .shape(|op, _, dims| op.even_parts(dims))
+    .chunks()
+    .flops(MATMUL);
 
 pub(super) static ROWS_GRAD_INPUT: Spec = row(
     "rows_grad_input",
     &[float("dy", "acn"), float("w", "jnk"), u32("owners", "ac")],
     &[float("dx", "ack")],
     |_| {
-        let of = |g: &Grouped| {
-            sample(Op::RowsGradInput { blocks: g.blocks }, [g.rows(&g.ffn), g.stack(), g.owners()])
-        };
+        let of = |g: &Grouped| sample(Op::RowsGradInput { blocks: g.blocks }, [g.rows(&g.ffn), g.stack(), g.owners()]);
         Grouped::all().iter().map(of).collect()
     },
 )
