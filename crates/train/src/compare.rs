@@ -54,7 +54,10 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.ffn = fit(m.ffn, 192, tp);
     m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
     let top = m.experts_per_token.unwrap_or(1);
-    m.experts = m.experts.map(|experts| experts.min(8.max(2 * top)));
+    let ep = most(|l| l.mesh.size(MeshAxis::Ep));
+    // Groups of experts, where there are some, become two.
+    let step = if m.expert_groups > 1 && !ep.is_multiple_of(2) { 2 * ep } else { ep };
+    m.experts = m.experts.map(|experts| fit(experts, 8.max(2 * top), step));
     if m.experts != config.model.experts && m.expert_groups > 1 {
         (m.expert_groups, m.expert_top_groups) = (2, 1);
     }

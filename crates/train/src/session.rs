@@ -13,7 +13,7 @@ use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
-use lockstep_compile::{FIRST_STATS, LOADS, STATS};
+use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
@@ -42,6 +42,8 @@ pub struct Session {
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
     limits: bool,
+    /// Outputs that count rows which found no place, where parts of the experts have room for some only.
+    beyond: Vec<String>,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
@@ -81,6 +83,8 @@ pub struct StepResult {
     pub first: Option<Measured>,
     /// Of a model with experts: the tokens of every expert, layer by layer of those that have some; else nothing.
     pub loads: Vec<f64>,
+    /// Rows of tokens that found no place with their experts: if there are any, the update was not applied.
+    pub beyond: u64,
     /// When it was done, where the device has a clock.
     pub time: Option<DeviceTime>,
 }
@@ -141,6 +145,7 @@ impl Session {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             loads: tensors.iter().any(|tensor| tensor.name == LOADS),
             limits: config.spikes.skip,
+            beyond: tensors.iter().map(|t| &t.name).filter(|name| name.starts_with(ROWS_BEYOND)).cloned().collect(),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
                 &tensors,
@@ -450,14 +455,12 @@ impl Session {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
-        let asked = [(STATS, true), (FIRST_STATS, self.first.is_some()), (LOADS, self.loads)];
-        let mut results = [(self.feed.loss(), micro_batches); 4];
-        let mut count = 1;
-        for (name, _) in asked.into_iter().filter(|(_, asked)| *asked) {
-            results[count] = (name, 1);
-            count += 1;
-        }
-        Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
+        let first = self.first.map(|_| (FIRST_STATS, 1));
+        let loads = self.loads.then_some((LOADS, 1));
+        let beyond = self.beyond.iter().map(|name| (name.as_str(), micro_batches));
+        let always = [(self.feed.loss(), micro_batches), (STATS, 1)].into_iter();
+        let results: Vec<(&str, usize)> = always.chain(first).chain(loads).chain(beyond).collect();
+        Ok(QueuedStep(match self.executor.read_later(&results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
@@ -494,8 +497,13 @@ impl Session {
             true => losses(&read(LOADS, 0)?).collect(),
             false => Vec::new(),
         };
+        let mut beyond = 0.0;
+        for (name, m) in self.beyond.iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
+            beyond += losses(&read(name, m)?).sum::<f64>();
+        }
         let loss = sum / targets as f64;
-        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, loads, time: None })
+        let applied = !factor.is_nan();
+        Ok(StepResult { loss, grad_norm, applied, first, loads, beyond: beyond as u64, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

@@ -85,6 +85,8 @@ fn every_choice_is_counted_once_on_every_layout() {
         &["parallel.tp=2", "parallel.sequence_parallel=true"],
         &["parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2", "parallel.zero=1"],
         &["recompute.policy=full"],
+        &["parallel.ep=2"],
+        &["parallel.ep=2", "parallel.dp=2", "parallel.zero=3"],
     ]
     .iter()
     .enumerate()
