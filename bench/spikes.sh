@@ -31,6 +31,7 @@ grad_clip = 0.0
 [spikes]
 skip = true
 window = 32
+roll_backs = 6
 [checkpoint]
 every = 20
 TOML

@@ -209,7 +209,9 @@ mod tests {
     use lockstep_ir::{DType, Layout};
 
     fn program(dim: usize, batch: usize) -> StepProgram {
-        let model = format!("[model]\nvocab_size = 64\nlayers = 2\ndim = {dim}\nheads = 4\n[data]\npaths = [\".\"]\n");
+        let model = format!(
+            "[model]\nvocab_size = 64\nlayers = 2\ndim = {dim}\nheads = 4\nffn = {dim}\n[data]\npaths = [\".\"]\n"
+        );
         let config = Config::parse(&model, "run.toml", &[]).unwrap();
         let context = Context {
             device: crate::profile("cuda", DType::BF16, DType::F32, false),
