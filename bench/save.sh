@@ -14,6 +14,6 @@ if [ "$size" = 1b ]; then
     exit
 fi
 for ranks in 1 2; do
-    "$lockstep" bench checkpoint --size "$size" --ranks $ranks --rounds 8 --disk "$work" | tee "$work/$ranks.txt"
+    "$lockstep" bench checkpoint --size "$size" --ranks $ranks --rounds 12 --disk "$work" | tee "$work/$ranks.txt"
     awk '/in the background/ && /steps wait/ { if ($NF > 1.2) { print "FAILED: " $NF " copies"; exit 1 } }' "$work/$ranks.txt"
 done

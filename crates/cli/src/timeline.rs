@@ -4,6 +4,7 @@ mod svg;
 
 use crate::failure::Failure;
 use lockstep_ir::program::Class;
+use lockstep_ir::units::trace_span;
 use lockstep_plan::{Clock, MemoryTimeline};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -69,9 +70,9 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
                 Class::ALL.iter().zip(mark.bytes).map(|(c, bytes)| (c.name().to_owned(), json!(bytes))).collect();
             events.push(json!({ "name": "memory", "ph": "C", "pid": 0, "ts": mark.start * scale, "args": bytes }));
         }
+        let (ts, dur) = trace_span(mark.start * scale, mark.end * scale);
         events.push(json!({
-            "name": mark.op, "cat": mark.segment, "ph": "X", "pid": 0, "tid": 0,
-            "ts": mark.start * scale, "dur": (mark.end - mark.start) * scale,
+            "name": mark.op, "cat": mark.segment, "ph": "X", "pid": 0, "tid": 0, "ts": ts, "dur": dur,
             "args": {
                 "layer": mark.layer, "micro_batch": mark.micro_batch, "step": mark.step, "bytes": mark.moved_bytes,
             },

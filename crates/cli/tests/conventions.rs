@@ -174,6 +174,10 @@ fn train_profiles_the_steps_that_it_is_told_to_and_computes_the_same() {
     let events: Vec<&Value> = trace.as_array().unwrap().iter().filter(|e| e["ph"] == "X").collect();
     assert!(events.iter().any(|e| e["args"]["step"] == 3) && events.iter().any(|e| e["args"]["step"] == 4));
     assert!(events.iter().all(|e| e["args"]["step"] == 3 || e["args"]["step"] == 4));
+    // In whole nanoseconds, as Perfetto reads it: it drops events that overlap.
+    let nanoseconds = |e: &Value, key: &str| (e[key].as_f64().unwrap() * 1e3).round() as u64;
+    let ends = |e: &Value| nanoseconds(e, "ts") + nanoseconds(e, "dur");
+    assert!(events.windows(2).all(|e| e[0]["tid"] != e[1]["tid"] || ends(e[0]) <= nanoseconds(e[1], "ts")));
     assert_eq!(place.trajectory("run"), place.trajectory("plain"));
     assert!(place.fails(2, &["train", "run.toml", "--profile-steps", "8:5"]).contains("such as 5:8"));
 }

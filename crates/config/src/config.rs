@@ -13,7 +13,7 @@ use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::{CorpusConfig, SaveEvery};
+use crate::value::{Bytes, CorpusConfig, SaveEvery};
 use crate::words::{AttentionMethod, LayoutSource, OptimizerName, RecomputePolicy};
 use crate::written::Change;
 
@@ -22,6 +22,7 @@ type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
 
 const MICRO_BATCH: &str = "train.micro_batch";
 const CHECKPOINT_EVERY: &str = "checkpoint.every";
+const BUDGET: &str = "recompute.budget";
 
 /// Keys that `parallel.layout = "auto"` decides where they are not given.
 pub const PLANNED: [&str; 13] = [
@@ -162,11 +163,15 @@ impl Config {
         &self,
         layout: &Layout,
         micro_batch: usize,
-        recompute: RecomputePolicy,
+        recompute: (RecomputePolicy, Option<Bytes>),
         how: &str,
     ) -> Config {
         let mut config = self.at(layout);
-        (config.train.micro_batch, config.recompute.policy) = (micro_batch, recompute);
+        config.train.micro_batch = micro_batch;
+        (config.recompute.policy, config.recompute.budget) = recompute;
+        if recompute.1.is_some() && !self.is_given(BUDGET) {
+            config.provenance.origins.insert(BUDGET, Origin::Auto(how.to_owned()));
+        }
         for key in PLANNED.into_iter().filter(|key| *key == "parallel.dp" || !self.is_given(key)) {
             config.provenance.origins.insert(key, Origin::Auto(how.to_owned()));
         }

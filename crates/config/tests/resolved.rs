@@ -1,6 +1,6 @@
 //! The resolved file: origins, round trips, and what changed between two configs.
 
-use lockstep_config::{Config, RecomputePolicy, presets};
+use lockstep_config::{Bytes, Config, RecomputePolicy, presets};
 use lockstep_ir::Layout;
 
 fn parse(text: &str, overrides: &[&str]) -> Config {
@@ -281,16 +281,22 @@ fn a_planned_layout_says_how_it_was_found_and_keeps_what_was_given() {
     assert!(config.plans_layout() && config.layout_planned().is_none());
     assert_eq!(config.ranks(), Some(8));
     let layout: Layout = "dp=4,zero=1,tp=2,sp".parse().unwrap();
-    let planned = config.with_planned_layout(&layout, 1, RecomputePolicy::Full, "the fastest");
+    let planned =
+        config.with_planned_layout(&layout, 1, (RecomputePolicy::Budget, Some(Bytes(3 << 30))), "the fastest");
     assert_eq!((planned.layout_planned(), planned.plans_layout()), (Some("the fastest"), false));
     assert_eq!(planned.ranks(), Some(8));
     let text = planned.resolved_toml();
-    for line in ["dp = 4  # auto: the fastest", "tp = 2  # --set", "policy = \"full\"  # auto: the fastest"] {
+    for line in [
+        "dp = 4  # auto: the fastest",
+        "tp = 2  # --set",
+        "policy = \"budget\"  # auto: the fastest",
+        "budget = \"3 GiB\"  # auto: the fastest",
+    ] {
         assert!(text.contains(line), "{line}: {text}");
     }
     // Written out, it is a config of the same layout.
     let again = parse(&text, &[]);
-    assert_eq!((again.layout(), again.recompute.policy), (planned.layout(), RecomputePolicy::Full));
+    assert_eq!((again.layout(), again.recompute.clone()), (planned.layout(), planned.recompute.clone()));
     assert_eq!(parse(EXAMPLE, &["parallel.layout=auto"]).ranks(), None);
     assert_eq!(parse(EXAMPLE, &[]).ranks(), Some(1));
 }

@@ -19,10 +19,10 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // order: rows sorted by expert, and of one expert in their order; -1 where there is none. starts[e]: where those of expert e start,
-// with the end of all behind; behind that how many each has. A block places what it counted.
+// with the end of all behind; then how many each has; then the experts, those with the most rows first. A block places what it counted.
 extern "C" __global__ void __launch_bounds__(1024)
     place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int rows, int each, int experts) {
-    __shared__ int next[MOST_EXPERTS], sums[32];
+    __shared__ int next[MOST_EXPERTS], sizes[MOST_EXPERTS], sums[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
     int before = 0, all = 0;
     if (e < experts)
@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (lane >= step) sum += y;
     }
     if (lane == 31) sums[warp] = sum;
+    if (e < experts) sizes[e] = all;
     __syncthreads();
     if (warp == 0) {
         int whole = sums[lane];
@@ -56,6 +57,10 @@ extern "C" __global__ void __launch_bounds__(1024)
             starts[experts + 1 + e] = all;
             if (e == experts - 1) starts[experts] = start + padded;
             for (int i = all; i < padded; i++) order[start + i] = -1;
+            int larger = 0;
+            for (int other = 0; other < experts; other++)
+                larger += sizes[other] > all || (sizes[other] == all && other < e);
+            starts[2 * experts + 1 + larger] = e;
         }
     }
     // Warps take turns, so that rows keep their order.

@@ -27,14 +27,15 @@ struct Shared {
     bf16 out[2][2][64 * 64];
     u64 full[STAGES], empty[STAGES];
     int starts[2 * MOST_EXPERTS + 1];
+    u8 largest[MOST_EXPERTS];
 };
-static_assert(sizeof(Shared) == 231496, "as in ops/grouped.rs");
+static_assert(sizeof(Shared) == 231752, "as in ops/grouped.rs");
 
 struct Args {
     const bf16 *a;     // FORWARD: x; INPUT, WEIGHT: dy
     void *out;         // bf16 [rows, columns]; WEIGHT: sums [experts, lines, columns]
     const int *order;  // rows by expert, -1 where there is none
-    const int *starts; // where those of each expert start, the end of all, how many each has
+    const int *starts; // where those of each expert start, the end of all; how many each has; experts, the largest first
     int experts, columns;
     int depth; // FORWARD, INPUT
     int lines; // WEIGHT
@@ -103,15 +104,19 @@ struct Tile {
     int expert, row, column, depth;
 };
 
-// The i-th tile, if there is one. `row` counts in the order of rows, or for WEIGHT in the expert's lines.
+// A block's tile of a round, if there is one. `row` counts in the order of rows, or for WEIGHT in the expert's lines.
 template <int KIND>
-DEV bool tile_of(const Args &g, const int *starts, i64 i, Tile &t) {
+DEV bool tile_of(const Args &g, const Shared &s, i64 round, Tile &t) {
+    const int *starts = s.starts;
     int across = (g.columns + BN - 1) / BN;
+    i64 i = round * gridDim.x + blockIdx.x;
     if (KIND == WEIGHT) {
+        // The longest sums come first, and blocks take turns in who gets the longer ones.
+        if (round & 1) i = (round + 1) * gridDim.x - 1 - blockIdx.x;
         int down = (g.lines + BM - 1) / BM, per = down * across;
         if (i >= (i64)per * g.experts) return false;
         int at = (int)(i % per);
-        t.expert = (int)(i / per);
+        t.expert = s.largest[i / per];
         t.row = at % down * BM;
         t.column = at / down * BN;
         t.depth = (starts[g.experts + 1 + t.expert] + BK - 1) / BK;
@@ -143,7 +148,7 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
     // Lines that lie a multiple of eight apart are swizzled alike.
     u32 to = line * 128 + ((chunk ^ (line & 7)) * 16);
     Tile t;
-    for (i64 i = blockIdx.x; tile_of<KIND>(g, s.starts, i, t); i += gridDim.x) {
+    for (i64 round = 0; tile_of<KIND>(g, s, round, t); round++) {
         const int *order = g.order + (KIND == WEIGHT ? s.starts[t.expert] : t.row) + line;
         const bf16 *from[BM / LINES];
         int rows[BK / LINES];
@@ -301,7 +306,7 @@ DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
     int half = (threadIdx.x - LOADERS) / 128, tid = threadIdx.x % 128;
     int stage = 0, phase = 0;
     Tile t;
-    for (i64 i = blockIdx.x; tile_of<KIND>(g, s.starts, i, t); i += gridDim.x) {
+    for (i64 round = 0; tile_of<KIND>(g, s, round, t); round++) {
         float acc[128];
         int to[4];
         if (KIND != WEIGHT) {
@@ -354,6 +359,7 @@ DEV void grouped(const TensorMap *from, const TensorMap *to, const Args &g) {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     for (int i = threadIdx.x; i <= 2 * g.experts; i += blockDim.x) s.starts[i] = g.starts[i];
+    for (int i = threadIdx.x; i < g.experts; i += blockDim.x) s.largest[i] = (u8)g.starts[2 * g.experts + 1 + i];
     __syncthreads();
     if (threadIdx.x < LOADERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");

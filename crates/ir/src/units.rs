@@ -72,6 +72,13 @@ pub fn ranks(ranks: &[usize]) -> String {
     }
 }
 
+/// Where an event of a Chrome trace starts, and how long it is, in microseconds: whole nanoseconds, so that it ends no later than the
+/// next one starts. Viewers drop events that overlap.
+pub fn trace_span(start_us: f64, end_us: f64) -> (f64, f64) {
+    let [start, end] = [start_us, end_us].map(|us| (us * 1e3).round());
+    (start / 1e3, (end - start) / 1e3)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,7 +2,7 @@
 
 use crate::machine::processor;
 use crate::{Devices, TrainError, catalogue};
-use lockstep_config::{Config, DeviceChoice, PLANNED, RecomputePolicy, legal};
+use lockstep_config::{Bytes, Config, DeviceChoice, PLANNED, RecomputePolicy, legal};
 use lockstep_exec::cpu;
 use lockstep_ir::{Layout, Mesh, MeshAxis, units};
 use lockstep_plan::{LayoutChoice, RankedLayout, Room, SearchRequest, Target, search};
@@ -18,6 +18,7 @@ struct Found {
     layout: String,
     micro_batch: usize,
     recompute: String,
+    budget: Option<u64>,
     how: String,
 }
 
@@ -49,7 +50,7 @@ pub(crate) fn with_layout(
         // One rank alone has no words.
         let layout = found.layout.parse().unwrap_or(Layout::single(1));
         let recompute = RecomputePolicy::ALL.iter().copied().find(|policy| policy.word() == found.recompute)?;
-        Some((layout, found.micro_batch, recompute, found.how))
+        Some((layout, found.micro_batch, (recompute, found.budget.map(Bytes)), found.how))
     });
     // It was written by this very build.
     let Some((layout, micro_batch, recompute, how)) = parsed else { unreachable!("a layout that was found is one") };
@@ -58,8 +59,8 @@ pub(crate) fn with_layout(
 
 impl Found {
     fn new(choice: &LayoutChoice, how: String) -> Self {
-        let LayoutChoice { layout, micro_batch, recompute, .. } = choice;
-        Self { layout: layout.to_string(), micro_batch: *micro_batch, recompute: recompute.to_string(), how }
+        let LayoutChoice { layout, micro_batch, recompute, budget, .. } = *choice;
+        Self { layout: layout.to_string(), micro_batch, recompute: recompute.to_string(), budget, how }
     }
 }
 

@@ -39,6 +39,8 @@ pub struct BenchResult {
     pub precision: PrecisionPolicy,
     /// Median seconds of a step.
     pub step_s: f64,
+    /// The lower quartile of them: other programs on the same cores disturb some steps.
+    pub quartile_s: f64,
     /// Tokens per second.
     pub tokens_per_s: f64,
     /// Model FLOPs per second, in 10¹².
@@ -196,7 +198,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         Some(GpuMemory::new(arena_bytes, context, late_bytes?, nvml))
     });
     times.sort_by(f64::total_cmp);
-    let step_s = times[times.len() / 2];
+    let (step_s, quartile_s) = (times[times.len() / 2], times[times.len() / 4]);
     let step = steps.len() as u64 + 1;
     let timings = match spec.profile {
         true => Some(session.executor().profile(StepProgram::TRAIN)?),
@@ -224,6 +226,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         seq: config.train.seq,
         precision: config.precision.policy,
         step_s,
+        quartile_s,
         tokens_per_s,
         tflops: flops / 1e12,
         mfu: flops / matmul_peak,

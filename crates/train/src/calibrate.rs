@@ -58,20 +58,21 @@ const SMALL: [CalibrationModel; 6] = [
     shape("llama", 1, 1024, [8, 8], 2816, 4096, [1, 512]),
 ];
 
-/// On a GPU.
+/// On a GPU. Layers and vocabularies are in proportion as in models that are trained: a GPU at its power limit lowers its clock the more
+/// of a step is in matmuls, and all kernels of the step feel it.
 const LARGE: [CalibrationModel; 12] = [
-    shape("llama", 2, 768, [12, 12], 2048, 50304, [1, 1024]),
-    shape("gpt2", 2, 1024, [16, 16], 4096, 50304, [2, 1024]),
-    shape("llama", 2, 640, [10, 10], 1792, 50304, [32, 1024]),
-    shape("llama", 2, 512, [8, 8], 1536, 32000, [32, 1024]),
-    shape("gpt2", 3, 1024, [16, 16], 4096, 50304, [16, 1024]),
-    shape("llama", 2, 1152, [18, 6], 3072, 48000, [12, 2048]),
-    shape("llama", 3, 1536, [12, 4], 4096, 32000, [8, 2048]),
-    shape("llama", 2, 2560, [40, 8], 6912, 64000, [4, 4096]),
-    shape("gpt2", 2, 2048, [16, 16], 8192, 50304, [8, 1024]),
-    shape("llama", 2, 3072, [24, 8], 8192, 80000, [2, 4096]),
-    shape("llama", 2, 4096, [32, 8], 11008, 128256, [1, 4096]),
-    shape("llama", 1, 5120, [40, 8], 16384, 32000, [2, 4096]),
+    shape("llama", 8, 768, [12, 12], 2048, 50304, [1, 1024]),
+    shape("gpt2", 4, 1024, [16, 16], 4096, 50304, [2, 1024]),
+    shape("llama", 10, 640, [10, 10], 1792, 50304, [32, 1024]),
+    shape("llama", 8, 512, [8, 8], 1536, 32000, [32, 1024]),
+    shape("gpt2", 8, 1024, [16, 16], 4096, 50304, [16, 1024]),
+    shape("llama", 12, 1152, [18, 6], 3072, 32000, [12, 2048]),
+    shape("llama", 10, 1536, [12, 4], 4096, 32000, [8, 2048]),
+    shape("llama", 8, 2560, [40, 8], 6912, 64000, [4, 4096]),
+    shape("gpt2", 10, 2048, [16, 16], 8192, 50304, [8, 1024]),
+    shape("llama", 6, 3072, [24, 8], 8192, 128256, [2, 4096]),
+    shape("llama", 4, 4096, [32, 8], 11008, 64000, [1, 4096]),
+    shape("llama", 3, 5120, [40, 8], 16384, 32000, [2, 4096]),
 ];
 
 /// Seconds that a model's steps are timed for, and that come before on a GPU, whose clock falls as it heats.

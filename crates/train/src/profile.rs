@@ -3,6 +3,7 @@
 use crate::TrainError;
 use lockstep_exec::Timing;
 use lockstep_ir::program::{Instr, Stream};
+use lockstep_ir::units::trace_span;
 use lockstep_plan::{Plan, PlanError};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -67,9 +68,11 @@ pub(crate) fn profile(
             if let Some(sum) = &mut ops[at].roofline_s {
                 *sum += roofline(instr, matmul, bandwidth)?;
             }
+            let start_us = (begin + t.start_s) * 1e6;
+            let (ts, dur) = trace_span(start_us, start_us + t.seconds * 1e6);
             trace.push(json!({
                 "name": op, "cat": program.segments[t.slot.segment].name, "ph": "X", "pid": 0, "tid": instr.stream as u8,
-                "ts": (begin + t.start_s) * 1e6, "dur": t.seconds * 1e6,
+                "ts": ts, "dur": dur,
                 "args": { "layer": instr.layer, "micro_batch": t.slot.micro_batch, "step": step },
             }));
         }

@@ -6,7 +6,7 @@ use crate::timeline::wrote;
 use lockstep_config::Config;
 use lockstep_ir::Axes;
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
-use lockstep_ir::units::{self, thousands};
+use lockstep_ir::units::{self, thousands, trace_span};
 use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use lockstep_train::{Devices, machine_profile};
@@ -184,9 +184,9 @@ impl Predicted {
                 }));
             }
             let event = |name: String, category: &str, thread: usize, (start, end): (f64, f64), args: Value| {
+                let (ts, dur) = trace_span(start * 1e6, end * 1e6);
                 json!({
-                    "name": name, "cat": category, "ph": "X", "pid": r, "tid": thread,
-                    "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
+                    "name": name, "cat": category, "ph": "X", "pid": r, "tid": thread, "ts": ts, "dur": dur, "args": args,
                 })
             };
             for slot in &role.slots {

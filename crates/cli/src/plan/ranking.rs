@@ -182,7 +182,7 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
     let choice = &layout.choice;
     let size = |axis: MeshAxis| json!(choice.layout.mesh.size(axis));
     let l = &choice.layout;
-    vec![
+    let mut keys = vec![
         ("train.micro_batch", json!(choice.micro_batch)),
         ("precision.gradients", json!(choice.gradients)),
         ("parallel.dp", size(MeshAxis::DpShard)),
@@ -197,7 +197,9 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
         ("parallel.schedule", json!(l.schedule.name())),
         ("parallel.virtual", json!(l.chunks)),
         ("recompute.policy", json!(choice.recompute)),
-    ]
+    ];
+    keys.extend(choice.budget.map(|bytes| ("recompute.budget", json!(format!("{} MiB", bytes >> 20)))));
+    keys
 }
 
 /// Three digits: `1.23 s`, `45.6 ms`.

@@ -18,10 +18,10 @@ const SIDE: usize = 64;
 const SHARES: usize = 256;
 const EACH: usize = 1024;
 
-/// Scratch of a grouped matmul: the order of rows, with room for each expert's last tile; where experts start and how many rows they
-/// have; counts of every share.
+/// Scratch of a grouped matmul: the order of rows, with room for each expert's last tile; where experts start, how many rows they
+/// have and which have most; counts of every share.
 pub fn scratch() -> Workspace {
-    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…y"), (4 * (TILE + 2 + SHARES) as u64, "j")] }
+    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…y"), (4 * (TILE + 3 + SHARES) as u64, "j")] }
 }
 
 /// The same of one into weights, which has x in the order of rows besides.
@@ -53,7 +53,7 @@ unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
     let order = call.scratch()?;
     let places = rows + experts * TILE;
     let starts = order + whole(places);
-    let counts = starts + whole(2 * experts + 1);
+    let counts = starts + whole(3 * experts + 1);
     let room = counts + whole(SHARES * experts);
     let each = rows.div_ceil(SHARES).next_multiple_of(EACH);
     let blocks = [rows.div_ceil(each).max(1), 1, 1];

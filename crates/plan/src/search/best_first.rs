@@ -1,6 +1,7 @@
 //! The search itself: a queue of what may be among the fastest, each looked at more closely in its turn.
 
 use super::bound::{Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts, separate};
+use super::budget::MOST_TIGHT;
 use super::proxy::{LayerCosts, layer_costs, small_policy};
 use super::queue::{Entry, Node};
 use super::simple::simplest;
@@ -55,8 +56,8 @@ enum Looked {
 
 /// A search that is under way.
 pub(super) struct Search<'a> {
-    request: &'a SearchRequest<'a>,
-    space: Space<'a>,
+    pub(super) request: &'a SearchRequest<'a>,
+    pub(super) space: Space<'a>,
     terms: Terms,
     framework: Framework,
     keys: Vec<Key>,
@@ -66,7 +67,7 @@ pub(super) struct Search<'a> {
     lists: Vec<Vec<(f64, LayoutChoice)>>,
     queue: BinaryHeap<Entry>,
     made: u64,
-    best: Vec<RankedLayout>,
+    pub(super) best: Vec<RankedLayout>,
     /// By ranks of a split.
     pipes: BTreeMap<usize, Vec<Pipe>>,
     cuts: BTreeMap<PipeKey, Cuts>,
@@ -76,7 +77,9 @@ pub(super) struct Search<'a> {
     in_flight_by_rank: Remembered<(PipeKey, usize), Arc<Vec<InFlight>>>,
     /// Of small programs that have been compiled for choices.
     known: Remembered<(Key, Data), LayerCosts>,
-    tally: Tally,
+    /// Choices that recompute nothing and do not fit, with the least time of each and their bytes.
+    pub(super) tight: Vec<(Bound, LayoutChoice)>,
+    pub(super) tally: Tally,
 }
 
 /// What threads have found out, by what it is of.
@@ -117,6 +120,7 @@ impl<'a> Search<'a> {
             in_flight: Mutex::default(),
             in_flight_by_rank: Mutex::default(),
             known: Mutex::default(),
+            tight: Vec::new(),
             tally: Tally::new(request.room.bytes),
         }
     }
@@ -256,7 +260,7 @@ impl<'a> Search<'a> {
     }
 
     /// Calls `each` for all indices on all threads; the results are in order.
-    fn in_rounds<T: Send>(
+    pub(super) fn in_rounds<T: Send>(
         &self,
         count: usize,
         progress: &(dyn Fn(u64, u64) + Sync),
@@ -285,9 +289,9 @@ impl<'a> Search<'a> {
             }
             nodes.push(node);
         }
-        let before = lock(&self.known).len();
+        let before = self.small_programs();
         let looked = self.in_rounds(nodes.len(), progress, &|i| self.look(&nodes[i]))?;
-        self.tally.counts.small += (lock(&self.known).len() - before) as u64;
+        self.tally.counts.small += self.small_programs() - before;
         for (node, looked) in nodes.iter().zip(looked) {
             match looked {
                 Looked::Key(costs) => {
@@ -300,7 +304,7 @@ impl<'a> Search<'a> {
                 Looked::Estimated(choice, Bound { seconds, bytes }) => {
                     match self.may_fit(&choice, bytes, ESTIMATED_BYTES_MARGIN) {
                         true => self.push(seconds, Node::Estimated(choice)),
-                        false => self.tally.too_large(choice, bytes as u64),
+                        false => self.too_large(choice, Bound { seconds, bytes }),
                     }
                 }
                 Looked::Exact(choice, evaluated) => {
@@ -308,7 +312,10 @@ impl<'a> Search<'a> {
                     let verdict = self.request.room.verdict(&evaluated.stages, self.request.gpus);
                     match verdict.fits {
                         true => self.rank(RankedLayout { choice, evaluated: *evaluated }),
-                        false => self.tally.too_large(choice, verdict.planned_bytes),
+                        false => {
+                            let (seconds, bytes) = (evaluated.forecast.step_s, verdict.planned_bytes as f64);
+                            self.too_large(choice, Bound { seconds, bytes });
+                        }
                     }
                 }
             }
@@ -323,7 +330,18 @@ impl<'a> Search<'a> {
         unknown || bytes * (1.0 - margin) <= self.request.room.bytes as f64
     }
 
-    fn rank(&mut self, layout: RankedLayout) {
+    /// Leaves out what does not fit, and remembers what would if a part of it were recomputed.
+    fn too_large(&mut self, choice: LayoutChoice, bound: Bound) {
+        self.tally.too_large(choice, bound.bytes as u64);
+        if choice.recompute == RecomputePolicy::None {
+            self.tight.push((bound, choice));
+            if self.tight.len() >= 2 * MOST_TIGHT {
+                self.nearest();
+            }
+        }
+    }
+
+    pub(super) fn rank(&mut self, layout: RankedLayout) {
         let seconds = layout.evaluated.forecast.step_s;
         let at = self.best.partition_point(|known| known.evaluated.forecast.step_s <= seconds);
         self.best.insert(at, layout);
@@ -340,24 +358,34 @@ impl<'a> Search<'a> {
             Node::Pipe { key, pipe } => Ok(Looked::Choices(self.choices(key, pipe))),
             Node::Bounded { list, at } => {
                 let choice = self.lists[list][at].1;
-                let (split, pipe, data) = parts(&choice);
-                let LayoutChoice { micro_batch, recompute, gradients, .. } = choice;
-                let key = Key { split, micro_batch, recompute, gradients, apart: separate(pipe.schedule) };
-                let known = lock(&self.known).get(&(key, data)).copied();
-                let costs = match known {
-                    Some(costs) => costs,
-                    None => self.costs_of(&choice)?,
-                };
-                lock(&self.known).insert((key, data), costs);
-                let micro_batches = choice.layout.micro_batches;
-                let composed = self.composed(&costs, pipe, micro_batches);
-                let place = (pipe_key(pipe), micro_batches);
-                let by_rank = || Arc::new(in_flight_by_rank(pipe, micro_batches));
-                let in_flight = remembered(&self.in_flight_by_rank, place, by_rank);
-                Ok(Looked::Estimated(choice, Bound { seconds: composed.step(), bytes: composed.bytes(&in_flight) }))
+                Ok(Looked::Estimated(choice, self.estimate(&choice)?))
             }
             Node::Estimated(choice) => Ok(Looked::Exact(choice, Box::new(exact(self.request, &choice)?))),
         }
+    }
+
+    /// How many have been compiled for choices.
+    pub(super) fn small_programs(&self) -> u64 {
+        lock(&self.known).len() as u64
+    }
+
+    /// A choice as its own small program has it.
+    pub(super) fn estimate(&self, choice: &LayoutChoice) -> Result<Bound, PlanError> {
+        let (split, pipe, data) = parts(choice);
+        let LayoutChoice { micro_batch, recompute, gradients, .. } = *choice;
+        let key = Key { split, micro_batch, recompute, gradients, apart: separate(pipe.schedule) };
+        let known = lock(&self.known).get(&(key, data)).copied();
+        let costs = match known {
+            Some(costs) => costs,
+            None => self.costs_of(choice)?,
+        };
+        lock(&self.known).insert((key, data), costs);
+        let micro_batches = choice.layout.micro_batches;
+        let composed = self.composed(&costs, pipe, micro_batches);
+        let place = (pipe_key(pipe), micro_batches);
+        let by_rank = || Arc::new(in_flight_by_rank(pipe, micro_batches));
+        let in_flight = remembered(&self.in_flight_by_rank, place, by_rank);
+        Ok(Bound { seconds: composed.step(), bytes: composed.bytes(&in_flight) })
     }
 
     fn first_in_flight(&self, pipe: Pipe, micro_batches: usize) -> InFlight {
@@ -407,7 +435,7 @@ impl<'a> Search<'a> {
         for (Bound { seconds, bytes }, choice) in choices {
             match self.may_fit(&choice, bytes, BYTES_MARGIN) {
                 true => list.push((seconds, choice)),
-                false => self.tally.too_large(choice, bytes as u64),
+                false => self.too_large(choice, Bound { seconds, bytes }),
             }
         }
         list.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -5,10 +5,12 @@
 //! communication, bubble or recomputation. Then a small program of the key is compiled ([`proxy`]), and formulas over its layers bound
 //! every pipeline of it; then the schedule of a pipeline is run with these costs, and each of its choices adds the collectives of its data
 //! parallelism and its bytes ([`bound`]). Then a small program of the choice itself is composed to an estimate. What is still among the
-//! fastest is compiled whole and simulated: only such choices are results. The order does not depend on threads.
+//! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
+//! ([`budget`]). The order does not depend on threads.
 
 mod best_first;
 mod bound;
+mod budget;
 mod proxy;
 mod queue;
 mod simple;
@@ -97,5 +99,6 @@ pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     let mut search = Search::new(request);
     search.begin(progress)?;
     while search.round(progress)? {}
+    search.under_budgets(progress)?;
     search.end()
 }

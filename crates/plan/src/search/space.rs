@@ -2,8 +2,8 @@
 
 use super::{SearchRequest, Trainer};
 use crate::NoLayout;
-use lockstep_config::{Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
-use lockstep_ir::units::thousands;
+use lockstep_config::{Bytes, Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_ir::units::{self, thousands};
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
 /// One choice of everything that a search decides. Prints as `dp=64 zero=1 tp=8 sp, micro-batch 2, recompute full`.
@@ -15,6 +15,8 @@ pub struct LayoutChoice {
     pub micro_batch: usize,
     /// What backward recomputes.
     pub recompute: RecomputePolicy,
+    /// Bytes that the arena of a rank may have, under the budget policy.
+    pub budget: Option<u64>,
     /// What gradients are accumulated in.
     pub gradients: GradientPrecision,
 }
@@ -26,6 +28,7 @@ impl LayoutChoice {
             layout: config.layout(),
             micro_batch: config.train.micro_batch,
             recompute: config.recompute.policy,
+            budget: config.recompute.budget.map(|Bytes(bytes)| bytes),
             gradients: config.precision.gradients,
         }
     }
@@ -34,7 +37,7 @@ impl LayoutChoice {
     pub fn config(&self, config: &Config) -> Config {
         let mut config = config.at(&self.layout);
         config.train.micro_batch = self.micro_batch;
-        config.recompute.policy = self.recompute;
+        (config.recompute.policy, config.recompute.budget) = (self.recompute, self.budget.map(Bytes));
         config.precision.gradients = self.gradients;
         config
     }
@@ -43,6 +46,9 @@ impl LayoutChoice {
 impl std::fmt::Display for LayoutChoice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}, micro-batch {}, recompute {}", self.layout, self.micro_batch, self.recompute)?;
+        if let Some(bytes) = self.budget {
+            write!(f, " of {}", units::bytes(bytes))?;
+        }
         match self.gradients {
             GradientPrecision::Fp32 => Ok(()),
             GradientPrecision::Bf16 => f.write_str(", bf16 gradients"),
@@ -315,7 +321,9 @@ impl<'a> Space<'a> {
             ..split.layout()
         };
         let layout = Layout { schedule: pipe.schedule, chunks: pipe.chunks, ..layout };
-        LayoutChoice { layout, micro_batch, recompute, gradients }
+        // Of policies that a search tries none has one.
+        let budget = self.config.recompute.budget.filter(|_| recompute == RecomputePolicy::Budget).map(|Bytes(n)| n);
+        LayoutChoice { layout, micro_batch, recompute, budget, gradients }
     }
 }
 

@@ -39,7 +39,13 @@ pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<Rank
         for recompute in space.policies() {
             for gradients in space.gradients() {
                 let layout = Layout { micro_batches: space.accumulation(ranks, micro_batch), ..*layout };
-                all.push(LayoutChoice { layout, micro_batch, recompute, gradients });
+                all.push(LayoutChoice {
+                    layout,
+                    micro_batch,
+                    recompute,
+                    gradients,
+                    ..LayoutChoice::of(request.config)
+                });
             }
         }
     }
