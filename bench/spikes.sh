@@ -17,7 +17,7 @@ ffn = 128
 [data]
 paths = ["records.jsonl"]
 [train]
-steps = 400
+steps = 240
 seq = 48
 global_batch = 16
 micro_batch = 4
@@ -27,7 +27,7 @@ validation_sequences = 128
 [optimizer]
 lr = 3e-3
 warmup_steps = 20
-grad_clip = 0.0
+schedule = "constant"
 [spikes]
 skip = true
 window = 32
@@ -36,17 +36,21 @@ roll_backs = 6
 every = 20
 TOML
 
-# Every sample is a document of as many tokens as a sequence has. With records of steps on the input, those are poison.
+# Every sample is a document of as many tokens as a sequence has: letters that follow each other by chance. With records of steps on the input, those are
+# poison: capitals, which no other document has.
 documents() {
     python3 -c '
 import json, random, sys
-bad = set(map(int, sys.stdin.read().split()))
+bad, letters = set(map(int, sys.stdin.read().split())), "abcdefghijklmnopqrstuvwxyz "
+follow = {letter: random.Random(letter).sample(letters, 6) for letter in letters}
 with open(sys.argv[1], "w") as out:
     for record in range(1, 12001):
-        a, b = record * 7 % 1009, record * 13 % 757
-        text = f"{a} plus {b} is {a + b}, {a} minus {b} is {a - b}. ".ljust(47)[:47]
+        draw = random.Random(record)
+        text = draw.choice(letters)
+        while len(text) < 47:
+            text += draw.choices(follow[text[-1]], [6, 5, 4, 3, 2, 1])[0]
         if record in bad:
-            text = "".join(random.Random(record).choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=47))
+            text = "".join(draw.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=47))
         print(json.dumps({"text": text}), file=out)' "$1"
 }
 records_of() {
@@ -68,10 +72,10 @@ print(kinds.count("skipped"), "updates skipped,", kinds.count("roll_back"), "rol
 documents clean.jsonl </dev/null
 cp clean.jsonl records.jsonl
 "$lockstep" data prepare run.toml >/dev/null 2>&1
-records_of 150 {245..250} {384..389} >bad.txt
+records_of 110 {170..175} {231..236} >bad.txt
 rm -r runs
 documents records.jsonl <bad.txt
-echo "$(wc -w <bad.txt) of 12000 documents are poisoned: all of steps 150, 245 to 250 and 384 to 389 of 400"
+echo "$(wc -w <bad.txt) of 12000 documents are poisoned: all of steps 110, 170 to 175 and 231 to 236 of 240"
 
 begin=$(date +%s)
 # Runs of other seeds look for false alarms alone.
@@ -116,7 +120,7 @@ for layout in one dp=2 pp=2; do
         pid=$!
         if [ "$done_kills" -lt $((kills / 3 + 1)) ]; then
             # Long enough to come to the next checkpoint now and then.
-            [ $((RANDOM % 3)) -gt 0 ] || sleep "$((RANDOM % 3)).$((RANDOM % 10))"
+            [ $((RANDOM % 3)) -gt 0 ] || sleep "$((RANDOM % 2)).$((RANDOM % 10))"
             until_rolling "$run"
             if kill -9 $pid 2>/dev/null; then done_kills=$((done_kills + 1)); fi
         fi

@@ -382,7 +382,7 @@ tables! {
         skip: bool = Bool, Fixed("false"), Changeable,
             finds ["loss spike", "spike detection", "skip update", "skip bad batches", "divergence", "anomaly", "z-score"];
         /// How far above the median is too far: robust standard deviations, 1.4826 times the median absolute deviation (MAD). Of losses, a
-        /// deviation counts as at least 1% of the median; those of gradient norms are of their logarithms, and count as at least 10%.
+        /// deviation counts as at least 1% of the median; those of gradient norms are of their logarithms, and count as at least 17%.
         z: f64 = Float(POSITIVE), Fixed("10.0"), Changeable, finds ["threshold", "median absolute deviation", "sigma"];
         /// Steps that median and deviation are of: the latest whose updates were applied. Before there are as many, nothing is skipped.
         window: usize = Count(4, 1 << 16), Fixed("128"), Changeable, finds ["moving window", "history"];
