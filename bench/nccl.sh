@@ -116,6 +116,8 @@ layouts() {
     layout "tp=2 pp=2 interleaved" 1e-5 $p.tp=2 $p.pp=2 $p.schedule=interleaved train.micro_batch=1
     layout "pp=4 1f1b" 1e-5 $p.pp=4 train.micro_batch=1
     layout "cp=4" 1e-5 $p.cp=4
+    layout "ep=2, mixtral" 1e-5 $p.ep=2 model.architecture=mixtral model.experts=4
+    layout "dp=2 ep=2 zero=3, mixtral, bf16" 2e-2 $p.dp=2 $p.ep=2 $p.zero=3 model.architecture=mixtral model.experts=4 precision.policy=bf16
     layout "dp=4, deterministic" 0 $p.dp=4 $bits
     layout "dp_replicate=2 dp=2 zero=3, deterministic" 0 $p.dp_replicate=2 $p.dp=2 $p.zero=3 $bits
     layout "cp=2 tp=2 sp, bf16, deterministic" 0 $p.cp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16 $bits

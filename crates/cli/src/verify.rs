@@ -48,7 +48,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 31] = [
+const KINDS: [&str; 43] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -80,6 +80,18 @@ const KINDS: [&str; 31] = [
     "cp=b,context=gather",
     "dp=a,zero=3,cp=a",
     "cp=a,tp=a,sp,pp=a",
+    "ep=a",
+    "ep=b",
+    "ep=a,zero=1",
+    "dp=a,ep=a",
+    "dp=a,zero=1,ep=a",
+    "dp=a,zero=2,ep=a",
+    "dp=a,zero=3,ep=a",
+    "dp_replicate=a,zero=3,ep=a",
+    "ep=a,tp=a,sp",
+    "ep=a,pp=a",
+    "dp=a,zero=1,ep=a,tp=a,sp,pp=a",
+    "cp=a,ep=a",
 ];
 
 /// Largest size of an axis, and most ranks, of what is tried.
@@ -92,13 +104,14 @@ fn kinds(config: &Config) -> Vec<Layout> {
         let found: Vec<usize> = (2..=LARGEST_AXIS).filter(fits).take(2).collect();
         ["a", "b"].iter().zip(found).map(|(name, size)| (format!("{axis}={name}"), format!("{axis}={size}"))).collect()
     };
-    let extents = config.extents();
+    let (extents, batch) = (config.extents(), config.train.global_batch);
     let legal = |text: String| text.parse::<Layout>().is_ok_and(|l| legal::check(&l, &extents).is_empty());
     let all = [
         // Micro-batches are made to fit.
-        sizes("dp", &|dp| config.train.global_batch.is_multiple_of(*dp)),
-        sizes("dp_replicate", &|dp| config.train.global_batch.is_multiple_of(*dp)),
+        sizes("dp", &|dp| batch.is_multiple_of(*dp)),
+        sizes("dp_replicate", &|dp| batch.is_multiple_of(*dp)),
         sizes("cp", &|cp| legal(format!("cp={cp}"))),
+        sizes("ep", &|ep| extents.experts.is_some_and(|all| all.is_multiple_of(*ep)) && batch.is_multiple_of(*ep)),
         sizes("tp", &|tp| legal(format!("tp={tp}"))),
         sizes("pp", &|pp| legal(format!("pp={pp}"))),
     ]

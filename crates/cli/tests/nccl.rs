@@ -38,6 +38,10 @@ fn processes_ask_nccl_for_the_same_in_the_same_order_and_capture_it_once() {
         (&["parallel.dp=2", "parallel.zero=3"][..], &["ncclAllGather", "ncclReduceScatter"][..]),
         (&["parallel.dp=2", "precision.policy=bf16"], &["ncclAllReduce"]),
         (&["parallel.pp=2", "train.micro_batch=2"], &["ncclSend", "ncclRecv"]),
+        (
+            &["model.architecture=mixtral", "model.experts=4", "parallel.ep=2", "parallel.zero=1"],
+            &["ncclSend", "ncclRecv"],
+        ),
     ] {
         let fake = Fake::new();
         let logs = fake.place.path("log");

@@ -102,7 +102,7 @@ fn layouts_are_shown_side_by_side() {
     let error = place.fails(2, &["explain", "run.toml", "--layouts", "dp=2;tp=3"]);
     assert!(error.contains("tp=3") && error.contains("hint: "), "{error}");
     let error = place.fails(2, &["explain", "run.toml", "--layouts", "ep=2"]);
-    assert!(error.contains("expert parallelism is not there yet"), "{error}");
+    assert!(error.contains("parallel.ep = 2 splits experts among ranks, and the model has none"), "{error}");
 }
 
 #[test]

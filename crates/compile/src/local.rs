@@ -39,6 +39,7 @@ impl<'a> Local<'a> {
                     | Transfer::AllReduce { .. }
                     | Transfer::SumShared { .. }
                     | Transfer::Shift { .. }
+                    | Transfer::AllToAll { .. }
                     | Transfer::Send { .. }
                     | Transfer::Receive { .. },
                 )

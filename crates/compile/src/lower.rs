@@ -503,6 +503,7 @@ fn is_gathered(node: &Node) -> bool {
             Transfer::AllReduce { .. }
             | Transfer::SumShared { .. }
             | Transfer::ReduceScatter { .. }
+            | Transfer::AllToAll { .. }
             | Transfer::Send { .. },
         )
         | None => false,

@@ -72,7 +72,8 @@ pub(crate) fn default_micro_batch(values: &Values) -> Derived {
 
 /// Ranks that have sequences of their own.
 fn data_parallel_ranks(values: &Values) -> Option<u64> {
-    values.count("parallel.dp")?.checked_mul(values.count("parallel.dp_replicate")?)
+    let [dp, replicas, ep] = ["parallel.dp", "parallel.dp_replicate", "parallel.ep"].map(|path| values.count(path));
+    dp?.checked_mul(replicas?)?.checked_mul(ep?)
 }
 
 /// A batch given in tokens, as sequences.
@@ -303,7 +304,7 @@ fn ramp_conflict(values: &Values, layout: &Layout, extents: &Extents) -> Option<
     let what = legal::round(layout, extents);
     let near: Vec<String> = [count / round, count / round + 1].map(|n| (n * round).to_string()).to_vec();
     Some(Conflict::new(
-        &["train.batch_ramp", "train.micro_batch", "parallel.dp", "parallel.dp_replicate"],
+        &["train.batch_ramp", "train.micro_batch", "parallel.dp", "parallel.dp_replicate", "parallel.ep"],
         format!("{what} does not divide the {count} sequences of a step in train.batch_ramp"),
         format!("use {} sequences there, or a train.micro_batch that divides all sizes", near.join(" or ")),
     ))
@@ -316,11 +317,13 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             .with(MeshAxis::DpReplicate, size("parallel.dp_replicate")?)
             .with(MeshAxis::DpShard, size("parallel.dp")?)
             .with(MeshAxis::Cp, size("parallel.cp")?)
+            .with(MeshAxis::Ep, size("parallel.ep")?)
             .with(MeshAxis::Tp, size("parallel.tp")?)
             .with(MeshAxis::Pp, size("parallel.pp")?),
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
         reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
+        expert_bound: values.get("parallel.ep_bound").map(|_| 100),
         schedule: values.word("parallel.schedule")?,
         chunks: size("parallel.virtual")?,
         ..Layout::single(1)
@@ -330,6 +333,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         heads: size("model.heads")?,
         kv_heads: size("model.kv_heads")?,
         ffn: size("model.expert_ffn").or(size("model.ffn"))?,
+        experts: size("model.experts"),
         vocab: size("model.vocab_size")?,
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
@@ -432,6 +436,12 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
     let conflict = |with: &'static str, reason: String, hint: &str| {
         Some(Conflict::new(&["train.noise_scale", with], format!("train.noise_scale = true {reason}"), hint))
     };
+    let experts = values.count("parallel.ep")?;
+    if experts > 1 {
+        let reason =
+            format!("needs gradients of a rank's own tokens, and parallel.ep = {experts} ranks have those of all");
+        return conflict("parallel.ep", reason, "remove train.noise_scale, or use ep = 1");
+    }
     let stages = values.count("parallel.pp")?;
     if stages > 1 && values.switch("model.tied_embeddings")? {
         let reason = format!(

@@ -25,11 +25,12 @@ const CHECKPOINT_EVERY: &str = "checkpoint.every";
 const BUDGET: &str = "recompute.budget";
 
 /// Keys that `parallel.layout = "auto"` decides where they are not given.
-pub const PLANNED: [&str; 13] = [
+pub const PLANNED: [&str; 14] = [
     "parallel.dp",
     "parallel.dp_replicate",
     "parallel.cp",
     "parallel.context",
+    "parallel.ep",
     "parallel.tp",
     "parallel.pp",
     "parallel.zero",
@@ -274,6 +275,7 @@ impl Config {
             .with(MeshAxis::DpReplicate, p.dp_replicate)
             .with(MeshAxis::DpShard, p.dp)
             .with(MeshAxis::Cp, p.cp)
+            .with(MeshAxis::Ep, p.ep)
             .with(MeshAxis::Tp, p.tp)
     }
 
@@ -284,10 +286,11 @@ impl Config {
         let p = &mut config.parallel;
         let size = |axis: MeshAxis| layout.mesh.size(axis);
         (p.dp_replicate, p.dp) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
-        (p.cp, p.tp, p.pp) = (size(MeshAxis::Cp), size(MeshAxis::Tp), size(MeshAxis::Pp));
+        (p.cp, p.ep, p.tp, p.pp) = (size(MeshAxis::Cp), size(MeshAxis::Ep), size(MeshAxis::Tp), size(MeshAxis::Pp));
         (p.zero, p.sequence_parallel) = (layout.zero, layout.sequence_parallel);
         p.reshard_after_forward = layout.reshard_after_forward;
         p.context = layout.context;
+        p.ep_bound = layout.expert_bound.map(|percent| percent as f64 / 100.0).or(p.ep_bound);
         (p.schedule, p.r#virtual) = (layout.schedule, layout.chunks);
         // Stages cut by hand are those of as many.
         if p.stages.len() != layout.stages() {
@@ -306,6 +309,7 @@ impl Config {
             reshard_after_forward: p.reshard_after_forward,
             sequence_parallel: p.sequence_parallel,
             context: p.context,
+            expert_bound: p.ep_bound.filter(|_| p.ep > 1).map(|share| (share * 100.0).round() as usize),
             schedule: p.schedule,
             chunks: p.r#virtual,
         }
@@ -319,6 +323,7 @@ impl Config {
             heads: model.heads,
             kv_heads: model.kv_heads,
             ffn: model.expert_ffn.unwrap_or(model.ffn),
+            experts: model.experts,
             vocab: model.vocab_size,
             seq: train.seq,
             global_batch: train.global_batch,

@@ -14,6 +14,8 @@ pub struct Extents {
     pub kv_heads: usize,
     /// Hidden units of the feed-forward layer.
     pub ffn: usize,
+    /// Experts of a layer, where it has any.
+    pub experts: Option<usize>,
     /// Vocabulary entries; padded where they do not divide.
     pub vocab: usize,
     /// Positions of a sequence.
@@ -60,6 +62,7 @@ pub fn check(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let mut refusals = tensor_parallel(layout, extents);
     refusals.extend(sequence_parallel(layout, extents));
     refusals.extend(context_parallel(layout, extents));
+    refusals.extend(expert_parallel(layout, extents));
     refusals.extend(batch(layout, extents));
     refusals.extend(pipeline(layout, extents));
     refusals.extend(zero(layout));
@@ -72,6 +75,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
         ("parallel.dp_replicate", layout.mesh.size(MeshAxis::DpReplicate)),
         ("parallel.dp", layout.mesh.size(MeshAxis::DpShard)),
         ("parallel.cp", layout.mesh.size(MeshAxis::Cp)),
+        ("parallel.ep", layout.mesh.size(MeshAxis::Ep)),
         ("parallel.tp", layout.mesh.size(MeshAxis::Tp)),
         ("parallel.pp", layout.mesh.size(MeshAxis::Pp)),
         ("parallel.virtual", layout.chunks),
@@ -193,9 +197,39 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     refusals
 }
 
-/// The data-parallel axes, with the keys that give their sizes.
-const DATA_PARALLEL: [(&str, MeshAxis); 2] =
-    [("parallel.dp", MeshAxis::DpShard), ("parallel.dp_replicate", MeshAxis::DpReplicate)];
+/// Every rank has as many experts.
+fn expert_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
+    let ep = layout.mesh.size(MeshAxis::Ep);
+    if ep == 1 && layout.expert_bound.is_some() {
+        return Some(Refusal {
+            key: "parallel.ep_bound",
+            with: &["parallel.ep"],
+            reason: "parallel.ep_bound is of rows that ranks send each other, and parallel.ep = 1".into(),
+            nearest: "no ep_bound, or ep = 2 or more".into(),
+        });
+    }
+    let Some(experts) = extents.experts else {
+        return (ep > 1).then(|| Refusal {
+            key: "parallel.ep",
+            with: &["model.experts", "parallel.dp"],
+            reason: format!("parallel.ep = {ep} splits experts among ranks, and the model has none"),
+            nearest: "ep = 1; dp has ranks with sequences of their own".into(),
+        });
+    };
+    (!experts.is_multiple_of(ep)).then(|| Refusal {
+        key: "parallel.ep",
+        with: &["model.experts"],
+        reason: format!("parallel.ep = {ep} does not divide model.experts = {experts}"),
+        nearest: near(MeshAxis::Ep.name(), &divisors(experts), ep),
+    })
+}
+
+/// The axes along which ranks have sequences of their own, with the keys that give their sizes.
+const DATA_PARALLEL: [(&str, MeshAxis); 3] = [
+    ("parallel.dp", MeshAxis::DpShard),
+    ("parallel.dp_replicate", MeshAxis::DpReplicate),
+    ("parallel.ep", MeshAxis::Ep),
+];
 
 /// What all ranks compute at once, with the keys that it follows from: `parallel.dp × train.micro_batch = 2 × 4`.
 pub(crate) fn round(layout: &Layout, extents: &Extents) -> String {
@@ -217,7 +251,7 @@ fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
             let fitting = divisors(quotient(left, micro).unwrap_or(left));
             return Some(Refusal {
                 key,
-                with: &["train.global_batch", "parallel.dp_replicate"],
+                with: &["train.global_batch", "parallel.dp_replicate", "parallel.ep"],
                 reason: format!("{key} = {size} does not divide {keys} = {sizes}"),
                 nearest: near(axis.name(), &fitting, size),
             });
@@ -232,7 +266,7 @@ fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
     }
     Some(Refusal {
         key: "train.micro_batch",
-        with: &["parallel.dp", "parallel.dp_replicate", "train.global_batch"],
+        with: &["parallel.dp", "parallel.dp_replicate", "parallel.ep", "train.global_batch"],
         reason: format!("{} does not divide train.global_batch = {global}", round(layout, extents)),
         nearest: near("micro_batch", &divisors(left), micro),
     })
@@ -357,6 +391,7 @@ mod tests {
         heads: 32,
         kv_heads: 8,
         ffn: 14336,
+        experts: None,
         vocab: 128_256,
         seq: 8192,
         global_batch: 1024,
@@ -401,6 +436,7 @@ mod tests {
             heads: 1,
             kv_heads: 1,
             ffn: 1,
+            experts: Some(1),
             vocab: 1,
             seq: 1,
             global_batch: 1,
@@ -518,6 +554,25 @@ mod tests {
     }
 
     #[test]
+    fn ep_divides_the_experts_and_shares_the_batch() {
+        let experts = Extents { experts: Some(12), ..LLAMA };
+        for fits in ["ep=4", "dp=2,ep=2,zero=3", "ep=2,zero=1", "dp_replicate=2,ep=4,tp=2,sp,pp=2", "cp=2,ep=2"] {
+            assert_eq!(check(&layout(fits), &experts), [], "{fits}");
+        }
+        assert_eq!(check(&layout("ep=2,bound=1.5"), &experts), []);
+        assert_eq!(refused("dp=2,bound=1.5", experts), one("parallel.ep_bound", "no ep_bound, or ep = 2 or more"));
+        assert_eq!(refused("ep=8", experts), one("parallel.ep", "ep = 6 or 12"));
+        let none = one("parallel.ep", "ep = 1; dp has ranks with sequences of their own");
+        assert_eq!(refused("ep=2", LLAMA), none);
+        assert_eq!(refused("ep=3", experts), one("parallel.ep", "ep = 2 or 4"));
+        assert_eq!(refused("dp=256,ep=4", experts), one("train.micro_batch", "micro_batch = 1"));
+        assert_eq!(
+            check(&layout("dp=256,ep=4"), &experts)[0].reason,
+            "parallel.dp × parallel.ep × train.micro_batch = 256 × 4 × 2 does not divide train.global_batch = 1024"
+        );
+    }
+
+    #[test]
     fn every_stage_has_a_layer() {
         assert_eq!(check(&layout("pp=32"), &LLAMA), []);
         assert_eq!(refused("pp=33", LLAMA), one("parallel.pp", "pp = 32"));
@@ -563,13 +618,14 @@ mod tests {
 
     #[test]
     fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
-        let sizes = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
+        let sizes = MeshAxis::ALL;
         let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
         let none = Extents {
             layers: 0,
             heads: 0,
             kv_heads: 0,
             ffn: 0,
+            experts: None,
             vocab: 0,
             seq: 0,
             global_batch: 0,
@@ -577,7 +633,7 @@ mod tests {
             gathered_head: None,
             naive_attention: false,
         };
-        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 13);
+        assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 14);
         assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
     }
 

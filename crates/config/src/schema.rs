@@ -13,9 +13,9 @@ use crate::kind::Kind::{
     Size, Text, Texts,
 };
 use crate::kind::{
-    BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE, OPS, PATHS,
-    POSITIVE, POWER_OF_TWO, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT, TOKEN, TOKENIZER, UP_TO_A_DAY,
-    UP_TO_HALF, UP_TO_ONE,
+    AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE,
+    OPS, PATHS, POSITIVE, POWER_OF_TWO, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT, TOKEN, TOKENIZER,
+    UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::origin::Provenance;
 use crate::presets;
@@ -271,6 +271,17 @@ tables! {
         /// over those that are there. gather: all of them are gathered, which takes their memory and no turns.
         context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
             finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV"];
+        /// Expert parallelism: data-parallel ranks that split the experts of every layer among themselves. Tokens go to the rank of their
+        /// expert and come back, by all-to-all; outside of experts they are as dp ranks, of which there are dp × ep then. zero shards
+        /// what is not of experts over dp × ep, and an expert's over dp. It divides model.experts.
+        ep: usize = Count(1, RANKS), Fixed("1"), Conduct,
+            finds ["expert parallel", "expert parallelism", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size",
+                "expert_parallel_degree", "EP", "MoE parallel"];
+        /// Rows of tokens that are planned for what one ep rank sends to another's experts, as a multiple of an even share. If it is not given,
+        /// as many as there can be: ep times an even share, whose memory is planned too. A step that needs more changes nothing,
+        /// and the run ends.
+        ep_bound: Option<f64> = Float(AT_LEAST_ONE), Unset, Conduct,
+            finds ["capacity factor", "moe_expert_capacity_factor", "expert capacity", "token dropping", "dropless"];
         /// Tensor parallelism: ranks that split heads, hidden units and vocabulary among themselves.
         tp: usize = Count(1, RANKS), Fixed("1"), Conduct,
             finds ["tensor parallel", "tensor parallelism", "tensor_model_parallel_size", "model parallel", "Megatron"];

@@ -9,10 +9,7 @@ pub fn schema() -> Vec<KeyDoc> {
 }
 
 /// What keys a user may look for, and what is not there yet: table, names, what they stand for.
-const MISSING: &[(&str, &[&str], &str)] = &[
-    ("parallel", &["ep", "expert_parallel", "expert_parallel_size"], "expert parallelism"),
-    ("precision", &["fp8", "mxfp8", "nvfp4"], "fp8 and narrower"),
-];
+const MISSING: &[(&str, &[&str], &str)] = &[("precision", &["fp8", "mxfp8", "nvfp4"], "fp8 and narrower")];
 
 /// What a search found.
 #[derive(Clone, Debug, PartialEq, Eq)]

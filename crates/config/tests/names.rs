@@ -74,6 +74,9 @@ fn keys_are_found_by_the_words_of_the_field() {
         ("patience", "parallel.timeout"),
         ("ring attention", "parallel.context"),
         ("context parallelism", "parallel.cp"),
+        ("expert parallelism", "parallel.ep"),
+        ("expert_model_parallel_size", "parallel.ep"),
+        ("capacity factor", "parallel.ep_bound"),
     ] {
         let found: Vec<_> = search(words).keys.iter().map(|key| key.path).collect();
         assert!(found.first() == Some(&path), "{words}: {found:?}");
@@ -81,7 +84,6 @@ fn keys_are_found_by_the_words_of_the_field() {
     assert!(search("banana").keys.is_empty() && search("").keys.is_empty());
     // What is only mentioned is found where nothing is called so.
     assert!(search("orthogonalised").keys.iter().any(|key| key.path == "optimizer.name"));
-    assert_eq!(search("expert parallelism").missing, ["expert parallelism"]);
 }
 
 #[test]
@@ -120,7 +122,8 @@ fn a_name_from_elsewhere_suggests_the_key_that_is_meant() {
 
 #[test]
 fn what_is_not_there_yet_is_said_so() {
-    let error = parse(TINY, &["parallel.ep=2"]).unwrap_err();
-    let said = "parallel.ep: expert parallelism is not there yet";
+    assert_eq!(search("fp8").missing, ["fp8 and narrower"]);
+    let error = parse(TINY, &["precision.fp8=true"]).unwrap_err();
+    let said = "precision.fp8: fp8 and narrower is not there yet";
     assert!(error.starts_with(said) && error.contains("\nhint: the keys of ["), "{error}");
 }

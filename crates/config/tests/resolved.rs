@@ -93,6 +93,8 @@ dp = 1  # default
 dp_replicate = 1  # default
 cp = 1  # default
 context = "ring"  # default
+ep = 1  # default
+# ep_bound is not set
 tp = 1  # default
 pp = 1  # default
 zero = 0  # default

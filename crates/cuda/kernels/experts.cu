@@ -6,14 +6,23 @@ const int MOST_EXPERTS = 1024;
 // Experts' rows start at multiples of this, so that a tile of rows has one expert.
 const int TILE = 128;
 
+// The expert of a row: of `of_experts` to each part, which has `of_part` rows. None where a row has no expert.
+static __device__ __forceinline__ u32 expert_of(const u32 *chosen, int row, int of_part, int of_experts) {
+    u32 expert = chosen[row];
+    return expert < (u32)of_experts ? row / of_part * of_experts + expert : ~0u;
+}
+
 // counts[share][e]: how many of a block's `each` rows go to expert e.
 extern "C" __global__ void __launch_bounds__(1024)
-    count_rows(const u32 *chosen, u32 *counts, int rows, int each, int experts) {
+    count_rows(const u32 *chosen, u32 *counts, int rows, int each, int experts, int of_part, int of_experts) {
     __shared__ u32 found[MOST_EXPERTS];
     for (int e = threadIdx.x; e < experts; e += 1024) found[e] = 0;
     __syncthreads();
     int first = blockIdx.x * each, end = min(first + each, rows);
-    for (int i = first + threadIdx.x; i < end; i += 1024) atomicAdd(found + min(chosen[i], (u32)experts - 1), 1u);
+    for (int i = first + threadIdx.x; i < end; i += 1024) {
+        u32 expert = expert_of(chosen, i, of_part, of_experts);
+        if (expert != ~0u) atomicAdd(found + expert, 1u);
+    }
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += 1024) counts[(i64)blockIdx.x * experts + e] = found[e];
 }
@@ -21,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 // order: rows sorted by expert, and of one expert in their order; -1 where there is none. starts[e]: where those of expert e start,
 // with the end of all behind; then how many each has; then the experts, those with the most rows first. A block places what it counted.
 extern "C" __global__ void __launch_bounds__(1024)
-    place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int rows, int each, int experts) {
+    place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int rows, int each, int experts,
+               int of_part, int of_experts) {
     __shared__ int next[MOST_EXPERTS], sizes[MOST_EXPERTS], sums[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
     int before = 0, all = 0;
@@ -67,19 +77,50 @@ extern "C" __global__ void __launch_bounds__(1024)
     int first = blockIdx.x * each, end = min(first + each, rows);
     for (int chunk = first; chunk < end; chunk += 1024) {
         int row = chunk + threadIdx.x;
-        u32 expert = row < end ? min(chosen[row], (u32)experts - 1) : ~0u;
+        u32 expert = row < end ? expert_of(chosen, row, of_part, of_experts) : ~0u;
         u32 same = __match_any_sync(~0u, expert);
         int rank = __popc(same & ((1u << lane) - 1));
         for (int turn = 0; turn < 32; turn++) {
             __syncthreads();
             if (turn != warp) continue;
-            int at = row < end ? next[expert] : 0;
+            int at = expert != ~0u ? next[expert] : 0;
             __syncwarp();
-            if (row >= end) continue;
+            if (expert == ~0u) continue;
             order[at + rank] = row;
             if (rank == 0) next[expert] = at + __popc(same);
         }
     }
+}
+
+// Places of the choices that go to a block's part of the experts, in their order, and the experts of its places; ~0 for a choice beyond
+// `rows`, of which `beyond` counts those of every sequence, and for a place without a row.
+extern "C" __global__ void __launch_bounds__(1024)
+    expert_slots(const u32 *chosen, u32 *slots, u32 *owners, double *beyond, int choices, int each, int rows,
+                 int of_sequence) {
+    __shared__ int found[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, filled = 0;
+    u32 part = blockIdx.x, last = gridDim.x * each - 1;
+    if (owners) owners += (i64)part * rows;
+    for (int chunk = 0; chunk < choices; chunk += 1024) {
+        int i = chunk + threadIdx.x;
+        u32 expert = i < choices ? min(chosen[i], last) : ~0u;
+        bool here = i < choices && expert / each == part;
+        u32 same = __ballot_sync(~0u, here);
+        __syncthreads();
+        if (lane == 0) found[warp] = __popc(same);
+        __syncthreads();
+        int before = filled + __popc(same & ((1u << lane) - 1));
+        for (int w = 0; w < 32; w++) {
+            before += w < warp ? found[w] : 0;
+            filled += found[w];
+        }
+        if (!here) continue;
+        if (slots) slots[i] = before < rows ? part * rows + before : ~0u;
+        if (owners && before < rows) owners[before] = expert % each;
+        if (beyond && before >= rows) atomicAdd(beyond + i / of_sequence, 1.0);
+    }
+    if (owners)
+        for (int i = min(filled, rows) + threadIdx.x; i < rows; i += 1024) owners[i] = ~0u;
 }
 
 // sorted[at] = x[order[at] / sharers], and zeros where there is none; a warp has a row of so many packs.
@@ -276,6 +317,27 @@ static __device__ void combine_grad(const T *dout, const T *y, const float *weig
     if (dweights && lane == 0) dweights[row] = dot;
 }
 
+// rows[slots[i]] = x[i / sharers] for every choice that has a place; a warp has a choice.
+template <typename T>
+static __device__ void send_rows(const T *x, const u32 *slots, T *rows, int choices, int places, int d, int sharers) {
+    i64 i = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
+    if (i >= choices || slots[i] >= (u32)places) return;
+    x += i / sharers * d;
+    rows += (i64)slots[i] * d;
+    for (int c = threadIdx.x & 31; c < d; c += 32) rows[c] = x[c];
+}
+
+// y[i] = rows[slots[i]], NaN where a choice has no place; a warp has a choice.
+template <typename T>
+static __device__ void take_rows(const T *rows, const u32 *slots, T *y, int choices, int places, int d) {
+    i64 i = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
+    if (i >= choices) return;
+    bool there = slots[i] < (u32)places;
+    rows += there ? (i64)slots[i] * d : 0;
+    y += i * d;
+    for (int c = threadIdx.x & 31; c < d; c += 32) y[c] = there ? rows[c] : Of<T>::f32(__int_as_float(0x7fffffff));
+}
+
 #define EXPERTS(T, NAME)                                                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         grouped_rows_##NAME(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,          \
@@ -286,6 +348,14 @@ static __device__ void combine_grad(const T *dout, const T *y, const float *weig
         grouped_weight_##NAME(const T *dy, const T *x, void *dw, const int *order, const int *starts, int experts,     \
                               int n, int k, int sharers, int kind, int add, int of_sequence) {                         \
         grouped_weight<T>(dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence);                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        send_rows_##NAME(const T *x, const u32 *slots, T *rows, int choices, int places, int d, int sharers) {         \
+        send_rows<T>(x, slots, rows, choices, places, d, sharers);                                                     \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        take_rows_##NAME(const T *rows, const u32 *slots, T *y, int choices, int places, int d) {                      \
+        take_rows<T>(rows, slots, y, choices, places, d);                                                              \
     }                                                                                                                  \
     extern "C" __global__ void combine_##NAME(const T *y, const float *weights, T *out, int choices, int d,            \
                                               int wide) {                                                              \

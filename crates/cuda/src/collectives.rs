@@ -32,6 +32,17 @@ pub unsafe fn queue(
         }
         return Ok(());
     }
+    if kind == Collective::AllToAll {
+        for (to, from) in (0..n).flat_map(|to| (0..n).map(move |from| (to, from))) {
+            for (p, piece) in first.iter().enumerate() {
+                let bytes = piece.bytes();
+                let (input, output) = (ranks[from][p].input as u64, ranks[to][p].output as u64);
+                // SAFETY: as above.
+                unsafe { stream.copy(output + (from * bytes) as u64, input + (to * bytes) as u64, bytes)? };
+            }
+        }
+        return Ok(());
+    }
     let at_a_time = WORDS / (2 + 2 * n);
     if at_a_time == 0 {
         return Err(CudaError::Internal(format!("{kind} of {n} ranks on one device")));
@@ -55,7 +66,7 @@ pub unsafe fn queue(
                 Collective::AllReduce => (adding(dtype)?, 0i32),
                 Collective::ReduceScatter => (adding(dtype)?, 1),
                 Collective::AllGather => (copying(dtype), 2),
-                Collective::Shift => unreachable!("a shift is copies"),
+                Collective::Shift | Collective::AllToAll => unreachable!("{kind} is copies"),
             };
             let (ranks, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
             let args: &[_] = if kind.sums() { args![code, ranks, zigzag] } else { args![ranks, zigzag] };

@@ -156,6 +156,7 @@ impl NcclQueue {
             let (ours, theirs): (Vec<Piece>, Vec<Piece>) = pieces.iter().partition(|p| kind.sums() && ours(p));
             match kind {
                 Collective::Shift => group.shift(&theirs),
+                Collective::AllToAll => group.all_to_all(&theirs),
                 Collective::AllGather => group.gather(&theirs),
                 Collective::AllReduce => {
                     group.all_reduce(&theirs)?;
@@ -318,6 +319,21 @@ impl Members<'_> {
             ]
         };
         self.ask(&pieces.iter().flat_map(both).collect::<Vec<_>>())
+    }
+
+    fn all_to_all(&self, pieces: &[Piece]) -> Result<(), CudaError> {
+        let part = |address: u64, member: usize, bytes: usize| address + (member * bytes) as u64;
+        let mut asks = Vec::new();
+        for piece in pieces {
+            let (input, output, bytes) = (piece.input as u64, piece.output as u64, piece.bytes());
+            for other in self.others() {
+                asks.push(Ask::Send { input: part(input, other, bytes), bytes, to: other });
+                asks.push(Ask::Receive { output: part(output, other, bytes), bytes, from: other });
+            }
+            // SAFETY: who enqueues vouches for the piece, whose input and output are apart.
+            unsafe { self.queue.stream.copy(part(output, self.me, bytes), part(input, self.me, bytes), bytes)? };
+        }
+        self.ask(&asks)
     }
 
     fn gather(&mut self, pieces: &[Piece]) -> Result<(), CudaError> {

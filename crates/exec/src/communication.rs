@@ -80,6 +80,7 @@ impl CommunicationCall {
             Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
             Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
             Transfer::Shift { over } => What::Together(Collective::Shift, along(over)),
+            Transfer::AllToAll { over, .. } => What::Together(Collective::AllToAll, along(over)),
             Transfer::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
@@ -100,6 +101,7 @@ impl CommunicationCall {
                 | Transfer::SumShared { .. }
                 | Transfer::AllGather { .. }
                 | Transfer::Shift { .. }
+                | Transfer::AllToAll { .. }
                 | Transfer::Send { .. } => &x?.ty,
             };
             let ranks = match &what {
@@ -126,7 +128,8 @@ impl CommunicationCall {
                 continue;
             }
             let (rows, from) = rows(transfer, part);
-            let elements = (part.elements() - from) / rows;
+            let sent = if let Transfer::AllToAll { .. } = transfer { ranks } else { 1 };
+            let elements = (part.elements() - from) / rows / sent;
             let bytes = elements * part.dtype.bytes();
             if let (Transfer::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (transfer, input, x) {
                 padding.push((input, x.ty.bytes() as usize, bytes * ranks));
@@ -236,6 +239,7 @@ fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
         | Transfer::ReduceScatter { dim: None, .. }
         | Transfer::AllReduce { .. }
         | Transfer::Shift { .. }
+        | Transfer::AllToAll { .. }
         | Transfer::Send { .. }
         | Transfer::Receive { .. } => (1, 0),
     }
@@ -254,6 +258,7 @@ fn order(transfer: Transfer) -> Order {
         | Transfer::SumShared { .. }
         | Transfer::AllReduce { .. }
         | Transfer::Shift { .. }
+        | Transfer::AllToAll { .. }
         | Transfer::Send { .. }
         | Transfer::Receive { .. } => Order::Group,
     }

@@ -141,6 +141,15 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::GroupedGradInput => vec![experts::grad_input(&dims, x)],
         Op::GroupedGradWeight { .. } => vec![experts::grad_weight(&dims, dims.size('y'), x)],
         Op::GroupedGradWeightEach { .. } => vec![experts::grad_weight(&dims, 1, x)],
+        Op::ExpertSlots { experts, blocks } => experts::slots(&dims, experts, blocks, x[0]).into(),
+        Op::SendRows { .. } => vec![experts::send_rows(&dims, dims.size('y'), x)],
+        Op::SendRowsEach { .. } => vec![experts::send_rows(&dims, 1, x)],
+        Op::TakeRows { .. } => vec![experts::take_rows(&dims, x)],
+        Op::RowsLinear { .. } => vec![experts::linear(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
+        Op::RowsGradInput { .. } => vec![experts::grad_input(&dims, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
+        Op::RowsGradWeight { .. } => {
+            vec![experts::grad_weight(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])]
+        }
         Op::Combine => vec![experts::combine(&dims, x[0], Some(x[1]))],
         Op::SumChoices => vec![experts::combine(&dims, x[0], None)],
         Op::CombineGrad => experts::combine_grad(&dims, x).into(),
@@ -251,7 +260,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
-        | Op::Shift { .. } => x.iter().map(|x| x.to_vec()).collect(),
+        | Op::Shift { .. }
+        | Op::AllToAll { .. } => x.iter().map(|x| x.to_vec()).collect(),
         Op::Send { .. } | Op::Receive { .. } => panic!("stages exist in programs only"),
     }
 }

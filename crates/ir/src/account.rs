@@ -188,7 +188,8 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
                 Transfer::AllReduce { .. }
                 | Transfer::ReduceScatter { .. }
                 | Transfer::AllGather { .. }
-                | Transfer::Shift { .. } => program.mesh.size(over),
+                | Transfer::Shift { .. }
+                | Transfer::AllToAll { .. } => program.mesh.size(over),
                 Transfer::SumShared { sharers, .. } => sharers,
                 Transfer::Send { .. } | Transfer::Receive { .. } => 2,
             };
@@ -204,6 +205,8 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
                 Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
                 Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
                 Transfer::Shift { .. } => (input * n, input),
+                // A rank keeps its own part.
+                Transfer::AllToAll { .. } => (input, input / n * (n - 1)),
                 Transfer::Send { .. } => (input, input),
                 Transfer::Receive { .. } => (output, 0),
                 Transfer::SumShared { .. } => {

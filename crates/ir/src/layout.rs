@@ -6,7 +6,8 @@ use serde::Serialize;
 use std::str::FromStr;
 
 /// The axes that the text of a layout may name.
-const NAMED: [MeshAxis; 5] = [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Tp, MeshAxis::Pp];
+const NAMED: [MeshAxis; 6] =
+    [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp, MeshAxis::Pp];
 
 /// How queries of one context-parallel rank come to the keys of another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
@@ -46,6 +47,9 @@ const SCHEDULE: &str = "the schedule";
 /// How the text of a layout calls the chunks of a rank.
 const VIRTUAL: &str = "virtual";
 
+/// How it calls the rows that are planned from one ep rank to another.
+const BOUND: &str = "bound";
+
 /// What was chosen for a run. Prints what differs from one rank: `dp=2 zero=1 tp=2 sp pp=2 1f1b`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Layout {
@@ -61,6 +65,9 @@ pub struct Layout {
     pub sequence_parallel: bool,
     /// How attention is computed over cp ranks.
     pub context: ContextParallel,
+    /// Rows that are planned for what one ep rank sends to another, in percent of an even share; as many as there can be where it is
+    /// not given.
+    pub expert_bound: Option<usize>,
     /// In which order stages compute micro-batches.
     pub schedule: Schedule,
     /// Chunks of layers that a rank of the pipeline has (virtual pipeline stages).
@@ -90,6 +97,7 @@ impl Layout {
             reshard_after_forward: true,
             sequence_parallel: false,
             context: ContextParallel::Ring,
+            expert_bound: None,
             schedule: Schedule::USUAL,
             chunks: 1,
         }
@@ -112,6 +120,8 @@ impl std::fmt::Display for Layout {
             (self.mesh.size(MeshAxis::Cp) != 1 && self.context != ContextParallel::default())
                 .then(|| format!("context={}", self.context.name())),
             size(MeshAxis::Ep),
+            (self.expert_bound.filter(|_| self.mesh.size(MeshAxis::Ep) != 1))
+                .map(|percent| format!("{BOUND}={}", percent as f64 / 100.0)),
             size(MeshAxis::Tp),
             self.sequence_parallel.then(|| "sp".to_owned()),
             size(MeshAxis::Pp),
@@ -129,7 +139,7 @@ impl std::fmt::Display for Layout {
 /// What the text of a layout may say.
 fn words() -> String {
     format!(
-        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring or gather, tp=N, sp, pp=N, virtual=N and a \
+        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring or gather, ep=N, bound=X, tp=N, sp, pp=N, virtual=N and a \
          schedule: {}",
         Schedule::NAMES.join(", ")
     )
@@ -141,9 +151,6 @@ pub enum LayoutError {
     /// No words at all.
     #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
     Empty,
-    /// An axis that is not there yet.
-    #[error("{0}: {1} is not there yet\nhint: {words}", words = words())]
-    NotYet(&'static str, &'static str),
     /// A word that means nothing here.
     #[error("{0:?} is not part of a layout\nhint: {words}", words = words())]
     Unknown(String),
@@ -161,6 +168,14 @@ pub enum LayoutError {
         least: usize,
         /// The most that is accepted.
         most: usize,
+    },
+    /// A multiple of an even share that is none.
+    #[error("{key}={value} is no multiple of an even share\nhint: give {key} a number from 1 to 1000, such as 1.5")]
+    Share {
+        /// What was being given.
+        key: &'static str,
+        /// What was written.
+        value: String,
     },
     /// A value that is none of a few words.
     #[error("{key}={value} is not known\nhint: write {key}={}", .words.join(&format!(" or {key}=")))]
@@ -249,6 +264,13 @@ impl Layout {
                 self.reshard_after_forward = false;
                 Ok("no-reshard")
             }
+            BOUND => {
+                let value = value.ok_or(LayoutError::NoValue(BOUND))?;
+                let share = value.parse().ok().filter(|x: &f64| (1.0..=1000.0).contains(x));
+                let share = share.ok_or_else(|| LayoutError::Share { key: BOUND, value: value.to_owned() })?;
+                self.expert_bound = Some((share * 100.0).round() as usize);
+                Ok(BOUND)
+            }
             "sp" => {
                 alone("sp")?;
                 self.sequence_parallel = true;
@@ -261,7 +283,6 @@ impl Layout {
                 self.context = ContextParallel::named(value).ok_or_else(unknown)?;
                 Ok("context")
             }
-            "ep" => Err(LayoutError::NotYet("ep", "expert parallelism")),
             _ => Err(LayoutError::Unknown(word.to_owned())),
         }
     }
@@ -312,6 +333,13 @@ mod tests {
         assert_eq!(context.to_string(), "cp=4 context=gather tp=2");
         assert_eq!(read(&context.to_string()), context);
         assert_eq!(read("cp=2,context=ring").to_string(), "cp=2");
+        let bound = read("ep=4,bound=1.25");
+        assert_eq!((bound.expert_bound, bound.to_string().as_str()), (Some(125), "ep=4 bound=1.25"));
+        assert_eq!(read(&bound.to_string()), bound);
+        let experts = read("ep=4,zero=1,tp=2");
+        assert_eq!(experts.mesh.size(MeshAxis::Ep), 4);
+        assert_eq!(experts.to_string(), "zero=1 ep=4 tp=2");
+        assert_eq!(read(&experts.to_string()), experts);
     }
 
     #[test]
@@ -345,6 +373,7 @@ mod tests {
         assert_eq!(first("zero=4"), "zero=4 is not a number in range");
         assert_eq!(first("sp=1"), "sp takes no value");
         assert_eq!(refused("context=all"), "context=all is not known\nhint: write context=ring or context=gather");
+        assert_eq!(first("bound=0.5"), "bound=0.5 is no multiple of an even share");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");
         assert_eq!(first("dp=2,dp=2"), "dp is given twice");
         assert_eq!(first("gpipe,1f1b"), "the schedule is given twice");

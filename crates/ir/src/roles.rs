@@ -125,6 +125,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                         Transfer::AllReduce { .. }
                         | Transfer::SumShared { .. }
                         | Transfer::Shift { .. }
+                        | Transfer::AllToAll { .. }
                         | Transfer::ReduceScatter { .. }
                         | Transfer::AllGather { .. },
                     )

@@ -33,6 +33,8 @@ pub enum Axis {
     Experts,
     /// The experts that a token goes to.
     Choices,
+    /// Rows of blocks that go to experts.
+    Rows,
 }
 
 impl Axis {
@@ -52,6 +54,7 @@ impl Axis {
             Axis::Parts => "parts",
             Axis::Experts => "experts",
             Axis::Choices => "choices",
+            Axis::Rows => "rows",
         }
     }
 }

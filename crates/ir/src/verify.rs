@@ -8,7 +8,7 @@ use crate::op::{Elem, Operand, Transfer};
 use crate::placements::Placed;
 use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::Walk;
-use crate::{Axes, DType, Op, Placement, TensorType, ValueId, gathered, placements};
+use crate::{Axes, DType, Dim, Op, Placement, TensorType, ValueId, gathered, placements};
 
 /// Why a graph or program is not sound. Always a bug of a pass, never of a user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -292,6 +292,14 @@ fn check_collective(program: &StepProgram, instr: &Instr) -> Result<(), String> 
             Transfer::ReduceScatter { over, dim: Some(_) } => x.ty.elements() == y.ty.elements() * ranks(over),
             Transfer::ReduceScatter { over, dim: None } => bytes(x) >= y.ty.bytes() * ranks(over) as u64,
             Transfer::AllReduce { .. } | Transfer::SumShared { .. } | Transfer::Shift { .. } => x.ty == y.ty,
+            // Every block is one piece, on both sides.
+            Transfer::AllToAll { over, from, to } => {
+                let before = |ty: &TensorType, dim: usize| ty.dims[..dim].iter().map(Dim::size).product::<usize>();
+                let size = |ty: &TensorType, dim: usize| ty.dims[dim].size();
+                let grows = size(&y.ty, from) == size(&x.ty, from) * ranks(over);
+                let shrinks = size(&x.ty, to) == size(&y.ty, to) * ranks(over);
+                grows && shrinks && before(&x.ty, to) == 1 && before(&y.ty, from) == 1
+            }
             Transfer::Send { .. } | Transfer::Receive { .. } => return Ok(()),
         };
         if !fits || x.ty.dtype != y.ty.dtype {

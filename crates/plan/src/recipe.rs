@@ -213,7 +213,7 @@ fn ladder(config: &Config, gpus: usize, node: usize) -> Vec<(Config, &'static st
         }
         let mut changed = with_micro_batch(config, 1);
         let p = &mut changed.parallel;
-        (p.dp, p.dp_replicate, p.tp, p.pp, p.cp) = (gpus / split, 1, tp, pp, cp);
+        (p.dp, p.dp_replicate, p.ep, p.tp, p.pp, p.cp) = (gpus / split, 1, 1, tp, pp, cp);
         (p.sequence_parallel, p.reshard_after_forward) = (tp > 1, true);
         p.zero = if p.dp > 1 { zero } else { 0 };
         (p.schedule, p.r#virtual, p.stages) = (lockstep_ir::Schedule::USUAL, 1, Vec::new());

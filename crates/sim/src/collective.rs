@@ -14,11 +14,14 @@ pub enum Pattern {
     AllGather,
     /// Parts go round a ring by one.
     Shift,
+    /// Every rank sends a part to each.
+    AllToAll,
 }
 
 impl Pattern {
     /// All of them.
-    pub const ALL: [Pattern; 4] = [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::Shift];
+    pub const ALL: [Pattern; 5] =
+        [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::Shift, Pattern::AllToAll];
 
     /// The name that tables use.
     pub const fn name(self) -> &'static str {
@@ -27,6 +30,7 @@ impl Pattern {
             Pattern::ReduceScatter => "reduce_scatter",
             Pattern::AllGather => "all_gather",
             Pattern::Shift => "shift",
+            Pattern::AllToAll => "all_to_all",
         }
     }
 }
@@ -101,6 +105,16 @@ impl PlacedCollective {
         self.group.nodes > 1
     }
 
+    /// A rank sends a part of what it has to each, without a ring: what goes to other nodes takes an adapter, all at the same time.
+    fn all_to_all(&self, terms: &Terms) -> f64 {
+        let (n, near) = (self.group.ranks as f64, self.group.on_a_node as f64);
+        let inside = self.link_s / terms.link_efficiency * (near - 1.0) / n;
+        // Adapters are shared by all of the group on a node.
+        let outside = self.fabric_s * near / terms.fabric_efficiency * (n - near) / n;
+        let hop = if self.crosses_nodes() { terms.fabric_hop } else { terms.link_hop };
+        inside.max(outside) + hop * (n - 1.0)
+    }
+
     /// How long it takes.
     pub fn seconds(&self, terms: &Terms) -> f64 {
         let n = self.group.ranks as f64;
@@ -118,6 +132,7 @@ impl PlacedCollective {
         let time = match self.pattern {
             Pattern::ReduceScatter | Pattern::AllGather => ring,
             Pattern::Shift => whole / n + hop,
+            Pattern::AllToAll => self.all_to_all(terms),
             Pattern::AllReduce if self.crosses_nodes() => {
                 // Up and down a tree of nodes; a chain inside each. All of the tensor passes twice.
                 let depth = (self.group.nodes as f64).log2().ceil();

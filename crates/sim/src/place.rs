@@ -222,7 +222,7 @@ fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern)
     use crate::collective::Pattern;
     match (segment.instrs[index].stream, pattern) {
         (Stream::Compute, _) => Kind::Blocking,
-        (Stream::Communication, Pattern::AllGather | Pattern::Shift) => Kind::Gather,
+        (Stream::Communication, Pattern::AllGather | Pattern::Shift | Pattern::AllToAll) => Kind::Gather,
         (Stream::Communication, Pattern::AllReduce | Pattern::ReduceScatter) => Kind::Reduce,
     }
 }

@@ -214,6 +214,15 @@ impl Demand {
                 let gradients = if sums { calls * rows * cols } else { 0 };
                 Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
             }
+            // Rows that tokens fill, if choices are even.
+            Op::RowsLinear { blocks } => matmul(blocks.filled(size("ac")), size("n"), size("k")),
+            Op::RowsGradInput { blocks } => matmul(blocks.filled(size("ac")), size("k"), size("n")),
+            Op::RowsGradWeight { blocks, .. } => {
+                let (calls, rows, cols) = (size("j").max(1), size("n"), size("k"));
+                let inner = blocks.filled(size("ac")).div_ceil(calls);
+                let gradients = if sums { calls * rows * cols } else { 0 };
+                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
+            }
             Op::LinearCrossEntropy { rows } => {
                 let (tokens, vocab, inner) = (size("bs"), size("v"), size("k"));
                 let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u64;
@@ -284,6 +293,10 @@ impl Demand {
             | Op::ExpertCounts { .. }
             | Op::RouterLoss { .. }
             | Op::RouterLossGrad { .. }
+            | Op::ExpertSlots { .. }
+            | Op::SendRows { .. }
+            | Op::SendRowsEach { .. }
+            | Op::TakeRows { .. }
             | Op::Combine
             | Op::SumChoices
             | Op::CombineGrad
@@ -313,6 +326,7 @@ impl Demand {
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
             | Op::Shift { .. }
+            | Op::AllToAll { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Demand::Elementwise { bytes },
         })
@@ -341,6 +355,7 @@ fn transferred(program: &StepProgram, instr: &Instr, transfer: Transfer) -> Dema
         Transfer::AllGather { over, dim: Some(_) } => collective(Pattern::AllGather, over, output),
         Transfer::AllGather { over, dim: None } => collective(Pattern::AllGather, over, input * n),
         Transfer::Shift { over } => collective(Pattern::Shift, over, input * n),
+        Transfer::AllToAll { over, .. } => collective(Pattern::AllToAll, over, input),
         Transfer::SumShared { over, sharers } => {
             let bytes = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum();
             Demand::Collective { pattern: Pattern::AllReduce, over, sharers: Some(sharers), bytes }

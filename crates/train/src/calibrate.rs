@@ -232,7 +232,6 @@ fn step_seconds(session: &mut Session, scalars: &dyn Fn() -> StepScalars) -> Res
 }
 
 fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
-    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
     let table = |kind: Collective| {
         let point = |bytes: usize| {
             let seconds = rates::seconds(ranks, kind, bytes).map_err(ExecError::from)?;
@@ -241,7 +240,7 @@ fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
         let points = SIZES.into_iter().map(point).collect::<Result<_, TrainError>>()?;
         Ok(Table { op: kind.name().to_owned(), dtype: DType::F32, family: Family::Together, points })
     };
-    kinds.into_iter().map(table).collect()
+    Collective::ALL.into_iter().map(table).collect()
 }
 
 /// Finds how steps differ from the sum of their kernels, each timed by itself. On a CPU it is a factor. A GPU that is kept busy

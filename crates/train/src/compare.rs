@@ -54,7 +54,8 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.ffn = fit(m.ffn, 192, tp);
     m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
     let top = m.experts_per_token.unwrap_or(1);
-    m.experts = m.experts.map(|experts| experts.min(8.max(2 * top)));
+    let ep = most(|l| l.mesh.size(MeshAxis::Ep));
+    m.experts = m.experts.map(|experts| fit(experts, 8.max(2 * top), ep));
     // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.
     let chunks = most(|l| if l.mesh.size(MeshAxis::Cp) == 1 { 1 } else { 2 * l.mesh.size(MeshAxis::Cp) });
     t.seq = fit(t.seq, 64, tp * chunks);

@@ -5,6 +5,7 @@ use lockstep_config::{ConfigError, Difference};
 use lockstep_data::DataError;
 use lockstep_exec::comm::processes::JoinError;
 use lockstep_exec::{ExecError, Remedy};
+use lockstep_ir::units;
 use lockstep_plan::PlanError;
 use std::path::{Path, PathBuf};
 
@@ -289,6 +290,21 @@ pub enum TrainError {
         loss: f64,
         /// Its gradient norm.
         grad_norm: f32,
+    },
+    /// Tokens that went to experts whose rank has no room for them.
+    #[error(
+        "step {step} sends experts {} rows more than parallel.ep_bound = {bound} times an even share has room for\n\
+         hint: no weight was changed in this step, and the last checkpoint is kept; go on with --set parallel.ep_bound={}, or without \
+         the key, which plans for all that there can be",
+        units::thousands(*.rows), 2.0 * .bound
+    )]
+    ExpertBound {
+        /// The step.
+        step: u64,
+        /// Rows that found no place, in all layers.
+        rows: u64,
+        /// The config's.
+        bound: f64,
     },
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]

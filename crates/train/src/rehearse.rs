@@ -110,7 +110,7 @@ impl RehearsalData {
     pub fn small_run(&self, steps: u64) -> (Config, Vec<String>) {
         let mut few = self.config.clone();
         let p = &mut few.parallel;
-        for axis in [&mut p.dp, &mut p.dp_replicate, &mut p.cp, &mut p.tp, &mut p.pp] {
+        for axis in [&mut p.dp, &mut p.dp_replicate, &mut p.cp, &mut p.ep, &mut p.tp, &mut p.pp] {
             *axis = (*axis).min(2);
         }
         if few.parallel.pp != self.config.parallel.pp {

@@ -267,6 +267,11 @@ impl Run<'_> {
             }
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
+            if let Some(rows) = metrics.line.rows_beyond {
+                self.record(&metrics.line, show)?;
+                let bound = self.config.parallel.ep_bound.unwrap_or(1.0);
+                return Err(TrainError::ExpertBound { step, rows, bound });
+            }
             if self.look_for_spikes(&metrics, show)? {
                 self.record(&metrics.line, show)?;
                 self.await_save(show)?;
@@ -528,6 +533,7 @@ impl Run<'_> {
             arena_bytes: self.session.arena_bytes(),
             gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
             skipped: (!result.applied).then_some(1),
+            rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
             loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),
             grad_norm_limit: Some(limits.grad_norm).filter(|limit| limit.is_finite()),
             loss_scale: loss_scale.map(|scale| scale.scale()),

@@ -13,7 +13,7 @@ use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
-use lockstep_compile::{FIRST_STATS, STATS};
+use lockstep_compile::{FIRST_STATS, ROWS_BEYOND, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
@@ -40,6 +40,8 @@ pub struct Session {
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
     limits: bool,
+    /// Outputs that count rows which found no place, where parts of the experts have room for some only.
+    beyond: Vec<String>,
     feed: Feed,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
@@ -77,6 +79,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// Rows of tokens that found no place with their experts: if there are any, the update was not applied.
+    pub beyond: u64,
     /// When it was done, where the device has a clock.
     pub time: Option<DeviceTime>,
 }
@@ -136,6 +140,7 @@ impl Session {
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             limits: config.spikes.skip,
+            beyond: tensors.iter().map(|t| &t.name).filter(|name| name.starts_with(ROWS_BEYOND)).cloned().collect(),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
                 &tensors,
@@ -445,9 +450,11 @@ impl Session {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
-        let results = [(self.feed.loss(), micro_batches), (STATS, 1), (FIRST_STATS, 1)];
-        let count = if self.first.is_some() { 3 } else { 2 };
-        Ok(QueuedStep(match self.executor.read_later(&results[..count])? {
+        let first = self.first.map(|_| (FIRST_STATS, 1));
+        let beyond = self.beyond.iter().map(|name| (name.as_str(), micro_batches));
+        let results: Vec<(&str, usize)> =
+            [(self.feed.loss(), micro_batches), (STATS, 1)].into_iter().chain(first).chain(beyond).collect();
+        Ok(QueuedStep(match self.executor.read_later(&results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
@@ -480,8 +487,12 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
+        let mut beyond = 0.0;
+        for (name, m) in self.beyond.iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
+            beyond += losses(&read(name, m)?).sum::<f64>();
+        }
         let loss = sum / targets as f64;
-        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, time: None })
+        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, beyond: beyond as u64, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

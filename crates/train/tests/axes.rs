@@ -180,7 +180,7 @@ fn a_wrong_axis_is_refused_with_op_and_layer() {
             let other = |over: &mut Axes| std::mem::replace(over, set) != set;
             let collectives = refused(&program, |instr| match &mut instr.op {
                 Op::AllReduce { over } | Op::ReduceScatter { over, .. } | Op::AllGather { over, .. } => other(over),
-                Op::SumShared { over, .. } | Op::Shift { over } => other(over),
+                Op::SumShared { over, .. } | Op::Shift { over } | Op::AllToAll { over, .. } => other(over),
                 _ => false,
             });
             let offsets = refused(&program, |instr| instr.offsets.as_mut().is_some_and(|o| other(&mut o.over)));

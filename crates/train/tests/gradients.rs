@@ -4,7 +4,7 @@
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
-use lockstep_ir::op::{Routing, samples};
+use lockstep_ir::op::{Blocks, Routing, samples};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
 
 const BATCH: usize = 2;
@@ -185,6 +185,25 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             b.g
         }
         Op::ExpertCounts { .. } => return graph_through(Op::RouterLoss { balance: 0.5, z: 0.25 }, false),
+        // The same by way of blocks of rows, in two parts.
+        Op::RowsLinear { .. } => {
+            let (experts, ffn) = (Dim::new(Axis::Experts, 4), Dim::new(Axis::Ffn, 5));
+            let (x, logits) = (b.activation("x", embed()), b.activation("logits", experts.clone()));
+            let routed = b.op(Op::Route { how: Routing::top(2) }, &[logits], "routed");
+            let blocks = Blocks { parts: 2, rows: 2 * BATCH * SEQ, choices: 2 * BATCH * SEQ, ranks: 1 };
+            let slots = b.op(Op::ExpertSlots { experts: 4, blocks }, &[routed[1]], "slots");
+            let rows = b.op(Op::SendRows { blocks }, &[x, slots[0]], "rows")[0];
+            let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
+            let hidden = b.op(Op::RowsLinear { blocks }, &[rows, w, slots[1]], "hidden")[0];
+            let w = b.parameter("back", &[experts, embed(), ffn]);
+            let rows = b.op(Op::RowsLinear { blocks }, &[hidden, w, slots[1]], "rows_out")[0];
+            let y = b.op(Op::TakeRows { blocks }, &[rows, slots[0]], "y")[0];
+            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            b.loss(out)
+        }
+        Op::ExpertSlots { blocks, .. } | Op::SendRows { blocks } | Op::TakeRows { blocks } => {
+            return graph_through(Op::RowsLinear { blocks }, false);
+        }
         Op::GroupedLinear | Op::GroupedLinearEach | Op::Combine => {
             return graph_through(Op::Route { how: Routing::top(3) }, false);
         }
@@ -251,6 +270,9 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::GroupedGradInput
         | Op::GroupedGradWeight { .. }
         | Op::GroupedGradWeightEach { .. }
+        | Op::SendRowsEach { .. }
+        | Op::RowsGradInput { .. }
+        | Op::RowsGradWeight { .. }
         | Op::SumChoices
         | Op::CombineGrad
         | Op::AttentionGrad { .. }
@@ -281,6 +303,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::GatheredAttention { .. }
         | Op::GatheredAttentionGrad { .. }
         | Op::Shift { .. }
+        | Op::AllToAll { .. }
         | Op::SumShared { .. }
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }

@@ -189,6 +189,7 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
         ("parallel.dp_replicate", size(MeshAxis::DpReplicate)),
         ("parallel.cp", size(MeshAxis::Cp)),
         ("parallel.context", json!(l.context.name())),
+        ("parallel.ep", size(MeshAxis::Ep)),
         ("parallel.tp", size(MeshAxis::Tp)),
         ("parallel.pp", size(MeshAxis::Pp)),
         ("parallel.zero", json!(l.zero)),

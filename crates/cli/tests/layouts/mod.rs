@@ -16,7 +16,7 @@ pub fn place() -> Place {
 pub const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint.every=2"];
 
 /// What is set for each layout.
-pub const LAYOUTS: [&[&str]; 13] = [
+pub const LAYOUTS: [&[&str]; 16] = [
     &["parallel.dp=4"],
     &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
     &["parallel.dp=4", "parallel.zero=3"],
@@ -30,7 +30,14 @@ pub const LAYOUTS: [&[&str]; 13] = [
     &["parallel.cp=2", "parallel.dp=2", "parallel.context=gather", "train.micro_batch=1"],
     &["parallel.dp=2", "parallel.dp_replicate=2", "parallel.zero=3"],
     &["parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "train.micro_batch=1", "parallel.schedule=zb-h1"],
+    &[MIXTRAL, EXPERTS, "parallel.ep=4", "parallel.zero=1", "precision.policy=bf16"],
+    &[MIXTRAL, EXPERTS, "parallel.ep=2", "parallel.dp=2", "parallel.zero=3"],
+    &[MIXTRAL, EXPERTS, "parallel.ep=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
 ];
+
+/// A model with experts.
+const MIXTRAL: &str = "model.architecture=mixtral";
+const EXPERTS: &str = "model.experts=4";
 
 /// A command on the usual config with these keys set.
 pub fn command<'a>(verb: &'a str, dir: &'a str, set: &[&'a str]) -> Vec<&'a str> {

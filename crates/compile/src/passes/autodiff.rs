@@ -213,6 +213,29 @@ impl Backward {
                 self.weight(g, Op::GroupedGradWeightEach { experts }, &reads, node.inputs[1], layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
+            // Where rows go does not change with them.
+            Op::ExpertSlots { .. } => Ok(()),
+            Op::SendRows { blocks } => {
+                let Some(drows) = dy(self, 0) else { return Ok(()) };
+                let each = format!("{}.each", name(g, 0));
+                let each = self.input(g, Op::TakeRows { blocks }, &[drows, input(1)], &each, layer)?;
+                let dx = self.input(g, Op::SumChoices, &[each], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::RowsLinear { blocks } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let experts = g.ty(node.inputs[1]).dims[0].size();
+                let reads = [dy, input(1), input(2)];
+                let dx = self.input(g, Op::RowsGradInput { blocks }, &reads, &name(g, 0), layer)?;
+                let reads = [dy, input(0), input(2)];
+                self.weight(g, Op::RowsGradWeight { experts, blocks }, &reads, node.inputs[1], layer)?;
+                self.add(g, node.inputs[0], dx, layer)
+            }
+            Op::TakeRows { blocks } => {
+                let Some(dy) = dy(self, 0) else { return Ok(()) };
+                let drows = self.input(g, Op::SendRowsEach { blocks }, &[dy, input(1)], &name(g, 0), layer)?;
+                self.add(g, node.inputs[0], drows, layer)
+            }
             Op::Combine => {
                 let Some(dout) = dy(self, 0) else { return Ok(()) };
                 let reads = [dout, input(0), input(1)];
@@ -308,6 +331,9 @@ impl Backward {
             | Op::GroupedGradInput
             | Op::GroupedGradWeight { .. }
             | Op::GroupedGradWeightEach { .. }
+            | Op::SendRowsEach { .. }
+            | Op::RowsGradInput { .. }
+            | Op::RowsGradWeight { .. }
             | Op::SumChoices
             | Op::CombineGrad
             | Op::GeluGrad
@@ -335,6 +361,7 @@ impl Backward {
             | Op::GatheredAttention { .. }
             | Op::GatheredAttentionGrad { .. }
             | Op::Shift { .. }
+            | Op::AllToAll { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }

@@ -2,6 +2,7 @@
 
 mod autodiff;
 mod context;
+mod experts;
 mod fuse;
 mod optimizer;
 mod precision;
@@ -11,6 +12,7 @@ mod vocab;
 mod zero;
 
 pub use autodiff::autodiff;
+pub use experts::ROWS_BEYOND;
 pub use fuse::fuse;
 pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
 pub use precision::Precision;
@@ -42,6 +44,7 @@ pub struct Pass {
 
 const FUSE: Pass = Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse };
 const PRECISION: Pass = Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision };
+const EXPERTS: Pass = Pass { name: "experts", effect: Effect::BitPreserving, run: experts::experts };
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const AUTODIFF: Pass = Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff };
 const RECOMPUTE: Pass = Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute };
@@ -50,11 +53,11 @@ const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: z
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 7] = [FUSE, PRECISION, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 8] = [FUSE, PRECISION, EXPERTS, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
-pub const FORWARD_PASSES: [Pass; 2] = [FUSE, PRECISION];
+pub const FORWARD_PASSES: [Pass; 3] = [FUSE, PRECISION, EXPERTS];
 
 /// Those that shard work over ranks: what runs forward only takes them behind [`FORWARD_PASSES`].
 pub(crate) const SHARDING_PASSES: [Pass; 2] = [SHARD, ZERO];

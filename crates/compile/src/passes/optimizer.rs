@@ -103,12 +103,15 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     // Where each rank has updated its range of a parameter, the ranges of a layer's parameters are gathered at once.
     next.sort_by_key(|(layer, w, _)| (*layer, *w));
     for layer in next.chunk_by(|a, b| a.0 == b.0) {
-        let ranges: Vec<ValueId> = layer.iter().map(|(_, _, range)| *range).collect();
-        let op = Op::AllGather { over: zero::sharded_from(context, 1), dim: None };
-        let whole = g.relay(op, &ranges, "whole", Phase::Update, layer[0].0)?;
-        for ((_, w, range), whole) in layer.iter().zip(whole) {
-            g.parts.push((*w, *range));
-            g.updates.push((*w, whole));
+        for (over, ranges) in
+            zero::by_axes(layer.iter().map(|(_, _, v)| (g.get(*v).sharding.axes(Placement::Flat), *v)))
+        {
+            let whole = g.relay(Op::AllGather { over, dim: None }, &ranges, "whole", Phase::Update, layer[0].0)?;
+            for (range, whole) in ranges.iter().zip(whole) {
+                let w = layer.iter().find(|(_, _, of)| of == range).map(|(_, w, _)| *w);
+                g.parts.extend(w.map(|w| (w, *range)));
+                g.updates.extend(w.map(|w| (w, whole)));
+            }
         }
     }
     Ok(g)
@@ -310,21 +313,40 @@ fn norm(
     limits: Option<[ValueId; 2]>,
 ) -> Result<ValueId, TypeError> {
     let mesh = context.layout.mesh;
-    let mut groups: BTreeMap<(usize, usize), Vec<ValueId>> = BTreeMap::new();
+    // The axes along which ranks have parts of a gradient: what is of others than the rest is added up apart.
+    let parted = |g: &Graph, v: ValueId| {
+        let parts = |axis: &MeshAxis| matches!(g.get(v).sharding.over(*axis), Placement::Split(_) | Placement::Flat);
+        Axes::TOKENS.iter().filter(parts).collect::<Axes>()
+    };
+    let mut groups: BTreeMap<Axes, BTreeMap<(usize, usize), Vec<ValueId>>> = BTreeMap::new();
     for t in trained {
         let (sharers, tail) = zero::sharers(g, context, t.parameter);
-        groups.entry((sharers * t.copies, tail)).or_default().push(t.gradient);
+        let group = groups.entry(parted(g, t.gradient)).or_default();
+        group.entry((sharers * t.copies, tail)).or_default().push(t.gradient);
     }
-    let mut sums = Vec::new();
-    for ((sharers, tail), mut gradients) in groups {
-        gradients.push(scalars);
-        sums.push(g.node(Op::SquareSum { sharers, tail }, &gradients, "squares", Phase::Update, None)?[0]);
+    let (apart, stages) = (groups.len() > 1, mesh.size(MeshAxis::Pp) > 1);
+    let (mut totals, mut over) = (Vec::new(), Axes::NONE);
+    for (axes, group) in groups {
+        let mut sums = Vec::new();
+        for ((sharers, tail), mut gradients) in group {
+            gradients.push(scalars);
+            sums.push(g.node(Op::SquareSum { sharers, tail }, &gradients, "squares", Phase::Update, None)?[0]);
+        }
+        let merged = match sums[..] {
+            [one] if apart || !stages => one,
+            _ => g.node(Op::MergeSums, &sums, "squares.merged", Phase::Update, None)?[0],
+        };
+        over = axes;
+        totals.push(if apart { sum_over(g, merged, &[axes])? } else { merged });
     }
-    let total = match sums[..] {
-        [one] if mesh.size(MeshAxis::Pp) == 1 => one,
-        _ => g.node(Op::MergeSums, &sums, "squares.merged", Phase::Update, None)?[0],
+    let total = match totals[..] {
+        [one] => one,
+        _ => {
+            over = Axes::NONE;
+            g.node(Op::MergeSums, &totals, "squares.all", Phase::Update, None)?[0]
+        }
     };
-    let over = [zero::sharded_from(context, 1), MeshAxis::Tp.into(), MeshAxis::Pp.into()];
+    let over = [over, MeshAxis::Tp.into(), MeshAxis::Pp.into()];
     let total = sum_over(g, total, &over.map(|axes| mesh.wide(axes)))?;
     let reads: Vec<ValueId> = [total, scalars].into_iter().chain(limits.into_iter().flatten()).collect();
     Ok(g.node(Op::GradientNorm, &reads, STATS, Phase::Update, None)?[0])
@@ -356,7 +378,7 @@ fn update(
     let usual = if t.decays { context.optimizer.decay } else { 0.0 };
     let (lr_scale, decay) = (group.lr_scale, group.decay.unwrap_or(usual));
     let ty = TensorType::new(DType::F32, g.ty(w).dims.clone());
-    let over = zero::sharded_from(context, 1);
+    let over = zero::shards_of(g, context, w, 1);
     let sharded = !over.is_empty();
     let sharding = g.get(w).sharding.with(over, Placement::Flat);
     let state = |g: &mut Graph, name: String, state: State| {

@@ -5,12 +5,13 @@
 //! parallelism. Everything else follows from the op table: a letter that is split in one operand is split in all, and a split
 //! letter that an output lacks leaves partial sums, which are reduced at once (activations) or after the last micro-batch
 //! (gradients). Where two letters would be split over the same ranks, positions give way and are gathered; backward gathers
-//! what forward saved split again.
+//! what forward saved split again. Rows that go to experts give way to these: an all-to-all makes parts of the experts of parts of
+//! the rows, once for forward and backward.
 //!
 //! Two things are rewritten first: the chunked output head, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`), and
 //! attention over context-parallel ranks, since queries see keys of other parts of the sequence (`context.rs`).
 
-use super::{context, vocab};
+use super::{context, experts, vocab};
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::op::{Operand, Split};
@@ -33,7 +34,8 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         value.sharding = seed(&value.source, &value.ty, context);
     }
     let nodes = std::mem::take(&mut g.nodes);
-    let mut sweep = Sweep { context, now: (0..g.values.len()).map(ValueId).collect(), gathered: BTreeMap::new() };
+    let now = (0..g.values.len()).map(ValueId).collect();
+    let mut sweep = Sweep { context, now, gathered: BTreeMap::new(), moved: BTreeMap::new() };
     for node in nodes {
         sweep.node(&mut g, node)?;
     }
@@ -62,8 +64,10 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
         Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
+            let place = |dim: Option<usize>| dim.map_or(Placement::Replicated, Placement::Split);
             Sharding::REPLICATED
-                .with(mesh.wide(MeshAxis::Tp.into()), dim.map_or(Placement::Replicated, Placement::Split))
+                .with(mesh.wide(MeshAxis::Tp.into()), place(dim))
+                .with(mesh.wide(MeshAxis::Ep.into()), place(experts::stacked(ty)))
         }
         Source::State(_) | Source::Node { .. } | Source::Sum => Sharding::REPLICATED,
     }
@@ -75,6 +79,8 @@ struct Sweep<'a> {
     now: Vec<ValueId>,
     /// Gathered values, by phase: forward and backward each gather for themselves.
     gathered: BTreeMap<(ValueId, MeshAxis, bool), ValueId>,
+    /// Values that an all-to-all has split along another dimension: backward reads what forward has got.
+    moved: BTreeMap<(ValueId, MeshAxis, usize), ValueId>,
 }
 
 impl Sweep<'_> {
@@ -130,7 +136,9 @@ impl Sweep<'_> {
         let mut may: Vec<Split> = Vec::new();
         let mut consider = |operand: &Operand, value: &Value| {
             let Placement::Split(dim) = value.sharding.over(axis) else { return };
-            let splits = spec.splits_of(operand, value.ty.dims.len(), dim);
+            let mut splits = spec.splits_of(operand, value.ty.dims.len(), dim);
+            // Tensor-parallel ranks have the same rows of blocks and chunks.
+            splits.retain(|split| axis != MeshAxis::Tp || *split != Split::Letters("sc"));
             let both: Vec<Split> = may.iter().filter(|split| splits.contains(split)).copied().collect();
             if !both.is_empty() {
                 may = both;
@@ -157,11 +165,13 @@ impl Sweep<'_> {
         for i in 0..count {
             let v = node.inputs[i];
             match g.get(v).sharding.over(axis) {
-                Placement::Split(dim) if split(node.op.input(i, count), v, g) != Some(dim) => {
-                    node.inputs[i] = self.gather(g, v, axis, dim, node)?;
-                }
+                Placement::Split(dim) => match split(node.op.input(i, count), v, g) {
+                    Some(wanted) if wanted == dim => {}
+                    Some(wanted) => node.inputs[i] = self.exchange(g, v, axis, (dim, wanted), node)?,
+                    None => node.inputs[i] = self.gather(g, v, axis, dim, node)?,
+                },
                 Placement::Partial => partial = true,
-                Placement::Replicated | Placement::Split(_) | Placement::Flat => {}
+                Placement::Replicated | Placement::Flat => {}
             }
         }
         for (o, v) in node.outputs.iter().enumerate() {
@@ -174,6 +184,30 @@ impl Sweep<'_> {
             g.values[v.0].sharding = g.get(*v).sharding.with(axis, placement);
         }
         Ok(())
+    }
+
+    /// Parts of one dimension instead of another, as soon as there is something to send.
+    fn exchange(
+        &mut self,
+        g: &mut Graph,
+        v: ValueId,
+        axis: MeshAxis,
+        (from, to): (usize, usize),
+        reader: &Node,
+    ) -> Result<ValueId, TypeError> {
+        if let Some(known) = self.moved.get(&(v, axis, to)) {
+            return Ok(*known);
+        }
+        let made = g.nodes.iter().rposition(|n| n.outputs.contains(&Some(v)));
+        let behind = made.filter(|n| (g.nodes[*n].phase == Phase::Forward) == (reader.phase == Phase::Forward));
+        let phase = if reader.phase == Phase::Forward { Phase::Forward } else { Phase::InputGrad };
+        let op = Op::AllToAll { over: axis.into(), from, to };
+        let moved = g.relay(op, &[v], "sent", phase, reader.layer)?[0];
+        if let Some(behind) = behind {
+            g.nodes[behind + 1..].rotate_right(1);
+        }
+        self.moved.insert((v, axis, to), moved);
+        Ok(moved)
     }
 
     fn gather(

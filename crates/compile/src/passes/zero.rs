@@ -36,6 +36,21 @@ pub(super) fn sharded_from(context: &Context, level: u8) -> Axes {
     if context.layout.zero >= level { context.layout.mesh.wide(Axes::ZERO) } else { Axes::NONE }
 }
 
+/// Those of them over which it shards a value: matrices of experts are split over ep already.
+pub(super) fn shards_of(g: &Graph, context: &Context, v: ValueId, level: u8) -> Axes {
+    let split = |axis: &MeshAxis| matches!(g.get(v).sharding.over(*axis), Placement::Split(_));
+    sharded_from(context, level).iter().filter(|axis| !split(axis)).collect()
+}
+
+/// Sorts values by axes; those without any are left out.
+pub(super) fn by_axes(values: impl IntoIterator<Item = (Axes, ValueId)>) -> BTreeMap<Axes, Vec<ValueId>> {
+    let mut groups: BTreeMap<Axes, Vec<ValueId>> = BTreeMap::new();
+    for (axes, v) in values.into_iter().filter(|(axes, _)| !axes.is_empty()) {
+        groups.entry(axes).or_default().push(v);
+    }
+    groups
+}
+
 /// Ranges of nodes that belong to the same layer and direction.
 fn units(nodes: &[Node]) -> Vec<std::ops::Range<usize>> {
     let key = |n: &Node| (n.layer, n.phase == Phase::Forward);
@@ -89,12 +104,20 @@ fn reduce_gradients(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
         let mine: Vec<Node> = nodes.by_ref().take(unit.len()).collect();
         let (layer, forward) = (mine[0].layer, mine[0].phase == Phase::Forward);
         if !every_time.is_empty() {
-            let temporary: Vec<ValueId> = states.iter().map(|s| gather_into_temporary(g, &mine, *s)).collect();
+            // What no other rank has a range of is summed where it is.
+            let groups = by_axes(states.iter().map(|s| (shards_of(g, context, *s, 2), *s)));
+            let temporary = |g: &mut Graph, (over, states): (Axes, Vec<ValueId>)| {
+                let temporary = states.iter().map(|s| gather_into_temporary(g, &mine, *s)).collect::<Vec<_>>();
+                (over, states, temporary)
+            };
+            let groups: Vec<_> = groups.into_iter().map(|group| temporary(g, group)).collect();
             g.nodes.extend(mine);
             g.nodes.append(&mut travelling);
             let phase = if forward { Phase::Forward } else { Phase::WeightGrad };
-            let whole = sum_over_tensor_parallel(g, context, &temporary, phase, layer)?;
-            travelling = scatter_into(g, every_time, &whole, &states, phase, layer)?;
+            for (over, states, temporary) in groups {
+                let whole = sum_over_tensor_parallel(g, context, &temporary, phase, layer)?;
+                travelling.extend(scatter_into(g, over, &whole, &states, phase, layer)?);
+            }
             let turns = units.get(u + 1).is_none_or(|next| (starts[next.start] == Phase::Forward) != forward);
             if turns {
                 g.nodes.append(&mut travelling);
@@ -266,7 +289,6 @@ fn scatter_into(
 /// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes. Backward gathers again what
 /// forward has gathered, unless it is to stay.
 fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let over = sharded_from(context, 3);
     let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));
     let units = units(&g.nodes);
     let places = stage::layers(g).1;
@@ -278,10 +300,10 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
     units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
     let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
     for v in parameters {
-        g.values[v.0].sharding = g.get(v).sharding.with(over, Placement::Flat);
+        g.values[v.0].sharding = g.get(v).sharding.with(shards_of(g, context, v, 3), Placement::Flat);
     }
     // Forward and backward are segments of their own, so a unit is not gathered ahead in one for the other.
-    let mut gathers: Vec<Option<Node>> = Vec::new();
+    let mut gathers: Vec<Vec<Node>> = Vec::new();
     for (unit, range) in nodes.iter_mut().zip(&units) {
         let (place, forward) = (places[range.start], unit[0].phase == Phase::Forward);
         for v in unit.iter_mut().flat_map(|n| &mut n.inputs).filter(|_| !forward) {
@@ -291,30 +313,28 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
             unit.iter().flat_map(|n| &n.inputs).copied().filter(|v| parameter(g, v)).collect();
         needed.sort_unstable();
         needed.dedup();
-        if needed.is_empty() {
-            gathers.push(None);
-            continue;
-        }
         let (layer, phase) = (unit[0].layer, if forward { Phase::Forward } else { Phase::InputGrad });
-        let whole = g.relay(Op::AllGather { over, dim: None }, &needed, "whole", phase, layer)?;
-        gathers.push(g.nodes.pop());
-        if !context.layout.reshard_after_forward {
-            kept.extend(needed.iter().zip(&whole).map(|(w, whole)| ((*w, place), *whole)));
-        }
-        for v in unit.iter_mut().flat_map(|n| &mut n.inputs) {
-            if let Some(at) = needed.iter().position(|p| p == v) {
-                *v = whole[at];
+        for (over, needed) in by_axes(needed.into_iter().map(|v| (g.get(v).sharding.axes(Placement::Flat), v))) {
+            let whole = g.relay(Op::AllGather { over, dim: None }, &needed, "whole", phase, layer)?;
+            if !context.layout.reshard_after_forward {
+                kept.extend(needed.iter().zip(&whole).map(|(w, whole)| ((*w, place), *whole)));
+            }
+            for v in unit.iter_mut().flat_map(|n| &mut n.inputs) {
+                if let Some(at) = needed.iter().position(|p| p == v) {
+                    *v = whole[at];
+                }
             }
         }
+        gathers.push(std::mem::take(&mut g.nodes));
     }
     let forward: Vec<bool> = nodes.iter().map(|unit| unit[0].phase == Phase::Forward).collect();
     for u in 0..nodes.len() {
         let first = u == 0 || forward[u - 1] != forward[u];
         if first {
-            g.nodes.extend(gathers[u].take());
+            g.nodes.append(&mut gathers[u]);
         }
         if u + 1 < nodes.len() && forward[u + 1] == forward[u] {
-            g.nodes.extend(gathers[u + 1].take());
+            g.nodes.append(&mut gathers[u + 1]);
         }
         g.nodes.append(&mut nodes[u]);
     }

@@ -1,4 +1,5 @@
-//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts.
+//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts. With expert
+//! parallelism, rows are those of blocks `[parts, rows of a part]`, which have the experts of their part.
 //!
 //! Every matmul sorts the rows by expert for itself: numbers in its scratch, not the rows. What an expert gets is known on the device alone.
 
@@ -21,7 +22,7 @@ const EACH: usize = 1024;
 /// Scratch of a grouped matmul: the order of rows, with room for each expert's last tile; where experts start, how many rows they
 /// have and which have most; counts of every share.
 pub fn scratch() -> Workspace {
-    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…y"), (4 * (TILE + 3 + SHARES) as u64, "j")] }
+    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…yac"), (4 * (TILE + 3 + SHARES) as u64, "j")] }
 }
 
 /// The same of one into weights, which has x in the order of rows besides.
@@ -29,7 +30,7 @@ pub fn weight_scratch(compute: DType) -> Workspace {
     let Workspace { fixed, mut terms } = scratch();
     if grouped::DTYPE == compute {
         let bytes = compute.bytes() as u64;
-        terms.extend([(bytes, "…yk"), (bytes * TILE as u64, "jk")]);
+        terms.extend([(bytes, "…yack"), (bytes * TILE as u64, "jk")]);
     }
     Workspace { fixed: fixed + ALIGNMENT, terms }
 }
@@ -48,7 +49,9 @@ pub struct Sorted {
 
 /// Sorts the rows of a call by what input 2 says.
 unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
-    let (experts, rows, chosen) = (check_experts(call)?, call.rows() * call.size('y'), call.input(2));
+    let (parts, experts, chosen) = (call.size('a'), check_experts(call)?, call.input(2));
+    let rows = call.rows() * call.size('y') * parts * call.size('c');
+    let (of_part, of_experts) = (rows.div_ceil(parts).max(1), experts / parts);
     let whole = |elements: usize| (4 * elements as u64).next_multiple_of(ALIGNMENT);
     let order = call.scratch()?;
     let places = rows + experts * TILE;
@@ -59,8 +62,13 @@ unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
     let blocks = [rows.div_ceil(each).max(1), 1, 1];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
-        call.plain(("experts", "count_rows"), blocks, 1024, args![chosen, counts, rows, each, experts])?;
-        let args = args![chosen, counts, order, starts, rows, each, experts];
+        call.plain(
+            ("experts", "count_rows"),
+            blocks,
+            1024,
+            args![chosen, counts, rows, each, experts, of_part, of_experts],
+        )?;
+        let args = args![chosen, counts, order, starts, rows, each, experts, of_part, of_experts];
         call.plain(("experts", "place_rows"), blocks, 1024, args)?;
     }
     Ok(Sorted { experts, places, order, starts, room })
@@ -74,6 +82,10 @@ unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaE
     // SAFETY: the operands have these sizes.
     unsafe {
         let sorted = sort(call)?;
+        // Blocks have rows of no expert.
+        if let Some(at) = call.bound.outputs[0].filter(|_| call.size('c') > 1) {
+            call.stream.fill(out, 0, at.elements * at.dtype.bytes())?;
+        }
         if grouped::fits(call) {
             return grouped::rows(call, product, (a, w, out), sorted, sharers);
         }
@@ -112,7 +124,7 @@ pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
             return grouped::weight(call, (dy, x, dw), sorted, sharers, (at.dtype, add));
         }
         let Sorted { experts, order, starts, .. } = sorted;
-        let of_sequence = call.size('s') * call.size('y');
+        let of_sequence = call.size('s') * call.size('y') * call.size('a') * call.size('c');
         let grid = [k.div_ceil(SIDE), n.div_ceil(SIDE), experts];
         let args = args![dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence];
         call.typed(("experts", "grouped_weight"), grid, THREADS, args)

@@ -1,5 +1,6 @@
 //! What each op does on the device.
 
+mod dispatch;
 mod elements;
 mod embedding;
 mod experts;
@@ -64,6 +65,9 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         (OpKind::GroupedGradInput, experts::scratch()),
         (OpKind::GroupedGradWeight, experts::weight_scratch(compute)),
         (OpKind::GroupedGradWeightEach, experts::weight_scratch(compute)),
+        (OpKind::RowsLinear, experts::scratch()),
+        (OpKind::RowsGradInput, experts::scratch()),
+        (OpKind::RowsGradWeight, experts::weight_scratch(compute)),
     ]);
     let workspaces_with_optional = BTreeMap::from([
         (OpKind::Attention, attention::documents::scratch(compute)),
@@ -183,6 +187,13 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::GroupedGradInput => experts::grad_input(call),
             Op::GroupedGradWeight { .. } => experts::grad_weight(call, call.size('y')),
             Op::GroupedGradWeightEach { .. } => experts::grad_weight(call, 1),
+            Op::ExpertSlots { blocks, .. } => dispatch::slots(call, blocks),
+            Op::SendRows { .. } => dispatch::send_rows(call, call.size('y')),
+            Op::SendRowsEach { .. } => dispatch::send_rows(call, 1),
+            Op::TakeRows { .. } => dispatch::take_rows(call),
+            Op::RowsLinear { .. } => experts::linear(call, 1),
+            Op::RowsGradInput { .. } => experts::grad_input(call),
+            Op::RowsGradWeight { .. } => experts::grad_weight(call, 1),
             Op::Combine => experts::combine(call, true),
             Op::SumChoices => experts::combine(call, false),
             Op::CombineGrad => experts::combine_grad(call),
@@ -191,6 +202,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             | Op::ReduceScatter { .. }
             | Op::AllGather { .. }
             | Op::Shift { .. }
+            | Op::AllToAll { .. }
             | Op::Shard { .. }
             | Op::Send { .. }
             | Op::Receive { .. } => Err(CudaError::Internal(format!("{} is no kernel", call.bound.op.name()))),

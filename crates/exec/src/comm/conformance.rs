@@ -25,8 +25,7 @@ pub(in crate::comm) struct Make<'a> {
     pub apart: Option<usize>,
 }
 
-const KINDS: [Collective; 4] =
-    [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
+const KINDS: [Collective; 5] = Collective::ALL;
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a timeout of some
@@ -185,7 +184,10 @@ impl Job {
 
     /// Elements of what a member gives for piece `p`.
     fn given(&self, p: usize) -> usize {
-        let parts = if self.kind == Collective::ReduceScatter { self.group.ranks.len() } else { 1 };
+        let parts = match self.kind {
+            Collective::ReduceScatter | Collective::AllToAll => self.group.ranks.len(),
+            Collective::AllReduce | Collective::AllGather | Collective::Shift => 1,
+        };
         let (rows, elements, _) = self.pieces[p];
         rows * elements * parts
     }
@@ -210,6 +212,10 @@ impl Job {
         match self.kind {
             Collective::AllReduce => sum(dtype, all(0..rows * elements)),
             Collective::Shift => self.input(any_order, (index + n - 1) % n, p, 0..rows * elements),
+            Collective::AllToAll => {
+                let part = rows * elements;
+                all(index * part..(index + 1) * part).flatten().collect()
+            }
             Collective::ReduceScatter => {
                 let mine = (0..rows).flat_map(|row| piece.spans(n, index).map(|(whole, _, len)| (row, whole, len)));
                 let sums = mine.map(|(row, whole, len)| {
@@ -245,7 +251,8 @@ impl Job {
             let any = subject.any_order();
             let (given, expected) = (self.input(any, index, p, 0..self.given(p)), self.expected(any, index, p));
             // In place there is one buffer, the larger one.
-            let in_place = self.in_place && rows == 1 && self.kind != Collective::Shift;
+            let apart = matches!(self.kind, Collective::Shift | Collective::AllToAll);
+            let in_place = self.in_place && rows == 1 && !apart;
             let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
             let mut output =
                 Buffer::new(subject, if in_place { given.len().max(expected.len()) } else { expected.len() });
@@ -260,7 +267,7 @@ impl Job {
                     Collective::AllReduce => (to.cast_const(), to),
                     Collective::ReduceScatter => (to.cast_const(), mine),
                     Collective::AllGather => (mine.cast_const(), to),
-                    Collective::Shift => (from, to),
+                    Collective::Shift | Collective::AllToAll => (from, to),
                 };
             }
             let piece = self.piece(p, from, to);

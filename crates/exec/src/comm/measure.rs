@@ -22,11 +22,12 @@ pub enum Pattern {
 
 impl Pattern {
     /// All of them.
-    pub const ALL: [Pattern; 5] = [
+    pub const ALL: [Pattern; 6] = [
         Pattern::Together(Collective::AllReduce),
         Pattern::Together(Collective::ReduceScatter),
         Pattern::Together(Collective::AllGather),
         Pattern::Together(Collective::Shift),
+        Pattern::Together(Collective::AllToAll),
         Pattern::SendReceive,
     ];
 
@@ -43,7 +44,7 @@ impl Pattern {
         let others = (ranks - 1) as f64 / ranks as f64;
         match self {
             Pattern::Together(Collective::AllReduce) => 2.0 * others,
-            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => others,
+            Pattern::Together(Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll) => others,
             Pattern::Together(Collective::Shift) | Pattern::SendReceive => 1.0,
         }
     }
@@ -60,7 +61,8 @@ impl fmt::Display for Pattern {
 pub struct Measured {
     /// What was done.
     pub pattern: Pattern,
-    /// Its size: of the tensor that is summed or sent, of the whole that is gathered or scattered.
+    /// Its size: of the tensor that is summed or sent, of the whole that is gathered or scattered; of all parts that a rank sends in an
+    /// all-to-all.
     pub bytes: usize,
     /// Seconds of one, in the mean over the repeats, of the rank for which it took longest.
     pub seconds: f64,
@@ -184,14 +186,12 @@ impl Bench<'_> {
     fn size(&mut self, pattern: Pattern, size: usize, seconds: f64) -> Result<Measured, MeasureError> {
         let ranks = self.group.ranks.len();
         // Elements of one rank's part, and of the whole.
-        let elements = match pattern {
-            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => size.div_ceil(WIDTH * ranks),
-            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => size.div_ceil(WIDTH),
+        let parts = match pattern {
+            Pattern::Together(Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll) => ranks,
+            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => 1,
         };
-        let whole = match pattern {
-            Pattern::Together(Collective::ReduceScatter | Collective::AllGather) => elements * ranks,
-            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => elements,
-        };
+        let elements = size.div_ceil(WIDTH * parts);
+        let whole = elements * parts;
         let bytes = whole * WIDTH;
         self.output.write(0, &vec![u8::MAX; bytes]);
         let calls = self.calls(pattern, elements);
@@ -273,6 +273,9 @@ impl Bench<'_> {
                 (elements * ranks, Box::new(|i| value(i / elements, i % elements)))
             }
             Pattern::Together(Collective::Shift) => (elements, Box::new(|i| value((rank + ranks - 1) % ranks, i))),
+            Pattern::Together(Collective::AllToAll) => {
+                (elements * ranks, Box::new(|i| value(i / elements, rank * elements + i % elements)))
+            }
             Pattern::SendReceive => match self.partner() {
                 // What the first of a pair sent has come back.
                 Some(_) => (elements, Box::new(|i| value(rank - rank % 2, i))),
@@ -391,7 +394,7 @@ mod tests {
             let found: Vec<_> = all[0].iter().map(|m| (m.pattern.name(), m.bytes)).collect();
             let scattered = |bytes: usize| bytes.next_multiple_of(4 * ranks);
             let expected = Pattern::ALL.iter().flat_map(|pattern| {
-                let whole = matches!(pattern.name(), "reduce_scatter" | "all_gather");
+                let whole = matches!(pattern.name(), "reduce_scatter" | "all_gather" | "all_to_all");
                 [4, 1000, 100_000].map(|b| (pattern.name(), if whole { scattered(b) } else { b }))
             });
             assert_eq!(found, expected.collect::<Vec<_>>());
@@ -401,7 +404,7 @@ mod tests {
 
     #[test]
     fn wrong_results_are_found() {
-        for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift] {
+        for kind in Collective::ALL {
             let found = on(2, Some(kind), &[1000]);
             let Err(error @ MeasureError::Wrong { rank: 1, element: 0, .. }) = &found[1] else { panic!("{found:?}") };
             assert!(error.to_string().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
@@ -411,8 +414,8 @@ mod tests {
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
         let measured = |pattern| Measured { pattern, bytes: 1 << 20, seconds: 0.5, repeats: 1 };
-        let [sum, scatter, gather, shift, send] =
+        let [sum, scatter, gather, shift, all_to_all, send] =
             Pattern::ALL.map(|p| measured(p).bus_bytes_per_s(4) / (1 << 21) as f64);
-        assert_eq!([sum, scatter, gather, shift, send], [1.5, 0.75, 0.75, 1.0, 1.0]);
+        assert_eq!([sum, scatter, gather, shift, all_to_all, send], [1.5, 0.75, 0.75, 1.0, 0.75, 1.0]);
     }
 }

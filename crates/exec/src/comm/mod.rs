@@ -41,9 +41,20 @@ pub enum Collective {
     AllGather,
     /// Every rank gets the tensor of the rank before it in the group, the first that of the last.
     Shift,
+    /// The i-th part of every rank's tensor goes to the i-th rank of the group, which has them in the order of the group.
+    AllToAll,
 }
 
 impl Collective {
+    /// All of them.
+    pub const ALL: [Collective; 5] = [
+        Collective::AllReduce,
+        Collective::ReduceScatter,
+        Collective::AllGather,
+        Collective::Shift,
+        Collective::AllToAll,
+    ];
+
     /// The name that messages use.
     pub const fn name(self) -> &'static str {
         match self {
@@ -51,6 +62,7 @@ impl Collective {
             Collective::ReduceScatter => "reduce_scatter",
             Collective::AllGather => "all_gather",
             Collective::Shift => "shift",
+            Collective::AllToAll => "all_to_all",
         }
     }
 
@@ -92,11 +104,12 @@ pub struct Piece {
     pub input: *const u8,
     /// Where this rank's result goes.
     pub output: *mut u8,
-    /// Rows of the tensor, one behind the other; what follows is of each of them. An `AllReduce` has one.
+    /// Rows of the tensor, one behind the other; what follows is of each of them. An `AllReduce` and an `AllToAll` have one.
     pub rows: usize,
     /// Elements of one rank's part of a row. `AllReduce`: of the whole tensor. `ReduceScatter`: of a row of the output; that of the
     /// input has group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of a row of the input; that
-    /// of the output has group-size times as many. `Shift`: of the tensor.
+    /// of the output has group-size times as many. `Shift`: of the tensor. `AllToAll`: of what goes to one rank; input and output have
+    /// group-size times as many.
     pub elements: usize,
     /// Of `ReduceScatter` and `AllGather`: where the parts of a row stand.
     pub order: Order,

@@ -16,6 +16,7 @@ pub fn seconds(ranks: usize, kind: Collective, bytes: usize) -> Result<f64, Comm
         Collective::ReduceScatter => (whole, part, part),
         Collective::AllGather => (part, whole, part),
         Collective::Shift => (part, part, part),
+        Collective::AllToAll => (whole, whole, part),
     };
     let count = (MOVED / bytes.max(1)).clamp(4, 200);
     let group = RankGroup { ranks: (0..ranks).collect(), channel: 0 };
@@ -60,7 +61,7 @@ mod tests {
 
     #[test]
     fn all_kinds_are_timed_and_more_bytes_take_longer() {
-        for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift] {
+        for kind in Collective::ALL {
             let [few, many] = [1 << 12, 1 << 24].map(|bytes| seconds(2, kind, bytes).unwrap());
             assert!(few > 0.0 && many > few, "{kind}: {few} {many}");
         }

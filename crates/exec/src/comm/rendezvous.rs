@@ -87,6 +87,7 @@ impl Rendezvous {
                 Collective::ReduceScatter => self.reduce_part(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
                 Collective::Shift => self.take_from_before(index, pieces),
+                Collective::AllToAll => self.take_parts(index, pieces),
             }
         }
         self.arrive(peers, index, self.done(), Waypoint::Leave, place)?.inside[index] = false;
@@ -238,6 +239,19 @@ impl Rendezvous {
         for (p, piece) in pieces.iter().enumerate() {
             // SAFETY: inside the tensors, which are apart.
             unsafe { copy(self.piece((index + n - 1) % n, p).input, piece.output, piece.bytes()) };
+        }
+    }
+
+    /// Copies this member's part of every input.
+    unsafe fn take_parts(&self, index: usize, pieces: &[Piece]) {
+        for member in self.others(index).chain([index]) {
+            for (p, piece) in pieces.iter().enumerate() {
+                let bytes = piece.bytes();
+                // SAFETY: inside the tensors, which are apart.
+                unsafe {
+                    copy(self.piece(member, p).input.add(index * bytes), piece.output.add(member * bytes), bytes)
+                };
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 use super::evaluate;
 use super::single::{decode, encode};
 use crate::reference;
-use lockstep_ir::op::{Draw, IGNORED_TARGET};
+use lockstep_ir::op::{Draw, IGNORED_TARGET, NO_ROW};
 use lockstep_ir::{Op, StepLimits, StepScalars, TensorType, counter};
 
 /// What an op makes of other inputs.
@@ -35,6 +35,13 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 let target =
                     |bits: u64| if bits >> 62 == 0 { u64::from(IGNORED_TARGET) } else { bits % u64::from(*bound) };
                 (0..ty.elements()).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
+            }
+            // Seven steps on from one to the next: the bounds are no multiples of seven.
+            Draw::Places(bound) => {
+                let first = counter::bits(key, 0) % u64::from(*bound);
+                let place = |j: u64| (first + 7 * j) % u64::from(*bound);
+                let of = |j: u64| if j % 8 == 5 { u64::from(NO_ROW) } else { place(j) };
+                (0..ty.elements() as u64).map(|j| of(j) as f64).collect()
             }
             Draw::Between(low, high) => {
                 let range = u64::from(high - low + 1);

@@ -1,4 +1,5 @@
-//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts.
+//! Mixtures of experts. Shapes: x `[rows, k]`, w `[experts, n, k]`, y `[rows, n]`; a token has a row for each of its experts. With expert
+//! parallelism, rows are those of blocks `[parts, rows of a part]`, which have the experts of their part.
 //!
 //! Rows are sorted by expert. Those of one expert are gathered, a chunk at a time, multiplied, and scattered to where they belong.
 
@@ -16,13 +17,16 @@ pub type Scratch = (u64, Vec<(u64, &'static str)>);
 /// not in f32.
 pub fn scratch(gemm: u64, rounded: Option<(u64, &'static str)>, share: Option<(u64, &'static str)>) -> Scratch {
     let each = 4 * CHUNK as u64;
-    let rows = [(4, "…y"), (8, "j"), (each, "n"), (each, "k")];
+    let rows = [(4, "…yac"), (8, "j"), (each, "n"), (each, "k")];
     (gemm + 6 * 64, rows.into_iter().chain(rounded).chain(share).collect())
 }
 
 /// The rows of a call by expert, and room to gather them.
 struct Grouped<'a, T> {
     call: Call<'a>,
+    /// The expert of every row, of so many of its part.
+    chosen: &'a [u32],
+    each: usize,
     /// Rows, those of the first expert first, in their order.
     order: &'a [u32],
     /// Where those of each expert end.
@@ -40,7 +44,9 @@ struct Grouped<'a, T> {
 impl<'a, T: Float> Grouped<'a, T> {
     /// Sorts the rows of a call by what input `chosen` says.
     fn new(call: Call<'a>, chosen: usize) -> Self {
-        let (rows, experts) = (call.size('b') * call.size('s') * call.size('y'), call.size('j'));
+        let blocks = call.size('a') * call.size('c');
+        let (rows, experts) = (call.size('b') * call.size('s') * call.size('y') * blocks, call.size('j'));
+        let (of_part, each) = (rows.div_ceil(call.size('a')), experts / call.size('a'));
         let (n, k) = (call.size('n'), call.size('k'));
         let mut at = call.scratch::<u8>();
         let gemm = at.cast();
@@ -56,21 +62,23 @@ impl<'a, T: Float> Grouped<'a, T> {
             let of_k: *mut T = next(size_of::<T>() * CHUNK * n).cast();
             let share = next(size_of::<T>() * CHUNK * k).cast();
             let chosen = std::slice::from_raw_parts(call.input::<u32>(chosen), rows);
-            let expert = |row: usize| (chosen[row] as usize).min(experts - 1);
+            let expert = |row: usize| {
+                let expert = chosen[row] as usize;
+                (expert < each).then_some(row / of_part * each + expert)
+            };
             let (order, ends) =
                 (std::slice::from_raw_parts_mut(order, rows), std::slice::from_raw_parts_mut(ends, experts));
             ends.fill(0);
-            (0..rows).for_each(|row| ends[expert(row)] += 1);
+            (0..rows).filter_map(expert).for_each(|expert| ends[expert] += 1);
             let mut before = 0;
             for end in ends.iter_mut() {
                 (before, *end) = (before + *end, before);
             }
-            for row in 0..rows {
-                let end = &mut ends[expert(row)];
-                order[*end as usize] = row as u32;
-                *end += 1;
+            for (row, expert) in (0..rows).filter_map(|row| Some((row, expert(row)?))) {
+                order[ends[expert] as usize] = row as u32;
+                ends[expert] += 1;
             }
-            Self { call, order, ends, gemm, n, k, of_n, of_k, share }
+            Self { call, chosen, each, order, ends, gemm, n, k, of_n, of_k, share }
         }
     }
 
@@ -93,6 +101,17 @@ impl<'a, T: Float> Grouped<'a, T> {
                 unsafe {
                     to.slice(i * width, width).copy_from_slice(from.slice(*row as usize / sharers * width, width));
                 }
+            }
+        });
+    }
+
+    /// Rows of no expert become zeros.
+    unsafe fn clear(&self, width: usize, to: *mut T) {
+        let (to, chosen, each) = (Ptr(to), self.chosen, self.each);
+        self.call.rows(chosen.len(), |first, end| {
+            for row in (first..end).filter(|row| chosen[*row] as usize >= each) {
+                // SAFETY: the caller vouches for the rows, each of which is one task's.
+                unsafe { to.slice(row * width, width).fill(T::of(0.0)) };
             }
         });
     }
@@ -132,6 +151,8 @@ pub fn linear<T: Float>(call: Call, sharers: usize) {
     let grouped = Grouped::<T>::new(call, 2);
     let (n, k) = (grouped.n, grouped.k);
     let (x, w) = (call.input::<T>(0), call.input::<T>(1));
+    // SAFETY: as below.
+    unsafe { grouped.clear(n, y) };
     for expert in 0..grouped.experts() {
         for rows in grouped.rows(expert).chunks(CHUNK) {
             // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs.
@@ -152,6 +173,8 @@ pub fn grad_input<T: Float>(call: Call) {
     let grouped = Grouped::<T>::new(call, 2);
     let (n, k) = (grouped.n, grouped.k);
     let (dy, w) = (call.input::<T>(0), call.input::<T>(1));
+    // SAFETY: as in `linear`.
+    unsafe { grouped.clear(k, dx) };
     for expert in 0..grouped.experts() {
         for rows in grouped.rows(expert).chunks(CHUNK) {
             // SAFETY: as in `linear`.
@@ -171,7 +194,7 @@ pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
     let grouped = Grouped::<T>::new(call, 2);
     let size = grouped.n * grouped.k;
     let (dy, x) = (call.input::<T>(0), call.input::<T>(1));
-    let of_sequence = (call.size('s') * call.size('y')) as u32;
+    let of_sequence = (call.size('s') * call.size('y') * call.size('a') * call.size('c')) as u32;
     let share = grouped.share;
     for expert in 0..grouped.experts() {
         let rows = grouped.rows(expert);

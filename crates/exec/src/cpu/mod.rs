@@ -4,6 +4,7 @@ pub(crate) mod arena;
 mod attention;
 mod call;
 mod columns;
+mod dispatch;
 mod dropout;
 mod experts;
 mod float;
@@ -77,6 +78,9 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         (OpKind::GroupedGradInput, of(experts::scratch(gemm, Some((rounds, "n")), None))),
         (OpKind::GroupedGradWeight, of(experts::scratch(gemm, None, share("nk").pop()))),
         (OpKind::GroupedGradWeightEach, of(experts::scratch(gemm, None, share("nk").pop()))),
+        (OpKind::RowsLinear, of(experts::scratch(gemm, Some((rounds, "k")), None))),
+        (OpKind::RowsGradInput, of(experts::scratch(gemm, Some((rounds, "n")), None))),
+        (OpKind::RowsGradWeight, of(experts::scratch(gemm, None, share("nk").pop()))),
         (OpKind::LinearCrossEntropy, loss_head),
         (OpKind::Attention, of(attention.terms("s", "se"))),
         (OpKind::CachedAttention, of(attention.terms("t", "te"))),
@@ -320,6 +324,13 @@ fn run_kernel<T: Float>(call: Call) {
         Op::GroupedGradInput => experts::grad_input::<T>(call),
         Op::GroupedGradWeight { .. } => experts::grad_weight::<T>(call, call.size('y')),
         Op::GroupedGradWeightEach { .. } => experts::grad_weight::<T>(call, 1),
+        Op::ExpertSlots { blocks, .. } => dispatch::slots(call, blocks),
+        Op::SendRows { .. } => dispatch::send_rows::<T>(call, call.size('y')),
+        Op::SendRowsEach { .. } => dispatch::send_rows::<T>(call, 1),
+        Op::TakeRows { .. } => dispatch::take_rows::<T>(call),
+        Op::RowsLinear { .. } => experts::linear::<T>(call, 1),
+        Op::RowsGradInput { .. } => experts::grad_input::<T>(call),
+        Op::RowsGradWeight { .. } => experts::grad_weight::<T>(call, 1),
         Op::Combine => experts::combine::<T>(call, true),
         Op::SumChoices => experts::combine::<T>(call, false),
         Op::CombineGrad => experts::combine_grad::<T>(call),
@@ -357,6 +368,7 @@ fn run_kernel<T: Float>(call: Call) {
         | Op::ReduceScatter { .. }
         | Op::AllGather { .. }
         | Op::Shift { .. }
+        | Op::AllToAll { .. }
         | Op::Shard { .. }
         | Op::Send { .. }
         | Op::Receive { .. } => unreachable!("{} is no kernel", call.bound.op.name()),

@@ -1,6 +1,6 @@
 //! Mixtures of experts, token by token.
 
-use lockstep_ir::op::{Dims, Routing, Score};
+use lockstep_ir::op::{Blocks, Dims, NO_ROW, Routing, Score};
 
 fn scores(how: &Routing, logits: &[f64]) -> Vec<f64> {
     match how.score {
@@ -68,10 +68,64 @@ pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
     all
 }
 
+/// Places of choices, the experts of places, and how many choices of every sequence have no place.
+pub fn slots(dims: &Dims, experts: usize, blocks: Blocks, chosen: &[f64]) -> [Vec<f64>; 3] {
+    let (all, each) = (dims.size('c'), experts / blocks.parts);
+    let mut owners = vec![f64::from(NO_ROW); blocks.parts * all];
+    let mut filled = vec![0; blocks.parts * blocks.ranks];
+    let place = |(i, expert): (usize, &f64)| {
+        let (rank, part) = (i * blocks.ranks / chosen.len(), *expert as usize / each);
+        let filled = &mut filled[part * blocks.ranks + rank];
+        *filled += 1;
+        if *filled > blocks.rows {
+            return f64::from(NO_ROW);
+        }
+        let at = part * all + rank * blocks.rows + *filled - 1;
+        owners[at] = (*expert as usize % each) as f64;
+        at as f64
+    };
+    let slots: Vec<f64> = chosen.iter().enumerate().map(place).collect();
+    let missing = |slots: &[f64]| slots.iter().filter(|slot| **slot == f64::from(NO_ROW)).count() as f64;
+    let beyond = slots.chunks(dims.size('s') * dims.size('y')).map(missing).collect();
+    [slots, owners, beyond]
+}
+
+/// Rows at the places of choices, of which `sharers` have one.
+pub fn send_rows(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
+    let d = dims.size('d');
+    let mut rows = vec![0.0; dims.size('a') * dims.size('c') * d];
+    for (i, slot) in x[1].iter().enumerate().filter(|(_, slot)| **slot != f64::from(NO_ROW)) {
+        rows[*slot as usize * d..][..d].copy_from_slice(&x[0][i / sharers * d..][..d]);
+    }
+    rows
+}
+
+pub fn take_rows(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
+    let d = dims.size('d');
+    let of = |slot: &f64| match *slot == f64::from(NO_ROW) {
+        true => vec![f64::NAN; d],
+        false => x[0][*slot as usize * d..][..d].to_vec(),
+    };
+    x[1].iter().flat_map(of).collect()
+}
+
+/// The expert of every row of blocks, counted over all parts; NaN where there is none.
+pub fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
+    let each = (dims.size('j') / dims.size('a')) as f64;
+    let of = |(row, owner): (usize, &f64)| match *owner < each {
+        true => (row / dims.size('c')) as f64 * each + owner,
+        false => f64::NAN,
+    };
+    owners.iter().enumerate().map(of).collect()
+}
+
 /// y = x · wᵀ by the weights of each row's expert; `sharers` rows behind each other have one row of x.
 pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
     let (n, k) = (dims.size('n'), dims.size('k'));
     let of = |(row, expert): (usize, &f64)| {
+        if expert.is_nan() {
+            return vec![0.0; n];
+        }
         let (x, w) = (&x[0][row / sharers * k..][..k], &x[1][*expert as usize * n * k..][..n * k]);
         w.chunks(k).map(|w| w.iter().zip(x).map(|(w, x)| w * x).sum()).collect::<Vec<f64>>()
     };
@@ -81,6 +135,9 @@ pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
 pub fn grad_input(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
     let (n, k) = (dims.size('n'), dims.size('k'));
     let of = |(row, expert): (usize, &f64)| {
+        if expert.is_nan() {
+            return vec![0.0; k];
+        }
         let (dy, w) = (&x[0][row * n..][..n], &x[1][*expert as usize * n * k..][..n * k]);
         (0..k).map(|i| (0..n).map(|j| dy[j] * w[j * k + i]).sum()).collect::<Vec<f64>>()
     };
@@ -90,7 +147,7 @@ pub fn grad_input(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
 pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
     let (n, k) = (dims.size('n'), dims.size('k'));
     let mut dw = vec![0.0; dims.size('j') * n * k];
-    for (row, expert) in x[2].iter().enumerate() {
+    for (row, expert) in x[2].iter().enumerate().filter(|(_, expert)| !expert.is_nan()) {
         for (j, i) in (0..n).flat_map(|j| (0..k).map(move |i| (j, i))) {
             dw[(*expert as usize * n + j) * k + i] += x[0][row * n + j] * x[1][row / sharers * k + i];
         }

@@ -39,6 +39,15 @@ pub enum Transfer {
         /// Over the ranks along these axes.
         over: Axes,
     },
+    /// [`Op::AllToAll`]
+    AllToAll {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Of this dimension ranks had parts, and have it whole.
+        from: usize,
+        /// Of this one they had all, and have parts.
+        to: usize,
+    },
     /// [`Op::Send`]
     Send {
         /// The stage.
@@ -63,7 +72,8 @@ impl Transfer {
             | Transfer::SumShared { over, .. }
             | Transfer::ReduceScatter { over, .. }
             | Transfer::AllGather { over, .. }
-            | Transfer::Shift { over } => over,
+            | Transfer::Shift { over }
+            | Transfer::AllToAll { over, .. } => over,
             Transfer::Send { .. } | Transfer::Receive { .. } => MeshAxis::Pp.into(),
         }
     }
@@ -169,6 +179,21 @@ pub(super) static SHIFT: Spec = collective(
         (over == MeshAxis::Cp.into() && parted).then_some(before)
     },
     |_| vec![two(Op::Shift { over: MeshAxis::Cp.into() })],
+);
+
+pub(super) static ALL_TO_ALL: Spec = collective(
+    "all_to_all",
+    |op| {
+        attributes!(op, Op::AllToAll { over, from, to });
+        Transfer::AllToAll { over, from, to }
+    },
+    |op, before| {
+        attributes!(op, Op::AllToAll { over, from, to });
+        let free = last(before, over, Some(from)) && last(before, over, Some(to));
+        let fits = from != to && all(before, over, Placement::Split(from)) && free;
+        fits.then(|| before.with(over, Placement::Split(to)))
+    },
+    |_| vec![two(Op::AllToAll { over: MeshAxis::Ep.into(), from: 0, to: 1 })],
 );
 
 pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {

@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Routing, Rows, attention, collective, context, embedding, experts, gradient, head, linear, norm, optimizer,
-    pointwise, position, section,
+    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, linear, norm,
+    optimizer, pointwise, position, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -253,6 +253,48 @@ ops! {
         /// How many experts there are.
         experts: usize,
     } = experts::GROUPED_GRAD_WEIGHT_EACH,
+    /// Where the rows of a rank's tokens go, by the part of the experts that each goes to: of every choice its place in the
+    /// [blocks of rows](Blocks), counted over all of them, and of every place the expert of its row, counted inside the part. Rows are in
+    /// the order of tokens. [`NO_ROW`](super::NO_ROW) for a choice whose block is full, and for a place without a row. And of every sequence
+    /// how many choices found no place.
+    ExpertSlots {
+        /// How many experts there are.
+        experts: usize,
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::EXPERT_SLOTS,
+    /// A token's row, for each of its choices, at the choice's place in blocks of rows; zeros elsewhere.
+    SendRows {
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::SEND_ROWS,
+    /// The same where each choice of a token has a row of its own.
+    SendRowsEach {
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::SEND_ROWS_EACH,
+    /// The row of every choice, from its place in blocks of rows; NaN where it has none.
+    TakeRows {
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::TAKE_ROWS,
+    /// `y = x · wᵀ` by the weights of each row's expert; zeros where there is no row.
+    RowsLinear {
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::ROWS_LINEAR,
+    /// `dx = dy · w` by the weights of each row's expert; zeros where there is no row.
+    RowsGradInput {
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::ROWS_GRAD_INPUT,
+    /// `dw = dyᵀ · x` of every expert, summed over its rows.
+    RowsGradWeight {
+        /// How many experts there are.
+        experts: usize,
+        /// The blocks.
+        blocks: Blocks,
+    } = dispatch::ROWS_GRAD_WEIGHT,
     /// What the experts of a token give, added up by their weights.
     Combine = experts::COMBINE,
     /// The same without weights: an input gradient that has come by several experts.
@@ -422,6 +464,15 @@ ops! {
         /// Over the ranks along these axes.
         over: Axes,
     } = collective::SHIFT,
+    /// Parts of one dimension become parts of another: every rank sends a part to each, and receives one of each.
+    AllToAll {
+        /// Over the ranks along these axes.
+        over: Axes,
+        /// Of this dimension ranks had parts, and have it whole.
+        from: usize,
+        /// Of this one they had all, and have parts.
+        to: usize,
+    } = collective::ALL_TO_ALL,
     /// This rank's flat range of a whole: a view, no work.
     Shard {
         /// Over the ranks along these axes.

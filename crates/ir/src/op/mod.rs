@@ -8,8 +8,8 @@
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
 //! or keys, `r` table columns, `a` the
-//! shorter side of a matrix or parts of a vocabulary, `w` packed K·V of a cache or of a part, `o` a whole sequence of which `s` may be a part, `x` query and key heads
-//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk, `z` step scalars or words of a key,
+//! shorter side of a matrix or parts of a vocabulary or of experts, `w` packed K·V of a cache or of a part, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk or of blocks, `z` step scalars or words of a key,
 //! `m` statistics, `j` experts, `y` the experts of a token, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
 
@@ -17,6 +17,7 @@ mod attention;
 mod collective;
 mod context;
 mod dims;
+mod dispatch;
 mod embedding;
 mod experts;
 mod flops;
@@ -37,6 +38,7 @@ mod tests;
 
 pub use collective::Transfer;
 pub use dims::{Dims, LEADING};
+pub use dispatch::{Blocks, NO_ROW};
 pub use experts::{Routing, Score};
 pub use flops::Flops;
 pub use list::{Op, OpKind};

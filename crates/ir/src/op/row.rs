@@ -223,10 +223,11 @@ impl std::fmt::Display for Split {
 }
 
 impl Split {
-    /// Whether another dimension is split instead where both would be over the same ranks: positions are gathered, weights are not.
+    /// Whether another dimension is split instead where both would be over the same ranks: positions are gathered and rows sent,
+    /// weights are not.
     pub fn gives_way(&self) -> bool {
         match self {
-            Split::Letters(letters) => letters.starts_with('s'),
+            Split::Letters(letters) => letters.starts_with(['s', 'c']),
             Split::Leading(_) => true,
         }
     }

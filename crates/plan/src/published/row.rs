@@ -205,7 +205,7 @@ impl Fields<'_> {
             return Err(format!("tp × pp × dp × cp = {tp} × {pp} × {dp} × {cp}, and gpus = {gpus}"));
         }
         if let Some(ep) = self.optional_count("ep")?.filter(|ep| *ep > 1) {
-            return Err(format!("ep = {ep}: there is no expert parallelism yet"));
+            return Err(format!("ep = {ep}: rows of expert parallelism are not compared yet"));
         }
         let global = split.global_batch;
         let micro = split.micro_batch.unwrap_or(1);

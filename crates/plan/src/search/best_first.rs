@@ -145,7 +145,7 @@ impl<'a> Search<'a> {
         let splits = self.space.splits();
         let (policies, gradients) = (self.space.policies(), self.space.gradients());
         let narrowest = gradients.iter().copied().max().unwrap_or(GradientPrecision::Fp32);
-        let mut favourable: BTreeMap<(usize, usize), Key> = BTreeMap::new();
+        let mut favourable: BTreeMap<(usize, usize, usize), Key> = BTreeMap::new();
         for &split in &splits {
             let inside = split.tp * split.cp;
             if !self.pipes.contains_key(&inside) {
@@ -155,8 +155,11 @@ impl<'a> Search<'a> {
             let mut sizes: Vec<usize> = Vec::new();
             for pipe in &self.pipes[&inside] {
                 let ranks = gpus / (inside * pipe.pp);
+                if !ranks.is_multiple_of(split.ep) {
+                    continue;
+                }
                 let here = self.space.micro_batches(ranks);
-                let each = self.space.data(ranks, split.cp).len() * policies.len() * gradients.len();
+                let each = self.space.data(ranks, split).len() * policies.len() * gradients.len();
                 self.tally.counts.legal += (here.len() * each) as u64;
                 sizes.extend(here);
             }
@@ -167,7 +170,7 @@ impl<'a> Search<'a> {
                 let like = if splits.contains(&like) { like } else { Split { cp: 1, gather: false, ..split } };
                 let (recompute, small) = (small_policy(policies[0]), micro_batch.min(LARGEST_ALIKE));
                 let alike = Key { split: like, micro_batch: small, recompute, gradients: narrowest, apart: false };
-                favourable.entry((split.tp, small)).or_insert(alike);
+                favourable.entry((split.tp, split.ep, small)).or_insert(alike);
                 for &recompute in &policies {
                     for &gradients in &gradients {
                         for apart in [false, true] {
@@ -183,7 +186,7 @@ impl<'a> Search<'a> {
         let asked: Vec<Key> = favourable.values().copied().collect();
         let costs = self.in_rounds(asked.len(), progress, &|i| self.costs_of(&self.alone(asked[i])))?;
         self.tally.counts.small += asked.len() as u64;
-        let known: BTreeMap<(usize, usize), LayerCosts> = favourable.into_keys().zip(costs).collect();
+        let known: BTreeMap<(usize, usize, usize), LayerCosts> = favourable.into_keys().zip(costs).collect();
         if let Some(costs) = known.values().next() {
             self.cut(costs.flops);
         }
@@ -192,7 +195,7 @@ impl<'a> Search<'a> {
             let Key { split, micro_batch, .. } = self.keys[at];
             let small = micro_batch.min(LARGEST_ALIKE);
             let times = micro_batch as f64 / small as f64 / split.cp as f64;
-            let costs = known[&(split.tp, small)].on_tokens(times);
+            let costs = known[&(split.tp, split.ep, small)].on_tokens(times);
             // Where not even what is saved fits, nothing of the key does.
             if let Some(seconds) = self.favourable(self.keys[at], &costs) {
                 self.push(seconds, Node::Key(at));
@@ -207,7 +210,8 @@ impl<'a> Search<'a> {
         let pipes = self.pipes[&inside].iter().copied().enumerate();
         pipes.filter(move |(_, pipe)| separate(pipe.schedule) == key.apart).filter_map(move |(i, pipe)| {
             let ranks = self.request.gpus / (inside * pipe.pp);
-            let divides = self.space.micro_batches(ranks).contains(&key.micro_batch);
+            let shares = ranks.is_multiple_of(key.split.ep);
+            let divides = shares && self.space.micro_batches(ranks).contains(&key.micro_batch);
             divides.then(|| (i, pipe, self.space.accumulation(ranks, key.micro_batch)))
         })
     }
@@ -426,7 +430,7 @@ impl<'a> Search<'a> {
             let collectives = remembered(&self.collectives, (split, data), placed);
             (composed.bound(pipeline_s, split, data, in_flight, &collectives), choice)
         };
-        self.space.data(ranks, split.cp).into_iter().map(bounded).collect()
+        self.space.data(ranks, split).into_iter().map(bounded).collect()
     }
 
     /// Lists choices that may fit by their bounds.

@@ -251,7 +251,8 @@ impl Composed<'_> {
         collectives: &DataCollectives,
     ) -> Bound {
         let costs = self.costs;
-        let shards = (data.shard * split.cp) as f64;
+        // What is of experts is split over ep before.
+        let shards = (data.shard * split.cp * split.ep) as f64;
         let m = self.micro_batches as f64;
         // The heaviest sets the pace; the first is the last to be done, and its gradients the last to be summed.
         let (rank, first) = (self.heaviest(), self.cuts.ranks[0]);
@@ -333,8 +334,8 @@ pub(super) fn parts(choice: &LayoutChoice) -> (Split, Pipe, Data) {
         lockstep_ir::ContextParallel::Ring => false,
         lockstep_ir::ContextParallel::Gather => true,
     };
-    let split =
-        Split { tp: size(MeshAxis::Tp), sequence_parallel: l.sequence_parallel, cp: size(MeshAxis::Cp), gather };
+    let (tp, cp, ep) = (size(MeshAxis::Tp), size(MeshAxis::Cp), size(MeshAxis::Ep));
+    let split = Split { tp, sequence_parallel: l.sequence_parallel, cp, gather, ep };
     let pipe = Pipe { pp: size(MeshAxis::Pp), schedule: l.schedule, chunks: l.chunks };
     let (replicate, shard) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
     (split, pipe, Data { replicate, shard, zero: l.zero, reshard: l.reshard_after_forward })

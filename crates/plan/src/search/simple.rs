@@ -23,6 +23,7 @@ fn complexity(choice: &LayoutChoice) -> usize {
     };
     let context = if split.cp > 1 { 4 + usize::from(split.gather) } else { 0 };
     let tensor = if split.tp > 1 { 3 + usize::from(split.sequence_parallel) } else { 0 };
+    let experts = 3 * usize::from(split.ep > 1);
     let replicas = 2 * usize::from(data.replicate > 1);
     let sharding = usize::from(data.zero) + usize::from(!data.reshard);
     let recompute = match choice.recompute {
@@ -34,5 +35,5 @@ fn complexity(choice: &LayoutChoice) -> usize {
         GradientPrecision::Fp32 => 0,
         GradientPrecision::Bf16 => 3,
     };
-    pipeline + context + tensor + replicas + sharding + recompute + gradients
+    pipeline + context + tensor + experts + replicas + sharding + recompute + gradients
 }

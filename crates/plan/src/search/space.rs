@@ -56,13 +56,14 @@ impl std::fmt::Display for LayoutChoice {
     }
 }
 
-/// How the ranks of a stage split a sequence and the matrices.
+/// How the ranks of a stage split a sequence, the matrices and the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Split {
     pub tp: usize,
     pub sequence_parallel: bool,
     pub cp: usize,
     pub gather: bool,
+    pub ep: usize,
 }
 
 /// How layers are split.
@@ -148,10 +149,12 @@ impl<'a> Space<'a> {
                     for sequence_parallel in
                         self.values("parallel.sequence_parallel", own, sequence_parallel.iter().copied())
                     {
-                        let split = Split { tp, sequence_parallel, cp, gather };
-                        let divides = self.gpus.is_multiple_of(tp * cp);
-                        if divides && self.legal(&split.layout(), 1) {
-                            all.push(split);
+                        for ep in self.values("parallel.ep", p.ep, sizes(self.config.model.experts.unwrap_or(1))) {
+                            let split = Split { tp, sequence_parallel, cp, gather, ep };
+                            let divides = self.gpus.is_multiple_of(tp * cp * ep);
+                            if divides && self.legal(&split.layout(), ep) {
+                                all.push(split);
+                            }
                         }
                     }
                 }
@@ -184,15 +187,15 @@ impl<'a> Space<'a> {
         all
     }
 
-    /// How state may be sharded over so many data-parallel ranks, each of which is so many context-parallel ones.
-    pub fn data(&self, ranks: usize, cp: usize) -> Vec<Data> {
+    /// How state may be sharded over so many ranks that have sequences of their own.
+    pub fn data(&self, ranks: usize, Split { cp, ep, .. }: Split) -> Vec<Data> {
         let p = &self.config.parallel;
         let mut all = Vec::new();
         for replicate in self.values("parallel.dp_replicate", p.dp_replicate, divisors(ranks)) {
-            if !ranks.is_multiple_of(replicate) {
+            if !ranks.is_multiple_of(replicate * ep) {
                 continue;
             }
-            let shard = ranks / replicate;
+            let shard = ranks / (replicate * ep);
             for zero in self.values("parallel.zero", p.zero, 0..=3) {
                 // Copies of what is not sharded are ranks of dp.
                 if zero == 0 && replicate > 1 && !self.is_fixed("parallel.dp_replicate") {
@@ -203,7 +206,7 @@ impl<'a> Space<'a> {
                     self.values("parallel.reshard_after_forward", p.reshard_after_forward, reshard.iter().copied())
                 {
                     let data = Data { replicate, shard, zero, reshard };
-                    if (zero == 0 || shard * cp > 1) && (reshard || zero == 3) && self.has(&data.layout()) {
+                    if (zero == 0 || shard * cp * ep > 1) && (reshard || zero == 3) && self.has(&data.layout()) {
                         all.push(data);
                     }
                 }
@@ -237,7 +240,7 @@ impl<'a> Space<'a> {
         let (config, gpus) = (self.config, thousands(self.gpus as u64));
         let splits = self.splits();
         if splits.is_empty() || splits.iter().all(|s| self.pipes(self.gpus / (s.tp * s.cp)).is_empty()) {
-            let (tp, cp, pp) = (config.parallel.tp, config.parallel.cp, config.parallel.pp);
+            let (tp, cp, pp) = (config.parallel.tp, config.parallel.cp * config.parallel.ep, config.parallel.pp);
             let own = legal::check(&config.layout(), &config.extents());
             if let Some(refusal) = own.first() {
                 let (reason, hint) = (refusal.reason.clone(), format!("use {}", refusal.nearest));
@@ -306,12 +309,13 @@ impl<'a> Space<'a> {
         recompute: RecomputePolicy,
         gradients: GradientPrecision,
     ) -> LayoutChoice {
-        let ranks = data.replicate * data.shard;
+        let ranks = data.replicate * data.shard * split.ep;
         let mesh = Mesh::ONE
             .with(MeshAxis::Pp, pipe.pp)
             .with(MeshAxis::DpReplicate, data.replicate)
             .with(MeshAxis::DpShard, data.shard)
             .with(MeshAxis::Cp, split.cp)
+            .with(MeshAxis::Ep, split.ep)
             .with(MeshAxis::Tp, split.tp);
         let layout = Layout {
             micro_batches: self.accumulation(ranks, micro_batch),
@@ -330,7 +334,7 @@ impl<'a> Space<'a> {
 impl Split {
     fn layout(&self) -> Layout {
         Layout {
-            mesh: Mesh::ONE.with(MeshAxis::Cp, self.cp).with(MeshAxis::Tp, self.tp),
+            mesh: Mesh::ONE.with(MeshAxis::Cp, self.cp).with(MeshAxis::Ep, self.ep).with(MeshAxis::Tp, self.tp),
             sequence_parallel: self.sequence_parallel,
             context: if self.gather { ContextParallel::Gather } else { ContextParallel::Ring },
             ..Layout::single(1)

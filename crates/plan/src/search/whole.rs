@@ -15,7 +15,7 @@ pub fn every_choice(request: &SearchRequest) -> Vec<LayoutChoice> {
         for pipe in space.pipes(request.gpus / (split.tp * split.cp)) {
             let ranks = request.gpus / (split.tp * split.cp * pipe.pp);
             for micro_batch in space.micro_batches(ranks) {
-                for data in space.data(ranks, split.cp) {
+                for data in space.data(ranks, split) {
                     for recompute in space.policies() {
                         for gradients in space.gradients() {
                             all.push(space.choice(split, pipe, data, micro_batch, recompute, gradients));
@@ -32,8 +32,8 @@ pub fn every_choice(request: &SearchRequest) -> Vec<LayoutChoice> {
 /// none fits, the one that needs least. None where it does not divide the batch.
 pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<RankedLayout>, PlanError> {
     let space = Space::new(request);
-    let (_, _, data) = parts(&LayoutChoice { layout: *layout, ..LayoutChoice::of(request.config) });
-    let ranks = data.replicate * data.shard;
+    let (split, _, data) = parts(&LayoutChoice { layout: *layout, ..LayoutChoice::of(request.config) });
+    let ranks = data.replicate * data.shard * split.ep;
     let mut all = Vec::new();
     for micro_batch in space.micro_batches(ranks) {
         for recompute in space.policies() {

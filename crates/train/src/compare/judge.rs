@@ -29,8 +29,8 @@ pub enum Promise {
 impl Promise {
     /// What a layout promises for a config.
     pub fn of(layout: &Layout, config: &Config) -> Self {
-        // Ranks that split what a sum is over, inside a sequence.
-        let inside = layout.mesh.size(Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]));
+        // Ranks that split what a sum is over, inside a sequence, or that sum over the tokens of several.
+        let inside = layout.mesh.size(Axes::of(&[MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp]));
         let same_sums = inside == 1 && (layout.mesh.size(Axes::SEQUENCES) == 1 || config.train.reproducible);
         let rounds =
             config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;

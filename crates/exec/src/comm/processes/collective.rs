@@ -45,7 +45,7 @@ impl Share {
     fn bytes(&self, piece: &Piece) -> usize {
         match self.kind {
             Collective::AllReduce => self.slice(piece).1 * piece.dtype.bytes(),
-            Collective::ReduceScatter | Collective::AllGather => piece.bytes(),
+            Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll => piece.bytes(),
             Collective::Shift if (self.from + 1) % self.members == self.to => piece.bytes(),
             Collective::Shift => 0,
         }
@@ -71,6 +71,10 @@ impl Share {
                     }
                 }
                 Collective::AllGather | Collective::Shift => to.push_from(piece.input, self.bytes(piece)),
+                Collective::AllToAll => {
+                    let bytes = piece.bytes();
+                    to.push_from(piece.input.wrapping_add(self.to * bytes), bytes);
+                }
             }
         }
         to.align();
@@ -133,6 +137,7 @@ impl Channel {
                 Collective::ReduceScatter => self.add_parts(index, pieces),
                 Collective::AllGather => self.gather(index, pieces),
                 Collective::Shift => self.take((index + n - 1) % n, pieces),
+                Collective::AllToAll => self.take_parts(index, pieces),
             }
         }
         self.recycle(comm);
@@ -283,6 +288,23 @@ impl Channel {
         }
     }
 
+    /// Copies what every member has sent, and this one's own part, into its outputs.
+    unsafe fn take_parts(&self, index: usize, pieces: &[Piece]) {
+        let mut offset = 0;
+        for piece in pieces {
+            let bytes = piece.bytes();
+            for member in 0..self.members.len() {
+                let input = match member == index {
+                    true => piece.input.wrapping_add(index * bytes),
+                    false => self.part(member, offset),
+                };
+                // SAFETY: inside the frames and the piece, for which the caller vouches.
+                unsafe { copy(input, piece.output.wrapping_add(member * bytes), bytes) };
+            }
+            offset += bytes.next_multiple_of(8);
+        }
+    }
+
     /// Sends round the slices that this member has summed, and fetches the others'.
     unsafe fn spread(
         &mut self,
@@ -321,8 +343,6 @@ impl Channel {
     }
 }
 
-const KINDS: [Collective; 4] =
-    [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather, Collective::Shift];
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// What a frame asks for, where, and where its data begin.
@@ -338,7 +358,7 @@ fn head_of(frame: &[u8]) -> Option<(&[u8], &[u8], usize)> {
 fn read_wish(frame: &[u8]) -> Option<(Collective, Vec<Piece>, ProgramPlace)> {
     let (wish, place, _) = head_of(frame)?;
     let mut wish = Reader(wish);
-    let kind = *KINDS.get(wish.u8()? as usize)?;
+    let kind = *Collective::ALL.get(wish.u8()? as usize)?;
     let mut pieces = Vec::new();
     while !wish.0.is_empty() {
         let (rows, elements) = (wish.size()?, wish.size()?);
