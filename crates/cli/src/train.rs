@@ -47,7 +47,7 @@ pub struct Args {
     #[arg(long, value_name = "KEY=VALUE", conflicts_with = "fresh")]
     change: Vec<String>,
     /// Look at all that every op makes, and end with the first number that is NaN or infinite: its tensor, op, layer and micro-batch.
-    /// On the CPU, and slower.
+    /// Slower; on a GPU without CUDA graphs.
     #[arg(long)]
     debug_nans: bool,
     /// Show nothing but warnings, errors and the final line.

@@ -150,6 +150,43 @@ fn a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before_it() {
 }
 
 #[test]
+fn a_device_that_does_not_get_on_is_abandoned_and_the_op_named_in_a_graph_too() {
+    let fake = Fake::new();
+    // In the validation before the first step, and in the fifth step: a step has four marks, the last behind it.
+    for mark in [2, 21] {
+        let stuck = [("FAKE_CUDA_STUCK", format!("passed:{mark}=1"))];
+        let stuck = stuck.each_ref().map(|(name, value)| (*name, value.as_str()));
+        let args = [&TRAIN[..], &["--fresh", "--set", "parallel.timeout=0.5"]].concat();
+        let text = fake.fails(1, &args, &stuck);
+        assert!(text.starts_with("error: the GPU has done nothing for 0.5 s: it is in one of the "), "{text}");
+        assert!(text.contains(" ops from ") && text.contains(", micro-batch ") && text.contains(", layer"), "{text}");
+        assert!(text.contains("the same command again goes on") && text.contains("raise parallel.timeout"), "{text}");
+    }
+    assert!(steps_of_metrics(&fake).len() > 2);
+    let text = fake.ok(&[&TRAIN[..], &["--set", "parallel.timeout=0.5"]].concat(), &[]);
+    assert!(text.contains("resuming at step ") && text.contains("finished 12 steps"), "{text}");
+}
+
+#[test]
+fn debug_nans_looks_at_all_that_a_device_makes_without_graphs() {
+    let fake = Fake::new();
+    let train = |dir: &'static str, more: &[&'static str]| {
+        let short =
+            ["train", "run.toml", "--quiet", "--run-dir", dir, "--set", "train.device=cuda", "--set", "train.steps=4"];
+        [&short[..], &["--set", "train.validation_sequences=0"], more].concat()
+    };
+    let graphs = [("FAKE_CUDA_COUNT", "cuGraphLaunch")];
+    assert!(fake.ok(&train("plain", &[]), &graphs).contains("cuGraphLaunch was called"));
+    assert!(!fake.ok(&train("looked", &["--debug-nans"]), &graphs).contains("cuGraphLaunch"));
+    fake.ok(&["checkpoint", "export", "plain", "--out", "hf"], &[]);
+    common::plant(&fake.place.path("hf/model.safetensors"), "model.layers.1.mlp.down_proj.weight", f32::NAN);
+    // The kernels of the fake make nothing, so that the weight is seen where it is updated.
+    let text = fake.fails(1, &train("damaged", &["--set", "train.init_from=hf", "--debug-nans"]), &[]);
+    assert!(text.starts_with("error: step 1: `layers.1.wdown.next` has NaN at element 0 of "), "{text}");
+    assert!(text.contains(": made by adamw") && text.contains(", the update, micro-batch 0"), "{text}");
+}
+
+#[test]
 fn an_old_driver_is_refused_and_auto_says_why_it_takes_the_cpu() {
     let fake = Fake::new();
     let old = [("FAKE_CUDA_VERSION", "12040")];

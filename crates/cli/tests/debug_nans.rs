@@ -2,19 +2,7 @@
 
 mod common;
 
-use common::Place;
-use serde_json::Value;
-
-/// Sets the first number of a tensor in a safetensors file of f32.
-fn plant(path: &std::path::Path, tensor: &str, value: f32) {
-    let mut bytes = std::fs::read(path).unwrap();
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let json: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
-    assert_eq!(json[tensor]["dtype"], "F32", "{json}");
-    let at = 8 + header + json[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
-    bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
-    std::fs::write(path, bytes).unwrap();
-}
+use common::{Place, plant};
 
 #[test]
 fn a_nan_in_a_weight_is_named_with_its_tensor_op_layer_and_micro_batch() {

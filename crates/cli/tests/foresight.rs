@@ -2,22 +2,8 @@
 
 mod common;
 
-use common::Place;
-use lockstep_ir::DType;
-use lockstep_plan::Target;
-use lockstep_sim::machine::{Family, Point, Table};
-use lockstep_sim::{MachineProfile, Setting};
-use lockstep_train::{Devices, processor};
+use common::{Place, planted};
 use serde_json::Value;
-
-/// A profile of this machine whose rates nobody measured: matmuls at 1 TFLOP/s.
-fn planted() -> MachineProfile {
-    let points = vec![Point { size: vec![64.0, 64.0, 64.0, 1.0, 1.0], seconds: 2.0 * 64f64.powi(3) / 1e12 }];
-    let table = Table { op: "linear".into(), dtype: DType::F32, family: Family::Matmul, points };
-    let setting = Setting { threads: 1, tables: vec![table], ..Setting::nominal() };
-    let processor = processor(&Devices::new(), Target::Cpu).unwrap();
-    MachineProfile { name: "planted".into(), processor, saved_unix_s: 1, settings: vec![setting] }
-}
 
 fn json(place: &Place, file: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(place.path(file)).unwrap()).unwrap()

@@ -1,11 +1,16 @@
 //! Poisoned documents in the training data: what the spike policy skips, rolls back and leaves out.
 
 mod common;
+mod launched;
+mod layouts;
 
 use common::Place;
+use launched::{end, ranks_of, spawn};
 use lockstep_ir::counter;
 use serde_json::Value;
 use std::fs;
+use std::thread::sleep;
+use std::time::Duration;
 
 /// Tokens of a document, its EOS token included: as many as a sequence has, so that every sample is one document.
 const SEQ: usize = 32;
@@ -169,18 +174,73 @@ fn kills_change_nothing_and_another_layout_leaves_out_the_same() {
     assert_eq!(roll_backs(&place, "killed"), roll_backs(&place, "whole"));
     // Wherever in a roll-back a kill comes: with what is recorded gone, and with it there and nothing else done.
     for (dir, keeps) in [("before", false), ("after", true)] {
-        let copied =
-            std::process::Command::new("cp").args(["-r", "whole", dir]).current_dir(place.path("")).status().unwrap();
-        assert!(copied.success());
-        for step in [105, 110] {
-            fs::remove_dir_all(place.path(&format!("{dir}/checkpoints/step-{step:08}"))).unwrap();
-        }
-        if !keeps {
-            fs::remove_file(place.path(dir).join("roll_backs.json")).unwrap();
+        before_roll_back(&place, "whole", dir);
+        if keeps {
+            fs::copy(place.path("whole/roll_backs.json"), place.path(dir).join("roll_backs.json")).unwrap();
         }
         let layout = if keeps { &["parallel.dp=2"][..] } else { &[] };
         place.ok(&train(dir, &[&often[..], layout].concat()));
         assert_eq!(place.trajectory(dir), place.trajectory("whole"), "{dir}");
+    }
+}
+
+/// Copies a run, as it was before it rolled back from step 105 to step 100.
+fn before_roll_back(place: &Place, from: &str, to: &str) {
+    let copied = std::process::Command::new("cp").args(["-r", from, to]).current_dir(place.path("")).status();
+    assert!(copied.unwrap().success());
+    for step in [105, 110] {
+        fs::remove_dir_all(place.path(&format!("{to}/checkpoints/step-{step:08}"))).unwrap();
+    }
+    fs::remove_file(place.path(to).join("roll_backs.json")).unwrap();
+}
+
+/// What a run has written when a roll-back comes to a point.
+#[derive(Clone, Copy, Debug)]
+enum Point {
+    /// The last of the steps that lead to it has been skipped.
+    Skipped,
+    /// It is recorded.
+    Recorded,
+    /// It is done.
+    Done,
+}
+
+#[test]
+fn ranks_that_are_killed_while_they_roll_back_change_nothing() {
+    let place = poisoned(&POISONED);
+    let often = ["checkpoint.every=5", "checkpoint.keep=2", "train.reproducible=true"];
+    place.ok(&train("whole", &often));
+    let moments =
+        [(Point::Skipped, 0), (Point::Skipped, 12), (Point::Recorded, 0), (Point::Recorded, 12), (Point::Done, 0)];
+    for (i, (point, later)) in moments.into_iter().enumerate() {
+        let layout = ["parallel.dp=2", "parallel.pp=2"][i % 2];
+        let dir = format!("killed-{i}");
+        before_roll_back(&place, "whole", &dir);
+        // Lines may be half written.
+        let events = || fs::read_to_string(place.path(&dir).join("events.jsonl")).unwrap_or_default();
+        let count = |kind: &str| events().matches(&format!("\"event\":\"{kind}\"")).count();
+        let (skips, roll_backs_before) = (count("skipped"), count("roll_back"));
+        let mut args = vec!["launch", "run.toml", "--quiet", "--run-dir", &dir, "--set", layout];
+        args.extend(often.iter().flat_map(|set| ["--set", set]));
+        let mut launcher = spawn(place.command(&args));
+        let come = || match point {
+            Point::Skipped => count("skipped") >= skips + 2,
+            Point::Recorded => place.path(&dir).join("roll_backs.json").exists(),
+            Point::Done => count("roll_back") > roll_backs_before,
+        };
+        while launcher.try_wait().unwrap().is_none() && !come() {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(later));
+        // Either rank: the one that writes the record, or the one that waits for it. It may have ended meanwhile.
+        if let Some(pid) = ranks_of(&launcher).get(i / 2 % 2) {
+            // SAFETY: a signal to a process that this test has started.
+            unsafe { libc::kill(*pid, libc::SIGKILL) };
+        }
+        end(launcher, Duration::from_secs(60));
+        place.ok(&args);
+        assert_eq!(place.trajectory(&dir), place.trajectory("whole"), "{layout} {point:?}");
+        assert_eq!(roll_backs(&place, &dir), roll_backs(&place, "whole"), "{layout} {point:?}");
     }
 }
 

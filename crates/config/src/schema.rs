@@ -314,7 +314,7 @@ tables! {
         stages: Vec<usize> = Counts(LAYERS_OF_STAGES), Fixed("[]"), Conduct,
             finds ["pipeline split", "layers per stage", "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
                 "stage boundaries"];
-        /// Seconds that a rank waits for another one that shows no sign of life.
+        /// Seconds that a rank waits for another one that shows no sign of life, and a process for a GPU that does not get on.
         timeout: f64 = Float(UP_TO_A_DAY), Fixed("60.0"), Conduct,
             finds ["NCCL timeout", "collective timeout", "watchdog", "distributed_timeout"], was ["patience"];
     }
@@ -392,8 +392,8 @@ tables! {
         /// median of the steps before it. The device decides, from numbers that it has: no step waits for the host.
         skip: bool = Bool, Fixed("false"), Changeable,
             finds ["loss spike", "spike detection", "skip update", "skip bad batches", "divergence", "anomaly", "z-score"];
-        /// How far above the median is too far: robust standard deviations, 1.4826 times the median absolute deviation (MAD) and at least 1%
-        /// of the median.
+        /// How far above the median is too far: robust standard deviations, 1.4826 times the median absolute deviation (MAD). Of losses, a
+        /// deviation counts as at least 1% of the median; those of gradient norms are of their logarithms, and count as at least 17%.
         z: f64 = Float(POSITIVE), Fixed("10.0"), Changeable, finds ["threshold", "median absolute deviation", "sigma"];
         /// Steps that median and deviation are of: the latest whose updates were applied. Before there are as many, nothing is skipped.
         window: usize = Count(4, 1 << 16), Fixed("128"), Changeable, finds ["moving window", "history"];

@@ -182,6 +182,12 @@ static __device__ void wait_clock(u64 *clock, bool ends) {
 
 extern "C" __global__ void waits(u64 *clock, u32 ends) { wait_clock(clock, ends); }
 
+// Tells the host, in pinned memory, which instruction the stream has come to.
+extern "C" __global__ void passed(volatile u64 *at, u64 mark) {
+    *at = mark;
+    __threadfence_system();
+}
+
 // Tells the host, in pinned memory, how far the stream has come: to an instruction of several ranks, or behind it.
 extern "C" __global__ void reached(volatile u32 *at, u32 number, u64 *clock) {
     if (clock)

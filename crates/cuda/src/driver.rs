@@ -9,7 +9,7 @@ use crate::library::{Name, functions};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// An address on the device.
 pub type Address = u64;
@@ -132,8 +132,8 @@ pub struct Device {
     abandoned: AtomicBool,
 }
 
-/// Looks whether there is hope in waiting for the device; what it waits for may be another process.
-pub type Watch = Arc<dyn Fn() -> Result<(), CudaError> + Send + Sync>;
+/// Looks whether there is hope in waiting for the device, after so long; what it waits for may be another process.
+pub type Watch = Arc<dyn Fn(Duration) -> Result<(), CudaError> + Send + Sync>;
 
 static ABANDONED: AtomicBool = AtomicBool::new(false);
 
@@ -551,9 +551,9 @@ impl Event {
     /// Waits until it has come.
     pub fn wait(&self) -> Result<(), CudaError> {
         if let Some(watch) = self.device.watch() {
-            let mut looks = 0;
+            let (mut looks, begin) = (0, Instant::now());
             while !self.has_come()? {
-                watch()?;
+                watch(begin.elapsed())?;
                 looks += 1;
                 if looks < LOOKS { std::hint::spin_loop() } else { std::thread::sleep(LOOK_EVERY) }
             }
@@ -619,7 +619,7 @@ impl Module {
         device
             .driver
             .check("cuModuleGetFunction", status)
-            .map_err(|e| CudaError::Internal(format!("kernel {name}: {e}")))?;
+            .map_err(|e| if e.lost() { e } else { CudaError::Internal(format!("kernel {name}: {e}")) })?;
         Ok(Function(function))
     }
 }

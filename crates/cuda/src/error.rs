@@ -95,6 +95,14 @@ pub enum CudaError {
         /// What to look at.
         hint: &'static str,
     },
+    /// The device does not get on.
+    #[error("the GPU has done nothing for {seconds:.1} s: it is in {at}\nhint: {LOOK}; {RESUME}")]
+    Stalled {
+        /// How long.
+        seconds: f64,
+        /// Where.
+        at: String,
+    },
     /// A call failed.
     #[error("{call} failed: {text}\nhint: see `nvidia-smi` and `lockstep doctor`; {RESUME}")]
     Call {
@@ -242,6 +250,7 @@ impl From<CudaError> for ExecError {
             CudaError::Ranks(error) => return ExecError::Rank(error.clone()),
             CudaError::OutOfMemory | CudaError::Arena { .. } => Some(Remedy::LessMemory),
             CudaError::OldDriver { .. } | CudaError::NoDevice => Some(Remedy::OtherDevice),
+            CudaError::Stalled { .. } => Some(Remedy::LongerTimeout),
             CudaError::Library { .. }
             | CudaError::Symbol { .. }
             | CudaError::NoSuchDevice { .. }

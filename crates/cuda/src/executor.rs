@@ -7,13 +7,15 @@ use crate::device_queue::CaptureTurn;
 use crate::driver::{Address, Event, Graph, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
 use crate::linked::{Linked, Neighbours, Ready};
+use crate::numbers::Numbers;
 use crate::ops::fused;
 use crate::progress::Progress;
 use crate::staging::{Results, Staging};
+use crate::watchdog::Lane;
 use crate::{CudaError, initial, ops, staging};
-use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
+use lockstep_exec::bound::{At, Bound, Names, check_scratch, check_write};
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy};
+use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy, numbers};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -50,6 +52,10 @@ pub struct CudaExecutor {
     turn: CaptureTurn,
     /// While a run is profiled: of each instruction so far where its stream came to it, and where it was done.
     profiled: Option<Vec<Profiled>>,
+    /// Where it tells how far it is, unless it tells other processes.
+    lane: Option<Arc<Lane>>,
+    /// Where every output is looked at.
+    numbers: Option<RefCell<Numbers>>,
     /// Whether the last run came to its end.
     ended: bool,
     arena: Memory,
@@ -145,6 +151,10 @@ impl CudaExecutor {
             Some(Neighbours::Processes(..)) | None => CaptureTurn::default(),
         };
         let streams = (&stream, second.as_ref().map(|s| &s.stream));
+        let lane = match &neighbours {
+            Some(Neighbours::Processes(..)) => None,
+            Some(Neighbours::Threads(..)) | None => gpu.watchdog.lane(device, &program)?,
+        };
         let linked = neighbours.map(|n| Linked::new(gpu, &program, n, streams, deterministic)).transpose()?;
         // States start at zero.
         // SAFETY: all of the arena.
@@ -170,6 +180,8 @@ impl CudaExecutor {
             capturing: false,
             turn,
             profiled: None,
+            lane,
+            numbers: None,
             ended: true,
             arena,
             gpu: gpu.clone(),
@@ -212,6 +224,23 @@ impl CudaExecutor {
         }
     }
 
+    /// Looks at what a kernel, or several that are done as one, make, where that is asked for. What communication brings was looked at where
+    /// it was made.
+    fn look(&self, slot: Slot, instr: usize, stream: &Stream) -> Result<(), ExecError> {
+        let Some(looks) = &self.numbers else { return Ok(()) };
+        let (together, first) = match self.program.segments[slot.segment].group_of(instr) {
+            None => (instr..instr + 1, instr),
+            Some(group) if group.instrs.start == instr => (group.instrs.clone(), fused::first_written(group)),
+            Some(_) => return Ok(()),
+        };
+        let find = |at: &At, may_see_nothing| {
+            let range = (self.arena.base + at.offset(slot), at.elements, at.dtype);
+            // SAFETY: the operand lies in the arena.
+            self.behind(unsafe { looks.borrow_mut().first((&self.gpu.kernels, stream), range, may_see_nothing) })
+        };
+        numbers::look(&self.program, &self.segments[slot.segment], (slot, together, first), find)
+    }
+
     /// Queues an instruction on its stream, behind what it waits for.
     fn issue(&mut self, slot: Slot, index: usize) -> Result<(), ExecError> {
         let instr = &self.program.segments[slot.segment].instrs[index];
@@ -232,6 +261,10 @@ impl CudaExecutor {
             }
             _ => self.stream.clone(),
         };
+        if let (Some(lane), program::Stream::Compute) = (&self.lane, on) {
+            let _turn = self.turn.take(self.capturing);
+            self.behind(lane.before((&self.gpu.kernels, &stream), slot, index))?;
+        }
         let start = self.profiled.is_some().then(|| self.clocked(&stream)).transpose()?;
         let together = match &mut self.linked {
             // SAFETY: the arena is this program's.
@@ -240,6 +273,7 @@ impl CudaExecutor {
         };
         if !together {
             self.behind(self.kernels(slot, index, &stream))?;
+            self.look(slot, index, &stream)?;
         }
         if let Some(start) = start {
             let end = self.clocked(&stream)?;
@@ -288,15 +322,14 @@ impl CudaExecutor {
             (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
             self.join()?;
         }
-        let Some(linked) = &mut self.linked else { return Ok(()) };
-        linked.settle()?;
-        match &self.second {
-            Some(second) if second.used => {
-                let _turn = self.turn.take(self.capturing);
-                self.behind(Event::mark(&second.stream).and_then(|mark| self.stream.wait_for(&mark)))
-            }
-            _ => Ok(()),
+        if let Some(linked) = &mut self.linked {
+            linked.settle()?;
         }
+        let _turn = self.turn.take(self.capturing);
+        if let Some(second) = self.second.as_ref().filter(|second| second.used) {
+            self.behind(Event::mark(&second.stream).and_then(|mark| self.stream.wait_for(&mark)))?;
+        }
+        self.behind(self.lane.as_ref().map_or(Ok(()), |lane| lane.ended((&self.gpu.kernels, &self.stream))))
     }
 
     /// Whether this rank, or the only one, has the CUDA graphs.
@@ -356,14 +389,16 @@ impl CudaExecutor {
         Ok(true)
     }
 
-    /// What can be done with an entry, by all ranks together. Where plans have changed, graphs are captured anew.
+    /// What can be done with an entry, by all ranks together. Where plans have changed, graphs are captured anew; where numbers are looked at,
+    /// none is.
     fn prepare(&mut self, entry: &str) -> Result<Ready, ExecError> {
         let changed = self.fit_documents()?;
         if !self.leads() {
             // The first rank replays the graph of all ranks on its own stream: what was written on this one is there before.
             self.behind(self.stream.wait())?;
         }
-        let (ran, captured) = (self.ran.contains(entry), self.graphs.contains_key(entry));
+        let ran = self.numbers.is_none() && self.ran.contains(entry);
+        let captured = ran && self.graphs.contains_key(entry);
         let mine = Ready { ran, captured, changed };
         let ready = match &self.linked {
             Some(linked) => linked.agree(mine, self.documents.any())?,
@@ -564,6 +599,11 @@ impl Executor for CudaExecutor {
 
     fn busy_s(&self) -> Option<f64> {
         self.busy_s
+    }
+
+    fn check_numbers(&mut self) -> bool {
+        self.numbers = Numbers::new(&self.gpu.device).ok().map(RefCell::new);
+        self.numbers.is_some()
     }
 
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {

@@ -6,6 +6,7 @@ use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
 use crate::ops::fused;
+use crate::watchdog::Watchdog;
 use crate::{CudaError, Nvml, Telemetry, nvml, nvrtc};
 use lockstep_ir::FusedMatmul;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -21,6 +22,7 @@ pub struct Gpu {
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
     cudnn: OnceLock<Result<Cudnn, CudaError>>,
     pub(crate) attention: Shared,
+    pub(crate) watchdog: Arc<Watchdog>,
     nvml: Option<Nvml>,
     /// Bytes of its memory that were in use before this process had a context.
     others_bytes: Option<u64>,
@@ -57,7 +59,7 @@ impl Gpu {
         })?;
         let kernels = Kernels::load(&device)?;
         let (matmul, first_matmul, cudnn, bare) = (OnceLock::new(), OnceLock::new(), OnceLock::new(), OnceLock::new());
-        let (last_sample, attention) = (Mutex::default(), Shared::default());
+        let (last_sample, attention, watchdog) = (Mutex::default(), Shared::default(), Arc::default());
         Ok(Arc::new(Self {
             device,
             kernels,
@@ -66,11 +68,18 @@ impl Gpu {
             first_matmul,
             cudnn,
             attention,
+            watchdog,
             nvml,
             others_bytes,
             bare,
             last_sample,
         }))
+    }
+
+    /// Ends a wait for the device, which is then abandoned, in which it does not get on for this long, and names the op that it is in: of
+    /// programs that are loaded from here on. Ranks of several processes are watched by each other.
+    pub fn watch(&self, timeout: Duration) {
+        self.watchdog.start(&self.device, timeout);
     }
 
     /// Matmuls: as the device was opened for, or deterministic, which is the library's first proposal whatever was timed.

@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 18] = [
+pub const SOURCES: [(&str, &str); 19] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -23,6 +23,7 @@ pub const SOURCES: [(&str, &str); 18] = [
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
+    ("numbers", include_str!("../kernels/numbers.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
     ("router", include_str!("../kernels/router.cu")),

@@ -22,6 +22,7 @@ mod matmul;
 mod nccl;
 mod nccl_queue;
 mod nccl_world;
+mod numbers;
 mod nvml;
 mod nvrtc;
 mod ops;
@@ -31,6 +32,7 @@ mod staging;
 mod subjects;
 mod survey;
 mod tensor_map;
+mod watchdog;
 
 pub use device_queue::CaptureTurn;
 pub use driver::{Device, end_if_abandoned};

@@ -77,7 +77,7 @@ impl NcclWorld {
         world.connect_messages(all, place)?;
         let waits = progress.clone();
         comm.device_waits(Some(Box::new(move || waits.waits_in())));
-        gpu.device.watch_with(Some(Arc::new(move || progress.look())));
+        gpu.device.watch_with(Some(Arc::new(move |_| progress.look())));
         Ok(world)
     }
 

@@ -11,7 +11,7 @@ pub mod conformance;
 mod copy;
 pub mod cpu;
 pub mod initial;
-mod numbers;
+pub mod numbers;
 pub mod reference;
 mod sync;
 mod world;

@@ -3,8 +3,9 @@
 use crate::ExecError;
 use crate::bound::{At, Bound};
 use lockstep_ir::graph::Phase;
-use lockstep_ir::program::Slot;
+use lockstep_ir::program::{Arg, Slot};
 use lockstep_ir::{DType, Op, StepProgram, bf16, f16, fixed, units};
+use std::ops::Range;
 
 /// The first tensor that had a number that is not finite, and what made it.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,8 +18,8 @@ pub struct NotFinite {
     pub element: usize,
     /// Elements that it has.
     pub elements: usize,
-    /// The op.
-    pub op: &'static str,
+    /// The op, or those that were done as one.
+    pub op: String,
     /// The layer that this belongs to.
     pub layer: Option<usize>,
     /// The part of the step.
@@ -37,14 +38,7 @@ impl std::fmt::Display for NotFinite {
         if let Some(layer) = self.layer {
             write!(f, " in layer {layer}")?;
         }
-        let phase = match self.phase {
-            Phase::Forward => "forward",
-            Phase::InputGrad | Phase::WeightGrad => "backward",
-            Phase::Reduce => "the reduction of gradients",
-            Phase::Probe => "the noise scale",
-            Phase::Update => "the update",
-        };
-        write!(f, ", {phase}, micro-batch {micro_batch}")?;
+        write!(f, ", {}, micro-batch {micro_batch}", self.phase.name())?;
         match &self.inputs[..] {
             [] => Ok(()),
             inputs => write!(f, "; not finite were already {}", inputs.join(", ")),
@@ -52,42 +46,61 @@ impl std::fmt::Display for NotFinite {
     }
 }
 
-/// Looks at what an instruction has made; `read` gives the bytes of an operand.
-pub(crate) fn look<'a>(
+/// Looks at what instructions of a segment have made that are done as one, `together`: those before `first` leave nothing behind that could be
+/// looked at. `find` gives the first element of an operand that is not finite, and where its second argument says so, −∞ is none.
+pub fn look(
     program: &StepProgram,
-    bound: &Bound,
-    (slot, index): (Slot, usize),
-    read: impl Fn(&At) -> &'a [u8],
+    bounds: &[Bound],
+    (slot, together, first): (Slot, Range<usize>, usize),
+    find: impl Fn(&At, bool) -> Result<Option<(usize, f64)>, ExecError>,
 ) -> Result<(), ExecError> {
-    // Its NaN says that the update is not applied.
-    if bound.op == Op::GradientNorm {
-        return Ok(());
-    }
-    let instr = &program.segments[slot.segment].instrs[index];
-    let named = |value: usize| program.values[value].clone();
-    for (o, (at, arg)) in bound.outputs.iter().zip(&instr.outputs).enumerate() {
-        let (Some(at), Some(arg)) = (at, arg) else { continue };
-        let may_see_nothing = bound.op.output(o).name == "lse";
-        let Some((element, value)) = first(at.dtype, read(at), may_see_nothing) else { continue };
-        let inputs = bound.inputs.iter().zip(&instr.inputs);
-        let inputs = inputs.filter(|(at, _)| first(at.dtype, read(at), true).is_some());
-        return Err(ExecError::NotFinite(Box::new(NotFinite {
-            tensor: named(arg.value),
-            value,
-            element,
-            elements: at.elements,
-            op: bound.op.name(),
-            layer: instr.layer,
-            phase: instr.phase,
-            micro_batch: slot.micro_batch,
-            inputs: inputs.map(|(_, arg)| format!("`{}`", named(arg.value))).collect(),
-        })));
+    let instrs = &program.segments[slot.segment].instrs;
+    for i in first..together.end {
+        let (bound, instr) = (&bounds[i], &instrs[i]);
+        // Its NaN says that the update is not applied.
+        if bound.op == Op::GradientNorm {
+            continue;
+        }
+        for (o, (at, arg)) in bound.outputs.iter().zip(&instr.outputs).enumerate() {
+            let (Some(at), Some(arg)) = (at, arg) else { continue };
+            let may_see_nothing = bound.op.output(o).name == "lse";
+            let Some((element, value)) = find(at, may_see_nothing)? else { continue };
+            let made_by = if i == first { together.start..i + 1 } else { i..i + 1 };
+            let ops: Vec<&str> = made_by.clone().map(|i| bounds[i].op.name()).collect();
+            let mut inputs = Vec::new();
+            for (at, arg) in made_by.flat_map(|i| bounds[i].inputs.iter().zip(&instrs[i].inputs)) {
+                if !written(bounds, together.clone(), (at, slot)) && find(at, true)?.is_some() {
+                    inputs.push(format!("`{}`", named(program, arg)));
+                }
+            }
+            return Err(ExecError::NotFinite(Box::new(NotFinite {
+                tensor: named(program, arg).to_owned(),
+                value,
+                element,
+                elements: at.elements,
+                op: ops.join(" and "),
+                layer: instr.layer,
+                phase: instr.phase,
+                micro_batch: slot.micro_batch,
+                inputs,
+            })));
+        }
     }
     Ok(())
 }
 
+fn named<'a>(program: &'a StepProgram, arg: &Arg) -> &'a str {
+    &program.values[arg.value]
+}
+
+/// Whether an operand was made or overwritten by these instructions: what it was before is not known then.
+fn written(bounds: &[Bound], together: Range<usize>, (at, slot): (&At, Slot)) -> bool {
+    let mut outputs = bounds[together].iter().flat_map(|bound| bound.outputs.iter().flatten());
+    outputs.any(|output| output.offset(slot) == at.offset(slot))
+}
+
 /// The first element that is not finite. A log-sum-exp over nothing is −∞.
-fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize, f64)> {
+pub fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize, f64)> {
     let bad = |x: &f64| !(x.is_finite() || (may_see_nothing && *x == f64::NEG_INFINITY));
     let find = |values: &mut dyn Iterator<Item = f64>| values.enumerate().find(|(_, x)| bad(x));
     match dtype {

@@ -25,6 +25,17 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// As messages name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Phase::Forward => "forward",
+            Phase::InputGrad | Phase::WeightGrad => "backward",
+            Phase::Reduce => "the reduction of gradients",
+            Phase::Probe => "the noise scale",
+            Phase::Update => "the update",
+        }
+    }
+
     /// One letter, as schedules write it.
     pub const fn letter(self) -> char {
         match self {

@@ -304,6 +304,9 @@ impl Devices {
                 }
             }));
         }
+        if let Target::Cuda { .. } = device {
+            self.gpu()?.watch(timeout);
+        }
         match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
             (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
             (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),

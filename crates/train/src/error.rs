@@ -259,11 +259,6 @@ pub enum TrainError {
         /// What.
         error: Box<TrainError>,
     },
-    /// Numbers cannot be looked at.
-    #[error(
-        "--debug-nans looks at numbers on the CPU\nhint: give --set train.device=cpu too, with fewer steps or a smaller model if need be"
-    )]
-    NoNumberChecks,
     /// The spike policy has rolled back as often as it may.
     #[error(
         "step {step}: {} updates were skipped in a row, and spikes.roll_backs = {} allows no further roll-back{}\n\
@@ -463,7 +458,6 @@ impl TrainError {
                 | TrainError::NoConfig { .. }
                 | TrainError::NoTokenizer { .. }
                 | TrainError::NoValidationText { .. }
-                | TrainError::NoNumberChecks
                 | TrainError::EmptyPrompt
                 | TrainError::Task { .. }
                 | TrainError::ContextFull { .. }

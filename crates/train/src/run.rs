@@ -147,9 +147,6 @@ fn run_here(
     }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(devices, config)?;
-    if options.debug_nans && unchanged.target != Target::Cpu {
-        return Err(TrainError::NoNumberChecks);
-    }
     let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);

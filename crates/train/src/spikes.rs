@@ -2,7 +2,7 @@
 //! the samples that roll-backs have left out.
 //!
 //! Limits of a step are of results up to that of the step before the last: a GPU is given a step while the one before it still runs, and
-//! all devices decide alike.
+//! all devices decide alike. They are made by additions, multiplications, divisions and square roots alone, which have the same bits on all hosts.
 
 use crate::TrainError;
 use crate::event::number_or_nan;
@@ -20,8 +20,11 @@ pub(crate) const ROLL_BACKS: &str = "roll_backs.json";
 /// From the median absolute deviation to the standard deviation of a normal distribution.
 const DEVIATION: f64 = 1.4826;
 
-/// Of the median: the least deviation that counts.
+/// The least deviation of losses that counts, of the median.
 const LEAST: f64 = 0.01;
+
+/// The least ratio of gradient norms that counts as a deviation.
+const LEAST_RATIO: f64 = 1.17;
 
 /// A step whose update was not applied.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -147,8 +150,8 @@ impl Spikes {
         let known: Vec<&Seen> = self.seen.iter().filter(|seen| seen.step + 1 < step).collect();
         match known.len().checked_sub(rules.window) {
             Some(first) if rules.skip => StepLimits {
-                loss: limit(known[first..].iter().map(|seen| f64::from_bits(seen.loss)).collect(), rules.z),
-                grad_norm: limit(
+                loss: loss_limit(known[first..].iter().map(|seen| f64::from_bits(seen.loss)).collect(), rules.z),
+                grad_norm: norm_limit(
                     known[first..].iter().map(|seen| f64::from(f32::from_bits(seen.grad_norm))).collect(),
                     rules.z,
                 ),
@@ -175,11 +178,41 @@ impl Spikes {
 }
 
 /// The median, and so many robust standard deviations.
-fn limit(mut x: Vec<f64>, z: f64) -> f32 {
+fn loss_limit(mut x: Vec<f64>, z: f64) -> f32 {
     let center = median(&mut x);
     x.iter_mut().for_each(|x| *x = (*x - center).abs());
     let deviation = (DEVIATION * median(&mut x)).max(LEAST * center.abs());
     (center + z * deviation) as f32
+}
+
+/// The same of logarithms: gradient norms vary by factors, and one of many times the median is no rare thing where they vary much. The median of
+/// ratios to the median, which is that of the logarithms' deviations, to a power.
+fn norm_limit(mut x: Vec<f64>, z: f64) -> f32 {
+    let center = median(&mut x);
+    if center <= 0.0 {
+        return f32::INFINITY;
+    }
+    x.iter_mut().for_each(|x| *x = (*x / center).max(center / *x));
+    (center * power(median(&mut x).max(LEAST_RATIO), DEVIATION * z)) as f32
+}
+
+/// A base of at least 1 to a power that is not negative: whole powers by squaring, the rest by 32 square roots.
+fn power(base: f64, exponent: f64) -> f64 {
+    let (mut whole, mut rest) = (exponent.min(f64::from(u32::MAX)) as u32, exponent.fract());
+    let (mut result, mut square, mut root) = (1.0, base, base);
+    while whole > 0 {
+        if whole % 2 == 1 {
+            result *= square;
+        }
+        (whole, square) = (whole / 2, square * square);
+    }
+    for _ in 0..32 {
+        (rest, root) = (2.0 * rest, root.sqrt());
+        if rest >= 1.0 {
+            (rest, result) = (rest - 1.0, result * root);
+        }
+    }
+    result
 }
 
 fn median(x: &mut [f64]) -> f64 {
@@ -203,10 +236,37 @@ mod tests {
     fn a_limit_is_so_many_robust_deviations_above_the_median() {
         // Median 4, absolute deviations 0 1 1 2 96.
         let expected = 4.0 + 10.0 * 1.4826;
-        assert!((f64::from(limit(vec![5.0, 2.0, 100.0, 3.0, 4.0], 10.0)) - expected).abs() < 1e-5);
+        assert!((f64::from(loss_limit(vec![5.0, 2.0, 100.0, 3.0, 4.0], 10.0)) - expected).abs() < 1e-5);
         // What does not vary at all may vary by 1%.
-        assert_eq!(limit(vec![2.0; 6], 10.0), 2.2);
+        assert_eq!(loss_limit(vec![2.0; 6], 10.0), 2.2);
         assert_eq!(median(&mut [1.0, 4.0, 2.0, 3.0]), 2.5);
+    }
+
+    #[test]
+    fn a_limit_of_gradient_norms_is_so_many_deviations_of_their_logarithms() {
+        // Median 4, ratios 1, 1.25, 4/3, 2, 25.
+        let expected = 4.0 * (4.0f64 / 3.0).powf(3.0 * DEVIATION);
+        let found = f64::from(norm_limit(vec![5.0, 2.0, 100.0, 3.0, 4.0], 3.0));
+        assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
+        // What does not vary may become ten times as large, and what is scaled has its limit scaled.
+        let even = norm_limit(vec![3.0; 6], 10.0);
+        assert!((30.0..31.0).contains(&even), "{even}");
+        assert_eq!(norm_limit(vec![1.5; 6], 10.0), even / 2.0);
+        // Where there is no gradient at all, nothing is known.
+        assert_eq!(norm_limit(vec![0.0; 6], 10.0), f32::INFINITY);
+        assert!(norm_limit(vec![1.0, 0.0, 1e30, 1.0, 1e-30, 7.0], 10.0) == f32::INFINITY);
+    }
+
+    #[test]
+    fn powers_are_those_of_the_library() {
+        for base in [1.0, 1.05, 1.3, 2.0, 7.5] {
+            for exponent in [0.0, 0.25, 0.999, 1.0, 3.7, 14.826, 100.5] {
+                let expected = f64::powf(base, exponent);
+                assert!((power(base, exponent) / expected - 1.0).abs() < 1e-9, "{base}^{exponent}");
+            }
+        }
+        assert_eq!(power(2.0, 1e12), f64::INFINITY);
+        assert_eq!(power(1.0, 1e12), 1.0);
     }
 
     #[test]
@@ -217,7 +277,7 @@ mod tests {
         }
         assert_eq!(spikes.limits(&rules, 5), StepLimits::NONE);
         let four = spikes.limits(&rules, 6);
-        assert_eq!(four, StepLimits { loss: 2.2, grad_norm: 1.1 });
+        assert_eq!(four, StepLimits { loss: 2.2, grad_norm: norm_limit(vec![1.0; 4], 10.0) });
         // Whether the step before it is known already changes nothing.
         spikes.applied(&rules, 5, 50.0, 1.0);
         assert_eq!(spikes.limits(&rules, 6), four);

@@ -2,6 +2,11 @@
 // Each test binary uses a part of this.
 #![allow(dead_code)]
 
+use lockstep_ir::DType;
+use lockstep_plan::Target;
+use lockstep_sim::machine::{Family, Point, Table};
+use lockstep_sim::{MachineProfile, Setting};
+use lockstep_train::{Devices, processor};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -152,4 +157,24 @@ pub fn signal(pid: i32, signal: i32) {
 /// A port that nobody uses now.
 pub fn free_port() -> String {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// Sets the first number of a tensor in a safetensors file of f32.
+pub fn plant(path: &Path, tensor: &str, value: f32) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let json: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    assert_eq!(json[tensor]["dtype"], "F32", "{json}");
+    let at = 8 + header + json[tensor]["data_offsets"][0].as_u64().unwrap() as usize;
+    bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// A profile of this machine whose rates nobody measured: matmuls at 1 TFLOP/s.
+pub fn planted() -> MachineProfile {
+    let points = vec![Point { size: vec![64.0, 64.0, 64.0, 1.0, 1.0], seconds: 2.0 * 64f64.powi(3) / 1e12 }];
+    let table = Table { op: "linear".into(), dtype: DType::F32, family: Family::Matmul, points };
+    let setting = Setting { threads: 1, tables: vec![table], ..Setting::nominal() };
+    let processor = processor(&Devices::new(), Target::Cpu).unwrap();
+    MachineProfile { name: "planted".into(), processor, saved_unix_s: 1, settings: vec![setting] }
 }

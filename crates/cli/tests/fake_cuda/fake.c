@@ -12,7 +12,8 @@
  *                                          with gives this status: what a kernel that goes wrong looks like
  *   FAKE_CUDA_CAPTURE   FUNCTION:N=STATUS  the same as FAKE_CUDA_FAIL, of calls while a graph is captured
  *   FAKE_CUDA_COUNT     FUNCTION  at the end, how often it was called is printed
- *   FAKE_CUDA_STUCK     FUNCTION:N=1  from the Nth call on the device does nothing more: what waits for it waits for ever
+ *   FAKE_CUDA_STUCK     FUNCTION:N=1  from the Nth call on the device does nothing more: what waits for it waits for ever. The
+ *                                     function "passed" is a mark that the device comes to, in a graph too
  *   FAKE_CUDNN_VERSION  cuDNN's version, as 10000 x major + 100 x minor + patch (91400)
  *   FAKE_NCCL_VERSION   NCCL's version, the same way (22809)
  *   FAKE_NCCL_LOG       the start of the name of a file per rank, into which it writes its device and what it asks NCCL for
@@ -280,14 +281,22 @@ int cuStreamSynchronize(int *stream) {
 }
 OK(cuStreamQuery)
 OK(cuStreamWaitEvent)
-MAKE(cuEventCreate)
+GIVE(cuEventCreate, void *, calloc(1, 8))
 OK(cuEventDestroy_v2)
-OK(cuEventRecord)
+int cuEventRecord(int **event, int *stream) {
+    TRY;
+    *event = stream;
+    return 0;
+}
 OK(cuEventRecordWithFlags)
 OK(cuEventSynchronize)
-int cuEventQuery() {
+int cuEventQuery(int **event) {
     TRY;
-    return fake_stuck ? 600 : 0;
+    if (fake_stuck)
+        return 600;
+    if (*event)
+        caught_up(*event);
+    return 0;
 }
 GIVE(cuEventElapsedTime, float, 1)
 GIVE(cuEventElapsedTime_v2, float, 1)
@@ -302,6 +311,43 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     return 0;
 }
 OK(cuFuncSetAttribute)
+/* Marks that the device comes to: at once, or whenever the graph runs that was captured with them. */
+struct mark {
+    volatile uint64_t *at;
+    uint64_t mark;
+};
+struct graph {
+    size_t count;
+    struct mark marks[4096];
+};
+static struct graph *captured;
+
+static void pass(struct mark mark) {
+    called("passed");
+    if (!fake_stuck)
+        *mark.at = mark.mark;
+}
+static void passed(void **args) {
+    struct mark mark = {*(volatile uint64_t **)args[0], *(uint64_t *)args[1]};
+    if (!fake_capturing)
+        pass(mark);
+    else if (captured->count < sizeof captured->marks / sizeof *captured->marks)
+        captured->marks[captured->count++] = mark;
+}
+/* Finds the first number that is not finite as the kernels not_finite_2, 4 and 8 do: their bytes, how many, mask, bad bits, allowed bits,
+ * where the index goes. */
+static void find_not_finite(void **args, size_t width) {
+    const unsigned char *x = *(unsigned char **)args[0];
+    size_t n = *(size_t *)args[1], whole = width == 8 ? ~(size_t)0 : ((size_t)1 << 8 * width) - 1;
+    size_t mask = *(size_t *)args[2] & whole, bad = *(size_t *)args[3] & whole, allowed = *(size_t *)args[4] & whole;
+    for (size_t i = 0, bits = 0; i < n; i++) {
+        memcpy(&bits, x + i * width, width);
+        if ((bits & mask) == bad && bits != allowed) {
+            **(size_t **)args[5] = i;
+            return;
+        }
+    }
+}
 int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
                    unsigned shared, void *stream, void **args, void **extra) {
     (void)x, (void)y, (void)z, (void)a, (void)b, (void)c, (void)shared, (void)stream, (void)extra;
@@ -309,6 +355,10 @@ int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, uns
     /* The one that tells the host how far the device has come. */
     if (!strcmp(function, "reached") && !fake_capturing && !fake_stuck)
         **(volatile uint32_t **)args[0] = *(uint32_t *)args[1];
+    if (!strcmp(function, "passed"))
+        passed(args);
+    if (!strncmp(function, "not_finite_", 11))
+        find_not_finite(args, (size_t)atoi(function + 11));
     return 0;
 }
 OK(cuLaunchKernelEx)
@@ -319,6 +369,7 @@ GIVE(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 1)
 
 int cuStreamBeginCapture_v2() {
     TRY;
+    captured = calloc(1, sizeof *captured);
     fake_capturing = 1;
     return 0;
 }
@@ -326,15 +377,22 @@ int cuStreamEndCapture(intptr_t stream, void **graph) {
     int status = called(__func__);
     (void)stream;
     fake_capturing = 0;
-    *graph = status ? NULL : malloc(8);
+    *graph = status ? NULL : captured;
     return status;
 }
-MAKE(cuGraphInstantiateWithFlags)
-OK(cuGraphUpload)
-int cuGraphLaunch(intptr_t graph, int *stream) {
-    (void)graph;
+int cuGraphInstantiateWithFlags(void **exec, void *graph) {
     TRY;
-    return __atomic_load_n(&behind, __ATOMIC_SEQ_CST) > __atomic_load_n(stream, __ATOMIC_SEQ_CST) ? 999 : 0;
+    *exec = graph;
+    return 0;
+}
+OK(cuGraphUpload)
+int cuGraphLaunch(struct graph *graph, int *stream) {
+    TRY;
+    if (__atomic_load_n(&behind, __ATOMIC_SEQ_CST) > __atomic_load_n(stream, __ATOMIC_SEQ_CST))
+        return 999;
+    for (size_t i = 0; i < graph->count; i++)
+        pass(graph->marks[i]);
+    return 0;
 }
 OK(cuGraphDestroy)
 OK(cuGraphExecDestroy)

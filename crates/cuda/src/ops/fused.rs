@@ -37,6 +37,11 @@ pub fn shape(matmul: &FusedMatmul) -> Result<Option<MatmulShape>, CudaError> {
     Ok(epilogue(matmul.fusion).zip(plain).map(|(epilogue, shape)| MatmulShape { epilogue, ..shape }))
 }
 
+/// The first instruction of a group whose outputs are there when it is done.
+pub fn first_written(group: &FusedGroup) -> usize {
+    group.instrs.start + usize::from(epilogue(group.fusion).is_some())
+}
+
 /// Queues the instructions of a group.
 ///
 /// # Safety

@@ -242,7 +242,8 @@ impl CpuExecutor {
         let read = |at: &At| unsafe {
             std::slice::from_raw_parts(at.address(self.arena.base(), slot), at.elements * at.dtype.bytes())
         };
-        numbers::look(&self.program, &self.segments[slot.segment][index], (slot, index), read)
+        let find = |at: &At, may_see_nothing| Ok(numbers::first(at.dtype, read(at), may_see_nothing));
+        numbers::look(&self.program, &self.segments[slot.segment], (slot, index..index + 1, index), find)
     }
 
     fn kernel(&self, index: usize, slot: Slot) {
