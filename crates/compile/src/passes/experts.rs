@@ -127,7 +127,8 @@ mod tests {
         let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 4)]);
         let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false };
+            let parameter =
+                Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false, balance: None };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);
