@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn rows_go_to_their_experts_and_back_once_in_either_direction() {
         assert_eq!(
-            lines(&sharded("ep=2"), &[" = all_to_all"], false),
+            lines(&sharded("ep=2"), &[" = all_to_all"], false).trim_start(),
             "\
  @(ep: split 0) = all_to_all(routed.chosen.slots.owners) { over: ep, from: 1, to: 0 }
 F x.rows.sent @(ep: split 0) = all_to_all(x.rows) { over: ep, from: 1, to: 0 }
