@@ -22,8 +22,8 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, SHARDING_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, Optimizer, ParameterGroup, Pass, Precision, ROWS_BEYOND,
-    Recompute, Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, Optimizer, ParameterGroup, Pass, Precision,
+    ROWS_BEYOND, Recompute, Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
 pub use stage::balanced as balanced_stages;
 

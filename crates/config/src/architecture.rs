@@ -16,6 +16,11 @@ macro_rules! architectures {
             Mistral = "mistral", mistral, Features { sliding_window: true, ..Features::LLAMA };
             Mixtral = "mixtral", mixtral, Features { experts: true, ..Features::LLAMA };
             Qwen3Moe = "qwen3_moe", qwen3_moe, Features { qk_norm: true, experts: true, ..Features::LLAMA };
+            Olmoe = "olmoe", olmoe, Features { whole_qk_norm: true, experts: true, ..Features::LLAMA };
+            Deepseek = "deepseek", deepseek, Features { experts: true, shared_experts: true, ..Features::LLAMA };
+            Dots1 = "dots1", dots1, Features {
+                qk_norm: true, experts: true, shared_experts: true, sigmoid_router: true, ..Features::LLAMA
+            };
         }
     };
 }
@@ -36,6 +41,12 @@ pub struct Features {
     pub sliding_window: bool,
     /// A mixture of experts in place of the MLP: `model.experts`.
     pub experts: bool,
+    /// Norms over all of Q and all of K: tensor-parallel ranks cannot split them.
+    pub whole_qk_norm: bool,
+    /// Experts that every token goes to, and first layers without a mixture: `model.shared_experts`, `model.dense_layers`.
+    pub shared_experts: bool,
+    /// DeepSeek-V3's router: sigmoid scores, a scale, groups, and a bias of the choice that balances (`model.balance_bias`).
+    pub sigmoid_router: bool,
 }
 
 impl Features {
@@ -47,6 +58,9 @@ impl Features {
         qk_norm: false,
         sliding_window: false,
         experts: false,
+        whole_qk_norm: false,
+        shared_experts: false,
+        sigmoid_router: false,
     };
     /// Those of GPT-2.
     pub const GPT2: Self = Self { learned_positions: true, gpt2_block: true, ..Self::LLAMA };

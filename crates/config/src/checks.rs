@@ -3,6 +3,7 @@
 use crate::architecture::{Architecture, Features};
 use crate::conflict::{Conflict, Derived};
 use crate::declare::Key;
+use crate::experts;
 use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
 use crate::rules;
@@ -45,6 +46,11 @@ pub(crate) fn default_ffn(values: &Values) -> Derived {
 /// As Mixtral has it.
 pub(crate) fn default_top_k(values: &Values) -> Derived {
     Ok(values.count("model.experts").map(|experts| Value::Count(experts.min(2))))
+}
+
+/// One, where there are shared experts.
+pub(crate) fn default_shared_experts(values: &Values) -> Derived {
+    Ok(features(values).shared_experts.then_some(Value::Count(1)))
 }
 
 /// An expert is as wide as the block that it takes the place of.
@@ -145,6 +151,9 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     sliding_windows_are_of_mistral,
     experts_are_of_their_architectures,
     tokens_go_to_experts_that_there_are,
+    experts::parts_are_of_their_architectures,
+    experts::some_layers_have_experts,
+    experts::groups_hold_the_chosen,
     keys_belong_to_the_architecture,
     sequences_have_positions,
     rules::decay_steps_have_a_schedule,
@@ -205,7 +214,7 @@ fn experts_are_of_their_architectures(values: &Values) -> Option<Conflict> {
         (Some(experts), false) => Some(Conflict::new(
             &["model.experts", "model.architecture"],
             format!("model.experts = {experts} is given, and model.architecture = \"{architecture}\" has no experts"),
-            "use model.architecture = \"mixtral\" or \"qwen3_moe\", or remove model.experts",
+            "use model.architecture = \"mixtral\", \"qwen3_moe\", \"olmoe\", \"deepseek\" or \"dots1\", or remove model.experts",
         )),
         (None, true) => Some(Conflict::new(
             &["model.architecture", "model.experts"],
@@ -253,11 +262,11 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
     if values.get(key).is_some() {
         return conflict(key, why, remove(key));
     }
-    if !features.gpt2_block {
+    if !features.gpt2_block && !features.whole_qk_norm {
         return None;
     }
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
-    if heads != kv_heads {
+    if heads != kv_heads && features.gpt2_block {
         return conflict("model.kv_heads", "has as many as heads", remove("model.kv_heads"));
     }
     let (dim, head_dim) = (values.count("model.dim")?, values.count("model.head_dim")?);
@@ -333,6 +342,11 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         heads: size("model.heads")?,
         kv_heads: size("model.kv_heads")?,
         ffn: size("model.expert_ffn").or(size("model.ffn"))?,
+        dense_ffn: match size("model.dense_layers")? {
+            0 => None,
+            _ => size("model.ffn"),
+        },
+        whole_qk_norm: features(values).whole_qk_norm,
         experts: size("model.experts"),
         vocab: size("model.vocab_size")?,
         seq: size("train.seq")?,
@@ -356,7 +370,8 @@ fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
     let attention = 2 * dim? * head_dim? * (heads? + kv_heads?);
     let positions = values.count("model.positions").map_or(0, u128::from);
     // Where there are experts, their width, and as many of them.
-    let experts = values.count("model.experts").map_or(1, u128::from);
+    let count = |key| values.count(key).map(u128::from);
+    let experts = count("model.experts").unwrap_or(1).saturating_add(count("model.shared_experts").unwrap_or(0));
     let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
     let parameters = (2 * vocab? + positions) * dim? + layers? * (attention + 3 * experts.saturating_mul(dim? * ffn));
     (parameters > MAX_PARAMETERS).then(|| {
@@ -377,7 +392,8 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let (seq, micro) = (values.count("train.seq")?, values.count("train.micro_batch")?);
     let naive = values.word("model.attention") == Some(AttentionMethod::Naive);
     let weights = if naive { heads? * u128::from(seq) } else { 0 };
-    let top = values.count("model.experts_per_token").map_or(1, u128::from);
+    let count = |key| values.count(key).map(u128::from);
+    let top = count("model.experts_per_token").unwrap_or(1).saturating_add(count("model.shared_experts").unwrap_or(0));
     let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
     let width = vocab? + layers? * (dim? + heads? * head_dim? + top * ffn + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;

@@ -323,6 +323,8 @@ impl Config {
             heads: model.heads,
             kv_heads: model.kv_heads,
             ffn: model.expert_ffn.unwrap_or(model.ffn),
+            dense_ffn: (model.dense_layers > 0).then_some(model.ffn),
+            whole_qk_norm: model.architecture.features().whole_qk_norm,
             experts: model.experts,
             vocab: model.vocab_size,
             seq: train.seq,

@@ -20,7 +20,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 12] = [
+const SHAPE: [&str; 14] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -31,6 +31,8 @@ const SHAPE: [&str; 12] = [
     "model.ffn",
     "model.experts",
     "model.expert_ffn",
+    "model.shared_experts",
+    "model.dense_layers",
     "model.positions",
     "model.tied_embeddings",
 ];
@@ -49,6 +51,9 @@ pub(crate) fn is_of_presets(path: &str) -> bool {
         "model.norm_eps",
         "model.experts_per_token",
         "model.norm_topk",
+        "model.router_scale",
+        "model.expert_groups",
+        "model.expert_top_groups",
     ];
     is_shape(path) || more.contains(&path)
 }

@@ -14,6 +14,10 @@ pub struct Extents {
     pub kv_heads: usize,
     /// Hidden units of the feed-forward layer.
     pub ffn: usize,
+    /// The same of layers without experts, where others have some.
+    pub dense_ffn: Option<usize>,
+    /// Whether norms go over all of Q and all of K.
+    pub whole_qk_norm: bool,
     /// Experts of a layer, where it has any.
     pub experts: Option<usize>,
     /// Vocabulary entries; padded where they do not divide.
@@ -96,8 +100,9 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 6] {
+fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 8] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
+    let dense_ffn = extents.dense_ffn.unwrap_or(0);
     let cp = layout.mesh.size(MeshAxis::Cp);
     let chunks = if cp == 1 { 1 } else { 2 * cp };
     [
@@ -118,6 +123,16 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             format!("parallel.tp = {tp} leaves ranks without a part of model.vocab_size = {vocab}"),
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
+        (
+            dense_ffn.is_multiple_of(tp),
+            &["model.ffn", "model.dense_layers"],
+            format!("parallel.tp = {tp} does not divide model.ffn = {dense_ffn} of model.dense_layers"),
+        ),
+        (
+            !extents.whole_qk_norm || tp == 1,
+            &["model.architecture"],
+            format!("parallel.tp = {tp} would split the norms over all of Q and K that this model.architecture has"),
+        ),
         (
             !layout.sequence_parallel || !seq.is_multiple_of(chunks) || (seq / cp).is_multiple_of(tp),
             &["parallel.sequence_parallel", "train.seq"],
@@ -391,6 +406,8 @@ mod tests {
         heads: 32,
         kv_heads: 8,
         ffn: 14336,
+        dense_ffn: None,
+        whole_qk_norm: false,
         experts: None,
         vocab: 128_256,
         seq: 8192,
@@ -436,6 +453,8 @@ mod tests {
             heads: 1,
             kv_heads: 1,
             ffn: 1,
+            dense_ffn: None,
+            whole_qk_norm: false,
             experts: Some(1),
             vocab: 1,
             seq: 1,
@@ -625,6 +644,8 @@ mod tests {
             heads: 0,
             kv_heads: 0,
             ffn: 0,
+            dense_ffn: None,
+            whole_qk_norm: false,
             experts: None,
             vocab: 0,
             seq: 0,

@@ -23,6 +23,7 @@ mod conflict;
 mod declare;
 mod document;
 mod error;
+mod experts;
 mod inherit;
 mod kind;
 pub mod legal;

@@ -13,7 +13,7 @@ struct Preset {
     table: &'static str,
 }
 
-const PRESETS: [Preset; 26] = [
+const PRESETS: [Preset; 29] = [
     Preset {
         name: "llama-15m",
         seq: 256,
@@ -468,6 +468,75 @@ const PRESETS: [Preset; 26] = [
             experts_per_token = 8
             tied_embeddings = false
             rope_theta = 1000000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    Preset {
+        name: "olmoe-1b-7b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "olmoe"
+            vocab_size = 50304
+            layers = 16
+            dim = 2048
+            heads = 16
+            kv_heads = 16
+            ffn = 1024
+            experts = 64
+            experts_per_token = 8
+            norm_topk = false
+            tied_embeddings = false
+            rope_theta = 10000.0
+        "#,
+    },
+    Preset {
+        name: "deepseek-moe-16b",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "deepseek"
+            vocab_size = 102400
+            layers = 28
+            dim = 2048
+            heads = 16
+            kv_heads = 16
+            ffn = 10944
+            expert_ffn = 1408
+            experts = 64
+            experts_per_token = 6
+            shared_experts = 2
+            dense_layers = 1
+            norm_topk = false
+            tied_embeddings = false
+            rope_theta = 10000.0
+            norm_eps = 1e-6
+        "#,
+    },
+    // The layers of DeepSeek-V3 with multi-head attention in place of its latent attention, so of more parameters than it.
+    Preset {
+        name: "deepseek-v3-mha",
+        seq: 4096,
+        table: r#"
+            [model]
+            architecture = "dots1"
+            vocab_size = 129280
+            layers = 61
+            dim = 7168
+            heads = 128
+            kv_heads = 128
+            head_dim = 128
+            ffn = 18432
+            expert_ffn = 2048
+            experts = 256
+            experts_per_token = 8
+            shared_experts = 1
+            dense_layers = 3
+            router_scale = 2.5
+            expert_groups = 8
+            expert_top_groups = 4
+            tied_embeddings = false
+            rope_theta = 10000.0
             norm_eps = 1e-6
         "#,
     },

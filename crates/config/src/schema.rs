@@ -71,8 +71,8 @@ tables! {
         ffn: usize =
             Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", checks::default_ffn), Trajectory,
             finds ["intermediate_size", "d_ff", "ffn_hidden_size", "feed-forward", "MLP", "hidden_dim"];
-        /// Mixture of experts (MoE), which mixtral and qwen3_moe have: how many experts take the place of the feed-forward block of
-        /// every layer.
+        /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, deepseek and dots1 have: how many experts take the place of the
+        /// feed-forward block of every layer.
         experts: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
             finds ["MoE", "mixture of experts", "num_experts", "num_local_experts", "n_routed_experts"];
         /// Top-k: how many experts the router chooses for a token.
@@ -85,6 +85,27 @@ tables! {
             finds ["moe_intermediate_size", "moe_ffn_hidden_size"];
         /// Whether the weights of a token's experts are divided by their sum.
         norm_topk: bool = Bool, Fixed("true"), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
+        /// Experts that every token goes to besides, of deepseek and dots1: one MLP as wide as all of them.
+        shared_experts: Option<usize> =
+            Count(1, EXTENT), Derived("1 for deepseek and dots1, else not set", checks::default_shared_experts), Trajectory,
+            finds ["n_shared_experts", "shared expert"];
+        /// How many first layers of a deepseek or dots1 model have a feed-forward block of model.ffn and no experts.
+        dense_layers: usize = Count(0, EXTENT), Fixed("0"), Trajectory,
+            finds ["first_k_dense_replace", "moe_layer_freq", "dense first layers"];
+        /// What the weights of a token's experts are multiplied by, in a dots1 model.
+        router_scale: f64 = Float(POSITIVE), Fixed("1.0"), Trajectory,
+            finds ["routed_scaling_factor", "moe_router_topk_scaling_factor"];
+        /// Group-limited choice of a dots1 model: groups of experts, side by side, of which a token may use
+        /// model.expert_top_groups.
+        expert_groups: usize = Count(1, EXTENT), Fixed("1"), Trajectory,
+            finds ["n_group", "moe_router_num_groups", "group-limited routing", "device-limited routing"];
+        /// How many groups of experts a token may use: those whose two best experts have the highest scores together.
+        expert_top_groups: usize = Count(1, EXTENT), Fixed("1"), Trajectory,
+            finds ["topk_group", "moe_router_group_topk"];
+        /// Balancing without a loss, of a dots1 model: how far the bias of an expert, which counts in the choice alone, moves per step:
+        /// up where it got fewer tokens than the mean, down where it got more. DeepSeek-V3 takes 0.001.
+        balance_bias: f64 = Float(NOT_NEGATIVE), Fixed("0.0"), Changeable,
+            finds ["moe_router_bias_update_rate", "auxiliary-loss-free", "loss-free balancing", "e_score_correction_bias"];
         /// How much the load-balancing loss of a model with experts counts in training, of every sequence for itself. It is 1 where all
         /// experts get as many tokens, and is no part of the loss that is shown.
         balance_loss: f64 = Float(NOT_NEGATIVE), Fixed("0.01"), Changeable,

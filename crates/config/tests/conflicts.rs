@@ -12,7 +12,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha"
 "#,
     );
     check(
@@ -23,7 +23,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha"
 "#,
     );
 }
@@ -427,4 +427,76 @@ precision.loss_scale = 1000 is out of range
 hint: give a number that is a power of 2 from 1 to 2^30
 ",
     );
+}
+
+#[test]
+fn experts_are_as_many_as_a_token_takes_and_of_families_that_have_them() {
+    let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 64\n";
+    let dots1 = format!("{shape}architecture = \"dots1\"\nexperts = 12\n");
+    check(
+        &format!("{dots1}experts_per_token = 13\n"),
+        "
+model.experts_per_token = 13 is more than model.experts = 12
+  --> run.toml:9
+  |
+9 | experts_per_token = 13
+  |                     ^^
+hint: choose at most 12
+",
+    );
+    check_set(
+        &dots1,
+        &["model.expert_groups=5"],
+        "
+model.expert_groups = 5 does not make groups of two or more of model.experts = 12
+  --> --set model.expert_groups=5
+hint: 4 groups do
+",
+    );
+    let refused = |text: &str, set: &[&str]| {
+        let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
+        Config::parse(text, "run.toml", &set).unwrap_err().to_string()
+    };
+    for (set, said, hint) in [
+        (
+            &["model.expert_groups=2", "model.expert_top_groups=3"][..],
+            "model.expert_top_groups = 3 is more than model.expert_groups = 2",
+            "choose at most 2",
+        ),
+        (
+            &["model.expert_groups=4", "model.experts_per_token=5"],
+            "model.experts_per_token = 5 is more than the 3 experts of model.expert_top_groups = 1",
+            "choose at most 3, or 2 groups",
+        ),
+        (
+            &["model.dense_layers=2"],
+            "model.dense_layers = 2 leaves none of model.layers = 2 with experts",
+            "choose at most 1",
+        ),
+        (
+            &["model.architecture=\"mixtral\"", "model.shared_experts=2"],
+            "model.shared_experts = 2 is given, and model.architecture = \"mixtral\" does not have it",
+            "use model.architecture = \"deepseek\" or \"dots1\" or remove model.shared_experts",
+        ),
+        (
+            &["model.architecture=\"deepseek\"", "model.balance_bias=0.001"],
+            "model.balance_bias = 0.001 is given, and model.architecture = \"deepseek\" does not have it",
+            "use model.architecture = \"dots1\", or model.balance_loss, or remove model.balance_bias",
+        ),
+        (
+            &["model.architecture=\"olmoe\"", "model.head_dim=6"],
+            "model.head_dim is given, and model.architecture = \"olmoe\" has model.dim / model.heads",
+            "remove model.head_dim",
+        ),
+        (
+            &["model.architecture=\"olmoe\"", "parallel.tp=2"],
+            "parallel.tp = 2 would split the norms over all of Q and K that this model.architecture has",
+            "use tp = 1",
+        ),
+    ] {
+        let error = refused(&dots1, set);
+        assert!(error.contains(said) && error.contains(&format!("hint: {hint}")), "{error}");
+    }
+    let error = refused(&format!("{shape}balance_bias = 0.1\n"), &[]);
+    assert!(error.contains("model.architecture = \"llama\" does not have it"), "{error}");
 }

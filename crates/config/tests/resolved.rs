@@ -39,6 +39,12 @@ ffn = 1536  # preset llama-29m
 # experts_per_token is not set
 # expert_ffn is not set
 norm_topk = true  # default
+# shared_experts is not set
+dense_layers = 0  # default
+router_scale = 1.0  # default
+expert_groups = 1  # default
+expert_top_groups = 1  # default
+balance_bias = 0.0  # default
 balance_loss = 0.01  # default
 z_loss = 0.0  # default
 # positions is not set

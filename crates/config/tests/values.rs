@@ -229,7 +229,7 @@ fn a_budget_is_a_number_of_bytes_with_its_unit() {
 fn the_schema_lists_every_key_once() {
     let keys = schema();
     let mut paths: Vec<_> = keys.iter().map(|key| key.path).collect();
-    assert_eq!(paths.len(), 117);
+    assert_eq!(paths.len(), 123);
     paths.sort_unstable();
     paths.dedup();
     assert_eq!(paths.len(), keys.len());
@@ -361,7 +361,8 @@ fn every_word_of_the_schema_is_read_and_written_back() {
                 "budget" => "[recompute]\nbudget = \"1 GiB\"\n",
                 _ => "",
             };
-            let experts = if ["mixtral", "qwen3_moe"].contains(&word.as_str()) { "experts = 4\n" } else { "" };
+            let moe = ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1"];
+            let experts = if moe.contains(&word.as_str()) { "experts = 4\n" } else { "" };
             let text = format!(
                 "[model]\nvocab_size = 8\nlayers = 4\ndim = 8\nheads = 2\nffn = 16\n{experts}[train]\nseq = 8\n{more}"
             );

@@ -145,6 +145,32 @@ extern "C" __global__ void __launch_bounds__(1024) expert_counts(const u32 *chos
     for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[(i64)blockIdx.x * experts + e] = (float)found[e];
 }
 
+// load [experts] += of chosen [rows]: a block has `each` of them. Sums of whole numbers are exact in any order.
+extern "C" __global__ void __launch_bounds__(1024)
+    expert_load(const u32 *chosen, double *load, i64 rows, i64 each, int experts) {
+    __shared__ u32 found[MOST_EXPERTS];
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) found[e] = 0;
+    __syncthreads();
+    i64 end = min(rows, (blockIdx.x + 1) * each);
+    for (i64 i = blockIdx.x * each + threadIdx.x; i < end; i += blockDim.x) atomicAdd(found + chosen[i] % experts, 1u);
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x)
+        if (found[e]) atomicAdd(load + e, (double)found[e]);
+}
+
+// next [experts]: a bias one step further against its expert's load. One block.
+extern "C" __global__ void __launch_bounds__(1024)
+    move_bias(const float *bias, const double *load, const float *stats, float *next, int experts, float rate) {
+    double all = 0.0;
+    for (int e = 0; e < experts; e++) all += load[e];
+    bool applied = !isnan(stats[1]);
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        double own = load[e] * experts;
+        float step = own < all ? rate : own > all ? -rate : 0.0f;
+        next[e] = bias[e] + (applied ? step : 0.0f);
+    }
+}
+
 // Of a token: the log-sum-exp of its logits, how many rows its sequence has, and how much of its scores goes to busy experts.
 static __device__ __forceinline__ void look(const float *logits, const float *counts, int experts, float &lse,
                                             float &rows, float &busy) {

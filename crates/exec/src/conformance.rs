@@ -68,7 +68,12 @@ pub fn run(
             let mut ways = vec![Way::Apart];
             if spec.sums.is_some() {
                 let of_inputs = spec.inputs.iter().any(|i| i.elem == Elem::Accumulator);
-                ways.extend(SUMS.into_iter().filter(|t| !of_inputs || *t == sums).map(Way::Summed));
+                // A sum of another kind than gradients' has one type.
+                let fits = |t: &DType| !of_inputs || *t == sums;
+                match spec.sums.map(|output| spec.outputs[output].elem) {
+                    Some(Elem::Is(t)) => ways.push(Way::Summed(t)),
+                    _ => ways.extend(SUMS.into_iter().filter(fits).map(Way::Summed)),
+                }
             }
             ways.extend(spec.in_place.iter().map(|&(input, output)| Way::InPlace(input, output)));
             let rounds = if sums == DType::BF16 { sums } else { compute };

@@ -136,6 +136,9 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let seed = given(x, 2).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             vec![experts::router_loss_grad(&dims, [balance, z].map(|w| seed * f64::from(w)), x)]
         }
+        Op::ExpertLoad { .. } => vec![experts::load(&dims, x[0])],
+        Op::StackLoads => vec![x.concat()],
+        Op::MoveBias { row, rate } => vec![experts::move_bias(&dims, row, f64::from(rate), x)],
         Op::GroupedLinear => vec![experts::linear(&dims, dims.size('y'), x)],
         Op::GroupedLinearEach => vec![experts::linear(&dims, 1, x)],
         Op::GroupedGradInput => vec![experts::grad_input(&dims, x)],

@@ -95,6 +95,8 @@ pub struct Parameter {
     pub decay: bool,
     /// Whether it stays in f32 where others are rounded to the compute type.
     pub exact: bool,
+    /// Of a bias of the router's choice, which has no gradient: how far it moves per step against what experts get.
+    pub balance: Option<f32>,
 }
 
 /// Where a value comes from.

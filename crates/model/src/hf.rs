@@ -97,8 +97,8 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
 
     let mut table = format!("[model]\narchitecture = \"{}\"\n", family.name);
     let mut layers = 0;
-    for count in family.counts {
-        let found = match (fields.count(count.theirs)?, &count.absent) {
+    for count in family.counts.iter().copied().flatten() {
+        let found = match (fields.count_from(count.least, count.theirs)?, &count.absent) {
             (Some(found), _) => found,
             (None, Absent::Derived) => continue,
             (None, Absent::Refused) => {
@@ -115,6 +115,11 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     }
     for switch in family.switches {
         let _ = writeln!(table, "{} = {}", switch.ours, fields.flag(switch.theirs)?.unwrap_or(switch.absent));
+    }
+    for number in family.numbers {
+        if let Some(found) = fields.number(number.theirs)? {
+            let _ = writeln!(table, "{} = {found:?}", number.ours);
+        }
     }
     if let Some(window) = window {
         let _ = writeln!(table, "sliding_window = {window}");
@@ -211,11 +216,14 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     }
     // Where positions are learned, their count is an extent of the model, and wins.
     set(family.context.0, json!(beside.context));
-    for count in family.counts {
+    for count in family.counts.iter().copied().flatten() {
         set(count.theirs, json!((count.get)(model)));
     }
     for switch in family.switches {
         set(switch.theirs, json!((switch.get)(model)));
+    }
+    for number in family.numbers {
+        set(number.theirs, json!((number.get)(model)));
     }
     if let Some((field, _)) = family.window {
         set(field, json!(model.sliding_window));
@@ -252,6 +260,7 @@ pub fn matters(model: &ModelConfig, key: &str) -> bool {
         "model.rope_theta" | "model.rope_scaling" => rotary,
         // The same function, and how weights were made.
         "model.attention" | "model.dropout" | "model.init_std" => false,
+        "model.balance_loss" | "model.z_loss" | "model.balance_bias" => false,
         _ => key.starts_with("model."),
     }
 }
@@ -305,8 +314,12 @@ impl<'a> Fields<'a> {
     }
 
     fn count(&self, name: &str) -> Result<Option<usize>, HfError> {
-        let accepted = format!("an integer from 1 to {MOST}");
-        let count = |value: &Value| value.as_u64().filter(|n| (1..=MOST).contains(n)).map(|n| n as usize);
+        self.count_from(1, name)
+    }
+
+    fn count_from(&self, least: u64, name: &str) -> Result<Option<usize>, HfError> {
+        let accepted = format!("an integer from {least} to {MOST}");
+        let count = |value: &Value| value.as_u64().filter(|n| (least..=MOST).contains(n)).map(|n| n as usize);
         self.typed(name, &accepted, count)
     }
 

@@ -8,6 +8,7 @@ mod architectures;
 mod decoder;
 mod form;
 pub mod hf;
+mod mixture;
 pub mod parameters;
 
 // An architecture reads the same inside this crate and outside.

@@ -23,6 +23,16 @@ fn theirs(model_type: &str) -> Value {
             "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": true,
             "decoder_sparse_step": 1, "mlp_only_layers": [],
         }),
+        "olmoe" => json!({ "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": false, "head_dim": null }),
+        "deepseek" => json!({
+            "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "softmax", "head_dim": null,
+        }),
+        "dots1" => json!({
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
+            "first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+            "norm_topk_prob": true,
+        }),
         _ => json!({}),
     };
     for (name, value) in experts.as_object().unwrap() {
@@ -45,7 +55,8 @@ fn read(config: &Value) -> (HfConfig, Config) {
     (read, config)
 }
 
-const FAMILIES: [&str; 7] = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"];
+const FAMILIES: [&str; 10] =
+    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1", "gpt2"];
 
 #[test]
 fn what_is_written_reads_back_as_the_same_model() {
@@ -138,6 +149,11 @@ fn what_cannot_be_represented_is_refused_by_field() {
         ("mixtral", json!({ "num_local_experts": null }), "`num_local_experts` is not set"),
         ("qwen3_moe", json!({ "mlp_only_layers": [0] }), "`mlp_only_layers` = [0] is not supported"),
         ("qwen3_moe", json!({ "decoder_sparse_step": 2 }), "`decoder_sparse_step` = 2 is not supported"),
+        ("olmoe", json!({ "clip_qkv": 8.0 }), "`clip_qkv` = 8.0 is not supported"),
+        ("deepseek", json!({ "scoring_func": "sigmoid" }), "`scoring_func` = \"sigmoid\" is not supported"),
+        ("deepseek", json!({ "n_shared_experts": null }), "`n_shared_experts` is not set"),
+        ("dots1", json!({ "sliding_window": 64 }), "`sliding_window` = 64 is not supported"),
+        ("dots1", json!({ "routed_scaling_factor": 0.0 }), "`routed_scaling_factor` is 0.0, which is wrong"),
         ("mistral", json!({ "num_key_value_heads": null }), "`num_key_value_heads` is not set"),
         ("mistral", json!({ "sliding_window": 0 }), "`sliding_window` is 0, which is wrong"),
         ("qwen2", json!({ "use_sliding_window": true }), "`use_sliding_window` = true is not supported"),

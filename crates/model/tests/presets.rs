@@ -3,7 +3,7 @@
 use lockstep_config::{Config, presets};
 
 /// Parameters as the models' cards or their weights say; a tied matrix counts once.
-const PUBLISHED: [(&str, u64); 23] = [
+const PUBLISHED: [(&str, u64); 25] = [
     ("gpt2", 124_439_808),
     ("gpt2-medium", 354_823_168),
     ("gpt2-large", 774_030_080),
@@ -27,10 +27,12 @@ const PUBLISHED: [(&str, u64); 23] = [
     ("mixtral-8x22b", 140_620_634_112),
     ("qwen3-30b-a3b", 30_532_122_624),
     ("qwen3-235b-a22b", 235_093_634_560),
+    ("olmoe-1b-7b", 6_919_161_856),
+    ("deepseek-moe-16b", 16_375_728_128),
 ];
 
-/// Shapes of this project's own, named by their size.
-const OWN: [&str; 3] = ["llama-15m", "llama-29m", "llama-124m"];
+/// Shapes of this project's own, named by their size, and one of others with another attention.
+const OWN: [&str; 4] = ["llama-15m", "llama-29m", "llama-124m", "deepseek-v3-mha"];
 
 #[test]
 fn presets_have_the_published_number_of_parameters() {

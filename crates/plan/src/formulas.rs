@@ -36,8 +36,8 @@ pub(crate) fn formulas(
     full_flops: f64,
 ) -> Result<Vec<Formula>, PlanError> {
     let m = &config.model;
-    let layer = LayerFlops::of(derived)?;
-    let Sizes { d, q, kv, ffn, layers, products, experts, top, .. } = Sizes::of(m);
+    let layer = LayerFlops::of(derived, m.dense_layers)?;
+    let Sizes { d, q, kv, ffn, layers, dense, wide, products, experts, top, shared, .. } = Sizes::of(m);
     let s = config.train.seq as f64;
     let sequences = config.round() as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
@@ -46,7 +46,9 @@ pub(crate) fn formulas(
     let windowed = seen < s;
     // A token uses some of the experts, and the router looks at all of them.
     let (attention, mlp) =
-        (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * s * d * (products * top * ffn + experts));
+        (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * s * d * (products * (top + shared) * ffn + experts));
+    // What first layers without experts have more than the others.
+    let rest = 6.0 * s * d * products * wide - mlp;
     let head = (m.dim * m.vocab_size) as f64;
     let mut forms = vec![
         parameters(m, plan.parameters),
@@ -57,7 +59,8 @@ pub(crate) fn formulas(
                 if experts > 0.0 { "active " } else { "" },
                 if windowed { "window" } else { "seq" }
             ),
-            6.0 * (layers * d * (2.0 * q + 2.0 * kv + products * top * ffn + experts) + head)
+            6.0 * (layers * d * (2.0 * q + 2.0 * kv + products * (top + shared) * ffn + experts) + head)
+                + dense * rest / s
                 + 12.0 * layers * seen * q,
             plan.model_flops_per_token(),
         ),
@@ -73,9 +76,10 @@ pub(crate) fn formulas(
         ),
         form(
             "MLP FLOPs of a layer and sequence",
-            match experts > 0.0 {
-                true => format!("6 · S · D · ({products} · top_k · F + experts)"),
-                false => format!("{} · S · D · F", 6.0 * products),
+            match (experts > 0.0, shared > 0.0) {
+                (true, true) => format!("6 · S · D · ({products} · (top_k + shared) · F + experts)"),
+                (true, false) => format!("6 · S · D · ({products} · top_k · F + experts)"),
+                (false, _) => format!("{} · S · D · F", 6.0 * products),
             },
             mlp,
             per_sequence(layer.mlp),
@@ -84,11 +88,17 @@ pub(crate) fn formulas(
         form(
             "FLOPs that full recomputation adds to them",
             // What experts give is read by the gradient of their weights.
-            match experts > 0.0 {
-                true => "a third".into(),
-                false => "a third less the last matmul, 2 · S · D · F".into(),
+            match (experts > 0.0, shared > 0.0, dense > 0.0) {
+                (true, false, _) => "a third".into(),
+                (true, true, false) => "a third less the last matmul of shared experts, 2 · S · D · shared · F".into(),
+                (true, true, true) => "in the mean of layers, a third less the last matmul of MLPs".into(),
+                (false, ..) => "a third less the last matmul, 2 · S · D · F".into(),
             },
-            (attention + mlp) / 3.0 - if experts > 0.0 { 0.0 } else { 2.0 * s * d * ffn },
+            {
+                let last = if experts > 0.0 { shared * ffn } else { ffn };
+                let of_dense = dense / layers * (rest / 3.0 - 2.0 * s * d * (wide - last));
+                (attention + mlp) / 3.0 - 2.0 * s * d * last + of_dense
+            },
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
         ),
     ];
@@ -116,9 +126,13 @@ struct Sizes {
     kv_heads: f64,
     /// Matrices of an MLP: three where it is gated.
     products: f64,
-    /// Experts of a layer, none where it has an MLP, and those of a token.
+    /// Experts of a layer, none where it has an MLP, those of a token, and those of all tokens.
     experts: f64,
     top: f64,
+    shared: f64,
+    /// First layers without experts where others have some, and their hidden units.
+    dense: f64,
+    wide: f64,
 }
 
 impl Sizes {
@@ -128,18 +142,38 @@ impl Sizes {
         let [experts, top] = [m.experts.unwrap_or(0), m.experts_per_token.unwrap_or(1)].map(|n| n as f64);
         let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
         let products = if m.architecture.features().gpt2_block { 2.0 } else { 3.0 };
-        Self { d, q, kv, ffn, layers, heads, kv_heads, products, experts, top }
+        let [shared, dense, wide] = [m.shared_experts.unwrap_or(0), m.dense_layers, m.ffn].map(|n| n as f64);
+        Self { d, q, kv, ffn, layers, heads, kv_heads, products, experts, top, shared, dense, wide }
     }
 }
 
 /// Elements of all parameters.
 fn parameters(m: &ModelConfig, program: u64) -> Formula {
-    let Sizes { d, q, kv, ffn, layers, products, experts, .. } = Sizes::of(m);
+    let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
-    let matrices = d * (2.0 * q + 2.0 * kv) + products * d * ffn * experts.max(1.0) + d * experts;
+    let biases = biases(m) / (layers - dense);
+    let routed = products * d * ffn * (experts + shared) + d * experts + biases;
+    let block = if experts > 0.0 { routed } else { products * d * ffn };
+    let matrices = d * (2.0 * q + 2.0 * kv) + block;
+    let (first, of_first) = match dense > 0.0 {
+        true => (
+            dense * (products * d * wide - block),
+            ", of which the first dense layers have 3 · D · FFN instead of experts",
+        ),
+        false => (0.0, ""),
+    };
     let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    let Features { gpt2_block, qkv_bias, qk_norm, learned_positions, sliding_window: _, experts: _ } =
-        m.architecture.features();
+    let Features {
+        gpt2_block,
+        qkv_bias,
+        qk_norm,
+        learned_positions,
+        whole_qk_norm,
+        sigmoid_router,
+        sliding_window: _,
+        experts: _,
+        shared_experts: _,
+    } = m.architecture.features();
     let (positions, learned) = match learned_positions {
         true => (m.positions.unwrap_or(0) as f64 * d, " + positions · D"),
         false => (0.0, ""),
@@ -156,13 +190,30 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
         }
         false => {
             let (bias, biased) = if qkv_bias { (q + 2.0 * kv, " + Q + 2 · KV") } else { (0.0, "") };
-            let (norms, normed) = if qk_norm { (2.0 * m.head_dim as f64, " + 2 · head_dim") } else { (0.0, "") };
-            let mlp = if experts > 0.0 { "experts · (3 · D · F + D)" } else { "3 · D · F" };
-            let formula = format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + 2 · D{biased}{normed}) + D");
+            let (norms, normed) = match (qk_norm, whole_qk_norm) {
+                (true, _) => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
+                (false, true) => (q + kv, " + Q + KV"),
+                (false, false) => (0.0, ""),
+            };
+            let mlp = match (experts > 0.0, shared > 0.0, sigmoid_router) {
+                (true, false, false) => "experts · (3 · D · F + D)",
+                (true, false, true) => "experts · (3 · D · F + D + 1)",
+                (true, true, false) => "experts · (3 · D · F + D) + shared · 3 · D · F",
+                (true, true, true) => "experts · (3 · D · F + D + 1) + shared · 3 · D · F",
+                (false, ..) => "3 · D · F",
+            };
+            let formula =
+                format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + 2 · D{biased}{normed}) + D{of_first}");
             (2.0 * d + bias + norms, d + positions, formula)
         }
     };
-    form("parameters", formula, tables + layers * (matrices + rest) + behind, program as f64)
+    form("parameters", formula, tables + layers * (matrices + rest) + first + behind, program as f64)
+}
+
+/// Elements of the biases of routers' choices, which have neither gradients nor moments.
+fn biases(m: &ModelConfig) -> f64 {
+    let layers = if m.architecture.features().sigmoid_router { m.layers - m.dense_layers } else { 0 };
+    (layers * m.experts.unwrap_or(0)) as f64
 }
 
 /// Bytes of an element of a weight or an activation.
@@ -189,14 +240,18 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
     let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
     // A router's weights stay in f32: they are their own master.
-    let Sizes { d, layers, experts, .. } = Sizes::of(m);
+    let Sizes { d, layers, dense, experts, .. } = Sizes::of(m);
     let (less, routers) = match compute_bytes(config) == 4.0 || experts == 0.0 {
         true => (0.0, ""),
-        false => (2.0 * layers * d * experts, " - 2 · L · D · experts"),
+        false => (2.0 * (layers - dense) * d * experts, " - 2 · L · D · experts"),
     };
-    let closed = per_parameter * plan.parameters as f64 - less;
+    let (still, moved) = match biases(m) {
+        0.0 => (0.0, String::new()),
+        biases => ((per_parameter - 4.0) * biases, format!(" - {} · biases of choices", per_parameter - 4.0)),
+    };
+    let closed = per_parameter * plan.parameters as f64 - less - still;
     let program = state_bytes(none) as f64 - tied;
-    let mut states = form("bytes of states", format!("{per_parameter} · parameters{routers}"), closed, program);
+    let mut states = form("bytes of states", format!("{per_parameter} · parameters{routers}{moved}"), closed, program);
     states.note = (tied > 0.0).then_some("the second accumulator of the tied table is left out");
     (config.optimizer.name == OptimizerName::AdamW).then_some(states)
 }
@@ -204,12 +259,12 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
 /// What backward reads of a layer in the middle, with its residual stream.
 fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let m = &config.model;
-    let Sizes { d, q, kv, ffn, heads, kv_heads, products, experts, top, .. } = Sizes::of(m);
+    let Sizes { d, q, kv, ffn, heads, kv_heads, products, experts, top, shared, .. } = Sizes::of(m);
     let features = m.architecture.features();
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
-    let saved =
-        |b: &&Buffer| matches!(none.regions[b.region].lifetime, Lifetime::Saved(_)) && b.layer == Some(m.layers / 2);
+    let middle = (m.layers / 2).max(m.dense_layers);
+    let saved = |b: &&Buffer| matches!(none.regions[b.region].lifetime, Lifetime::Saved(_)) && b.layer == Some(middle);
     let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
     let naive = m.attention == AttentionMethod::Naive;
     // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.
@@ -219,13 +274,18 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         false => (0.0, heads, ("", format!("(heads + {norms})"))),
     };
     // What a norm of heads reads of Q·K·V before it, and its statistics.
-    let (normed, turned, text) = match features.qk_norm {
-        true => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
-        false => (0.0, 0.0, ""),
+    let (normed, turned, text) = match (features.qk_norm, features.whole_qk_norm) {
+        (true, _) => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
+        (false, true) => (q + kv, 2.0, " + Q + KV, + 4 · 2"),
+        (false, false) => (0.0, 0.0, ""),
     };
     // Of every expert of a token its hidden units and what it gives; the router's logits, and the choice and its weights.
     let (mlp, routed, hidden) = match experts > 0.0 {
-        true => (top * (products * ffn + d), experts + 2.0 * top, format!("top_k · ({products} · F + D)")),
+        true => {
+            let always = if shared > 0.0 { format!(" + shared · {products} · F") } else { String::new() };
+            let mlp = top * (products * ffn + d) + shared * products * ffn;
+            (mlp, experts + 2.0 * top, format!("top_k · ({products} · F + D){always}"))
+        }
         false => (products * ffn, 0.0, format!("{products} · F")),
     };
     let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k + experts / S)" } else { "" };
@@ -273,10 +333,10 @@ struct LayerFlops {
 }
 
 impl LayerFlops {
-    /// Of the first layer; what has a hidden unit of the MLP or an expert in it belongs to the MLP.
-    fn of(graph: &Graph) -> Result<Self, lockstep_ir::TypeError> {
+    /// Of a layer; what has a hidden unit of the MLP or an expert in it belongs to the MLP.
+    fn of(graph: &Graph, layer: usize) -> Result<Self, lockstep_ir::TypeError> {
         let mut sums = Self { attention: 0, mlp: 0, forward: 0 };
-        for node in graph.nodes.iter().filter(|n| n.layer == Some(0)) {
+        for node in graph.nodes.iter().filter(|n| n.layer == Some(layer)) {
             let types = graph.input_types(node);
             let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
             let flops = node.op.flops(&types, &wanted)?.model;

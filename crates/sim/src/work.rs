@@ -300,6 +300,9 @@ impl Demand {
             | Op::Combine
             | Op::SumChoices
             | Op::CombineGrad
+            | Op::ExpertLoad { .. }
+            | Op::StackLoads
+            | Op::MoveBias { .. }
             | Op::SwiGlu
             | Op::SwiGluGrad
             | Op::Gelu

@@ -9,6 +9,7 @@ pub fn unit(key: &str) -> &'static str {
         "tokens_per_s" => "tokens/s",
         "mfu" => "share of peak",
         "noise_scale" => "sequences",
+        "expert_most" | "expert_least" => "× even",
         key if key.ends_with("_bytes") => "bytes",
         key if key.ends_with("_w") => "W",
         key if key.ends_with("_c") => "°C",

@@ -55,7 +55,13 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
     let top = m.experts_per_token.unwrap_or(1);
     let ep = most(|l| l.mesh.size(MeshAxis::Ep));
-    m.experts = m.experts.map(|experts| fit(experts, 8.max(2 * top), ep));
+    // Groups of experts, where there are some, become two.
+    let step = if m.expert_groups > 1 && !ep.is_multiple_of(2) { 2 * ep } else { ep };
+    m.experts = m.experts.map(|experts| fit(experts, 8.max(2 * top), step));
+    if m.experts != config.model.experts && m.expert_groups > 1 {
+        (m.expert_groups, m.expert_top_groups) = (2, 1);
+    }
+    m.dense_layers = m.dense_layers.min(1);
     // Chunks of context-parallel ranks, in which sequence-parallel ranks have parts.
     let chunks = most(|l| if l.mesh.size(MeshAxis::Cp) == 1 { 1 } else { 2 * l.mesh.size(MeshAxis::Cp) });
     t.seq = fit(t.seq, 64, tp * chunks);
@@ -75,6 +81,9 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.ffn", config.model.ffn, small.model.ffn),
         ("model.expert_ffn", config.model.expert_ffn.unwrap_or(0), small.model.expert_ffn.unwrap_or(0)),
         ("model.experts", config.model.experts.unwrap_or(0), small.model.experts.unwrap_or(0)),
+        ("model.expert_groups", config.model.expert_groups, small.model.expert_groups),
+        ("model.expert_top_groups", config.model.expert_top_groups, small.model.expert_top_groups),
+        ("model.dense_layers", config.model.dense_layers, small.model.dense_layers),
         ("model.vocab_size", config.model.vocab_size, small.model.vocab_size),
         ("model.sliding_window", config.model.sliding_window.unwrap_or(0), small.model.sliding_window.unwrap_or(0)),
         ("train.seq", config.train.seq, small.train.seq),

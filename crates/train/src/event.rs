@@ -1,5 +1,6 @@
 use crate::TaskScores;
 use crate::changes::Changed;
+use crate::loads::ExpertMetrics;
 use crate::spikes::{RollBack, SkippedStep};
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
@@ -65,6 +66,9 @@ pub struct StepMetrics {
     /// The same in tokens: the size of steps above which more tokens help little.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub critical_batch_tokens: Option<f64>,
+    /// What experts got, in a model that has some.
+    #[serde(flatten)]
+    pub experts: ExpertMetrics,
     /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,

@@ -12,6 +12,7 @@ pub(crate) use start::resume;
 
 use crate::analysis::MeasuredStep;
 use crate::event::{Event, GpuMetrics, StepMetrics};
+use crate::loads::ExpertMetrics;
 use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
@@ -539,6 +540,7 @@ impl Run<'_> {
             loss_scale: loss_scale.map(|scale| scale.scale()),
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
+            experts: ExpertMetrics::of(&result.loads, &self.config.model),
             val_loss: None,
             tasks: BTreeMap::new(),
         };

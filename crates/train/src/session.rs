@@ -13,7 +13,7 @@ use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
-use lockstep_compile::{FIRST_STATS, ROWS_BEYOND, STATS};
+use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
@@ -36,6 +36,8 @@ pub struct Session {
     /// Entries of smaller steps, by their micro-batches.
     smaller: Vec<(usize, String)>,
     first: Option<First>,
+    /// Whether the program counts the tokens of experts.
+    loads: bool,
     /// Whether gradients are summed in fixed point, with no loss scale but this session's.
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
@@ -68,7 +70,7 @@ struct First {
 }
 
 /// What a step gave.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepResult {
     /// Mean loss per target that counts of the global batch.
     pub loss: f64,
@@ -79,6 +81,8 @@ pub struct StepResult {
     /// Where it was asked for: the squared norm of the mean gradient over the first micro-batch, in the mean over ranks where
     /// each has its own, and the sequences that one such gradient is of.
     pub first: Option<Measured>,
+    /// Of a model with experts: the tokens of every expert, layer by layer of those that have some; else nothing.
+    pub loads: Vec<f64>,
     /// Rows of tokens that found no place with their experts: if there are any, the update was not applied.
     pub beyond: u64,
     /// When it was done, where the device has a clock.
@@ -139,6 +143,7 @@ impl Session {
         let ranks = plan.layout.mesh.size(Axes::SEQUENCES.without(together));
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
+            loads: tensors.iter().any(|tensor| tensor.name == LOADS),
             limits: config.spikes.skip,
             beyond: tensors.iter().map(|t| &t.name).filter(|name| name.starts_with(ROWS_BEYOND)).cloned().collect(),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
@@ -451,9 +456,10 @@ impl Session {
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
         let first = self.first.map(|_| (FIRST_STATS, 1));
+        let loads = self.loads.then_some((LOADS, 1));
         let beyond = self.beyond.iter().map(|name| (name.as_str(), micro_batches));
-        let results: Vec<(&str, usize)> =
-            [(self.feed.loss(), micro_batches), (STATS, 1)].into_iter().chain(first).chain(beyond).collect();
+        let always = [(self.feed.loss(), micro_batches), (STATS, 1)].into_iter();
+        let results: Vec<(&str, usize)> = always.chain(first).chain(loads).chain(beyond).collect();
         Ok(QueuedStep(match self.executor.read_later(&results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
@@ -487,12 +493,17 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
+        let loads = match self.loads {
+            true => losses(&read(LOADS, 0)?).collect(),
+            false => Vec::new(),
+        };
         let mut beyond = 0.0;
         for (name, m) in self.beyond.iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
             beyond += losses(&read(name, m)?).sum::<f64>();
         }
         let loss = sum / targets as f64;
-        Ok(StepResult { loss, grad_norm, applied: !factor.is_nan(), first, beyond: beyond as u64, time: None })
+        let applied = !factor.is_nan();
+        Ok(StepResult { loss, grad_norm, applied, first, loads, beyond: beyond as u64, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

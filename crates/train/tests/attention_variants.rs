@@ -14,6 +14,11 @@ const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 5";
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
 const QWEN3_MOE: &str =
     "architecture = \"qwen3_moe\"\nexperts = 6\nexperts_per_token = 3\nexpert_ffn = 24\nnorm_topk = false";
+/// Shared experts behind a dense layer, and DeepSeek-V3's router, whose biases move.
+const DOTS1: &str = "architecture = \"dots1\"\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nexpert_groups = 3\n\
+    expert_top_groups = 2\nrouter_scale = 1.5\nbalance_bias = 0.001";
+/// Norms over all of Q and K, which tp does not split.
+const OLMOE: &str = "architecture = \"olmoe\"\nexperts = 5";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
@@ -48,7 +53,9 @@ fn config(model: &str, keys: &str) -> Config {
 }
 
 fn compared(config: &Config) -> Vec<Comparison> {
-    common::check_layouts(config, &LAYOUTS)
+    let whole = config.model.architecture.features().whole_qk_norm;
+    let layouts: Vec<&str> = LAYOUTS.into_iter().filter(|layout| !whole || !layout.contains("tp=")).collect();
+    common::check_layouts(config, &layouts)
 }
 
 /// Every layout, in both precisions and with documents kept apart.
@@ -87,9 +94,20 @@ fn experts_on_every_layout() {
 }
 
 #[test]
+fn shared_experts_and_moving_biases_on_every_layout() {
+    check_layouts(DOTS1);
+}
+
+#[test]
+fn norms_over_all_of_q_and_k_on_every_layout() {
+    check_layouts(OLMOE);
+}
+
+#[test]
 fn experts_under_every_recompute_policy() {
     check_recompute(MIXTRAL);
     check_recompute(QWEN3_MOE);
+    check_recompute(DOTS1);
 }
 
 #[test]

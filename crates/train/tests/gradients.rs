@@ -34,7 +34,8 @@ impl Build {
     }
 
     fn parameter(&mut self, name: &str, dims: &[Dim]) -> ValueId {
-        let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false, exact: false };
+        let parameter =
+            Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false, exact: false, balance: None };
         self.g.state(name, TensorType::new(DType::F32, dims.to_vec()), State::Parameter(parameter))
     }
 
@@ -275,6 +276,9 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::RowsGradWeight { .. }
         | Op::SumChoices
         | Op::CombineGrad
+        | Op::ExpertLoad { .. }
+        | Op::StackLoads
+        | Op::MoveBias { .. }
         | Op::AttentionGrad { .. }
         | Op::AttentionScoresGrad { .. }
         | Op::AttentionMixGrad { .. }

@@ -94,6 +94,33 @@ fn tensors_that_are_not_those_of_the_model() {
 }
 
 #[test]
+fn experts_that_are_missing_or_too_many_are_named() {
+    let place = Place::new();
+    let check = |case: &str, change: &dyn Fn(&mut Model), expected: &str| {
+        let mut model = Model::golden(case);
+        change(&mut model);
+        place.fresh(&model);
+        place.refused(expected);
+    };
+    let without = |name: &'static str| move |m: &mut Model| m.tensors.retain(|t| !t.0.contains(name));
+    let expert = "6 tensors are missing: `model.layers.0.block_sparse_moe.experts.4.w1.weight`";
+    check("mixtral", &without("experts.4."), expert);
+    let fewer = |m: &mut Model| m.config["num_local_experts"] = json!(4);
+    check(
+        "mixtral",
+        &fewer,
+        "tensor `model.layers.0.block_sparse_moe.gate.weight` is [5, 24], the model wants [4, 24]",
+    );
+    let bias = "2 tensors are missing: `model.layers.1.mlp.gate.e_score_correction_bias`";
+    check("dots1", &without("e_score_correction_bias"), bias);
+    check("deepseek", &without("shared_experts"), "6 tensors are missing: `model.layers.1.mlp.shared_experts.");
+    let dense = |m: &mut Model| m.config["first_k_dense_replace"] = json!(2);
+    check("deepseek", &dense, "3 tensors are missing: `model.layers.1.mlp.gate_proj.weight`");
+    let top = |m: &mut Model| m.config["num_experts_per_tok"] = json!(6);
+    check("mixtral", &top, "model.experts_per_token = 6 is more than model.experts = 5");
+}
+
+#[test]
 fn files_that_are_not_what_they_say() {
     let place = Place::new();
     let check = |name: &str, bytes: &[u8], expected: &str| {

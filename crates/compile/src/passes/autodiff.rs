@@ -336,6 +336,9 @@ impl Backward {
             | Op::RowsGradWeight { .. }
             | Op::SumChoices
             | Op::CombineGrad
+            | Op::ExpertLoad { .. }
+            | Op::StackLoads
+            | Op::MoveBias { .. }
             | Op::GeluGrad
             | Op::CrossEntropyGrad { .. }
             | Op::AddState

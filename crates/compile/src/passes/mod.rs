@@ -4,6 +4,7 @@ mod autodiff;
 mod context;
 mod experts;
 mod fuse;
+mod loads;
 mod optimizer;
 mod precision;
 mod recompute;
@@ -14,6 +15,7 @@ mod zero;
 pub use autodiff::autodiff;
 pub use experts::ROWS_BEYOND;
 pub use fuse::fuse;
+pub use loads::LOADS;
 pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
 pub use precision::Precision;
 pub use recompute::{Candidate, Recompute, Recomputed};
@@ -88,7 +90,8 @@ pub(crate) mod tests {
         let tokens = g.input("tokens", ids.clone());
         let targets = g.input("targets", ids);
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter = Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false };
+            let parameter =
+                Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false, balance: None };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);

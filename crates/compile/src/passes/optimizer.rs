@@ -1,7 +1,6 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
-use super::autodiff;
-use super::zero;
+use super::{autodiff, loads, zero};
 use crate::{Context, stage};
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{
@@ -91,8 +90,12 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
         probe(&mut g, context, &trained, scalars)?;
     }
     let limits = if context.steps.limits { Some(limits(&mut g, context)?) } else { None };
+    let loads = loads::count(&mut g, context)?;
     let stats = norm(&mut g, context, &trained, scalars, limits)?;
     g.outputs.push(stats);
+    if let Some(loads) = loads {
+        loads::move_biases(&mut g, loads, stats)?;
+    }
     let layers = layers(&g);
     let mut next: Vec<(Option<usize>, ValueId, ValueId)> = Vec::new();
     for t in &trained {
@@ -353,7 +356,7 @@ fn norm(
 }
 
 /// Sums what ranks have counted, over one set of axes after the other.
-fn sum_over(g: &mut Graph, counted: ValueId, over: &[Axes]) -> Result<ValueId, TypeError> {
+pub(super) fn sum_over(g: &mut Graph, counted: ValueId, over: &[Axes]) -> Result<ValueId, TypeError> {
     let mut total = counted;
     for &over in over {
         g.values[counted.0].sharding = g.get(counted).sharding.with(over, Placement::Partial);

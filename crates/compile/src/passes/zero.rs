@@ -289,7 +289,9 @@ fn scatter_into(
 /// Shards parameters into flat ranges and gathers each unit's before the unit in front of it computes. Backward gathers again what
 /// forward has gathered, unless it is to stay.
 fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let parameter = |g: &Graph, v: &ValueId| matches!(g.get(*v).source, Source::State(State::Parameter(_)));
+    // Biases that balance experts have no gradient, and stay whole.
+    let parameter =
+        |g: &Graph, v: &ValueId| matches!(&g.get(*v).source, Source::State(State::Parameter(p)) if p.balance.is_none());
     let units = units(&g.nodes);
     let places = stage::layers(g).1;
     // What forward has gathered, by parameter and the layer that it goes with.
@@ -298,7 +300,7 @@ fn gather_parameters(g: &mut Graph, context: &Context) -> Result<(), TypeError> 
     let all = std::mem::take(&mut g.nodes);
     let mut all = all.into_iter();
     units.iter().for_each(|u| nodes.push(all.by_ref().take(u.len()).collect()));
-    let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).collect();
+    let parameters: Vec<ValueId> = g.parameters().map(|(id, _, _)| id).filter(|v| parameter(g, v)).collect();
     for v in parameters {
         g.values[v.0].sharding = g.get(v).sharding.with(shards_of(g, context, v, 3), Placement::Flat);
     }

@@ -197,6 +197,9 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Combine => experts::combine(call, true),
             Op::SumChoices => experts::combine(call, false),
             Op::CombineGrad => experts::combine_grad(call),
+            Op::ExpertLoad { .. } => router::load(call),
+            Op::StackLoads => router::stack_loads(call),
+            Op::MoveBias { row, rate } => router::move_bias(call, row, rate),
             Op::AllReduce { .. }
             | Op::SumShared { .. }
             | Op::ReduceScatter { .. }

@@ -62,6 +62,39 @@ pub unsafe fn counts(call: Call) -> Result<(), CudaError> {
     unsafe { call.plain(("router", "expert_counts"), [call.size('b'), 1, 1], 1024, args) }
 }
 
+pub unsafe fn load(call: Call) -> Result<(), CudaError> {
+    /// Choices of a block.
+    const EACH: usize = 8192;
+    let Some(load) = call.output(0) else { return Ok(()) };
+    let (rows, experts) = (call.bound.inputs[0].elements, check_experts(call)?);
+    // SAFETY: the operands have these sizes; a double of zero bits is zero.
+    unsafe {
+        if !call.adds(0) {
+            call.stream.fill(load, 0, 8 * experts)?;
+        }
+        let args = args![call.input(0), load, rows, EACH, experts];
+        call.plain(("router", "expert_load"), [rows.div_ceil(EACH), 1, 1], 1024, args)
+    }
+}
+
+pub unsafe fn stack_loads(call: Call) -> Result<(), CudaError> {
+    let Some(loads) = call.output(0) else { return Ok(()) };
+    let bytes = 8 * call.size('j');
+    (0..call.bound.inputs.len()).try_for_each(|layer| {
+        // SAFETY: there is a row for every input, of as many elements.
+        unsafe { call.stream.copy(loads + (layer * bytes) as u64, call.input(layer), bytes) }
+    })
+}
+
+pub unsafe fn move_bias(call: Call, row: usize, rate: f32) -> Result<(), CudaError> {
+    let Some(next) = call.output(0) else { return Ok(()) };
+    let experts = check_experts(call)?;
+    let load = call.input(1) + (8 * row * experts) as u64;
+    let args = args![call.input(0), load, call.input(2), next, experts, rate];
+    // SAFETY: the operands have these sizes; the shape rule has checked the row.
+    unsafe { call.plain(("router", "move_bias"), [1, 1, 1], 1024, args) }
+}
+
 /// Scratch: a number for every token.
 pub unsafe fn router_loss(call: Call, balance: f32, z: f32) -> Result<(), CudaError> {
     let Some(loss) = call.output(0) else { return Ok(()) };

@@ -3,6 +3,7 @@
 use super::call::{Call, Ptr};
 use super::experts::Scratch;
 use lockstep_ir::op::{Routing, Score};
+use std::cmp::Ordering;
 
 /// Scratch of the router: what it chooses by, and what it may still choose, on every thread.
 pub fn route_scratch(threads: usize) -> Scratch {
@@ -135,6 +136,49 @@ pub fn counts(call: Call) {
         counts.fill(0.0);
         chosen.iter().for_each(|e| counts[*e as usize % experts] += 1.0);
     });
+}
+
+/// load `[experts]` (f64) of chosen `[tokens, choices]`.
+pub fn load(call: Call) {
+    let Some(load) = call.output::<f64>(0).map(Ptr) else { return };
+    let (rows, experts) = (call.bound.inputs[0].elements, call.size('j'));
+    // SAFETY: the operands have as many elements.
+    let (chosen, load) = unsafe { (Ptr(call.input::<u32>(0)).slice(0, rows), load.slice(0, experts)) };
+    if !call.adds(0) {
+        load.fill(0.0);
+    }
+    chosen.iter().for_each(|e| load[*e as usize % experts] += 1.0);
+}
+
+/// loads `[layers, experts]` of those of every layer.
+pub fn stack_loads(call: Call) {
+    let (Some(loads), experts) = (call.output::<f64>(0).map(Ptr), call.size('j')) else { return };
+    for layer in 0..call.bound.inputs.len() {
+        // SAFETY: there is a row for every input, of as many elements.
+        unsafe {
+            let load = Ptr(call.input::<f64>(layer)).slice(0, experts);
+            loads.slice(layer * experts, experts).copy_from_slice(load);
+        }
+    }
+}
+
+/// next `[experts]` of bias `[experts]`, row `row` of loads `[layers, experts]` and stats.
+pub fn move_bias(call: Call, row: usize, rate: f32) {
+    let (Some(next), experts) = (call.output::<f32>(0).map(Ptr), call.size('j')) else { return };
+    // SAFETY: the operands have as many elements; the shape rule has checked the row.
+    unsafe {
+        let load = Ptr(call.input::<f64>(1)).slice(row * experts, experts);
+        let applied = !(*Ptr(call.input::<f32>(2)).at(1)).is_nan();
+        let (bias, all) = (Ptr(call.input::<f32>(0)), load.iter().sum::<f64>());
+        for (e, load) in load.iter().enumerate() {
+            let step = match (load * experts as f64).total_cmp(&all) {
+                Ordering::Less => rate,
+                Ordering::Equal => 0.0,
+                Ordering::Greater => -rate,
+            };
+            *next.at(e) = *bias.at(e) + if applied { step } else { 0.0 };
+        }
+    }
 }
 
 /// Calls `f(sequence, shares, scores)` for every sequence: how much of its tokens each expert gets, and room for scores.

@@ -183,6 +183,20 @@ pub fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
     chosen.chunks(dims.size('s') * dims.size('y')).flat_map(of).collect()
 }
 
+pub fn load(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
+    let mut load = vec![0.0; dims.size('j')];
+    chosen.iter().for_each(|e| load[*e as usize] += 1.0);
+    load
+}
+
+pub fn move_bias(dims: &Dims, row: usize, rate: f64, x: &[&[f64]]) -> Vec<f64> {
+    let experts = dims.size('j');
+    let load = &x[1][row * experts..][..experts];
+    let mean = load.iter().sum::<f64>() / experts as f64;
+    let step = |n: f64| if n == mean || x[2][1].is_nan() { 0.0 } else { rate * (mean - n).signum() };
+    x[0].iter().zip(load).map(|(bias, n)| bias + step(*n)).collect()
+}
+
 /// Of each sequence: softmax scores and log-sum-exp of every token, and how much of its tokens each expert gets.
 fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(Vec<f64>, f64)>, Vec<f64>)> + use<'a> {
     let (seq, experts) = (dims.size('s'), dims.size('j'));

@@ -300,3 +300,43 @@ pub(super) static COMBINE_GRAD: Spec = row(
 )
 .in_place(&[(1, 0)])
 .splits(&["…", "d"]);
+
+pub(super) static EXPERT_LOAD: Spec = row("expert_load", &[u32("chosen", "…y")], &[f64("load", "j")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::ExpertLoad { experts: EXPERTS }, [chosen(&s)])).into()
+})
+.sums(0)
+.splits(&["…"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::ExpertLoad { experts });
+    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+});
+
+/// Tokens of every expert, of so many layers.
+fn loads(layers: Option<usize>) -> (TensorType, Draw) {
+    let rows = layers.map(|layers| Dim::new(Axis::Scalar, layers));
+    (TensorType::new(DType::F64, rows.into_iter().chain([experts()]).collect::<Vec<_>>()), Draw::Below(5))
+}
+
+pub(super) static STACK_LOADS: Spec = row("stack_loads", &[f64("load", "j")], &[f64("loads", "lj")], |_| {
+    vec![sample(Op::StackLoads, [loads(None), loads(None), loads(None)])]
+})
+.variadic()
+.keeps_partial()
+.shape(|_, inputs, dims| {
+    dims.set('l', &Dim::new(Axis::Scalar, inputs.len()));
+    Ok(())
+});
+
+pub(super) static MOVE_BIAS: Spec =
+    row("move_bias", &[f32("bias", "j"), f64("loads", "lj"), f32("stats", "y")], &[f32("next", "j")], |_| {
+        let stats = (floats([Dim::new(Axis::Scalar, 2)]), Draw::Stats);
+        vec![sample(Op::MoveBias { row: 1, rate: 0.125 }, [normal([experts()]), loads(Some(3)), stats])]
+    })
+    .in_place(&[(0, 0)])
+    .shape(|op, _, dims| {
+        attributes!(op, Op::MoveBias { row, rate: _ });
+        match row < dims.size('l') {
+            true => Ok(()),
+            false => Err(op.refuse(format!("row {row} of {}", dims.size('l')))),
+        }
+    });

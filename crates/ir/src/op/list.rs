@@ -301,6 +301,21 @@ ops! {
     SumChoices = experts::SUM_CHOICES,
     /// Gradients of `Combine`.
     CombineGrad = experts::COMBINE_GRAD,
+    /// How many tokens every expert gets, of all sequences: whole numbers, so that it does not matter who adds what.
+    ExpertLoad {
+        /// How many experts there are.
+        experts: usize,
+    } = experts::EXPERT_LOAD,
+    /// The loads of several layers, one below the other.
+    StackLoads = experts::STACK_LOADS,
+    /// Moves the bias of the router's choice against the loads of a step, which are in this row: up where an expert has got less than
+    /// the mean, down where it has got more. Does nothing where the factor is NaN.
+    MoveBias {
+        /// Which of the loads.
+        row: usize,
+        /// How far.
+        rate: f32,
+    } = experts::MOVE_BIAS,
     /// `y = gelu(x)`, in the form with a hyperbolic tangent.
     Gelu = pointwise::GELU,
     /// Gradient of `Gelu`.

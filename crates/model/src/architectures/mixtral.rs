@@ -1,7 +1,8 @@
 //! Mixtral: the shared decoder with a mixture of experts in place of its MLP.
 
-use crate::decoder::{ExpertNames, build_named};
+use crate::decoder::build_named;
 use crate::form::Form;
+use crate::mixture::ExpertNames;
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
 

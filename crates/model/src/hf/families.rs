@@ -9,7 +9,8 @@ pub(super) struct Family {
     pub name: &'static str,
     /// The class that loads it.
     pub class: &'static str,
-    pub counts: &'static [Count],
+    /// Its extents, in lists that families share.
+    pub counts: &'static [&'static [Count]],
     /// The field, and its value where it is not there.
     pub norm_eps: (&'static str, f64),
     /// Whether embeddings are tied where nothing is said.
@@ -25,6 +26,7 @@ pub(super) struct Family {
     /// take their own, and not read: how a model was trained is no part of it.
     pub dropout: &'static [(&'static str, bool)],
     pub switches: &'static [Switch],
+    pub numbers: &'static [Number],
     /// Fields that have one value only, which is also their value where they are not there.
     pub fixed: &'static [(&'static str, Fixed)],
     /// What names of tensors begin with.
@@ -40,7 +42,16 @@ pub(super) struct Count {
     pub theirs: &'static str,
     pub ours: &'static str,
     pub get: fn(&ModelConfig) -> usize,
+    /// The smallest that there is.
+    pub least: u64,
     pub absent: Absent,
+}
+
+/// A factor.
+pub(super) struct Number {
+    pub theirs: &'static str,
+    pub ours: &'static str,
+    pub get: fn(&ModelConfig) -> f64,
 }
 
 /// Something that is or is not.
@@ -71,6 +82,8 @@ pub(super) enum Word {
     Number(u64),
     /// A list of nothing.
     Nothing,
+    /// Null, where a field that is not there stands for something.
+    Null,
 }
 
 impl Word {
@@ -80,13 +93,37 @@ impl Word {
             Word::Text(text) => json!(text),
             Word::Number(number) => json!(number),
             Word::Nothing => json!([]),
+            Word::Null => Value::Null,
         }
     }
 }
 
 const fn count(theirs: &'static str, ours: &'static str, get: fn(&ModelConfig) -> usize, absent: Absent) -> Count {
-    Count { theirs, ours, get, absent }
+    Count { theirs, ours, get, least: 1, absent }
 }
+
+/// First layers that have no experts.
+const DENSE_LAYERS: Count = Count {
+    theirs: "first_k_dense_replace",
+    ours: "dense_layers",
+    get: |m| m.dense_layers,
+    least: 0,
+    absent: Absent::Derived,
+};
+
+/// The extents of experts, as DeepSeek calls them.
+const fn deepseek_counts() -> [Count; 5] {
+    [
+        count("n_routed_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
+        count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
+        count("n_shared_experts", "shared_experts", |m| m.shared_experts.unwrap_or(1), Absent::Refused),
+        count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
+        DENSE_LAYERS,
+    ]
+}
+
+const NORM_TOPK: &[Switch] =
+    &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }];
 
 const OFF: Fixed = Fixed::Is(Word::Flag(false));
 const NOT_QUANTIZED: (&str, Fixed) = ("quantization_config", Fixed::Absent);
@@ -105,10 +142,29 @@ const fn llama_counts(kv_heads: Absent, head_dim: Absent) -> [Count; 7] {
     ]
 }
 
+/// What DeepSeek-V3's router has besides, and the width of a head.
+const DOTS1_COUNTS: [Count; 3] = [
+    count("n_group", "expert_groups", |m| m.expert_groups, Absent::Derived),
+    count("topk_group", "expert_top_groups", |m| m.expert_top_groups, Absent::Derived),
+    count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
+];
+
+/// Extents of families whose heads are as wide as the model divided by them.
+const fn shape() -> [Count; 6] {
+    [
+        count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+        count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+        count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+        count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+        count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Derived),
+        count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
+    ]
+}
+
 const LLAMA: Family = Family {
     name: "llama",
     class: "LlamaForCausalLM",
-    counts: &llama_counts(Absent::Derived, Absent::Derived),
+    counts: &[&llama_counts(Absent::Derived, Absent::Derived)],
     norm_eps: ("rms_norm_eps", 1e-6),
     tied: false,
     rotary: true,
@@ -117,6 +173,7 @@ const LLAMA: Family = Family {
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
     switches: &[],
+    numbers: &[],
     fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
     prefix: "model.",
     transposed: &[],
@@ -128,7 +185,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "mistral",
         class: "MistralForCausalLM",
-        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        counts: &[&llama_counts(Absent::Refused, Absent::Derived)],
         whole_heads: false,
         window: Some(("sliding_window", 4096)),
         context: ("max_position_embeddings", 131_072),
@@ -138,7 +195,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen2",
         class: "Qwen2ForCausalLM",
-        counts: &llama_counts(Absent::Refused, Absent::Derived),
+        counts: &[&llama_counts(Absent::Refused, Absent::Derived)],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
@@ -147,7 +204,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen3",
         class: "Qwen3ForCausalLM",
-        counts: &llama_counts(Absent::Refused, Absent::Refused),
+        counts: &[&llama_counts(Absent::Refused, Absent::Refused)],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
@@ -156,7 +213,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "mixtral",
         class: "MixtralForCausalLM",
-        counts: &[
+        counts: &[&[
             count("num_local_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
             count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Derived),
             count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
@@ -166,7 +223,7 @@ pub(super) const FAMILIES: &[Family] = &[
             count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
             count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
             count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
-        ],
+        ]],
         whole_heads: false,
         context: ("max_position_embeddings", 131_072),
         fixed: &[("hidden_act", SILU), ("sliding_window", Fixed::Absent), NOT_QUANTIZED],
@@ -175,7 +232,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen3_moe",
         class: "Qwen3MoeForCausalLM",
-        counts: &[
+        counts: &[&[
             count("num_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
             count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
             count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
@@ -186,10 +243,10 @@ pub(super) const FAMILIES: &[Family] = &[
             count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
             count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
             count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
-        ],
+        ]],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
-        switches: &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }],
+        switches: NORM_TOPK,
         fixed: &[
             ("hidden_act", SILU),
             ("attention_bias", OFF),
@@ -201,16 +258,64 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "olmoe",
+        class: "OlmoeForCausalLM",
+        counts: &[&[
+            count("num_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
+            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
+            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
+            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
+            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
+            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
+            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Derived),
+            count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
+        ]],
+        norm_eps: ("rms_norm_eps", 1e-5),
+        context: ("max_position_embeddings", 4096),
+        switches: NORM_TOPK,
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("clip_qkv", Fixed::Absent), NOT_QUANTIZED],
+        ..LLAMA
+    },
+    Family {
+        name: "deepseek",
+        class: "DeepseekForCausalLM",
+        counts: &[&deepseek_counts(), &shape()],
+        switches: NORM_TOPK,
+        fixed: &[
+            ("hidden_act", SILU),
+            ("attention_bias", OFF),
+            ("moe_layer_freq", Fixed::Is(Word::Number(1))),
+            ("scoring_func", Fixed::Is(Word::Text("softmax"))),
+            NOT_QUANTIZED,
+        ],
+        ..LLAMA
+    },
+    Family {
+        name: "dots1",
+        class: "Dots1ForCausalLM",
+        counts: &[&deepseek_counts(), &shape(), &DOTS1_COUNTS],
+        whole_heads: false,
+        switches: NORM_TOPK,
+        numbers: &[Number { theirs: "routed_scaling_factor", ours: "router_scale", get: |m| m.router_scale }],
+        fixed: &[
+            ("hidden_act", SILU),
+            ("attention_bias", OFF),
+            ("sliding_window", Fixed::Is(Word::Null)),
+            NOT_QUANTIZED,
+        ],
+        ..LLAMA
+    },
+    Family {
         name: "gpt2",
         class: "GPT2LMHeadModel",
-        counts: &[
+        counts: &[&[
             count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
             count("n_layer", "layers", |m| m.layers, Absent::Refused),
             count("n_embd", "dim", |m| m.dim, Absent::Refused),
             count("n_head", "heads", |m| m.heads, Absent::Refused),
             count("n_inner", "ffn", |m| m.ffn, Absent::Derived),
             count(POSITIONS.0, "positions", |m| m.positions.unwrap_or(POSITIONS.1), Absent::Derived),
-        ],
+        ]],
         norm_eps: ("layer_norm_epsilon", 1e-5),
         tied: true,
         rotary: false,
@@ -218,6 +323,7 @@ pub(super) const FAMILIES: &[Family] = &[
         window: None,
         context: POSITIONS,
         switches: &[],
+        numbers: &[],
         dropout: &[("embd_pdrop", true), ("resid_pdrop", true), ("attn_pdrop", false)],
         fixed: &[
             ("activation_function", Fixed::Is(Word::Text("gelu_new"))),

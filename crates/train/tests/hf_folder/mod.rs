@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 12] = [
+pub const CASES: [&str; 15] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -20,6 +20,9 @@ pub const CASES: [&str; 12] = [
     "qwen3_tied",
     "mixtral",
     "qwen3_moe",
+    "olmoe",
+    "deepseek",
+    "dots1",
     "gpt2",
     "gpt2_untied",
 ];
@@ -103,10 +106,22 @@ fn config(m: &HashMap<String, String>) -> Value {
         "hidden_act": "silu", "tie_word_embeddings": tied, "rope_parameters": rope, "max_position_embeddings": 128,
         "sliding_window": count("window"), "use_sliding_window": false, "dtype": "float32",
     });
+    let experts = match architecture {
+        "mixtral" => "num_local_experts",
+        "deepseek" | "dots1" => "n_routed_experts",
+        _ => "num_experts",
+    };
+    if let Some(scale) = number("router_scale") {
+        config["routed_scaling_factor"] = json!(scale);
+    }
     let experts = [
-        (if architecture == "mixtral" { "num_local_experts" } else { "num_experts" }, count("experts")),
+        (experts, count("experts")),
         ("num_experts_per_tok", count("experts_per_token")),
         ("moe_intermediate_size", count("expert_ffn")),
+        ("n_shared_experts", count("shared_experts")),
+        ("first_k_dense_replace", count("dense_layers")),
+        ("n_group", count("expert_groups")),
+        ("topk_group", count("expert_top_groups")),
     ];
     for (field, count) in experts {
         if let Some(count) = count {

@@ -1,0 +1,99 @@
+//! What stands behind attention in a layer: a gated MLP, or a mixture of experts.
+
+use crate::parameters::{bias_of_choice, exact_matrix, matrix, stack};
+use lockstep_config::ModelConfig;
+use lockstep_ir::graph::Loss;
+use lockstep_ir::op::{Routing, Score};
+use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, Section, TypeError, ValueId};
+
+/// What Hugging Face calls the parts of a mixture of experts.
+pub(crate) struct ExpertNames {
+    /// The block of a layer.
+    pub block: &'static str,
+    /// The matrices of an expert: gate, up and down.
+    pub matrices: [&'static str; 3],
+}
+
+/// So many hidden units.
+fn hidden(ffn: usize) -> Section {
+    Section { axis: Axis::Ffn, count: ffn, unit: 1 }
+}
+
+/// A gated MLP (SwiGLU) of a layer. The names of its values begin with `ours`, and Hugging Face has it in the block `theirs`.
+pub(crate) fn gated(
+    g: &mut Graph,
+    x: ValueId,
+    ffn: usize,
+    (layer, ours, theirs): (usize, &str, &str),
+    [normal, to_residual]: [&Init; 2],
+) -> Result<ValueId, TypeError> {
+    let at = |name: &str| format!("layers.{layer}.{ours}{name}");
+    let hf = |name: &str| format!("model.layers.{layer}.{theirs}.{name}_proj.weight");
+    let embed = g.ty(x).dims[2].clone();
+    let packed = Dim::packed([hidden(ffn), hidden(ffn)]);
+    let w = matrix(g, &at("wgate_up"), [packed, embed.clone()], normal, &[hf("gate"), hf("up")]);
+    let gate_up = g.op(Op::Linear, &[x, w], &at("gate_up"))?[0];
+    let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
+    let w = matrix(g, &at("wdown"), [embed, Dim::packed([hidden(ffn)])], to_residual, &[hf("down")]);
+    Ok(g.op(Op::Linear, &[y, w], &at("ffn_out"))?[0])
+}
+
+/// A mixture of experts: a router in f32 that chooses some of them for every token, and the weighted sum of what these give. What
+/// shared experts give, which are one MLP, is added to it.
+pub(crate) fn mixture(
+    g: &mut Graph,
+    x: ValueId,
+    m: &ModelConfig,
+    (experts, names): (usize, &ExpertNames),
+    (layer, trains): (usize, bool),
+    [normal, to_residual]: [&Init; 2],
+) -> Result<ValueId, TypeError> {
+    let at = |name: &str| format!("layers.{layer}.{name}");
+    let embed = || Dim::new(Axis::Embed, m.dim);
+    let each = || Dim::new(Axis::Experts, experts);
+    let width = m.expert_ffn.unwrap_or(m.ffn);
+    let &ExpertNames { block, matrices: [gate, up, down] } = names;
+    let of_block = |name: &str| format!("model.layers.{layer}.{block}.{name}");
+    let hf = |name: &str| of_block(&format!("{name}.weight"));
+    let of_each = |names: &[&str]| -> Vec<String> {
+        (0..experts).flat_map(|e| names.iter().map(move |name| hf(&format!("experts.{e}.{name}")))).collect()
+    };
+
+    let exact = g.op(Op::Cast { to: DType::F32 }, &[x], &at("router_input"))?[0];
+    let w = exact_matrix(g, &at("router"), [each(), embed()], normal, &[hf("gate")]);
+    let logits = g.op(Op::Linear, &[exact, w], &at("router_logits"))?[0];
+    let sigmoid = m.architecture.features().sigmoid_router;
+    let how = Routing {
+        choices: m.experts_per_token.unwrap_or(1),
+        score: if sigmoid { Score::Sigmoid } else { Score::Softmax },
+        normalise: m.norm_topk,
+        scale: m.router_scale as f32,
+        groups: m.expert_groups,
+        top_groups: m.expert_top_groups,
+    };
+    let mut reads = vec![logits];
+    if sigmoid {
+        let names = [of_block("gate.e_score_correction_bias")];
+        reads.push(bias_of_choice(g, &at("router_bias"), each(), m.balance_bias as f32, &names));
+    }
+    let routed = g.op(Op::Route { how }, &reads, &at("routed"))?;
+    let (weights, chosen) = (routed[0], routed[1]);
+    let (balance, z) = (m.balance_loss as f32, m.z_loss as f32);
+    if trains && balance + z > 0.0 {
+        let counts = g.op(Op::ExpertCounts { experts }, &[chosen], &at("expert_counts"))?[0];
+        let value = g.op(Op::RouterLoss { balance, z }, &[logits, counts], &at("router_loss"))?[0];
+        g.losses.push(Loss { value, weight: 1.0 });
+    }
+    let packed = Dim::packed([hidden(width), hidden(width)]);
+    let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate, up]));
+    let gate_up = g.op(Op::GroupedLinear, &[x, w, chosen], &at("gate_up"))?[0];
+    let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
+    let dims = [each(), embed(), Dim::packed([hidden(width)])];
+    let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down]));
+    let y = g.op(Op::GroupedLinearEach, &[y, w, chosen], &at("expert_out"))?[0];
+    let Some(shared) = m.shared_experts else { return Ok(g.op(Op::Combine, &[y, weights], &at("ffn_out"))?[0]) };
+    let routed = g.op(Op::Combine, &[y, weights], &at("routed_out"))?[0];
+    let names = format!("{block}.shared_experts");
+    let always = gated(g, x, shared * width, (layer, "shared_", &names), [normal, to_residual])?;
+    Ok(g.op(Op::Add, &[routed, always], &at("ffn_out"))?[0])
+}
