@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout};
 use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
 use serde_json::json;
@@ -268,6 +269,14 @@ fn as_text(results: &[Comparison]) -> String {
             let text = format!("{}: {name} {found} at {at}, {bound} accepted; {verdict}", c.layout);
             notes.push_str(&wrapped(&text, "  "));
         }
+    }
+    let flips =
+        |c: &Comparison| Some(format!("{} {}", c.layout, thousands(c.flipped_choices.filter(|(n, _)| *n > 0)?.0)));
+    if let Some((_, all)) = results.iter().find_map(|c| c.flipped_choices) {
+        let which: Vec<String> = results.iter().filter_map(flips).collect();
+        let which = if which.is_empty() { "none".to_owned() } else { which.join("; ") };
+        let text = format!("of {} choices of experts, those that differ from one rank's: {which}", thousands(all));
+        notes.push_str(&wrapped(&text, "  "));
     }
     let mut text = table(&header, &rows) + &notes;
     text.push_str(&wrapped(

@@ -46,6 +46,18 @@ fn shells_can_complete_and_manuals_can_be_read() {
     }
 }
 
+/// On the sources of this very checkout, whatever has been added to them.
+#[test]
+fn the_quick_start_trains() {
+    let place = Place::new();
+    let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/quickstart.toml");
+    let small = ["train.steps=1", "optimizer.warmup_steps=0", "train.global_batch=2", "train.micro_batch=2"];
+    let set: Vec<&str> = small.into_iter().flat_map(|key| ["--set", key]).collect();
+    let text =
+        place.ok(&[&["train", config, "--run-dir", "run", "--set", "train.validation_sequences=2"], &set[..]].concat());
+    assert!(text.contains("finished 1 step"), "{text}");
+}
+
 #[test]
 fn doctor_speaks_json() {
     let place = Place::new();

@@ -209,7 +209,8 @@ impl<'a> Search<'a> {
 
     /// Bytes that the arena has at least.
     fn bound(&self, set: &Set) -> u64 {
-        self.stages.iter().map(|s| s.bound - s.frees(&set.recomputed)).max().unwrap_or(0)
+        // Rows that go to experts are saved once, and freed where they are sent and where they come.
+        self.stages.iter().map(|s| s.bound.saturating_sub(s.frees(&set.recomputed))).max().unwrap_or(0)
     }
 
     /// Bytes of the largest arena.

@@ -215,15 +215,15 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 /// Every rank has as many experts.
 fn expert_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
     let ep = layout.mesh.size(MeshAxis::Ep);
-    if ep == 1 && layout.expert_bound.is_some() {
-        return Some(Refusal {
-            key: "parallel.ep_bound",
-            with: &["parallel.ep"],
-            reason: "parallel.ep_bound is of rows that ranks send each other, and parallel.ep = 1".into(),
-            nearest: "no ep_bound, or ep = 2 or more".into(),
-        });
-    }
     let Some(experts) = extents.experts else {
+        if layout.expert_bound.is_some() {
+            return Some(Refusal {
+                key: "parallel.ep_bound",
+                with: &["model.experts"],
+                reason: "parallel.ep_bound is of rows that go to experts, and the model has none".into(),
+                nearest: "no ep_bound".into(),
+            });
+        }
         return (ep > 1).then(|| Refusal {
             key: "parallel.ep",
             with: &["model.experts", "parallel.dp"],
@@ -579,7 +579,7 @@ mod tests {
             assert_eq!(check(&layout(fits), &experts), [], "{fits}");
         }
         assert_eq!(check(&layout("ep=2,bound=1.5"), &experts), []);
-        assert_eq!(refused("dp=2,bound=1.5", experts), one("parallel.ep_bound", "no ep_bound, or ep = 2 or more"));
+        assert_eq!(refused("dp=2,bound=1.5", LLAMA), one("parallel.ep_bound", "no ep_bound"));
         assert_eq!(refused("ep=8", experts), one("parallel.ep", "ep = 6 or 12"));
         let none = one("parallel.ep", "ep = 1; dp has ranks with sequences of their own");
         assert_eq!(refused("ep=2", LLAMA), none);

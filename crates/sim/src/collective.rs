@@ -173,7 +173,7 @@ mod tests {
             let group = Group::of(&mesh(dp, tp, 1), axis.into(), 0, 8);
             PlacedCollective::new(pattern, group, bytes, &hardware).seconds(&terms)
         };
-        for pattern in [Pattern::AllReduce, Pattern::AllGather, Pattern::ReduceScatter] {
+        for pattern in [Pattern::AllReduce, Pattern::AllGather, Pattern::ReduceScatter, Pattern::AllToAll] {
             let inside = time(pattern, 1 << 28, 1, 8, MeshAxis::Tp);
             let outside = time(pattern, 1 << 28, 8, 8, MeshAxis::DpShard);
             assert!(time(pattern, 1 << 29, 1, 8, MeshAxis::Tp) > inside);

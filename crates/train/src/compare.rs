@@ -17,9 +17,9 @@ use lockstep_exec::{ExecError, copy};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
+use lockstep_ir::{Axes, DType, Layout, MeshAxis, Op, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
-use lockstep_plan::{Plan, Target, plan};
+use lockstep_plan::{Plan, PlanError, Target, plan_with};
 use numbers::{Spare, Stored, disturbed};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -98,6 +98,17 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// A plan whose programs tell where tokens go, where there are experts.
+fn plan(devices: &Devices, config: &Config) -> Result<Plan, PlanError> {
+    plan_with(devices, config, |model, form| {
+        let mut graph = lockstep_model::build_form(model, form)?;
+        let routes = graph.nodes.iter().filter(|n| matches!(n.op, Op::Route { .. }));
+        let chosen: Vec<ValueId> = routes.filter_map(|n| n.outputs.get(1).copied().flatten()).collect();
+        graph.outputs.extend(chosen);
+        Ok(graph)
+    })
+}
+
 /// What one rank gave.
 struct Trace {
     steps: Vec<SingleStep>,
@@ -114,6 +125,7 @@ struct SingleStep {
     loss: f64,
     norm: f32,
     gradients: Vec<Stored>,
+    chosen: Vec<u32>,
 }
 
 /// What a step gave.
@@ -124,6 +136,8 @@ struct Step {
     gradients: Vec<Stored>,
     /// Parameters, master weights and moments after the step.
     after: Vec<Stored>,
+    /// The experts of all tokens, layer by layer.
+    chosen: Vec<u32>,
 }
 
 /// Runs `steps` steps on random tokens with one rank and with each layout.
@@ -250,8 +264,8 @@ fn trace(devices: &Devices, (config, plan): (&Config, &Plan), steps: usize) -> R
     let mut starts = vec![run.states(is_kept, spare)?];
     let mut all = Vec::new();
     for step in 0..steps {
-        let Step { loss, norm, gradients, after } = run.step(step, spare)?;
-        all.push(SingleStep { loss, norm, gradients });
+        let Step { loss, norm, gradients, after, chosen } = run.step(step, spare)?;
+        all.push(SingleStep { loss, norm, gradients, chosen });
         starts.push(after);
     }
     let clip = step_scalars(config, 0, 0, 1).clip.into();
@@ -308,7 +322,20 @@ impl<'a> Run<'a> {
         let result = self.session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         let gradients = self.gradients(spare)?;
         let after = self.states(is_kept, spare)?;
-        Ok(Step { loss: result.loss, norm: result.grad_norm, gradients, after })
+        Ok(Step { loss: result.loss, norm: result.grad_norm, gradients, after, chosen: self.chosen()? })
+    }
+
+    /// The experts of all tokens of a step, in the order of layers and sequences.
+    fn chosen(&mut self) -> Result<Vec<u32>, TrainError> {
+        let of_tokens = |t: &&Tensor| t.role == Role::Output && t.whole.dtype == DType::U32;
+        let mut names: Vec<String> = self.session.tensors().iter().filter(of_tokens).map(|t| t.name.clone()).collect();
+        names.sort_unstable();
+        let mut chosen = Vec::new();
+        for (name, m) in names.iter().flat_map(|name| (0..self.plan.layout.micro_batches).map(move |m| (name, m))) {
+            let bytes = self.session.executor().read(name, m)?;
+            chosen.extend(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)));
+        }
+        Ok(chosen)
     }
 
     /// The sum of losses over the same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.

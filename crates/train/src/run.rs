@@ -269,6 +269,7 @@ impl Run<'_> {
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
             if let Some(rows) = metrics.line.rows_beyond {
+                show(Event::Stepped(&metrics.line));
                 self.record(&metrics.line, show)?;
                 let bound = self.config.parallel.ep_bound.unwrap_or(1.0);
                 return Err(TrainError::ExpertBound { step, rows, bound });

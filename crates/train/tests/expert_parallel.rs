@@ -4,7 +4,7 @@
 mod common;
 
 use lockstep_config::Config;
-use lockstep_train::Comparison;
+use lockstep_train::{Comparison, TrainError};
 
 /// Two of four experts for every token, and three of eight, narrower than the block that they take the place of.
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
@@ -89,6 +89,8 @@ fn whole(layout: &str) -> bool {
 /// Ranks that have the experts of others compute what those would: tokens go to the same experts, and losses are the same bits.
 fn same_losses(found: &[Comparison]) {
     for c in found.iter().filter(|c| whole(&c.layout)) {
+        let (flipped, all) = c.flipped_choices.unwrap();
+        assert!(flipped == 0 && all > 1000, "{}: {flipped} of {all} choices", c.layout);
         assert!(c.losses.iter().all(|(one, many)| one.to_bits() == many.to_bits()), "{}: {:?}", c.layout, c.losses);
     }
 }
@@ -144,4 +146,40 @@ fn recompute_policies_change_no_bit() {
             assert_eq!(with.gradient_difference, without.gradient_difference, "{policy}, {layout}");
         }
     }
+}
+
+/// A run on text whose experts have room for so many times an even share.
+fn bounded(dir: &std::path::Path, bound: &str) -> Config {
+    let text = format!(
+        "[model]\narchitecture = \"mixtral\"\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nexperts = 4\n\
+         [data]\npaths = [\".\"]\nextensions = [\"txt\"]\n[train]\nseq = 32\nglobal_batch = 8\nsteps = 3\nthreads = 1\n\
+         [parallel]\nep = 2\n{bound}\n"
+    );
+    std::fs::write(dir.join("run.toml"), text).unwrap();
+    Config::load(&dir.join("run.toml"), &[]).unwrap()
+}
+
+#[test]
+fn a_step_that_needs_more_rows_than_are_planned_ends_the_run_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_corpus(dir.path());
+    let run = |name: &str, bound: &str| {
+        let mut steps = Vec::new();
+        let result = common::run_with(&bounded(dir.path(), bound), &dir.path().join(name), &mut |event| {
+            if let lockstep_train::Event::Stepped(m) = event {
+                steps.push((m.loss.to_bits(), m.rows_beyond));
+            }
+        });
+        (result, steps)
+    };
+    let (Err(error), steps) = run("even", "ep_bound = 1.0") else { panic!("some expert gets more than its share") };
+    let TrainError::ExpertBound { step: 1, rows, bound: 1.0 } = error else { panic!("{error}") };
+    assert!(rows > 0 && error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
+    let [(_, Some(told))] = steps[..] else { panic!("{steps:?}") };
+    assert_eq!(told, rows);
+    // The same folder goes on with room for all; twice an even share of two ranks is as much as there can be.
+    let (ended, steps) = run("even", "ep_bound = 2.0");
+    ended.unwrap();
+    assert_eq!(steps, run("all", "").1);
+    assert_eq!(steps.len(), 3);
 }

@@ -109,3 +109,89 @@ impl Rewrite<'_> {
         Ok(places)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Context;
+    use crate::passes::TRAINING_PASSES;
+    use crate::passes::tests::{lines, small_model};
+    use lockstep_ir::graph::{Loss, Parameter, State};
+    use lockstep_ir::op::Routing;
+    use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, TensorType};
+
+    /// One layer of four experts between an embedding and a head, behind the passes up to ZeRO.
+    fn sharded(layout: &str) -> Graph {
+        let mut g = Graph::new();
+        let (embed, ffn, experts) = (Dim::new(Axis::Embed, 2), Dim::new(Axis::Ffn, 6), Dim::new(Axis::Experts, 4));
+        let vocab = Dim::new(Axis::Vocab, 8);
+        let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 4)]);
+        let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
+        let mut parameter = |name: &str, dims: Vec<Dim>| {
+            let parameter =
+                Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false, balance: None };
+            g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
+        };
+        let table = parameter("table", vec![vocab, embed.clone()]);
+        let router = parameter("router", vec![experts.clone(), embed.clone()]);
+        let up = parameter("up", vec![experts.clone(), ffn.clone(), embed.clone()]);
+        let down = parameter("down", vec![experts, embed, ffn]);
+        let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap();
+        let x = op(Op::Embedding, &[tokens, table], "x")[0];
+        let logits = op(Op::Linear, &[x, router], "logits")[0];
+        let routed = op(Op::Route { how: Routing::top(2) }, &[logits], "routed");
+        let hidden = op(Op::GroupedLinear, &[x, up, routed[1]], "hidden")[0];
+        let hidden = op(Op::Gelu, &[hidden], "gelu")[0];
+        let y = op(Op::GroupedLinearEach, &[hidden, down, routed[1]], "y")[0];
+        let out = op(Op::Combine, &[y, routed[0]], "out")[0];
+        let scores = op(Op::Linear, &[out, table], "scores")[0];
+        let loss = op(Op::CrossEntropy, &[scores, targets], "loss")[0];
+        g.outputs.push(loss);
+        g.losses.push(Loss { value: loss, weight: 1.0 });
+        let layout: Layout = layout.parse().unwrap();
+        let context = Context { layout, ..small_model().1 };
+        let passes = TRAINING_PASSES.iter().filter(|pass| !["fuse", "optimizer"].contains(&pass.name));
+        passes.fold(g, |g, pass| (pass.run)(&g, &context).unwrap())
+    }
+
+    #[test]
+    fn rows_go_to_their_experts_and_back_once_in_either_direction() {
+        assert_eq!(
+            lines(&sharded("ep=2"), &[" = all_to_all"], false).trim_start(),
+            "\
+ @(ep: split 0) = all_to_all(routed.chosen.slots.owners) { over: ep, from: 1, to: 0 }
+F x.rows.sent @(ep: split 0) = all_to_all(x.rows) { over: ep, from: 1, to: 0 }
+F y.rows.sent @(ep: split 1) = all_to_all(y.rows) { over: ep, from: 0, to: 1 }
+B d.y.rows.sent @(ep: split 0) = all_to_all(d.y.rows) { over: ep, from: 1, to: 0 }
+B d.x.rows.sent @(ep: split 1) = all_to_all(d.x.rows) { over: ep, from: 0, to: 1 }
+"
+        );
+        assert!(lines(&sharded("dp=2"), &["all_to_all", "rows"], false).is_empty());
+    }
+
+    #[test]
+    fn what_is_of_experts_is_reduced_over_other_data_parallel_ranks_alone() {
+        let reduced = |layout: &str| lines(&sharded(layout), &["R grad"], false);
+        assert_eq!(
+            reduced("dp=2,ep=2"),
+            "\
+R grad.down.summed @(ep: split 0), grad.up.summed @(ep: split 0) = all_reduce(grad.down, grad.up) { over: dp }
+R grad.router.summed = all_reduce(grad.router) { over: dp×ep }
+"
+        );
+        // Nobody else has them.
+        assert!(!reduced("ep=2,zero=1").contains("grad.up"));
+        let scattered = lines(&sharded("dp=2,zero=2,ep=2"), &["= reduce_scatter"], false);
+        assert!(scattered.contains("(grad.down.here, grad.up.here) { over: dp, dim: None }"), "{scattered}");
+        assert!(!lines(&sharded("ep=2,zero=3"), &["= all_gather"], false).contains("up"));
+    }
+
+    #[test]
+    fn with_a_bound_blocks_are_smaller_and_what_is_beyond_it_is_told() {
+        let slots = |layout: &str| lines(&sharded(layout), &[" = expert_slots", "return"], false);
+        assert!(slots("ep=2").contains("rows: 16, choices: 16, ranks: 2"));
+        assert!(!slots("ep=2").contains("rows_beyond"));
+        let bound = slots("ep=2,bound=1");
+        assert!(bound.contains("rows: 8, choices: 16, ranks: 2"), "{bound}");
+        assert!(bound.contains("return    loss, rows_beyond.routed.chosen"), "{bound}");
+    }
+}

@@ -80,6 +80,9 @@ pub struct Comparison {
     pub loss_difference: f64,
     /// The largest difference of a gradient element, as a share of its tensor's largest element.
     pub gradient_difference: f64,
+    /// Where the model has experts: choices that went to another expert than on one rank, and all choices, of all steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flipped_choices: Option<(u64, u64)>,
     /// Whether every loss, norm, gradient, parameter and moment has the same bits.
     pub identical: bool,
     /// What the layout promises.
@@ -132,6 +135,8 @@ pub(super) struct Found {
     differences: Vec<Difference>,
     /// Of one rank and of the run.
     losses: Vec<(f64, f64)>,
+    /// Choices of experts that differ, and all of them.
+    flipped: (u64, u64),
     identical: bool,
     /// What differences are measured by.
     measure: Promise,
@@ -142,7 +147,7 @@ impl Found {
     pub fn new(promise: Promise) -> Self {
         let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1, other_updates: 0.0 };
         let measure = if promise == Promise::Identical { loose } else { promise };
-        Self { differences: Vec::new(), losses: Vec::new(), identical: true, measure }
+        Self { differences: Vec::new(), losses: Vec::new(), flipped: (0, 0), identical: true, measure }
     }
 
     /// How far apart the run is.
@@ -164,6 +169,8 @@ impl Found {
     pub fn add_step(&mut self, single: &Trace, step: usize, before: &[Stored], theirs: &Step) {
         let ours = &single.steps[step];
         self.losses.push((ours.loss, theirs.loss));
+        let differ = ours.chosen.iter().zip(&theirs.chosen).filter(|(a, b)| a != b).count() as u64;
+        self.flipped = (self.flipped.0 + differ, self.flipped.1 + ours.chosen.len().min(theirs.chosen.len()) as u64);
         self.add_number(Kind::Loss, step, (ours.loss, theirs.loss));
         self.add_number(Kind::Norm, step, (ours.norm.into(), theirs.norm.into()));
         // A tensor whose gradient is nothing but rounding has no size of its own.
@@ -229,7 +236,7 @@ pub(super) fn judge(
     natural: &[Difference],
     arena_bytes: Vec<u64>,
 ) -> Comparison {
-    let Found { differences: found, losses, identical, .. } = found;
+    let Found { differences: found, losses, flipped, identical, .. } = found;
     let largest = |kind: Kind| found.iter().filter(|d| d.kind == kind).map(|d| d.value).fold(0.0, f64::max);
     let criteria = match promise {
         Promise::Identical => {
@@ -245,6 +252,7 @@ pub(super) fn judge(
         layout: layout.to_string(),
         ranks: layout.mesh.ranks(),
         losses,
+        flipped_choices: Some(flipped).filter(|(_, all)| *all > 0),
         loss_difference: largest(Kind::Loss),
         gradient_difference: largest(Kind::Gradient),
         identical,
