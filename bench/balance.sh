@@ -2,9 +2,9 @@
 # A mixture of experts beside a dense model of the same active FLOPs on the data of examples/quickstart.toml, with and without
 # balancing; three seeds. Prints validation losses and how uneven experts were, and draws the latter.
 #
-#     bench/balance.sh LOCKSTEP > bench/balance.txt        # writes bench/balance.svg too; about ten minutes on two cores
+#     bench/balance.sh LOCKSTEP > bench/balance.txt        # writes bench/balance.svg too; some minutes on a GPU
 #
-# Environment: STEPS (150), SEEDS ("1 2 3"), FOLDER (a temporary one, removed at the end).
+# Environment: DEVICE (cpu), STEPS (150), SEEDS ("1 2 3"), FOLDER (a temporary one, removed at the end).
 set -euo pipefail
 lockstep=$1
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,7 +12,7 @@ steps=${STEPS:-150} seeds=${SEEDS:-1 2 3}
 folder=${FOLDER:-$(mktemp -d)}
 [ -n "${FOLDER:-}" ] || trap 'rm -rf "$folder"' EXIT
 # Of 16 experts a token takes 3, and one that all share: 4 × 128 hidden units, and the router. The dense block has 512 and 8 more.
-common=(--set "train.steps=$steps" --set train.validate_every=50 --set train.validation_sequences=64 --set model.tied_embeddings=true)
+common=(--set "train.device=${DEVICE:-cpu}" --set "train.steps=$steps" --set train.validate_every=50 --set train.validation_sequences=64 --set model.tied_embeddings=true)
 dense=(--set model.architecture=qwen3 --set model.ffn=520)
 mixture=(--set model.architecture=dots1 --set model.expert_ffn=128 --set model.experts=16 --set model.experts_per_token=3
     --set model.shared_experts=1 --set model.balance_loss=0)
@@ -70,7 +70,7 @@ for i, (kind, what, color) in enumerate(k for k in KINDS if k[2]):
     for seed in seeds:
         points = " ".join(f'{x(m["step"]):.1f},{y(m["expert_most"]):.1f}' for m in runs[kind, seed])
         svg.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-opacity="0.8"/>')
-    svg.append(f'<text x="{L + 10}" y="{T - 12 + 16 * i}" fill="{color}">{what}</text>')
+    svg.append(f'<text x="{L + 10 + 370 * i}" y="{T - 12}" fill="{color}">{what}</text>')
 svg.append(f'<text x="{W // 2}" y="{H - 6}" text-anchor="middle">step</text>')
 svg.append(f'<text x="14" y="{H // 2}" text-anchor="middle" transform="rotate(-90 14 {H // 2})">most loaded expert, × even share</text>')
 svg.append("</svg>")

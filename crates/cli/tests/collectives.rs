@@ -17,14 +17,14 @@ fn check(text: &str, world: &str, ranks: usize) {
     assert_eq!((&found["world"], &found["ranks"]), (&world.into(), &ranks.into()), "{found}");
     assert_eq!(found["hosts"][0]["ranks"], ranks, "{found}");
     let rows = found["collectives"].as_array().unwrap();
-    assert_eq!(rows.len(), 5 * 3, "{found}");
+    assert_eq!(rows.len(), 6 * 3, "{found}");
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap();
         let close = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-9;
         assert!(close(number("algorithm_bytes_per_s"), number("bytes") / number("seconds")), "{row}");
         let factor = match row["collective"].as_str().unwrap() {
             "all_reduce" => 2.0 * (ranks - 1) as f64 / ranks as f64,
-            "reduce_scatter" | "all_gather" => (ranks - 1) as f64 / ranks as f64,
+            "reduce_scatter" | "all_gather" | "all_to_all" => (ranks - 1) as f64 / ranks as f64,
             "shift" | "send_receive" => 1.0,
             other => panic!("{other}"),
         };
