@@ -235,8 +235,8 @@ fn check_batch_invariance(
 ) -> Result<Option<CaseOutcome>, ExecError> {
     let spec = together.op.spec();
     let per_sequence = |dims: &str| dims.starts_with(['b', LEADING]);
-    // Chunks of positions are of the whole micro-batch.
-    let chunks = spec.inputs.iter().any(|i| i.dims.contains(['?', 'c']));
+    // Chunks of positions, and blocks of rows, are of the whole micro-batch.
+    let chunks = spec.inputs.iter().chain(spec.outputs).any(|o| o.dims.contains(['?', 'c']));
     if chunks || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }

@@ -455,12 +455,27 @@ impl Session {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         // In the order in which `result` asks for them.
-        let first = self.first.map(|_| (FIRST_STATS, 1));
-        let loads = self.loads.then_some((LOADS, 1));
+        let usual = [
+            Some((self.feed.loss(), micro_batches)),
+            Some((STATS, 1)),
+            self.first.map(|_| (FIRST_STATS, 1)),
+            self.loads.then_some((LOADS, 1)),
+        ];
+        let (mut few, mut count) = ([("", 0); 4], 0);
+        for result in usual.into_iter().flatten() {
+            (few[count], count) = (result, count + 1);
+        }
         let beyond = self.beyond.iter().map(|name| (name.as_str(), micro_batches));
-        let always = [(self.feed.loss(), micro_batches), (STATS, 1)].into_iter();
-        let results: Vec<(&str, usize)> = always.chain(first).chain(loads).chain(beyond).collect();
-        Ok(QueuedStep(match self.executor.read_later(&results)? {
+        let all: Vec<(&str, usize)>;
+        let results = match self.beyond.is_empty() {
+            // Nothing is allocated.
+            true => &few[..count],
+            false => {
+                all = few[..count].iter().copied().chain(beyond).collect();
+                &all
+            }
+        };
+        Ok(QueuedStep(match self.executor.read_later(results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
