@@ -111,16 +111,20 @@ const DENSE_LAYERS: Count = Count {
     absent: Absent::Derived,
 };
 
-/// The extents of experts, as DeepSeek calls them.
-const fn deepseek_counts() -> [Count; 5] {
+/// How many experts there are, and how many a token takes.
+const fn experts(theirs: &'static str, per_token: Absent) -> [Count; 2] {
     [
-        count("n_routed_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
-        count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
-        count("n_shared_experts", "shared_experts", |m| m.shared_experts.unwrap_or(1), Absent::Refused),
-        count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
-        DENSE_LAYERS,
+        count(theirs, "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
+        count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), per_token),
     ]
 }
+
+const MOE_WIDTH: [Count; 1] =
+    [count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused)];
+
+/// What DeepSeek has besides experts.
+const DEEPSEEK: [Count; 2] =
+    [count("n_shared_experts", "shared_experts", |m| m.shared_experts.unwrap_or(1), Absent::Refused), DENSE_LAYERS];
 
 const NORM_TOPK: &[Switch] =
     &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }];
@@ -130,41 +134,36 @@ const NOT_QUANTIZED: (&str, Fixed) = ("quantization_config", Fixed::Absent);
 const SILU: Fixed = Fixed::Is(Word::Text("silu"));
 
 /// The extents of Llama and its relatives.
-const fn llama_counts(kv_heads: Absent, head_dim: Absent) -> [Count; 7] {
+const fn extents(kv_heads: Absent) -> [Count; 5] {
     [
         count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
         count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
         count("hidden_size", "dim", |m| m.dim, Absent::Refused),
         count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
         count("num_key_value_heads", "kv_heads", |m| m.kv_heads, kv_heads),
-        count("head_dim", "head_dim", |m| m.head_dim, head_dim),
-        count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
     ]
 }
 
-/// What DeepSeek-V3's router has besides, and the width of a head.
-const DOTS1_COUNTS: [Count; 3] = [
+const fn head_dim(absent: Absent) -> [Count; 1] {
+    [count("head_dim", "head_dim", |m| m.head_dim, absent)]
+}
+
+const FFN: [Count; 1] = [count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused)];
+
+/// Where every layer has experts, and nothing else has a width.
+const FFN_OF_EXPERTS: [Count; 1] =
+    [count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused)];
+
+/// What DeepSeek-V3's router has besides.
+const GROUPS: [Count; 2] = [
     count("n_group", "expert_groups", |m| m.expert_groups, Absent::Derived),
     count("topk_group", "expert_top_groups", |m| m.expert_top_groups, Absent::Derived),
-    count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
 ];
-
-/// Extents of families whose heads are as wide as the model divided by them.
-const fn shape() -> [Count; 6] {
-    [
-        count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
-        count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
-        count("hidden_size", "dim", |m| m.dim, Absent::Refused),
-        count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
-        count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Derived),
-        count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
-    ]
-}
 
 const LLAMA: Family = Family {
     name: "llama",
     class: "LlamaForCausalLM",
-    counts: &[&llama_counts(Absent::Derived, Absent::Derived)],
+    counts: &[&extents(Absent::Derived), &head_dim(Absent::Derived), &FFN],
     norm_eps: ("rms_norm_eps", 1e-6),
     tied: false,
     rotary: true,
@@ -185,7 +184,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "mistral",
         class: "MistralForCausalLM",
-        counts: &[&llama_counts(Absent::Refused, Absent::Derived)],
+        counts: &[&extents(Absent::Refused), &head_dim(Absent::Derived), &FFN],
         whole_heads: false,
         window: Some(("sliding_window", 4096)),
         context: ("max_position_embeddings", 131_072),
@@ -195,7 +194,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen2",
         class: "Qwen2ForCausalLM",
-        counts: &[&llama_counts(Absent::Refused, Absent::Derived)],
+        counts: &[&extents(Absent::Refused), &head_dim(Absent::Derived), &FFN],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
@@ -204,7 +203,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen3",
         class: "Qwen3ForCausalLM",
-        counts: &[&llama_counts(Absent::Refused, Absent::Refused)],
+        counts: &[&extents(Absent::Refused), &head_dim(Absent::Refused), &FFN],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
@@ -213,17 +212,12 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "mixtral",
         class: "MixtralForCausalLM",
-        counts: &[&[
-            count("num_local_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
-            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Derived),
-            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
-            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
-            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
-            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
-            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
-            count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
-            count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
-        ]],
+        counts: &[
+            &experts("num_local_experts", Absent::Derived),
+            &extents(Absent::Refused),
+            &head_dim(Absent::Derived),
+            &FFN_OF_EXPERTS,
+        ],
         whole_heads: false,
         context: ("max_position_embeddings", 131_072),
         fixed: &[("hidden_act", SILU), ("sliding_window", Fixed::Absent), NOT_QUANTIZED],
@@ -232,18 +226,13 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "qwen3_moe",
         class: "Qwen3MoeForCausalLM",
-        counts: &[&[
-            count("num_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
-            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
-            count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
-            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
-            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
-            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
-            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
-            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Refused),
-            count("head_dim", "head_dim", |m| m.head_dim, Absent::Derived),
-            count("intermediate_size", "ffn", |m| m.ffn, Absent::Refused),
-        ]],
+        counts: &[
+            &experts("num_experts", Absent::Refused),
+            &MOE_WIDTH,
+            &extents(Absent::Refused),
+            &head_dim(Absent::Derived),
+            &FFN,
+        ],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         switches: NORM_TOPK,
@@ -260,16 +249,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "olmoe",
         class: "OlmoeForCausalLM",
-        counts: &[&[
-            count("num_experts", "experts", |m| m.experts.unwrap_or(1), Absent::Refused),
-            count("num_experts_per_tok", "experts_per_token", |m| m.experts_per_token.unwrap_or(1), Absent::Refused),
-            count("vocab_size", "vocab_size", |m| m.vocab_size, Absent::Refused),
-            count("num_hidden_layers", "layers", |m| m.layers, Absent::Refused),
-            count("hidden_size", "dim", |m| m.dim, Absent::Refused),
-            count("num_attention_heads", "heads", |m| m.heads, Absent::Refused),
-            count("num_key_value_heads", "kv_heads", |m| m.kv_heads, Absent::Derived),
-            count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused),
-        ]],
+        counts: &[&experts("num_experts", Absent::Refused), &extents(Absent::Derived), &FFN_OF_EXPERTS],
         norm_eps: ("rms_norm_eps", 1e-5),
         context: ("max_position_embeddings", 4096),
         switches: NORM_TOPK,
@@ -279,7 +259,13 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "deepseek",
         class: "DeepseekForCausalLM",
-        counts: &[&deepseek_counts(), &shape()],
+        counts: &[
+            &experts("n_routed_experts", Absent::Refused),
+            &MOE_WIDTH,
+            &DEEPSEEK,
+            &extents(Absent::Derived),
+            &FFN,
+        ],
         switches: NORM_TOPK,
         fixed: &[
             ("hidden_act", SILU),
@@ -293,7 +279,15 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         name: "dots1",
         class: "Dots1ForCausalLM",
-        counts: &[&deepseek_counts(), &shape(), &DOTS1_COUNTS],
+        counts: &[
+            &experts("n_routed_experts", Absent::Refused),
+            &MOE_WIDTH,
+            &DEEPSEEK,
+            &GROUPS,
+            &extents(Absent::Derived),
+            &head_dim(Absent::Derived),
+            &FFN,
+        ],
         whole_heads: false,
         switches: NORM_TOPK,
         numbers: &[Number { theirs: "routed_scaling_factor", ours: "router_scale", get: |m| m.router_scale }],
