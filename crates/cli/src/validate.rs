@@ -245,7 +245,8 @@ impl Factors {
     }
 }
 
-/// Errors of clean rows where one factor for every framework and GPU, the best there is, is known: of each file.
+/// Errors of clean rows, of each file, where a framework has one factor on a GPU: what the row teaches by which the others are least
+/// off in the median.
 fn with_one_factor(report: &Report) -> BTreeMap<String, Errors> {
     let mut groups: BTreeMap<(&str, &str), Vec<(String, f64)>> = BTreeMap::new();
     for row in report.rows.iter().filter(|row| row.clean) {
@@ -255,10 +256,12 @@ fn with_one_factor(report: &Report) -> BTreeMap<String, Errors> {
     }
     let mut errors: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for rows in groups.into_values() {
-        let ratios: Vec<f64> = rows.iter().map(|(_, ratio)| *ratio).collect();
-        let middle = quantile(&ratios, 0.5).unwrap_or(1.0);
+        let off = |factor: f64| rows.iter().map(|(_, ratio)| (ratio / factor - 1.0).abs()).collect::<Vec<f64>>();
+        let middle = |factor: &f64| quantile(&off(*factor), 0.5).unwrap_or(f64::INFINITY);
+        let taught = rows.iter().map(|(_, ratio)| *ratio).min_by(|a, b| middle(a).total_cmp(&middle(b)));
+        let taught = taught.unwrap_or(1.0);
         for (file, ratio) in rows {
-            errors.entry(file).or_default().push((ratio / middle - 1.0).abs());
+            errors.entry(file).or_default().push((ratio / taught - 1.0).abs());
         }
     }
     errors.into_iter().filter_map(|(file, errors)| Some((file, Errors::of(&errors)?))).collect()
