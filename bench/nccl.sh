@@ -170,7 +170,7 @@ PYTHON
 trace() {
     local wide=(model.dim=1024 model.ffn=4096)
     traced "dp=2 zero=3" parallel.dp=2 parallel.zero=3 "${wide[@]}"
-    traced "ep=2, deepseek with two shared experts" parallel.ep=2 parallel.ep_bound=1.5 model.architecture=deepseek model.experts=8 \
+    traced "ep=2, deepseek with two shared experts" parallel.ep=2 model.architecture=deepseek model.experts=8 \
         model.experts_per_token=2 model.expert_ffn=1024 model.shared_experts=2 precision.policy=bf16 "${wide[@]}"
 }
 

@@ -193,7 +193,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
 }
 
 const UNBOUNDED: &str = "parallel.ep_bound is not set: a layout with ep then has room for all tokens of a rank at any other, ep times an even share, \
-                         and is slow. With --set parallel.ep_bound=1.5 it has room for 1.5 times an even share (docs/experts.md).";
+                         and is slow. With --set parallel.ep_bound=2 it has room for twice an even share (docs/experts.md).";
 
 /// Searches, and shows how far it is.
 fn searched(asked: &SearchRequest) -> Result<SearchResult, PlanError> {
