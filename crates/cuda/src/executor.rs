@@ -569,7 +569,7 @@ impl Executor for CudaExecutor {
         Ok(())
     }
 
-    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+    fn read_later(&mut self, tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         let mut ranges = Vec::new();
         for (name, micro_batches) in tensors {
             for m in 0..*micro_batches {

@@ -144,7 +144,7 @@ pub trait Executor: Send {
 
     /// Queues the reading of tensors, each of so many micro-batches, as they are after what runs now. An executor whose `run`
     /// ends with the entry queues nothing: `read` gives them at once.
-    fn read_later(&mut self, _tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+    fn read_later(&mut self, _tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         Ok(None)
     }
 

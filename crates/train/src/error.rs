@@ -306,6 +306,19 @@ pub enum TrainError {
         /// The config's.
         bound: f64,
     },
+    /// The same of tokens that a model is evaluated on.
+    #[error(
+        "evaluation sends experts {} rows more than parallel.ep_bound = {bound} times an even share has room for\n\
+         hint: what was trained is kept; go on with --set parallel.ep_bound={}, or without the key, which plans for all that there \
+         can be",
+        units::thousands(*.rows), 2.0 * .bound
+    )]
+    EvaluationBound {
+        /// Rows that found no place, in all layers, of a micro-batch.
+        rows: u64,
+        /// The config's.
+        bound: f64,
+    },
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare\nhint: use --device cuda")]
     AlwaysDeterministic,

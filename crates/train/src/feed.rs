@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::tasks::Request;
-use lockstep_compile::MISSES;
+use lockstep_compile::{MISSES, ROWS_BEYOND};
 use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::op::IGNORED_TARGET;
@@ -200,6 +200,8 @@ impl Reading {
 /// executor.
 pub(crate) struct Feed {
     names: [String; 6],
+    beyond: Vec<String>,
+    bound: f64,
     reading: Reading,
     /// What was read last, where none is read ahead.
     read: MicroBatch,
@@ -234,6 +236,7 @@ impl Feed {
         };
         let rows = (0..batch).map(row).filter(|row| row.tokens || row.targets || row.starts).collect();
         let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
+        let beyond = tensors.iter().map(|t| &t.name).filter(|name| name.starts_with(ROWS_BEYOND)).cloned().collect();
         let reading = Reading { rows, batch, seq, starts: starts.is_some(), vocab };
         Self {
             read: reading.buffers(),
@@ -242,6 +245,8 @@ impl Feed {
             keys,
             seed,
             names,
+            beyond,
+            bound: 1.0,
             tokens: vec![0; positions],
             targets: vec![0; positions],
             bytes: Vec::with_capacity(positions * 4),
@@ -288,6 +293,31 @@ impl Feed {
     /// The tensor of a micro-batch's losses.
     pub(crate) fn loss(&self) -> &str {
         &self.names[4]
+    }
+
+    /// Outputs that count rows which found no place with their experts, where these have room for some only.
+    pub(crate) fn beyond(&self) -> &[String] {
+        &self.beyond
+    }
+
+    /// With what the config says of that room, for messages.
+    pub(crate) fn bounded(self, bound: Option<f64>) -> Self {
+        Self { bound: bound.unwrap_or(1.0), ..self }
+    }
+
+    /// Refuses losses that are not finite because rows found no place with their experts.
+    fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<(), TrainError> {
+        if self.beyond.is_empty() || losses(bytes).all(f64::is_finite) {
+            return Ok(());
+        }
+        let mut rows = 0.0;
+        for name in &self.beyond {
+            rows += losses(&executor.read(name, 0)?).sum::<f64>();
+        }
+        match rows > 0.0 {
+            true => Err(TrainError::EvaluationBound { rows: rows as u64, bound: self.bound }),
+            false => Ok(()),
+        }
     }
 
     /// Reads a micro-batch and gives it to an executor: the sequences from `first` on, and the `last` one again where there are no
@@ -369,7 +399,6 @@ impl Feed {
             if stop.load(Ordering::SeqCst) {
                 return Ok(false);
             }
-            self.tokens.fill(0);
             self.targets.fill(IGNORED_TARGET);
             if let Some(starts) = &mut self.starts {
                 starts.fill(0);
@@ -377,16 +406,21 @@ impl Feed {
             if let Some(keys) = &mut self.keys {
                 keys.fill(0);
             }
+            // Behind a text it stands again: tokens that are all the same would all go to the same experts.
+            let seq = self.seq();
+            for (tokens, text) in self.tokens.chunks_mut(seq).zip(texts.iter().cycle()) {
+                let read = &text.tokens[..text.tokens.len() - 1];
+                tokens.iter_mut().zip(read.iter().cycle()).for_each(|(to, token)| *to = *token);
+            }
             for (b, text) in texts.iter().enumerate() {
-                let read = text.tokens.len() - 1;
-                let range = b * self.seq()..b * self.seq() + read;
-                self.tokens[range.clone()].copy_from_slice(&text.tokens[..read]);
+                let range = b * seq..b * seq + text.tokens.len() - 1;
                 let first = text.context - 1;
                 self.targets[range][first..].copy_from_slice(&text.tokens[first + 1..]);
             }
             self.send(executor, 0)?;
             executor.run(entry)?;
             let bytes = executor.read(self.loss(), 0)?;
+            self.require_room(executor, &bytes)?;
             let misses = executor.read(&self.names[5], 0)?;
             let positions: &[[u8; 4]] = misses.as_chunks().0;
             let greedy = |misses: &[[u8; 4]]| misses.iter().all(|miss| f32::from_le_bytes(*miss) == 0.0);
@@ -416,6 +450,7 @@ impl Feed {
             executor.run(entry)?;
             let count = (sequences - first).min(self.batch() as u64);
             let bytes = executor.read(self.loss(), 0)?;
+            self.require_room(executor, &bytes)?;
             for (b, loss) in losses(&bytes).enumerate().take(count as usize) {
                 let targets = &self.targets[b * self.seq()..(b + 1) * self.seq()];
                 let index = first + b as u64;

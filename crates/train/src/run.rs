@@ -285,7 +285,16 @@ impl Run<'_> {
                 continue;
             }
             if self.validates(step) {
-                metrics.line.val_loss = self.validate(stop, show)?;
+                let validated = self.validate(stop, show);
+                if let Err(TrainError::EvaluationBound { rows, .. }) = validated {
+                    metrics.line.rows_beyond = Some(rows);
+                    self.record(&metrics.line, show)?;
+                    show(Event::Stepped(&metrics.line));
+                    // The step itself was none too large.
+                    self.await_save(show)?;
+                    self.save_now(show)?;
+                }
+                metrics.line.val_loss = validated?;
                 if metrics.line.val_loss.is_none() {
                     // Interrupted: the next call takes the validation and then writes the line.
                     self.pending = Some(metrics.line);
@@ -404,10 +413,15 @@ impl Run<'_> {
                 looked = stop.look();
             }
         };
-        let scores = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
+        let scores = match self.session.score(&self.requests.rows, stop.flag(), &mut heard) {
+            Ok(None) => return looked.map(|_| false),
+            Ok(Some(scores)) => Ok(scores),
+            // Texts of tasks are not those that the bound is for.
+            Err(error @ TrainError::EvaluationBound { .. }) => Err(error),
+            Err(error) => return Err(error),
+        };
         looked?;
-        let Some(scores) = scores else { return Ok(false) };
-        match self.requests.reports(&self.tasks, &scores) {
+        match scores.and_then(|scores| self.requests.reports(&self.tasks, &scores)) {
             Ok(reports) => {
                 line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
                 show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });

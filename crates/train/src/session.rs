@@ -42,9 +42,9 @@ pub struct Session {
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
     limits: bool,
-    /// Outputs that count rows which found no place, where parts of the experts have room for some only.
-    beyond: Vec<String>,
     feed: Feed,
+    /// What is read of a step, each with its micro-batches, in the order in which `result` asks for it.
+    results: Vec<(String, usize)>,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
     /// What reads the samples of the steps to come, and how long the last step waited for it.
@@ -145,7 +145,6 @@ impl Session {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             loads: tensors.iter().any(|tensor| tensor.name == LOADS),
             limits: config.spikes.skip,
-            beyond: tensors.iter().map(|t| &t.name).filter(|name| name.starts_with(ROWS_BEYOND)).cloned().collect(),
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
                 &tensors,
@@ -153,7 +152,9 @@ impl Session {
                 (batch, config.train.seq),
                 (config.train.seed, config.model.vocab_size),
                 &|name, elements| executor.has(name, elements),
-            ),
+            )
+            .bounded(config.parallel.ep_bound),
+            results: Vec::new(),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
@@ -163,6 +164,11 @@ impl Session {
             data_wait: Duration::ZERO,
             saver: None,
         };
+        let once = [Some(STATS), session.first.map(|_| FIRST_STATS), session.loads.then_some(LOADS)];
+        let once = once.into_iter().flatten().map(|name| (name.to_owned(), 1));
+        let beyond = session.feed.beyond().iter().map(|name| (name.clone(), session.micro_batches));
+        session.results =
+            [(session.feed.loss().to_owned(), session.micro_batches)].into_iter().chain(once).chain(beyond).collect();
         session.limit(StepLimits::NONE)?;
         Ok(session)
     }
@@ -454,28 +460,9 @@ impl Session {
     fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
-        // In the order in which `result` asks for them.
-        let usual = [
-            Some((self.feed.loss(), micro_batches)),
-            Some((STATS, 1)),
-            self.first.map(|_| (FIRST_STATS, 1)),
-            self.loads.then_some((LOADS, 1)),
-        ];
-        let (mut few, mut count) = ([("", 0); 4], 0);
-        for result in usual.into_iter().flatten() {
-            (few[count], count) = (result, count + 1);
-        }
-        let beyond = self.beyond.iter().map(|name| (name.as_str(), micro_batches));
-        let all: Vec<(&str, usize)>;
-        let results = match self.beyond.is_empty() {
-            // Nothing is allocated.
-            true => &few[..count],
-            false => {
-                all = few[..count].iter().copied().chain(beyond).collect();
-                &all
-            }
-        };
-        Ok(QueuedStep(match self.executor.read_later(results)? {
+        let counted = |name: &str| name == self.feed.loss() || name.starts_with(ROWS_BEYOND);
+        self.results.iter_mut().filter(|(name, _)| counted(name)).for_each(|(_, count)| *count = micro_batches);
+        Ok(QueuedStep(match self.executor.read_later(&self.results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
             None => Queued::Done(self.result(micro_batches, self.targets, |name, m| self.executor.read(name, m))?),
         }))
@@ -513,7 +500,7 @@ impl Session {
             false => Vec::new(),
         };
         let mut beyond = 0.0;
-        for (name, m) in self.beyond.iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
+        for (name, m) in self.feed.beyond().iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
             beyond += losses(&read(name, m)?).sum::<f64>();
         }
         let loss = sum / targets as f64;

@@ -148,12 +148,12 @@ fn recompute_policies_change_no_bit() {
     }
 }
 
-/// A run on text whose experts have room for so many times an even share.
-fn bounded(dir: &std::path::Path, bound: &str) -> Config {
+/// A run on text whose experts are on two ranks, with more lines of its config.
+fn bounded(dir: &std::path::Path, lines: &str) -> Config {
     let text = format!(
         "[model]\narchitecture = \"mixtral\"\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nexperts = 4\n\
          [data]\npaths = [\".\"]\nextensions = [\"txt\"]\n[train]\nseq = 32\nglobal_batch = 8\nsteps = 3\nthreads = 1\n\
-         [parallel]\nep = 2\n{bound}\n"
+         {lines}\n"
     );
     std::fs::write(dir.join("run.toml"), text).unwrap();
     Config::load(&dir.join("run.toml"), &[]).unwrap()
@@ -172,14 +172,88 @@ fn a_step_that_needs_more_rows_than_are_planned_ends_the_run_and_changes_nothing
         });
         (result, steps)
     };
-    let (Err(error), steps) = run("even", "ep_bound = 1.0") else { panic!("some expert gets more than its share") };
+    let (Err(error), steps) = run("even", "validation_sequences = 0\n[parallel]\nep = 2\nep_bound = 1.0") else {
+        panic!("some expert gets more than its share")
+    };
     let TrainError::ExpertBound { step: 1, rows, bound: 1.0 } = error else { panic!("{error}") };
     assert!(rows > 0 && error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
     let [(_, Some(told))] = steps[..] else { panic!("{steps:?}") };
     assert_eq!(told, rows);
     // The same folder goes on with room for all; twice an even share of two ranks is as much as there can be.
-    let (ended, steps) = run("even", "ep_bound = 2.0");
+    let (ended, steps) = run("even", "validation_sequences = 0\n[parallel]\nep = 2\nep_bound = 2.0");
     ended.unwrap();
-    assert_eq!(steps, run("all", "").1);
+    assert_eq!(steps, run("all", "validation_sequences = 0\n[parallel]\nep = 2").1);
     assert_eq!(steps.len(), 3);
+}
+
+#[test]
+fn a_validation_that_needs_more_rows_than_are_planned_ends_the_run_before_its_first_step() {
+    let dir = tempfile::tempdir().unwrap();
+    common::write_corpus(dir.path());
+    let config = bounded(dir.path(), "[parallel]\nep = 2\nep_bound = 1.0");
+    let error = common::run_with(&config, &dir.path().join("run"), &mut |event| {
+        assert!(!matches!(event, lockstep_train::Event::Stepped(_)), "there is room");
+    });
+    let error = error.err().expect("some expert gets more than its share");
+    assert!(matches!(error, TrainError::EvaluationBound { rows: 1.., bound: 1.0 }), "{error}");
+    assert!(error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
+}
+
+/// A run on text whose last part, which validates, is one letter over and over: all of its tokens go to the same experts. Of some
+/// seeds these are on both ranks at first and on one of them later, while the text before has room all along.
+fn one_letter(dir: &std::path::Path, seed: u64, lines: &str) -> Config {
+    let text: String =
+        (0..1440).map(|i| format!("line {i}: the square of {} is {}.\n", i % 97, (i % 97) * (i % 97))).collect();
+    let letters = text.len() / 15;
+    std::fs::write(dir.join("text.txt"), text + &"a".repeat(letters)).unwrap();
+    let always = "[optimizer]\nlr = 0.1\nwarmup_steps = 0\n[parallel]\nep = 2\nep_bound = 1.75";
+    bounded(dir, &format!("seed = {seed}\n{lines}\n{always}"))
+}
+
+#[test]
+fn a_validation_behind_a_step_that_needs_more_rows_keeps_what_was_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "validate_every = 1\nvalidation_sequences = 8";
+    let found = (1..40).find_map(|seed| {
+        let (run, mut steps) = (dir.path().join(seed.to_string()), Vec::new());
+        let ended = common::run_with(&one_letter(dir.path(), seed, lines), &run, &mut |event| {
+            if let lockstep_train::Event::Stepped(m) = event {
+                steps.push((m.rows_beyond, m.val_loss.is_some()));
+            }
+        });
+        match ended {
+            Err(TrainError::EvaluationBound { rows, bound: 1.75 }) if !steps.is_empty() => Some((run, steps, rows)),
+            Ok(_) | Err(TrainError::EvaluationBound { .. } | TrainError::ExpertBound { .. }) => None,
+            Err(error) => panic!("{error}"),
+        }
+    });
+    let (run, steps, rows) = found.expect("a seed whose validation alone has no room");
+    let (last, before) = steps.split_last().unwrap();
+    assert_eq!(*last, (Some(rows), false));
+    assert!(before.iter().all(|step| *step == (None, true)), "{steps:?}");
+    let written = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    assert!(written.lines().last().unwrap().contains(&format!("\"rows_beyond\":{rows}")), "{written}");
+    assert_eq!(lockstep_train::Trained::open(&run).unwrap().step(), steps.len() as u64);
+}
+
+#[test]
+fn tasks_that_need_more_rows_than_are_planned_have_no_scores_and_the_run_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let item = format!("{{\"query\":\"{}\",\"target\":\"a\",\"delimiter\":\"\"}}\n", "a".repeat(30));
+    // As many as are scored at once: rows of the last find no place.
+    std::fs::write(dir.path().join("ends.jsonl"), item.repeat(8)).unwrap();
+    let lines = "validation_sequences = 0\n[eval]\ntasks = [\"ends.jsonl\"]\nevery = 1";
+    let found = (1..40).find_map(|seed| {
+        let (mut scored, mut warned) = (0, Vec::new());
+        let config = one_letter(dir.path(), seed, lines);
+        let ended = common::run_with(&config, &dir.path().join(seed.to_string()), &mut |event| match event {
+            lockstep_train::Event::EvaluatedTasks { .. } => scored += 1,
+            lockstep_train::Event::Warning(text) if text.starts_with("no scores") => warned.push(text.to_owned()),
+            _ => {}
+        });
+        (ended.is_ok() && !warned.is_empty()).then_some((scored, warned))
+    });
+    let (scored, warned) = found.expect("a seed whose tasks alone have no room");
+    assert_eq!(scored + warned.len(), 3);
+    assert!(warned[0].contains("go on with --set parallel.ep_bound=3.5"), "{warned:?}");
 }

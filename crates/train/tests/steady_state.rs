@@ -1,6 +1,7 @@
 //! A step allocates nothing, and the process grows by what the plan says. One test alone in its process: it counts the
 //! whole process's allocations.
 
+use lockstep_compile::ROWS_BEYOND;
 use lockstep_config::{Batch, Config};
 use lockstep_data::{PrepareSpec, Sampler, prepare};
 use lockstep_ir::{StepProgram, StepScalars};
@@ -81,4 +82,33 @@ fn a_step_allocates_nothing_and_the_process_grows_by_the_arena() {
     // Going back begins anew, in the same memory.
     step(2);
     assert_eq!(ALLOCATIONS.load(Ordering::SeqCst), count);
+
+    // On two ranks, what is read is put together in memory of its own, tensor by tensor. Nothing else is allocated by a bound on the
+    // rows of experts, and nothing by the ranks.
+    drop(session);
+    let allocated = |f: &mut dyn FnMut()| {
+        let before = ALLOCATIONS.load(Ordering::SeqCst);
+        f();
+        ALLOCATIONS.load(Ordering::SeqCst) - before
+    };
+    let of_two = |bound: &str| {
+        let text = format!(
+            "[model]\narchitecture = \"mixtral\"\nvocab_size = 64\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nexperts = 4\n\
+             [train]\nseq = 16\nglobal_batch = 4\nmicro_batch = 1\nthreads = 1\n[parallel]\nep = 2\n{bound}"
+        );
+        let config = Config::parse(&text, "run.toml", &[]).unwrap();
+        let plan = lockstep_plan::plan(&Devices::new(), &config).unwrap();
+        let mut session = Session::new(&Devices::new(), &config, &plan).unwrap();
+        session.run_step(scalars).unwrap();
+        let step = allocated(&mut || drop(session.run_step(scalars).unwrap()));
+        assert_eq!(allocated(&mut || session.executor().run(StepProgram::TRAIN).unwrap()), 0);
+        let tensors = plan.compiled.programs[0].tensors.iter();
+        let beyond: Vec<&str> = tensors.map(|t| t.name.as_str()).filter(|name| name.starts_with(ROWS_BEYOND)).collect();
+        let mut read = |name: &&str, m| drop(session.executor().read(name, m).unwrap());
+        (beyond.len(), step, allocated(&mut || beyond.iter().for_each(|name| (0..2).for_each(|m| read(name, m)))))
+    };
+    let (none, without, _) = of_two("");
+    let (layers, with, reads) = of_two("ep_bound = 1.5");
+    assert_eq!((none, layers), (0, 2));
+    assert_eq!(with, without + reads);
 }

@@ -65,7 +65,7 @@ impl Executor for Alone {
         self.executor.run(entry)
     }
 
-    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+    fn read_later(&mut self, tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         self.executor.read_later(tensors)
     }
 

@@ -245,13 +245,13 @@ impl Executor for ProcessWorld {
     }
 
     /// Queues the reading of what this rank has of them.
-    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+    fn read_later(&mut self, tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         tensors.iter().try_for_each(|(name, _)| self.known(name).map(|_| ()))?;
-        let has = |(name, _): &(&str, usize)| !self.first_runs(name, self.here).is_empty();
-        let own: Vec<(&str, usize)> = tensors.iter().copied().filter(has).collect();
+        let has = |(name, _): &&(String, usize)| !self.first_runs(name, self.here).is_empty();
+        let own: Vec<(String, usize)> = tensors.iter().filter(has).cloned().collect();
         let ticket = self.on_rank(|rank| rank.read_later(&own))?;
         if ticket.is_some() {
-            self.later.push_back(tensors.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect());
+            self.later.push_back(tensors.to_vec());
         }
         Ok(ticket)
     }

@@ -46,11 +46,11 @@ impl Executor for Late {
         self.inner.profile(entry)
     }
 
-    fn read_later(&mut self, tensors: &[(&str, usize)]) -> Result<Option<Ticket>, ExecError> {
+    fn read_later(&mut self, tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         let number = self.readings;
         self.readings += 1;
         let mut all = Vec::new();
-        for (name, m) in tensors.iter().flat_map(|(name, count)| (0..*count).map(move |m| (*name, m))) {
+        for (name, m) in tensors.iter().flat_map(|(name, count)| (0..*count).map(move |m| (name, m))) {
             let mut bytes = self.inner.read(name, m)?.into_owned();
             if self.spoiled == Some(number) && name == STATS {
                 bytes[4..].copy_from_slice(&f32::NAN.to_le_bytes());
