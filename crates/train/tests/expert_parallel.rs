@@ -194,7 +194,7 @@ fn a_validation_that_needs_more_rows_than_are_planned_ends_the_run_before_its_fi
     let error = common::run_with(&config, &dir.path().join("run"), &mut |event| {
         assert!(!matches!(event, lockstep_train::Event::Stepped(_)), "there is room");
     });
-    let error = error.err().expect("some expert gets more than its share");
+    let error = error.expect_err("some expert gets more than its share");
     assert!(matches!(error, TrainError::EvaluationBound { rows: 1.., bound: 1.0 }), "{error}");
     assert!(error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
 }
