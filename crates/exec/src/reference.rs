@@ -129,6 +129,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::Route { how } => experts::route(&dims, &how, x).into(),
+        Op::RouteTo { how } => vec![experts::route_to(&dims, &how, x), x[1].to_vec()],
         Op::RouteGrad { how } => vec![experts::route_grad(&dims, &how, x)],
         Op::ExpertCounts { .. } => vec![experts::counts(&dims, x[0])],
         Op::RouterLoss { balance, z } => vec![experts::router_loss(&dims, [balance, z].map(f64::from), x)],

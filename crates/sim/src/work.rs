@@ -289,6 +289,7 @@ impl Demand {
             | Op::AttentionMerge
             | Op::LastPosition
             | Op::Route { .. }
+            | Op::RouteTo { .. }
             | Op::RouteGrad { .. }
             | Op::ExpertCounts { .. }
             | Op::RouterLoss { .. }

@@ -58,8 +58,11 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     match source {
         Source::Input => {
             let whole = Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0));
-            let seq = ty.dims.iter().position(|d| d.sections[0].axis == Axis::Seq);
-            seq.map_or(whole, |dim| whole.with(mesh.wide(MeshAxis::Cp.into()), Placement::Split(dim)))
+            let find = |axis: Axis| ty.dims.iter().position(|d| d.sections[0].axis == axis);
+            // Choices of experts are where routers make them.
+            let routed = context.layout.sequence_parallel && find(Axis::Choices).is_some();
+            let over = if routed { Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]) } else { MeshAxis::Cp.into() };
+            find(Axis::Seq).map_or(whole, |dim| whole.with(mesh.wide(over), Placement::Split(dim)))
         }
         Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);

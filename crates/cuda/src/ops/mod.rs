@@ -178,6 +178,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::JoinRows => head::join_rows(call),
             Op::Part { .. } => sections::part(call),
             Op::Route { ref how } => router::route(call, how),
+            Op::RouteTo { ref how } => router::route_to(call, how),
             Op::RouteGrad { ref how } => router::route_grad(call, how),
             Op::ExpertCounts { .. } => router::counts(call),
             Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),

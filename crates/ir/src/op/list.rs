@@ -212,7 +212,12 @@ ops! {
         /// How it chooses.
         how: Routing,
     } = experts::ROUTE,
-    /// Gradient of `Route`, by the weights.
+    /// What `Route` would give if it chose the experts that are given for each token.
+    RouteTo {
+        /// As in `Route`.
+        how: Routing,
+    } = experts::ROUTE_TO,
+    /// Gradient of `Route` and `RouteTo`, by the weights.
     RouteGrad {
         /// As in `Route`.
         how: Routing,
