@@ -111,7 +111,7 @@ pub fn route_to(call: Call, how: &Routing) {
                 let factor = if how.normalise { how.scale / sum } else { how.scale };
                 if let Some(weights) = weights {
                     let weights = weights.slice(token * choices, choices);
-                    weights.iter_mut().zip(&*given).for_each(|(w, e)| *w = own(e) * factor);
+                    weights.iter_mut().zip(given.iter()).for_each(|(w, e)| *w = own(e) * factor);
                 }
                 if let Some(chosen) = chosen {
                     chosen.slice(token * choices, choices).copy_from_slice(given);
