@@ -287,6 +287,8 @@ impl Demand {
             | Op::Rope { .. }
             | Op::RopeAt
             | Op::AttentionMerge
+            | Op::SplitHeads { .. }
+            | Op::JoinHeads { .. }
             | Op::LastPosition
             | Op::Route { .. }
             | Op::RouteGrad { .. }

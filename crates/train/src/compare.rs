@@ -17,7 +17,7 @@ use lockstep_exec::{ExecError, copy};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, DType, Layout, MeshAxis, Op, StepProgram, StepScalars, ValueId, counter};
+use lockstep_ir::{Axes, ContextParallel, DType, Layout, MeshAxis, Op, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
 use lockstep_plan::{Plan, PlanError, Target, plan_with};
 use numbers::{Spare, Stored, disturbed};
@@ -39,9 +39,14 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let mut small = config.clone();
     let (m, t) = (&mut small.model, &mut small.train);
     let group = m.heads / m.kv_heads;
-    m.kv_heads = if m.kv_heads.is_multiple_of(tp) { fit(m.kv_heads, 4, tp) } else { m.kv_heads };
+    // Ranks that have whole heads.
+    let split = most(|l| match l.context {
+        ContextParallel::Ring | ContextParallel::Gather => l.mesh.size(MeshAxis::Tp),
+        ContextParallel::AllToAll => l.mesh.size(Axes::of(&[MeshAxis::Tp, MeshAxis::Cp])),
+    });
+    m.kv_heads = if m.kv_heads.is_multiple_of(split) { fit(m.kv_heads, 4, split) } else { m.kv_heads };
     // Fewer heads per key head, if all layouts still divide them.
-    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(tp));
+    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(split));
     m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
