@@ -144,24 +144,34 @@ kill_a_rank() {
     done
 }
 
-trace() {
+# NAME KEY=VALUE...: which collectives run beside kernels.
+traced() {
+    local name=$1 set=()
+    shift
+    for pair in "$@"; do set+=(--set "$pair"); done
     rm -rf traced
-    "$lockstep" launch run.toml --quiet --share-gpus --run-dir traced --set parallel.dp=2 --set parallel.zero=3 --set model.dim=1024 \
-        --set model.ffn=4096 --profile-steps 5:6 > log 2>&1 || tail -5 log
-    python3 - traced/profile-5-6.json <<'PYTHON'
+    "$lockstep" launch run.toml --quiet --share-gpus --run-dir traced "${set[@]}" --profile-steps 5:6 > log 2>&1 || tail -5 log
+    python3 - traced/profile-5-6.json "$name" <<'PYTHON'
 import json, sys
 events = [e for e in json.load(open(sys.argv[1])) if e["ph"] == "X"]
 kernels, transfers = ([e for e in events if e["tid"] == tid] for tid in (0, 1))
 beside = lambda c: sum(max(0, min(c["ts"] + c["dur"], k["ts"] + k["dur"]) - max(c["ts"], k["ts"])) for k in kernels)
-shared = [beside(c) for c in transfers]
-total = sum(c["dur"] for c in transfers)
-print(f"trace of dp=2 zero=3, 2 steps: {len(transfers)} collectives on the communication stream, {total / 1e3:.1f} ms in all; "
-      f"{sum(s > 0 for s in shared)} of them ran beside kernels, {sum(shared) / 1e3:.1f} ms")
-longest = sorted(zip(shared, transfers), key=lambda pair: -pair[0])[:3]
-for s, c in longest:
+print(f"trace of {sys.argv[2]}, 2 steps:")
+for kind in sorted({c["name"] for c in transfers}):
+    each = [(beside(c), c) for c in transfers if c["name"] == kind]
+    print(f"  {len(each)} {kind} on the communication stream, {sum(c['dur'] for _, c in each) / 1e3:.1f} ms in all; "
+          f"{sum(s > 0 for s, _ in each)} of them ran beside kernels, {sum(s for s, _ in each) / 1e3:.1f} ms")
+    s, c = max(each, key=lambda pair: pair[0])
     names = sorted({k["name"] for k in kernels if k["ts"] < c["ts"] + c["dur"] and c["ts"] < k["ts"] + k["dur"]})
-    print(f"  {c['name']} of layer {c['args']['layer']}, {c['dur'] / 1e3:.2f} ms, {s / 1e3:.2f} ms of it beside {', '.join(names[:6])}")
+    print(f"    one of layer {c['args']['layer']}: {c['dur'] / 1e3:.2f} ms, {s / 1e3:.2f} ms of it beside {', '.join(names[:6])}")
 PYTHON
+}
+
+trace() {
+    local wide=(model.dim=1024 model.ffn=4096)
+    traced "dp=2 zero=3" parallel.dp=2 parallel.zero=3 "${wide[@]}"
+    traced "ep=2, deepseek with two shared experts" parallel.ep=2 model.architecture=deepseek model.experts=8 \
+        model.experts_per_token=2 model.expert_ffn=1024 model.shared_experts=2 precision.policy=bf16 "${wide[@]}"
 }
 
 # The program of stage 1 has three of four layers.

@@ -180,6 +180,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
             if args.rejected {
                 write!(out, "{}", ranking.rejected())?;
             }
+            let unbounded = config.model.experts.is_some() && config.parallel.ep_bound.is_none();
+            if unbounded && !config.is_given("parallel.ep") {
+                write!(out, "\n{}", wrapped(UNBOUNDED, "  "))?;
+            }
         }
     }
     if let (true, Some(best)) = (args.write, ranking.best()) {
@@ -187,6 +191,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     Ok(())
 }
+
+const UNBOUNDED: &str = "parallel.ep_bound is not set: a layout with ep then has room for all tokens of a rank at any other, ep times an even share, \
+                         and is slow. With --set parallel.ep_bound=2 it has room for twice an even share (docs/experts.md).";
 
 /// Searches, and shows how far it is.
 fn searched(asked: &SearchRequest) -> Result<SearchResult, PlanError> {

@@ -129,7 +129,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let all = predict(&cases, &guessed, threads);
         let row = |i: usize| RowReport::new(&cases[i], &names[cases[i].file], &all[i], None);
         let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
-        (report.summary.clean.step_time, with_one_factor(&report))
+        let of_files = report.summary.by_file.iter();
+        let errors = of_files.filter_map(|(file, summary)| Some((file.clone(), summary.step_time?)));
+        (errors.collect::<BTreeMap<_, _>>(), with_one_factor(&report))
     });
     let mut out = std::io::stdout().lock();
     match args.format {
@@ -159,13 +161,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 write!(out, "{}", wrapped(&text, "  "))?;
             }
             if let Some(errors) = scaled {
-                writeln!(out, "with one factor per framework and GPU: step time {}", percent(&Some(errors)))?;
+                let text = format!("with one factor per framework and GPU: step time of {}", by_file(&errors));
+                write!(out, "{}", wrapped(&text, "  "))?;
             }
             if let Some((errors, one)) = guessed {
                 let text = format!(
-                    "with nothing known of the framework, its constants guessed from others: step time {}; with one factor {}",
-                    percent(&errors),
-                    percent(&Some(one))
+                    "with nothing known of the framework, its constants guessed from others: step time of {}; with one factor {}",
+                    by_file(&errors),
+                    by_file(&one)
                 );
                 write!(out, "{}", wrapped(&text, "  "))?;
             }
@@ -242,19 +245,31 @@ impl Factors {
     }
 }
 
-/// Errors of clean step times where each framework on each GPU has a factor of its own: the one that is right for its middle row.
-fn with_one_factor(report: &Report) -> Errors {
-    let mut groups: BTreeMap<(&str, &str), Vec<f64>> = BTreeMap::new();
+/// Errors of clean rows, of each file, where a framework has one factor on a GPU: what the row teaches by which the others are least
+/// off in the median.
+fn with_one_factor(report: &Report) -> BTreeMap<String, Errors> {
+    let mut groups: BTreeMap<(&str, &str), Vec<(String, f64)>> = BTreeMap::new();
     for row in report.rows.iter().filter(|row| row.clean) {
         if let (Some(predicted), Some(measured)) = (row.predicted_s, row.measured_s) {
-            groups.entry((&row.framework, &row.gpu)).or_default().push(predicted / measured);
+            groups.entry((&row.framework, &row.gpu)).or_default().push((row.of_file(), predicted / measured));
         }
     }
-    let errors = |ratios: &Vec<f64>| -> Vec<f64> {
-        let middle = quantile(ratios, 0.5).unwrap_or(1.0);
-        ratios.iter().map(|ratio| (ratio / middle - 1.0).abs()).collect()
-    };
-    Errors::of(&groups.values().flat_map(errors).collect::<Vec<f64>>()).unwrap_or_default()
+    let mut errors: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for rows in groups.into_values() {
+        let off = |factor: f64| rows.iter().map(|(_, ratio)| (ratio / factor - 1.0).abs()).collect::<Vec<f64>>();
+        let middle = |factor: &f64| quantile(&off(*factor), 0.5).unwrap_or(f64::INFINITY);
+        let taught = rows.iter().map(|(_, ratio)| *ratio).min_by(|a, b| middle(a).total_cmp(&middle(b)));
+        let taught = taught.unwrap_or(1.0);
+        for (file, ratio) in rows {
+            errors.entry(file).or_default().push((ratio / taught - 1.0).abs());
+        }
+    }
+    errors.into_iter().filter_map(|(file, errors)| Some((file, Errors::of(&errors)?))).collect()
+}
+
+/// Of every file, in a line.
+fn by_file(errors: &BTreeMap<String, Errors>) -> String {
+    errors.iter().map(|(file, errors)| format!("{file} {}", percent(&Some(*errors)))).collect::<Vec<_>>().join("; ")
 }
 
 fn percent(errors: &Option<Errors>) -> String {

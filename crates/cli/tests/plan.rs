@@ -39,6 +39,16 @@ fn what_is_shown_of_a_layout_is_what_explain_says_of_its_keys() {
 }
 
 #[test]
+fn experts_are_planned_for_with_a_bound_or_the_bound_is_named() {
+    let place = Place::new();
+    let model = "architecture = \"mixtral\"\nexperts = 4\nexperts_per_token = 2\nvocab_size";
+    place.config(&SMALL.replacen("vocab_size", model, 1));
+    let args = ["plan", "run.toml", "--gpu", "h100", "--gpus", "4", "--set", "parallel.pp=1"];
+    assert!(place.ok(&args).contains("parallel.ep_bound is not set: "));
+    assert!(!place.ok(&[&args[..], &["--set", "parallel.ep_bound=1.5"]].concat()).contains("ep_bound is not set"));
+}
+
+#[test]
 fn a_wrong_request_is_refused_with_what_would_do() {
     let place = Place::new();
     place.config(SMALL);

@@ -28,10 +28,11 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // order: rows sorted by expert, and of one expert in their order; -1 where there is none. starts[e]: where those of expert e start,
-// with the end of all behind; then how many each has; then the experts, those with the most rows first. A block places what it counted.
+// with the end of all behind; then how many each has; then the experts, those with the most rows first. places, if wanted: where in the
+// order each row is, -1 for one without an expert. A block places what it counted.
 extern "C" __global__ void __launch_bounds__(1024)
-    place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int rows, int each, int experts,
-               int of_part, int of_experts) {
+    place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int *places, int rows, int each,
+               int experts, int of_part, int of_experts) {
     __shared__ int next[MOST_EXPERTS], sizes[MOST_EXPERTS], sums[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = threadIdx.x;
     int before = 0, all = 0;
@@ -85,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             if (turn != warp) continue;
             int at = expert != ~0u ? next[expert] : 0;
             __syncwarp();
+            if (places && row < end) places[row] = expert == ~0u ? -1 : at + rank;
             if (expert == ~0u) continue;
             order[at + rank] = row;
             if (rank == 0) next[expert] = at + __popc(same);
@@ -123,24 +125,36 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int i = min(filled, rows) + threadIdx.x; i < rows; i += 1024) owners[i] = ~0u;
 }
 
-// sorted[at] = x[order[at] / sharers], and zeros where there is none; a warp has a row of so many packs.
+// sorted[places[r]] = x[r / sharers], so that x is read once; zeros behind the rows of each expert, up to a multiple of 64. A warp has a row of x,
+// a block in front of those with rows the zeros of an expert.
 extern "C" __global__ void __launch_bounds__(256)
-    gather_rows(const Pack<bf16> *x, Pack<bf16> *sorted, const int *order, const int *starts, int experts, int packs,
-                int sharers) {
-    i64 at = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
-    if (at >= starts[experts]) return;
-    i64 row = order[at];
-    x += max(row, (i64)0) / sharers * packs;
-    sorted += at * packs;
+    scatter_rows(const Pack<bf16> *x, Pack<bf16> *sorted, const int *places, const int *starts, i64 rows, int experts,
+                 int packs, int sharers) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if ((int)blockIdx.x < experts) {
+        int count = starts[experts + 1 + blockIdx.x], end = (count + 63) / 64 * 64;
+        sorted += (i64)starts[blockIdx.x] * packs;
+        for (int r = count + warp; r < end; r += 8)
+            for (int i = lane; i < packs; i += 32) sorted[(i64)r * packs + i] = {};
+        return;
+    }
+    i64 from = (i64)(blockIdx.x - experts) * 8 + warp;
+    places += from * sharers;
+    x += from * packs;
+    if (from * sharers >= rows) return;
     // Several are under way before the first is stored.
-    for (int i = threadIdx.x & 31; i < packs; i += 32 * 8) {
-        Pack<bf16> p[8] = {};
+    for (int i = lane; i < packs; i += 32 * 8) {
+        Pack<bf16> p[8];
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            if (row >= 0 && i + j * 32 < packs) p[j] = x[i + j * 32];
+            if (i + j * 32 < packs) p[j] = x[i + j * 32];
+        for (int c = 0; c < sharers; c++) {
+            int to = places[c];
+            if (to < 0) continue;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            if (i + j * 32 < packs) sorted[i + j * 32] = p[j];
+            for (int j = 0; j < 8; j++)
+                if (i + j * 32 < packs) sorted[(i64)to * packs + i + j * 32] = p[j];
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 // Grouped bf16 matmuls of experts on Hopper: wgmma on tiles of 128 × 256, tiles handed out by row counts that are on the device. One
 // warp group loads, two multiply. Rows are gathered as they are loaded and scattered as they are stored; of WEIGHT's
-// two factors x is sorted in memory before, since threads alone cannot load as much as the tensor cores take.
+// two factors x is sorted in memory before, since threads alone cannot load as much as the tensor cores take, and two blocks
+// of a cluster, whose tiles lie below each other, load half of it each for both.
 //
 // FORWARD: y[r, c] = Σ x[r / sharers, d] · w[e, c, d]. INPUT: dx[r, c] = Σ dy[r, d] · w[e, d, c]. WEIGHT: dw[e, i, j] = Σ dy[r, i] ·
 // x[at, j], where r is at place `at` of the order. Columns and depth are multiples of 64.
@@ -51,6 +52,15 @@ DEV void barrier_expect(u32 b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
 }
 DEV void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+// Of the same barrier in a block of the cluster.
+DEV void barrier_arrive_at(u32 b, u32 block) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(b),
+                 "r"(block)
+                 : "memory");
+}
+DEV void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 DEV void barrier_wait(u32 b, u32 parity) {
     asm volatile("{\n.reg .pred p;\nL: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D;\nbra L;\nD:\n}" ::"r"(b),
                  "r"(parity)
@@ -59,6 +69,13 @@ DEV void barrier_wait(u32 b, u32 parity) {
 DEV void load_box(u32 to, const TensorMap *map, int x, int y, u32 b) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
                  "l"(map), "r"(x), "r"(y), "r"(b)
+                 : "memory");
+}
+// The same for both blocks of a cluster: their memory, and their barriers.
+DEV void load_box_for_both(u32 to, const TensorMap *map, int x, int y, u32 b) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+                 "[%4], %5;" ::"r"(to),
+                 "l"(map), "r"(x), "r"(y), "r"(b), "h"((u16)3)
                  : "memory");
 }
 // 16 bytes, or zeros.
@@ -111,13 +128,14 @@ DEV bool tile_of(const Args &g, const Shared &s, i64 round, Tile &t) {
     int across = (g.columns + BN - 1) / BN;
     i64 i = round * gridDim.x + blockIdx.x;
     if (KIND == WEIGHT) {
-        // The longest sums come first, and blocks take turns in who gets the longer ones.
-        if (round & 1) i = (round + 1) * gridDim.x - 1 - blockIdx.x;
-        int down = (g.lines + BM - 1) / BM, per = down * across;
+        // The longest sums come first, and clusters take turns in who gets the longer ones.
+        int clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
+        i = round * clusters + (round & 1 ? clusters - 1 - cluster : cluster);
+        int down = (g.lines + 2 * BM - 1) / (2 * BM), per = down * across;
         if (i >= (i64)per * g.experts) return false;
         int at = (int)(i % per);
         t.expert = s.largest[i / per];
-        t.row = at % down * BM;
+        t.row = (at % down * 2 + blockIdx.x % 2) * BM;
         t.column = at / down * BN;
         t.depth = (starts[g.experts + 1 + t.expert] + BK - 1) / BK;
         return true;
@@ -163,8 +181,8 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
         } else {
 #pragma unroll
             for (int j = 0; j < BK / LINES; j++) rows[j] = t.depth ? order[j * LINES] : -1;
-            // Whether there are 128 lines, or 64.
-            there = g.lines - t.row >= BM;
+            // Which halves of the lines there are.
+            there = (g.lines > t.row) + 2 * (g.lines - t.row >= BM);
         }
         for (int d = 0; d < t.depth; d++) {
             u32 full = shared_address(&s.full[stage]);
@@ -176,8 +194,11 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
                 int row = KIND == FORWARD ? t.expert * g.columns + t.column
                                           : (KIND == INPUT ? t.expert * g.depth : s.starts[t.expert]) + d * BK;
                 if (KIND == FORWARD) load_box(b, map, d * BK, row, full);
-                else
+                else if (KIND == INPUT)
                     for (int c = 0; c < 4; c++) load_box(b + c * 8192, map, t.column + c * 64, row, full);
+                else
+                    for (int c = blockIdx.x % 2 * 2, i = 0; i < 2; c++, i++)
+                        load_box_for_both(b + c * 8192, map, t.column + c * 64, row, full);
             }
             if (KIND != WEIGHT) {
 #pragma unroll
@@ -192,8 +213,8 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
                     const bf16 *dy = g.a + (i64)max(rows[j], 0) * g.lines + t.row + chunk * 8;
                     // Where the next rows are is known by the time they are needed.
                     if (d + 1 < t.depth) rows[j] = order[(d + 1) * BK + j * LINES];
-                    load_pack(a + j * LINES * 128, dy, row);
-                    load_pack(a + 8192 + j * LINES * 128, dy + 64, row && there);
+                    load_pack(a + j * LINES * 128, dy, row && there);
+                    load_pack(a + 8192 + j * LINES * 128, dy + 64, row && there > 1);
                 }
             }
             loads_arrive(full);
@@ -300,6 +321,14 @@ DEV void store_zeros(const Args &g, const Tile &t, int half) {
     }
 }
 
+// Says that a stage may be loaded again: to those who load it, of both blocks where they load for each other.
+template <int KIND>
+DEV void release(Shared &s, int stage, int tid) {
+    u32 empty = shared_address(&s.empty[stage]);
+    if (KIND == WEIGHT && tid < 2) barrier_arrive_at(empty, tid);
+    if (KIND != WEIGHT && tid == 0) barrier_arrive(empty);
+}
+
 template <int KIND>
 DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
     const int TA = KIND == WEIGHT, TB = KIND != FORWARD;
@@ -332,7 +361,7 @@ DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
             }
             wgmma_commit();
             wgmma_wait<1>();
-            if (before >= 0 && tid == 0) barrier_arrive(shared_address(&s.empty[before]));
+            if (before >= 0) release<KIND>(s, before, tid);
             before = stage;
             if (++stage == STAGES) {
                 stage = 0;
@@ -340,7 +369,7 @@ DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
             }
         }
         wgmma_wait<0>();
-        if (before >= 0 && tid == 0) barrier_arrive(shared_address(&s.empty[before]));
+        if (before >= 0) release<KIND>(s, before, tid);
         if (KIND == WEIGHT) store_sums(map, g, s, t, half, acc);
         else store_rows(g, s, t, half, to, acc);
     }
@@ -354,13 +383,14 @@ DEV void grouped(const TensorMap *from, const TensorMap *to, const Args &g) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(shared_address(&s.full[i]), LOADERS + 1);
-            barrier_init(shared_address(&s.empty[i]), 2);
+            barrier_init(shared_address(&s.empty[i]), KIND == WEIGHT ? 4 : 2);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     for (int i = threadIdx.x; i <= 2 * g.experts; i += blockDim.x) s.starts[i] = g.starts[i];
     for (int i = threadIdx.x; i < g.experts; i += blockDim.x) s.largest[i] = (u8)g.starts[2 * g.experts + 1 + i];
-    __syncthreads();
+    if (KIND == WEIGHT) cluster_barrier();
+    else __syncthreads();
     if (threadIdx.x < LOADERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         load_tiles<KIND>(from, g, s);
@@ -368,17 +398,19 @@ DEV void grouped(const TensorMap *from, const TensorMap *to, const Args &g) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         multiply_tiles<KIND>(to, g, s);
     }
+    // Neither block ends while the other one writes to its memory.
+    if (KIND == WEIGHT) cluster_barrier();
 }
 
 // WEIGHT has two maps: of x in the order of rows, and of sums in f32.
-#define GROUPED(NAME, KIND)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                               \
+#define GROUPED(NAME, KIND, CLUSTER)                                                                                           \
+    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1)                                                             \
         grouped_##NAME(const __grid_constant__ TensorMaps maps, const bf16 *a, void *out, const int *order,            \
                        const int *starts, int experts, int columns, int depth, int lines, int sharers, int kind,       \
                        int add) {                                                                                      \
         grouped<KIND>(&maps.from, &maps.to, {a, out, order, starts, experts, columns, depth, lines, sharers, kind, add}); \
     }
-GROUPED(forward, FORWARD)
-GROUPED(input, INPUT)
-GROUPED(weight, WEIGHT)
+GROUPED(forward, FORWARD, )
+GROUPED(input, INPUT, )
+GROUPED(weight, WEIGHT, __cluster_dims__(2, 1, 1))
 #endif

@@ -3,7 +3,7 @@
 //! What a family has besides is in its [`Features`](lockstep_config::Features).
 
 use crate::form::{Form, Side};
-use crate::mixture::{ExpertNames, gated, mixture};
+use crate::mixture::{ExpertNames, Gated, mixture};
 use crate::names as values;
 use crate::parameters::{matrix, ones, zeros};
 use lockstep_config::ModelConfig;
@@ -92,7 +92,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         let inits = [&normal, &to_residual];
         let delta = match m.experts.filter(|_| layer >= m.dense_layers) {
             Some(experts) => mixture(&mut g, n, m, (experts, names), (layer, trains), inits)?,
-            None => gated(&mut g, n, m.ffn, (layer, "", "mlp"), inits)?,
+            None => Gated { layer, ours: "", theirs: "mlp", ffn: m.ffn }.build(&mut g, n, inits)?,
         };
         x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
     }

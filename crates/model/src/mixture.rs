@@ -20,26 +20,54 @@ fn hidden(ffn: usize) -> Section {
 }
 
 /// A gated MLP (SwiGLU) of a layer. The names of its values begin with `ours`, and Hugging Face has it in the block `theirs`.
-pub(crate) fn gated(
-    g: &mut Graph,
-    x: ValueId,
-    ffn: usize,
-    (layer, ours, theirs): (usize, &str, &str),
-    [normal, to_residual]: [&Init; 2],
-) -> Result<ValueId, TypeError> {
-    let at = |name: &str| format!("layers.{layer}.{ours}{name}");
-    let hf = |name: &str| format!("model.layers.{layer}.{theirs}.{name}_proj.weight");
-    let embed = g.ty(x).dims[2].clone();
-    let packed = Dim::packed([hidden(ffn), hidden(ffn)]);
-    let w = matrix(g, &at("wgate_up"), [packed, embed.clone()], normal, &[hf("gate"), hf("up")]);
-    let gate_up = g.op(Op::Linear, &[x, w], &at("gate_up"))?[0];
-    let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
-    let w = matrix(g, &at("wdown"), [embed, Dim::packed([hidden(ffn)])], to_residual, &[hf("down")]);
-    Ok(g.op(Op::Linear, &[y, w], &at("ffn_out"))?[0])
+#[derive(Clone, Copy)]
+pub(crate) struct Gated<'a> {
+    pub layer: usize,
+    pub ours: &'a str,
+    pub theirs: &'a str,
+    pub ffn: usize,
+}
+
+impl Gated<'_> {
+    fn at(&self, name: &str) -> String {
+        format!("layers.{}.{}{name}", self.layer, self.ours)
+    }
+
+    fn hf(&self, name: &str) -> String {
+        format!("model.layers.{}.{}.{name}_proj.weight", self.layer, self.theirs)
+    }
+
+    /// The whole of it.
+    pub(crate) fn build(
+        &self,
+        g: &mut Graph,
+        x: ValueId,
+        [normal, to_residual]: [&Init; 2],
+    ) -> Result<ValueId, TypeError> {
+        let y = self.hidden(g, x, normal)?;
+        self.down(g, y, x, to_residual)
+    }
+
+    /// Its hidden units.
+    fn hidden(&self, g: &mut Graph, x: ValueId, normal: &Init) -> Result<ValueId, TypeError> {
+        let embed = g.ty(x).dims[2].clone();
+        let packed = Dim::packed([hidden(self.ffn), hidden(self.ffn)]);
+        let w = matrix(g, &self.at("wgate_up"), [packed, embed], normal, &[self.hf("gate"), self.hf("up")]);
+        let gate_up = g.op(Op::Linear, &[x, w], &self.at("gate_up"))?[0];
+        Ok(g.op(Op::SwiGlu, &[gate_up], &self.at("hidden"))?[0])
+    }
+
+    /// What they give, as wide as x.
+    fn down(&self, g: &mut Graph, y: ValueId, x: ValueId, to_residual: &Init) -> Result<ValueId, TypeError> {
+        let embed = g.ty(x).dims[2].clone();
+        let w = matrix(g, &self.at("wdown"), [embed, Dim::packed([hidden(self.ffn)])], to_residual, &[self.hf("down")]);
+        Ok(g.op(Op::Linear, &[y, w], &self.at("ffn_out"))?[0])
+    }
 }
 
 /// A mixture of experts: a router in f32 that chooses some of them for every token, and the weighted sum of what these give. What
-/// shared experts give, which are one MLP, is added to it.
+/// shared experts give, which are one MLP, is added to it; they work while rows are on their way to the ranks of their experts and
+/// back, so their parts stand behind the choice and behind what experts give.
 pub(crate) fn mixture(
     g: &mut Graph,
     x: ValueId,
@@ -84,6 +112,9 @@ pub(crate) fn mixture(
         let value = g.op(Op::RouterLoss { balance, z }, &[logits, counts], &at("router_loss"))?[0];
         g.losses.push(Loss { value, weight: 1.0 });
     }
+    let block = format!("{block}.shared_experts");
+    let shared = m.shared_experts.map(|n| Gated { layer, ours: "shared_", theirs: &block, ffn: n * width });
+    let always = shared.map(|shared| shared.hidden(g, x, normal)).transpose()?;
     let packed = Dim::packed([hidden(width), hidden(width)]);
     let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate, up]));
     let gate_up = g.op(Op::GroupedLinear, &[x, w, chosen], &at("gate_up"))?[0];
@@ -91,9 +122,10 @@ pub(crate) fn mixture(
     let dims = [each(), embed(), Dim::packed([hidden(width)])];
     let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down]));
     let y = g.op(Op::GroupedLinearEach, &[y, w, chosen], &at("expert_out"))?[0];
-    let Some(shared) = m.shared_experts else { return Ok(g.op(Op::Combine, &[y, weights], &at("ffn_out"))?[0]) };
+    let (Some(shared), Some(always)) = (shared, always) else {
+        return Ok(g.op(Op::Combine, &[y, weights], &at("ffn_out"))?[0]);
+    };
+    let always = shared.down(g, always, x, to_residual)?;
     let routed = g.op(Op::Combine, &[y, weights], &at("routed_out"))?[0];
-    let names = format!("{block}.shared_experts");
-    let always = gated(g, x, shared * width, (layer, "shared_", &names), [normal, to_residual])?;
     Ok(g.op(Op::Add, &[routed, always], &at("ffn_out"))?[0])
 }

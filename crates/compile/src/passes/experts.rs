@@ -3,7 +3,8 @@
 //!
 //! A token's matmul by its experts becomes a matmul of [blocks of rows](Blocks), one block for each part of the experts. The sweep of
 //! `shard` splits rows by tokens before it and by experts in it, which makes two all-to-alls, and two more in backward. What stands
-//! between two such matmuls works on blocks too.
+//! between two such matmuls works on blocks too. Rows are sent as soon as they have experts and taken when they are needed, so
+//! that whatever stands between (shared experts) is computed meanwhile.
 
 use crate::Context;
 use lockstep_ir::graph::Node;
@@ -28,11 +29,34 @@ pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeErr
         return Ok(g);
     }
     let nodes = std::mem::take(&mut g.nodes);
-    let mut rewrite = Rewrite { context, places: BTreeMap::new(), blocks: BTreeSet::new() };
-    for node in nodes {
+    let mut rewrite = Rewrite {
+        context,
+        senders: senders(&nodes),
+        places: BTreeMap::new(),
+        sent: BTreeMap::new(),
+        taken: Vec::new(),
+        blocks: BTreeSet::new(),
+    };
+    for (at, node) in nodes.into_iter().enumerate() {
         rewrite.node(&mut g, node)?;
+        for sender in rewrite.senders.remove(&at).unwrap_or_default() {
+            rewrite.send(&mut g, &sender)?;
+        }
     }
+    rewrite.taken.drain(..).for_each(|node| g.nodes.push(node));
     Ok(g)
+}
+
+/// Matmuls of rows that experts are chosen for, by the node behind which there is both: the rows, and the choice.
+fn senders(nodes: &[Node]) -> BTreeMap<usize, Vec<Node>> {
+    let made = |v: &ValueId| nodes.iter().position(|node| node.outputs.contains(&Some(*v)));
+    let mut senders: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
+    for node in nodes.iter().filter(|node| node.op == Op::GroupedLinear) {
+        if let Some(at) = made(&node.inputs[0]).max(made(&node.inputs[2])) {
+            senders.entry(at).or_default().push(node.clone());
+        }
+    }
+    senders
 }
 
 /// Where the rows of a choice go.
@@ -45,8 +69,13 @@ struct Places {
 
 struct Rewrite<'a> {
     context: &'a Context,
+    senders: BTreeMap<usize, Vec<Node>>,
     /// By what was chosen.
     places: BTreeMap<ValueId, Places>,
+    /// Rows in blocks, by what they were and by what was chosen.
+    sent: BTreeMap<(ValueId, ValueId), ValueId>,
+    /// What takes rows from blocks, until it is needed.
+    taken: Vec<Node>,
     /// Values that are blocks of rows now.
     blocks: BTreeSet<ValueId>,
 }
@@ -54,10 +83,11 @@ struct Rewrite<'a> {
 impl Rewrite<'_> {
     fn node(&mut self, g: &mut Graph, node: Node) -> Result<(), TypeError> {
         let (phase, layer) = (node.phase, node.layer);
-        if let (Op::GroupedLinear, &[x, w, chosen], &[Some(y)]) = (node.op, &node.inputs[..], &node.outputs[..]) {
-            let Places { slots, owners, blocks } = self.places(g, &node, chosen, w)?;
-            let name = format!("{}.rows", g.get(x).name);
-            let rows = g.node(Op::SendRows { blocks }, &[x, slots], &name, phase, layer)?[0];
+        let needed = |taken: &mut Node| taken.outputs.iter().any(|y| y.is_some_and(|y| node.inputs.contains(&y)));
+        g.nodes.extend(self.taken.extract_if(.., needed));
+        if let (Op::GroupedLinear, &[_, w, chosen], &[Some(y)]) = (node.op, &node.inputs[..], &node.outputs[..]) {
+            let Places { owners, blocks, .. } = self.places(g, &node, chosen, w)?;
+            let rows = self.send(g, &node)?;
             let matmul = Node { op: Op::RowsLinear { blocks }, inputs: vec![rows, w, owners], ..node };
             return self.push(g, matmul, &[y]);
         }
@@ -65,12 +95,25 @@ impl Rewrite<'_> {
             let Places { slots, owners, blocks } = self.places(g, &node, chosen, w)?;
             let name = format!("{}.rows", g.get(y).name);
             let rows = g.node(Op::RowsLinear { blocks }, &[x, w, owners], &name, phase, layer)?[0];
-            g.nodes.push(Node { op: Op::TakeRows { blocks }, inputs: vec![rows, slots], ..node });
+            self.taken.push(Node { op: Op::TakeRows { blocks }, inputs: vec![rows, slots], ..node });
             return Ok(());
         }
         let changed = node.inputs.iter().any(|v| self.blocks.contains(v));
         let made: Vec<ValueId> = node.outputs.iter().flatten().copied().filter(|_| changed).collect();
         self.push(g, node, &made)
+    }
+
+    /// The rows of a matmul in blocks.
+    fn send(&mut self, g: &mut Graph, node: &Node) -> Result<ValueId, TypeError> {
+        let (x, w, chosen) = (node.inputs[0], node.inputs[1], node.inputs[2]);
+        if let Some(rows) = self.sent.get(&(x, chosen)) {
+            return Ok(*rows);
+        }
+        let Places { slots, blocks, .. } = self.places(g, node, chosen, w)?;
+        let name = format!("{}.rows", g.get(x).name);
+        let rows = g.node(Op::SendRows { blocks }, &[x, slots], &name, node.phase, node.layer)?[0];
+        self.sent.insert((x, chosen), rows);
+        Ok(rows)
     }
 
     /// Adds a node some of whose outputs are blocks now.
@@ -115,12 +158,17 @@ mod tests {
     use crate::Context;
     use crate::passes::TRAINING_PASSES;
     use crate::passes::tests::{lines, small_model};
-    use lockstep_ir::graph::{Loss, Parameter, State};
+    use lockstep_ir::graph::{Loss, Node, Parameter, State};
     use lockstep_ir::op::Routing;
     use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, TensorType};
 
-    /// One layer of four experts between an embedding and a head, behind the passes up to ZeRO.
     fn sharded(layout: &str) -> Graph {
+        sharded_with(layout, false)
+    }
+
+    /// One layer of four experts between an embedding and a head, with an expert that all tokens share or without, behind the passes
+    /// up to ZeRO.
+    fn sharded_with(layout: &str, shared: bool) -> Graph {
         let mut g = Graph::new();
         let (embed, ffn, experts) = (Dim::new(Axis::Embed, 2), Dim::new(Axis::Ffn, 6), Dim::new(Axis::Experts, 4));
         let vocab = Dim::new(Axis::Vocab, 8);
@@ -134,15 +182,22 @@ mod tests {
         let table = parameter("table", vec![vocab, embed.clone()]);
         let router = parameter("router", vec![experts.clone(), embed.clone()]);
         let up = parameter("up", vec![experts.clone(), ffn.clone(), embed.clone()]);
-        let down = parameter("down", vec![experts, embed, ffn]);
+        let down = parameter("down", vec![experts, embed.clone(), ffn.clone()]);
+        let always = shared
+            .then(|| (parameter("wide", vec![ffn.clone(), embed.clone()]), parameter("narrow", vec![embed, ffn])));
         let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap();
         let x = op(Op::Embedding, &[tokens, table], "x")[0];
         let logits = op(Op::Linear, &[x, router], "logits")[0];
         let routed = op(Op::Route { how: Routing::top(2) }, &[logits], "routed");
+        let wide = always.map(|(w, _)| op(Op::Linear, &[x, w], "shared_hidden")[0]);
         let hidden = op(Op::GroupedLinear, &[x, up, routed[1]], "hidden")[0];
         let hidden = op(Op::Gelu, &[hidden], "gelu")[0];
         let y = op(Op::GroupedLinearEach, &[hidden, down, routed[1]], "y")[0];
-        let out = op(Op::Combine, &[y, routed[0]], "out")[0];
+        let always = always.zip(wide).map(|((_, w), wide)| op(Op::Linear, &[wide, w], "shared_out")[0]);
+        let mut out = op(Op::Combine, &[y, routed[0]], "out")[0];
+        if let Some(always) = always {
+            out = op(Op::Add, &[out, always], "both")[0];
+        }
         let scores = op(Op::Linear, &[out, table], "scores")[0];
         let loss = op(Op::CrossEntropy, &[scores, targets], "loss")[0];
         g.outputs.push(loss);
@@ -166,6 +221,23 @@ B d.x.rows.sent @(ep: split 1) = all_to_all(d.x.rows) { over: ep, from: 0, to: 1
 "
         );
         assert!(lines(&sharded("dp=2"), &["all_to_all", "rows"], false).is_empty());
+    }
+
+    #[test]
+    fn rows_travel_while_shared_experts_work() {
+        let g = sharded_with("ep=2", true);
+        let mut meanwhile = Vec::new();
+        for (at, node) in g.nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::AllToAll { .. })) {
+            let reads = |other: &Node| other.inputs.iter().any(|v| node.outputs.contains(&Some(*v)));
+            let until = g.nodes[at..].iter().position(reads).map_or(g.nodes.len(), |n| at + n);
+            let made =
+                g.nodes[at + 1..until].iter().filter(|node| node.op == Op::Linear || node.op == Op::LinearGradInput);
+            meanwhile.push(made.map(|node| node.op.name()).collect::<Vec<_>>());
+        }
+        assert_eq!(
+            meanwhile,
+            [vec!["linear"], vec!["linear"], vec!["linear"], vec!["linear_grad_input"], vec!["linear_grad_input"]]
+        );
     }
 
     #[test]

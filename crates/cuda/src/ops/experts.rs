@@ -25,14 +25,14 @@ pub fn scratch() -> Workspace {
     Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…yac"), (4 * (TILE + 3 + SHARES) as u64, "j")] }
 }
 
-/// The same of one into weights, which has x in the order of rows besides.
+/// The same of one into weights, which has x in the order of rows besides, and where in it each row is.
 pub fn weight_scratch(compute: DType) -> Workspace {
     let Workspace { fixed, mut terms } = scratch();
     if grouped::DTYPE == compute {
         let bytes = compute.bytes() as u64;
-        terms.extend([(bytes, "…yack"), (bytes * TILE as u64, "jk")]);
+        terms.extend([(4, "…yac"), (bytes, "…yack"), (bytes * TILE as u64, "jk")]);
     }
-    Workspace { fixed: fixed + ALIGNMENT, terms }
+    Workspace { fixed: fixed + 2 * ALIGNMENT, terms }
 }
 
 /// Rows by expert, in the scratch of a call.
@@ -43,12 +43,14 @@ pub struct Sorted {
     pub places: usize,
     pub order: Address,
     pub starts: Address,
+    /// Where in the order each row is, if that was wanted.
+    pub places_of: Option<Address>,
     /// Behind all of it.
     pub room: Address,
 }
 
-/// Sorts the rows of a call by what input 2 says.
-unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
+/// Sorts the rows of a call by what input 2 says; says where each is if `inverse`.
+unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
     let (parts, experts, chosen) = (call.size('a'), check_experts(call)?, call.input(2));
     let rows = call.rows() * call.size('y') * parts * call.size('c');
     let (of_part, of_experts) = (rows.div_ceil(parts).max(1), experts / parts);
@@ -57,7 +59,8 @@ unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
     let places = rows + experts * TILE;
     let starts = order + whole(places);
     let counts = starts + whole(3 * experts + 1);
-    let room = counts + whole(SHARES * experts);
+    let behind = counts + whole(SHARES * experts);
+    let (places_of, room) = if inverse { (Some(behind), behind + whole(rows)) } else { (None, behind) };
     let each = rows.div_ceil(SHARES).next_multiple_of(EACH);
     let blocks = [rows.div_ceil(each).max(1), 1, 1];
     // SAFETY: the operands and the scratch have these sizes.
@@ -68,10 +71,10 @@ unsafe fn sort(call: Call) -> Result<Sorted, CudaError> {
             1024,
             args![chosen, counts, rows, each, experts, of_part, of_experts],
         )?;
-        let args = args![chosen, counts, order, starts, rows, each, experts, of_part, of_experts];
+        let args = args![chosen, counts, order, starts, places_of, rows, each, experts, of_part, of_experts];
         call.plain(("experts", "place_rows"), blocks, 1024, args)?;
     }
-    Ok(Sorted { experts, places, order, starts, room })
+    Ok(Sorted { experts, places, order, starts, places_of, room })
 }
 
 /// out by rows of `a`, `sharers` of which are one, and weights.
@@ -81,7 +84,7 @@ unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaE
     let (a, w) = (call.input(0), call.input(1));
     // SAFETY: the operands have these sizes.
     unsafe {
-        let sorted = sort(call)?;
+        let sorted = sort(call, false)?;
         // Blocks have rows of no expert.
         if let Some(at) = call.bound.outputs[0].filter(|_| call.size('c') > 1) {
             call.stream.fill(out, 0, at.elements * at.dtype.bytes())?;
@@ -119,8 +122,9 @@ pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
     let (dy, x, kind) = (call.input(0), call.input(1), sum_kind(at.dtype));
     // SAFETY: the operands have these sizes.
     unsafe {
-        let sorted = sort(call)?;
-        if grouped::fits(call) && at.dtype != DType::Fixed64 {
+        let by_tiles = grouped::fits(call) && at.dtype != DType::Fixed64;
+        let sorted = sort(call, by_tiles)?;
+        if by_tiles {
             return grouped::weight(call, (dy, x, dw), sorted, sharers, (at.dtype, add));
         }
         let Sorted { experts, order, starts, .. } = sorted;

@@ -66,7 +66,7 @@ pub unsafe fn rows(
 pub unsafe fn weight(
     call: Call,
     (dy, x, dw): (Address, Address, Address),
-    Sorted { experts, places, order, starts, room, .. }: Sorted,
+    Sorted { experts, places, order, starts, places_of, room }: Sorted,
     sharers: usize,
     (sums, add): (DType, bool),
 ) -> Result<(), CudaError> {
@@ -77,18 +77,20 @@ pub unsafe fn weight(
         DType::F32 => TensorMap::new(dw, sums, &[k as u64, n as u64, experts as u64], &[32, BLOCK as u32, 1])?,
         DType::BF16 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => TensorMap::default(),
     };
-    let gathered = args![x, room, order, starts, experts, k / 8, sharers];
+    let rows = call.rows() * call.size('y') * call.size('a') * call.size('c');
+    let blocks = [experts + rows.div_ceil(sharers).div_ceil(8), 1, 1];
+    let scattered = args![x, room, places_of, starts, rows, experts, k / 8, sharers];
     let args = args![dy, dw, order, starts, experts, k, 0, n, 1, sum_kind(sums), add];
     // SAFETY: the caller vouches.
     unsafe {
-        call.plain(("experts", "gather_rows"), [places.div_ceil(8), 1, 1], 256, gathered)?;
+        call.plain(("experts", "scatter_rows"), blocks, 256, scattered)?;
         launch(call, "grouped_weight", [from, to], args)
     }
 }
 
-/// As many blocks as the device has multiprocessors: each takes tiles until there are none.
+/// As many blocks as the device has multiprocessors, in pairs: each takes tiles until there are none.
 unsafe fn launch(call: Call, name: &str, maps: [TensorMap; 2], args: &[Value]) -> Result<(), CudaError> {
-    let grid = [call.kernels.processors(), 1, 1];
+    let grid = [call.kernels.processors() / 2 * 2, 1, 1];
     let (kernel, maps) = (("grouped", name), maps.map(|map| map.words));
     // SAFETY: the caller vouches.
     unsafe { call.kernels.launch_with(call.stream, kernel, grid, (THREADS, SHARED), Some(maps.as_flattened()), args) }

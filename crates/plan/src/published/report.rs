@@ -136,6 +136,12 @@ pub(super) fn cell(row: &Row) -> String {
 }
 
 impl RowReport {
+    /// Its file; rows in fp8 are apart.
+    pub fn of_file(&self) -> String {
+        let fp8 = if self.framework.ends_with(" fp8") { " fp8" } else { "" };
+        format!("{}{fp8}", self.file)
+    }
+
     /// Of a case; `factor` is what a measured row taught.
     pub fn new(case: &Case, file: &str, prediction: &Prediction, factor: Option<f64>) -> Self {
         let row = &case.row;
@@ -241,10 +247,7 @@ impl Report {
             clean: Summary::of(clean()),
             all: Summary::of(rows.iter()),
             by_framework: by(&|row| row.framework.clone()),
-            by_file: by(&|row| {
-                let fp8 = if row.framework.ends_with(" fp8") { " fp8" } else { "" };
-                format!("{}{fp8}", row.file)
-            }),
+            by_file: by(&RowReport::of_file),
             by_nodes: by(&|row| if row.nodes > 1 { "several nodes".into() } else { "one node".into() }),
         };
         Self { summary, rows }
