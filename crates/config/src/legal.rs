@@ -194,9 +194,8 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
         ContextParallel::Ring | ContextParallel::Gather => true,
         ContextParallel::AllToAll => extents.kv_heads.is_multiple_of(tp * cp),
     };
-    let fits = |cp: &usize| {
-        *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner) && whole_heads(*cp))
-    };
+    let fits =
+        |cp: &usize| *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner) && whole_heads(*cp));
     let sizes = || divisors(seq).into_iter().filter(fits).collect::<Vec<usize>>();
     let mut refusals = Vec::new();
     if cp > 1 && !whole_heads(cp) {

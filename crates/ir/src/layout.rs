@@ -25,8 +25,7 @@ pub enum ContextParallel {
 
 impl ContextParallel {
     /// All of them.
-    pub const ALL: [ContextParallel; 3] =
-        [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::AllToAll];
+    pub const ALL: [ContextParallel; 3] = [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::AllToAll];
 
     /// Their names, in the same order.
     pub const NAMES: [&str; 3] =
@@ -380,7 +379,10 @@ mod tests {
         assert_eq!(first("dp=99999999999999999999"), "dp=99999999999999999999 is not a number in range");
         assert_eq!(first("zero=4"), "zero=4 is not a number in range");
         assert_eq!(first("sp=1"), "sp takes no value");
-        assert_eq!(refused("context=all"), "context=all is not known\nhint: write context=ring or context=gather or context=a2a");
+        assert_eq!(
+            refused("context=all"),
+            "context=all is not known\nhint: write context=ring or context=gather or context=a2a"
+        );
         assert_eq!(first("bound=0.5"), "bound=0.5 is no multiple of an even share");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");
         assert_eq!(first("dp=2,dp=2"), "dp is given twice");

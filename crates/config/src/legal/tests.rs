@@ -135,7 +135,9 @@ fn context_parallelism_cuts_sequences_into_two_chunks_for_every_rank() {
 
 #[test]
 fn all_to_all_gives_ranks_whole_key_heads() {
-    for fits in ["cp=8,context=a2a", "cp=2,context=a2a,tp=4,sp,pp=2", "dp=2,zero=3,cp=4,context=a2a,tp=2", "context=a2a"] {
+    for fits in
+        ["cp=8,context=a2a", "cp=2,context=a2a,tp=4,sp,pp=2", "dp=2,zero=3,cp=4,context=a2a,tp=2", "context=a2a"]
+    {
         assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
     }
     let ring = |cp: &str| one("parallel.context", &format!("context = \"ring\", or cp = {cp}"));

@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, heads, linear, norm,
-    optimizer, pointwise, position, section,
+    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, heads, linear,
+    norm, optimizer, pointwise, position, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
