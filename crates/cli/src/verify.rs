@@ -49,7 +49,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 43] = [
+const KINDS: [&str; 45] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
