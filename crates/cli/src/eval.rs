@@ -63,7 +63,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 EvaluateProgress::Warning(text) => {
                     let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
                 }
-                EvaluateProgress::Scoring { .. } | EvaluateProgress::Completing { .. } => {}
+                EvaluateProgress::Scoring { .. } => {}
                 EvaluateProgress::Preparing(p) => {
                     progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
                 }

@@ -3,7 +3,7 @@
 //! They hold no gradient and no optimizer state. States of the same name are one state; the inputs and outputs of an
 //! entry are its own, named after it.
 
-use crate::passes::SHARDING_PASSES;
+use crate::passes::EVALUATION_PASSES;
 use crate::{CompileError, Context, FORWARD_PASSES, check, lower, placed, run};
 use lockstep_ir::graph::{Source, Value};
 use lockstep_ir::verify::{self, Unsound};
@@ -16,7 +16,7 @@ pub fn compile_forward(entries: &[(&'static str, Graph)], context: &Context) -> 
     for (entry, graph) in entries {
         let graph = FORWARD_PASSES.into_iter().try_fold(graph.clone(), |graph, pass| run(pass, &graph, context))?;
         let graph = graph.without_dead_code();
-        let graph = SHARDING_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))?;
+        let graph = EVALUATION_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))?;
         counts.push((*entry, graph.nodes.len()));
         check("join", join(&mut joined, entry, &graph))?;
     }

@@ -20,9 +20,9 @@ pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
-use passes::{AUTODIFF, SHARDING_PASSES, passes_behind};
+use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, Optimizer, ParameterGroup, Pass, Precision,
+    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Optimizer, ParameterGroup, Pass, Precision,
     ROWS_BEYOND, Recompute, Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
 };
 pub use stage::balanced as balanced_stages;
@@ -60,6 +60,8 @@ pub struct Steps {
     pub noise_scale: bool,
     /// Whether a step whose loss or gradient norm is beyond [`StepLimits`](lockstep_ir::StepLimits) changes nothing.
     pub limits: bool,
+    /// Whether evaluation says of every target whether greedy decoding misses it: [`MISSES`].
+    pub misses: bool,
 }
 
 /// Why a graph cannot be compiled.
@@ -145,7 +147,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
 /// The forward pass as evaluation runs it: shared as it is stored and fused, before gradients are added to it.
 fn evaluated(stored: &Graph, context: &Context) -> Result<Graph, CompileError> {
     let graph = stored.clone().without_dropout().without_dead_code();
-    SHARDING_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))
+    EVALUATION_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))
 }
 
 /// What was lowered, with what the device does as one and where every buffer stands.

@@ -6,7 +6,7 @@ use crate::Context;
 use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
-use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
@@ -107,7 +107,9 @@ pub(crate) fn lower(
     let mut values: Vec<String> = train.graph.values.iter().map(|v| v.name.clone()).collect();
     let first = values.len();
     let evaluation = Local::new(&evaluate.graph, context);
-    let shared = shared_states(&train.graph, &evaluate.graph, &persistent);
+    let mut shared = shared_states(&train.graph, &evaluate.graph, &persistent);
+    let mut known = tensors(&local, &persistent);
+    known.extend(lowering.outputs_alone(&evaluation, &mut shared, first));
     let nodes = |chunk: usize| {
         let nodes = evaluate.graph.nodes.iter().zip(&evaluate.chunks);
         nodes.filter(|(_, c)| **c == chunk).map(|(n, _)| n).collect()
@@ -151,7 +153,7 @@ pub(crate) fn lower(
         stage: rank,
         buffers: lowering.buffers,
         values,
-        tensors: tensors(&local, &persistent),
+        tensors: known,
         segments,
         entries: entries.map(|(name, schedule)| Entry { name: name.into(), schedule }).collect(),
         micro_batches: layout.micro_batches,
@@ -345,6 +347,29 @@ impl Lowering<'_> {
             }
         }
         result
+    }
+
+    /// Gives outputs that evaluation alone has a buffer: one for all micro-batches, since it evaluates them one by one.
+    fn outputs_alone(&mut self, evaluation: &Local, shared: &mut Shared, first: usize) -> Vec<Tensor> {
+        let g = evaluation.graph;
+        let alone: Vec<ValueId> = g.outputs.iter().copied().filter(|v| shared.known[v.0].is_none()).collect();
+        let tensor = |v: ValueId| {
+            let Value { name, ty, sharding, .. } = g.get(v);
+            let bytes = evaluation.bytes(v);
+            let buffer = self.buffer(name, Class::Activations, None, Lifetime::Run, bytes);
+            shared.places[v.0] = Some(buffer);
+            Tensor {
+                name: name.clone(),
+                value: ValueId(first + v.0),
+                ty: evaluation.ty(v),
+                whole: ty.clone(),
+                sharding: *sharding,
+                buffer,
+                part: Axes::NONE,
+                role: Role::StepOutput,
+            }
+        };
+        alone.into_iter().map(tensor).collect()
     }
 
     /// Lowers nodes to segments; values are called by their index plus `first`.

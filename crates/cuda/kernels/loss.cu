@@ -97,6 +97,27 @@ static __device__ void cross_entropy_grad(const T *logits, const u32 *targets, c
             Of<T>::f32(seed * (__expf(to_f32(logits[row * v + i]) - lse[row]) - (i == target ? 1.0f : 0.0f)));
 }
 
+// Whether greedy decoding takes one of n logits before one of this size, which has so many of them before it; on every thread.
+template <typename T>
+static __device__ bool is_beaten(const T *x, int n, float hit, i64 before) {
+    int beaten = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        float y = to_f32(x[i]);
+        beaten |= y > hit || (y == hit && i < before);
+    }
+    return __syncthreads_or(beaten);
+}
+
+// Of each row, 1 where greedy decoding misses the target.
+template <typename T>
+static __device__ void misses(const T *logits, const u32 *targets, float *out, int v, int stride) {
+    i64 row = blockIdx.x;
+    const T *x = logits + row * stride;
+    int target = targets[row] < (u32)v ? targets[row] : v - 1;
+    bool beaten = is_beaten(x, v, to_f32(x[target]), target);
+    if (threadIdx.x == 0) out[row] = beaten && targets[row] != IGNORED_TARGET ? 1.0f : 0.0f;
+}
+
 // Of each sequence, the sum of its rows' losses, in order.
 extern "C" __global__ void sum_losses(const float *losses, double *out, int seq) {
     __shared__ double part[256];
@@ -152,6 +173,16 @@ extern "C" __global__ void vocab_losses(const float *statistics, const u32 *targ
     losses[row] = targets[row] == IGNORED_TARGET ? 0.0f : lse - target;
 }
 
+// Of each row, 1 where this part of the vocabulary has a token that greedy decoding takes before the target.
+extern "C" __global__ void vocab_misses(const float *logits, const float *statistics, const u32 *targets, float *out,
+                                        int parts, int v, int first, int entries) {
+    i64 row = blockIdx.x;
+    float lse, hit;
+    combine(statistics, parts, gridDim.x, row, lse, hit);
+    bool beaten = is_beaten(logits + row * v, entries, hit, (i64)targets[row] - first);
+    if (threadIdx.x == 0) out[row] = beaten && targets[row] != IGNORED_TARGET ? 1.0f : 0.0f;
+}
+
 template <typename T>
 static __device__ void vocab_grad(const float *logits, const float *statistics, const u32 *targets, T *out,
                                   const float *scale, int parts, int v, int first, int entries) {
@@ -174,6 +205,9 @@ static __device__ void vocab_grad(const float *logits, const float *statistics, 
     extern "C" __global__ void cross_entropy_grad_##NAME(const T *logits, const u32 *targets, const float *lse,        \
                                                          T *out, int v, float weight) {                                \
         cross_entropy_grad<T>(logits, targets, lse, out, v, weight);                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void misses_##NAME(const T *logits, const u32 *targets, float *out, int v, int stride) {         \
+        misses<T>(logits, targets, out, v, stride);                                                                    \
     }                                                                                                                  \
     extern "C" __global__ void vocab_grad_##NAME(const float *logits, const float *statistics, const u32 *targets,     \
                                                  T *out, const float *scale, int parts, int v, int first,              \

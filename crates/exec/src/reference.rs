@@ -217,6 +217,16 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let dw = matmul((v, k, rows), &dlogits, true, x[0], false);
             vec![loss, dx, dw]
         }
+        Op::LinearScore { .. } => {
+            let (k, v) = (dims.size('k'), dims.size('v'));
+            let logits = matmul((rows, v, k), x[0], false, x[1], true);
+            let [loss, _] = cross_entropy(&dims, &logits, x[2]);
+            let missed = |(row, target): (&[f64], &f64)| {
+                let target = *target as usize;
+                f64::from(row.get(target).is_some_and(|hit| vocab::is_beaten(row, 0, *hit, target)))
+            };
+            vec![loss, logits.chunks(v).zip(x[2]).map(missed).collect()]
+        }
         Op::AddState => vec![add(x[0], x[1])],
         Op::Accumulate | Op::Shard { .. } | Op::Part { .. } => vec![x[0].to_vec()],
         Op::SquareSum { sharers, tail } => {
@@ -256,6 +266,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::VocabLogits { rows, parts } => vocab::logits(&dims, x[0], x[1], x[2], rows, parts).into(),
         Op::VocabLoss => vec![vocab::loss(&dims, &x[..x.len() - 1], x[x.len() - 1])],
+        Op::VocabMisses { rows } => vec![vocab::misses(&dims, x[0], x[1], x[2], rows)],
         Op::VocabGrad { rows } => {
             let seed = given(x, 5).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             vocab::grad(&dims, x, rows, seed).into()

@@ -52,14 +52,16 @@ pub fn generation_program(
 }
 
 /// The program with the entries that a cut needs, `batch` sequences of `seq` tokens at a time, and the threads it was compiled
-/// for.
+/// for. `misses` as in [`Steps`].
 pub fn evaluation_program(
     machine: &dyn Machine,
     config: &Config,
     (batch, seq): (usize, usize),
     cut: Cut,
+    misses: bool,
 ) -> Result<(StepProgram, usize), PlanError> {
-    let (context, threads) = forward_context(machine, config);
+    let (mut context, threads) = forward_context(machine, config);
+    context.steps.misses = misses;
     let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
     let graph = |batch, tokens| {
         build_form(&model, Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask })

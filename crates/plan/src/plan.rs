@@ -112,6 +112,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
             smaller: smaller_steps(config),
             noise_scale: config.train.noise_scale,
             limits: config.spikes.skip,
+            misses: !config.eval.tasks.is_empty(),
         },
     };
     (context, threads)

@@ -79,6 +79,6 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), None).unwrap_err();
     assert!(error.is_request() && error.to_string().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
-    assert_eq!(evaluation_program(&machine, &config, (2, 16), cut).unwrap().0.entries.len(), 2);
+    assert_eq!(evaluation_program(&machine, &config, (2, 16), cut, false).unwrap().0.entries.len(), 2);
     assert_eq!(generation_program(&machine, &config, 16).unwrap().1, 2);
 }

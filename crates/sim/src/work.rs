@@ -223,9 +223,10 @@ impl Demand {
                 let gradients = if sums { calls * rows * cols } else { 0 };
                 Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
             }
-            Op::LinearCrossEntropy { rows } => {
+            Op::LinearCrossEntropy { rows } | Op::LinearScore { rows } => {
                 let (tokens, vocab, inner) = (size("bs"), size("v"), size("k"));
-                let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u64;
+                let gradients = instr.op.spec().gradient_reads.is_some();
+                let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w && gradients).count() as u64;
                 // Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
                 let chunks = tokens.div_ceil((rows as u64).clamp(1, tokens.max(1))).max(1);
                 let rows = tokens.div_ceil(chunks);
@@ -323,6 +324,7 @@ impl Demand {
             | Op::LossSum
             | Op::GradientNorm
             | Op::VocabLoss
+            | Op::VocabMisses { .. }
             | Op::JoinRows
             | Op::Part { .. }
             // With a transfer of their own, above.

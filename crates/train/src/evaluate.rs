@@ -1,6 +1,6 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
-use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
+use crate::feed::{Feed, Scored, Sequences, Stretch, TextScore, counted};
 use crate::state;
 use crate::tasks::Request;
 use crate::{Devices, RunData, RunTokenizer, TrainError, Trained};
@@ -101,13 +101,6 @@ pub enum EvaluateProgress<'a> {
         /// Texts in all.
         total: u64,
     },
-    /// Completions are being compared with greedy decoding.
-    Completing {
-        /// Completions done.
-        done: u64,
-        /// Completions in all.
-        total: u64,
-    },
     /// Tokens are being predicted.
     Evaluating {
         /// Tokens done.
@@ -162,7 +155,7 @@ pub fn evaluate(
         }
         show(EvaluateProgress::Evaluating { done, total });
     };
-    let mut model = Model::load(devices, trained, seq, cut)?;
+    let mut model = Model::load(devices, trained, seq, cut, false)?;
     model.score(&material, cut, &mut scored)?;
     let named = material.names().iter().zip(corpora).filter(|(name, sum)| !name.is_empty() && sum.tokens > 0);
     let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
@@ -267,15 +260,15 @@ pub(crate) struct Scorer(Model);
 impl Scorer {
     /// For `texts` texts that read up to `seq` tokens.
     pub(crate) fn load(devices: &Devices, trained: &Trained, seq: usize, texts: u64) -> Result<Self, TrainError> {
-        Ok(Self(Model::load(devices, trained, seq, Cut { sequences: texts.max(1), rest: 0 })?))
+        Ok(Self(Model::load(devices, trained, seq, Cut { sequences: texts.max(1), rest: 0 }, true)?))
     }
 
     pub(crate) fn arena_bytes(&self) -> u64 {
         self.0.executor.arena_bytes()
     }
 
-    /// Calls `scored` with the loss of each text.
-    pub(crate) fn score(&mut self, texts: &[Request], scored: &mut dyn FnMut(f64)) -> Result<(), TrainError> {
+    /// Calls `scored` with each text.
+    pub(crate) fn score(&mut self, texts: &[Request], scored: &mut dyn FnMut(TextScore)) -> Result<(), TrainError> {
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
         let Model { executor, whole, .. } = &mut self.0;
@@ -291,11 +284,11 @@ struct Model {
 }
 
 impl Model {
-    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut) -> Result<Self, TrainError> {
+    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut, misses: bool) -> Result<Self, TrainError> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
-        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut)?;
+        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut, misses)?;
         let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let numbers = (config.train.seed, config.model.vocab_size);

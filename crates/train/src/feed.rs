@@ -2,6 +2,7 @@
 
 use crate::TrainError;
 use crate::tasks::Request;
+use lockstep_compile::MISSES;
 use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
 use lockstep_ir::op::IGNORED_TARGET;
@@ -52,6 +53,15 @@ fn require_known(ids: &[u32], vocab: u32, stream: &TokenStream, offset: u64) -> 
         problem: format!("token {offset} of its corpus is {id}, and model.vocab_size = {vocab}"),
         hint: "set data.tokenizer and model.vocab_size to those that the tokens were made for",
     })
+}
+
+/// A text whose end was scored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TextScore {
+    /// The sum of the losses of its end, in nats.
+    pub(crate) loss: f64,
+    /// Whether greedy decoding writes its end.
+    pub(crate) greedy: bool,
 }
 
 /// A sequence that was evaluated.
@@ -189,7 +199,7 @@ impl Reading {
 /// The tokens and targets of a micro-batch, where documents start and keys of dropout if the program asks, on their way to an
 /// executor.
 pub(crate) struct Feed {
-    names: [String; 5],
+    names: [String; 6],
     reading: Reading,
     /// What was read last, where none is read ahead.
     read: MicroBatch,
@@ -213,7 +223,9 @@ impl Feed {
     ) -> Self {
         let name = |n: &str| entry.map_or(n.to_owned(), |entry| StepProgram::name_in(entry, n));
         let positions = batch * seq;
-        let names = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::DROPOUT_KEYS, names::LOSS].map(name);
+        let inputs = [names::TOKENS, names::TARGETS, names::DOCUMENT_STARTS, names::DROPOUT_KEYS];
+        let [tokens, targets, starts, keys] = inputs.map(name);
+        let names = [tokens, targets, starts, keys, name(names::LOSS), name(MISSES)];
         let asked = |name: &str, numbers| tensors.iter().any(|t| t.name == name).then(|| vec![0; numbers]);
         let (starts, keys) = (asked(&names[2], positions), asked(&names[3], 2 * batch));
         let row = |sequence: usize| {
@@ -343,15 +355,15 @@ impl Feed {
         Ok(())
     }
 
-    /// Calls `scored` with the loss of the end of every text, in order; false if `stop` came before the last. What stands behind a
-    /// text in its sequence is not counted, and not seen by what stands before it.
+    /// Calls `scored` with every text, in order; false if `stop` came before the last. What stands behind a text in its sequence is
+    /// not counted, and not seen by what stands before it. The program is one that gives misses.
     pub(crate) fn score(
         &mut self,
         executor: &mut dyn Executor,
         entry: &str,
         texts: &[Request],
         stop: &AtomicBool,
-        scored: &mut dyn FnMut(f64),
+        scored: &mut dyn FnMut(TextScore),
     ) -> Result<bool, TrainError> {
         for texts in texts.chunks(self.batch()) {
             if stop.load(Ordering::SeqCst) {
@@ -375,7 +387,11 @@ impl Feed {
             self.send(executor, 0)?;
             executor.run(entry)?;
             let bytes = executor.read(self.loss(), 0)?;
-            losses(&bytes).take(texts.len()).for_each(&mut *scored);
+            let misses = executor.read(&self.names[5], 0)?;
+            let positions: &[[u8; 4]] = misses.as_chunks().0;
+            let greedy = |misses: &[[u8; 4]]| misses.iter().all(|miss| f32::from_le_bytes(*miss) == 0.0);
+            let each = losses(&bytes).zip(positions.chunks(self.seq())).take(texts.len());
+            each.for_each(|(loss, misses)| scored(TextScore { loss, greedy: greedy(misses) }));
         }
         Ok(true)
     }

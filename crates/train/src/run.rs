@@ -404,10 +404,10 @@ impl Run<'_> {
                 looked = stop.look();
             }
         };
-        let losses = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
+        let scores = self.session.score(&self.requests.rows, stop.flag(), &mut heard)?;
         looked?;
-        let Some(losses) = losses else { return Ok(false) };
-        match self.requests.reports(&self.tasks, &losses) {
+        let Some(scores) = scores else { return Ok(false) };
+        match self.requests.reports(&self.tasks, &scores) {
             Ok(reports) => {
                 line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
                 show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });

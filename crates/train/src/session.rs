@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use crate::feed::{Feed, Scored, losses};
+use crate::feed::{Feed, Scored, TextScore, losses};
 use crate::initial::InitialWeights;
 use crate::noise::Measured;
 use crate::rank_parts;
@@ -544,21 +544,21 @@ impl Session {
 }
 
 impl Session {
-    /// The losses of the ends of texts, which fit into its sequences; `None` if `stop` came before the last. `progress` hears how
-    /// many are done.
+    /// The scores of the ends of texts, which fit into its sequences; `None` if `stop` came before the last. `progress` hears how
+    /// many are done. The plan is that of a config with tasks.
     pub(crate) fn score(
         &mut self,
         texts: &[Request],
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64),
-    ) -> Result<Option<Vec<f64>>, TrainError> {
-        let mut losses = Vec::with_capacity(texts.len());
+    ) -> Result<Option<Vec<TextScore>>, TrainError> {
+        let mut scores = Vec::with_capacity(texts.len());
         let executor = self.executor.as_mut();
-        let whole = self.feed.score(executor, StepProgram::EVALUATE, texts, stop, &mut |loss| {
-            losses.push(loss);
-            progress(losses.len() as u64);
+        let whole = self.feed.score(executor, StepProgram::EVALUATE, texts, stop, &mut |score| {
+            scores.push(score);
+            progress(scores.len() as u64);
         })?;
-        Ok(whole.then_some(losses))
+        Ok(whole.then_some(scores))
     }
 }
 

@@ -8,7 +8,8 @@ pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
 use crate::evaluate::Scorer;
-use crate::{Devices, EvaluateProgress, Generator, TrainError, Trained};
+use crate::feed::TextScore;
+use crate::{Devices, EvaluateProgress, TrainError, Trained};
 pub(crate) use read::Request;
 
 /// How a model does on tasks.
@@ -39,44 +40,12 @@ pub fn evaluate_tasks(
     let seq = requests.longest();
     let mut scorer = Scorer::load(devices, trained, seq, requests.rows.len() as u64)?;
     let total = requests.rows.len() as u64;
-    let mut losses = Vec::new();
-    scorer.score(&requests.rows, &mut |loss| {
-        losses.push(loss);
-        show(EvaluateProgress::Scoring { done: losses.len() as u64, total });
+    let mut scores = Vec::new();
+    scorer.score(&requests.rows, &mut |score| {
+        scores.push(score);
+        show(EvaluateProgress::Scoring { done: scores.len() as u64, total });
     })?;
-    let mut arena_bytes = scorer.arena_bytes();
-    drop(scorer);
-    let mut tasks = requests.reports(files, &losses)?;
-    // Only where the likelihood leaves it open is it asked token by token whether the model would write the text itself.
-    let open: Vec<_> = requests.open_completions(files, &losses);
-    if !open.is_empty() {
-        let mut generator = Generator::new(devices, config, seq, trained.weights())?;
-        arena_bytes = arena_bytes.max(generator.arena_bytes());
-        for (done, (task, item, row)) in open.iter().enumerate() {
-            show(EvaluateProgress::Completing { done: done as u64, total: open.len() as u64 });
-            let greedy = is_greedy(&mut generator, &requests.rows[*row])?;
-            tasks[*task].decide(*item, greedy);
-        }
-    }
-    Ok(TaskEvaluation { tasks, seq: most, arena_bytes })
-}
-
-/// Whether the most probable token is the right one at each place of a completion.
-fn is_greedy(generator: &mut Generator, row: &Request) -> Result<bool, TrainError> {
-    generator.forget();
-    let (context, completion) = row.tokens.split_at(row.context);
-    let mut next = context;
-    for token in completion {
-        let logits = generator.read(next)?;
-        let best = logits.iter().enumerate().fold((0, f32::NEG_INFINITY), |(best, most), (index, logit)| {
-            if *logit > most { (index, *logit) } else { (best, most) }
-        });
-        if best.0 != *token as usize {
-            return Ok(false);
-        }
-        next = std::slice::from_ref(token);
-    }
-    Ok(true)
+    Ok(TaskEvaluation { tasks: requests.reports(files, &scores)?, seq: most, arena_bytes: scorer.arena_bytes() })
 }
 
 /// The texts of tasks as tokens, of all items one behind the other.
@@ -99,25 +68,9 @@ impl TaskRequests {
         self.rows.iter().map(|row| row.tokens.len() - 1).max().unwrap_or(1).max(1)
     }
 
-    /// What the losses of all texts say.
-    pub(crate) fn reports(&self, files: &[TaskFile], losses: &[f64]) -> Result<Vec<TaskReport>, TrainError> {
-        let mut left = losses;
+    /// What the scores of all texts say.
+    pub(crate) fn reports(&self, files: &[TaskFile], scores: &[TextScore]) -> Result<Vec<TaskReport>, TrainError> {
+        let mut left = scores;
         files.iter().map(|file| TaskReport::new(file, &mut left)).collect()
-    }
-
-    /// The completions of which the likelihood does not tell whether they are greedy: task, item and text. Where the whole has a
-    /// probability above one half, so has every token, and no other can be more probable.
-    fn open_completions(&self, files: &[TaskFile], losses: &[f64]) -> Vec<(usize, usize, usize)> {
-        let mut row = 0;
-        let mut open = Vec::new();
-        for (task, file) in files.iter().enumerate() {
-            for (item, question) in file.items.iter().enumerate() {
-                if question.gold.is_none() && losses[row] >= std::f64::consts::LN_2 {
-                    open.push((task, item, row));
-                }
-                row += question.texts();
-            }
-        }
-        open
     }
 }

@@ -297,7 +297,9 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::Orthogonalise
         | Op::Descend { .. }
         | Op::VocabLogits { .. }
+        | Op::LinearScore { .. }
         | Op::VocabLoss
+        | Op::VocabMisses { .. }
         | Op::VocabGrad { .. }
         | Op::JoinRows
         | Op::AllReduce { .. }

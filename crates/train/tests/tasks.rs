@@ -41,7 +41,7 @@ fn every_item_scores_as_in_lm_evaluation_harness() {
         for (ours, theirs) in item.log_likelihoods.iter().zip(&theirs) {
             assert!((ours - theirs).abs() < 2e-5 * theirs.abs().max(1.0), "item {index}: {ours} and {theirs}");
         }
-        let scores = [("acc", item.acc), ("acc_norm", item.acc_norm), ("acc_bytes", item.acc_bytes)];
+        let scores = [("acc", Some(item.acc)), ("acc_norm", item.acc_norm), ("acc_bytes", item.acc_bytes)];
         for (name, ours) in scores {
             assert_eq!(ours, expected[name].as_bool(), "item {index}, {name}");
         }
@@ -49,7 +49,7 @@ fn every_item_scores_as_in_lm_evaluation_harness() {
     let shares: Vec<f64> = found.tasks.iter().filter_map(|task| task.scores().acc).collect();
     assert!(shares.iter().all(|share| *share > 0.0 && *share < 1.0), "a test that tells nothing: {shares:?}");
     // Lengths matter for some, and so does the difference of characters and bytes.
-    assert!(items.iter().any(|item| item.acc != item.acc_norm && item.acc_norm.is_some()));
+    assert!(items.iter().any(|item| item.acc_norm.is_some_and(|norm| norm != item.acc)));
 }
 
 #[test]
@@ -92,35 +92,54 @@ fn a_run_scores_its_tasks_as_its_checkpoints_do() {
         let trained = Trained::open(&checkpoint).unwrap();
         let found = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, None, &mut |_| ()).unwrap();
         let [squares, words] = &found.tasks[..] else { panic!("{found:?}") };
-        assert_eq!(line.tasks["squares"], squares.scores());
         // The bits of a row are those of any program.
-        assert_eq!(line.tasks["words"].perplexity, words.scores().perplexity);
-        assert!(line.tasks["words"].acc.is_none() && words.scores().acc.is_some());
+        assert_eq!([line.tasks["squares"], line.tasks["words"]], [squares, words].map(|task| task.scores()));
+        assert!(words.scores().acc.is_some() && words.scores().acc_norm.is_none());
     }
     let text = written();
     assert!(text.lines().nth(3).unwrap().contains("\"tasks\":{\"squares\":{\"acc\":"), "{text}");
 }
 
 #[test]
-fn every_layout_scores_the_same() {
+fn every_layout_scores_every_item_as_its_checkpoint_does() {
     let dir = tempfile::tempdir().unwrap();
     common::write_corpus(dir.path());
-    let items = (3..9u64).map(|n| format!("{{\"query\":\"the square of {n} is\",\"target\":\"{}, and\"}}\n", n * n));
-    std::fs::write(dir.path().join("squares.jsonl"), items.collect::<String>()).unwrap();
-    let perplexity = |name: &str, layout: &str| {
+    // A task of each item, so that metrics tell of it.
+    let ends = [("the square of 4", " is"), ("and so o", "n"), ("the squ", "are of 7"), ("line 23", ":"), ("lin", "x")];
+    let items = ends.into_iter().chain([("line 7: the", " "), ("the square of 5 is", " "), (", and so on.", "\n")]);
+    let names: Vec<String> = (0..8).map(|i| format!("item{i}")).collect();
+    let paths: Vec<PathBuf> = names.iter().map(|name| dir.path().join(format!("{name}.jsonl"))).collect();
+    for ((query, target), path) in items.zip(&paths) {
+        let line = format!("{{\"query\":{query:?},\"target\":{target:?},\"delimiter\":\"\"}}\n");
+        std::fs::write(path, line).unwrap();
+    }
+    let files = TaskFile::open_all(&paths, 0).unwrap();
+    let listed: Vec<String> = paths.iter().map(|path| format!("{path:?}")).collect();
+    let mut of_one_rank = None;
+    for (name, layout) in [
+        ("single", ""),
+        ("dp", "dp = 2\nzero = 3"),
+        ("tp", "tp = 2"),
+        ("cp", "cp = 2"),
+        ("pp", "pp = 2"),
+        ("several", "cp = 2\ntp = 2\nsequence_parallel = true"),
+    ] {
         let lines = format!(
-            "steps = 2\nmicro_batch = 2\nvalidate_every = 0\nvalidation_sequences = 0\n[eval]\ntasks = [\"squares.jsonl\"]\nevery = 2\n[parallel]\n{layout}"
+            "steps = 40\nmicro_batch = 2\nvalidate_every = 0\nvalidation_sequences = 0\n[eval]\ntasks = [{}]\nevery = 40\n[parallel]\n{layout}",
+            listed.join(", ")
         );
         let config = common::tiny(dir.path(), &lines);
-        let ran = common::run_to(&config, &dir.path().join(name), 2);
-        ran.steps.last().unwrap().tasks["squares"].perplexity.unwrap()
-    };
-    let single = perplexity("single", "");
-    assert!(single.is_finite() && single > 1.0, "{single}");
-    for (name, layout) in
-        [("dp", "dp = 2\nzero = 1"), ("fsdp", "dp = 2\nzero = 3"), ("tp", "tp = 2"), ("cp", "cp = 2"), ("pp", "pp = 2")]
-    {
-        let found = perplexity(name, layout);
-        assert!((found / single - 1.0).abs() < 1e-3, "{name}: {found} and {single}");
+        let ran = common::run_to(&config, &dir.path().join(name), 40);
+        let found = &ran.steps.last().unwrap().tasks;
+        let trained = Trained::open(&dir.path().join(name)).unwrap();
+        let expected = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, None, &mut |_| ()).unwrap();
+        let accs: Vec<f64> = names.iter().map(|name| found[name].acc.unwrap()).collect();
+        assert_eq!(accs, expected.tasks.iter().map(|task| task.scores().acc.unwrap()).collect::<Vec<_>>(), "{name}");
+        assert!(accs.contains(&0.0) && accs.contains(&1.0), "a test that tells nothing: {accs:?}");
+        for (task, report) in names.iter().zip(&expected.tasks) {
+            let [here, there] = [found[task], report.scores()].map(|scores| scores.perplexity.unwrap());
+            assert!((here / there - 1.0).abs() < 1e-3, "{name}, {task}: {here} and {there}");
+        }
+        assert_eq!(of_one_rank.get_or_insert_with(|| accs.clone()), &accs, "{name}");
     }
 }

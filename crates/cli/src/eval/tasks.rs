@@ -18,7 +18,6 @@ pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
     let (devices, seq) = (Devices::of(&trained.config), args.seq.map(|seq| seq as usize));
     let result = evaluate_tasks(&devices, trained, &files, seq, &mut |event| match event {
         EvaluateProgress::Scoring { done, total } => progress.work("scoring", done, total, texts),
-        EvaluateProgress::Completing { done, total } => progress.work("completing", done, total, texts),
         EvaluateProgress::Warning(_) | EvaluateProgress::Preparing(_) | EvaluateProgress::Evaluating { .. } => {}
     });
     progress.clear();

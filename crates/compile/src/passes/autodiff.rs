@@ -353,8 +353,10 @@ impl Backward {
             | Op::Momentum { .. }
             | Op::Orthogonalise
             | Op::Descend { .. }
+            | Op::LinearScore { .. }
             | Op::VocabLogits { .. }
             | Op::VocabLoss
+            | Op::VocabMisses { .. }
             | Op::VocabGrad { .. }
             | Op::JoinRows
             | Op::AllReduce { .. }

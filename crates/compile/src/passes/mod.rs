@@ -8,6 +8,7 @@ mod loads;
 mod optimizer;
 mod precision;
 mod recompute;
+mod score;
 mod shard;
 mod vocab;
 mod zero;
@@ -20,6 +21,7 @@ pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
 pub use precision::Precision;
 pub use recompute::{Candidate, Recompute, Recomputed};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
+pub use score::MISSES;
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
@@ -50,6 +52,7 @@ const EXPERTS: Pass = Pass { name: "experts", effect: Effect::BitPreserving, run
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const AUTODIFF: Pass = Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff };
 const RECOMPUTE: Pass = Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute };
+const SCORE: Pass = Pass { name: "score", effect: Effect::BitPreserving, run: score::score };
 const SHARD: Pass = Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard };
 const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero };
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
@@ -61,8 +64,8 @@ pub const TRAINING_PASSES: [Pass; 8] = [FUSE, PRECISION, EXPERTS, AUTODIFF, RECO
 /// bits.
 pub const FORWARD_PASSES: [Pass; 3] = [FUSE, PRECISION, EXPERTS];
 
-/// Those that shard work over ranks: what runs forward only takes them behind [`FORWARD_PASSES`].
-pub(crate) const SHARDING_PASSES: [Pass; 2] = [SHARD, ZERO];
+/// Those that what runs forward only takes behind [`FORWARD_PASSES`], without what nothing reads.
+pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];
 
 /// The passes of a training step behind this one.
 pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {

@@ -1,5 +1,6 @@
 //! The chunked output head over parts of the vocabulary: `linear_cross_entropy` becomes, chunk by chunk, logits and statistics
-//! of this rank's part, the statistics of all parts, and gradients. The logits never exist whole on any rank.
+//! of this rank's part, the statistics of all parts, and gradients; `linear_score` likewise, with misses instead of gradients. The logits
+//! never exist whole on any rank.
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source};
@@ -8,14 +9,17 @@ use lockstep_ir::{Axes, DType, Graph, MeshAxis, Op, TypeError, ValueId};
 
 /// Rewrites the head, where the graph has one.
 pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
+    let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. } | Op::LinearScore { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op: Op::LinearCrossEntropy { rows }, inputs, outputs, layer, .. }) = g.nodes.pop() else {
-        return Ok(());
-    };
+    let Some(Node { op, inputs, outputs, layer, .. }) = g.nodes.pop() else { return Ok(()) };
+    let (Op::LinearCrossEntropy { rows } | Op::LinearScore { rows }) = op else { return Ok(()) };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
-    let [loss, dx, dw] = outputs[..] else { return Ok(()) };
+    let (loss, dx, dw, misses) = match outputs[..] {
+        [loss, dx, dw] => (loss, dx, dw, None),
+        [loss, misses] => (loss, None, None, misses),
+        _ => return Ok(()),
+    };
     let mesh = &context.layout.mesh;
     let (sequences, parts, ranks) = (mesh.size(Axes::SEQUENCES), mesh.size(MeshAxis::Cp), mesh.size(Axes::TOKENS));
     let sizes = g.ty(targets).sizes();
@@ -25,12 +29,16 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let (spans, span) = if apart { (batch, seq) } else { (1, batch * seq) };
     let parts = context.layout.mesh.size(MeshAxis::Tp);
     let chunks = (0..spans).flat_map(|b| (0..span).step_by(rows).map(move |s| (b * span + s, rows.min(span - s))));
-    let (mut statistics, mut pieces): (Vec<ValueId>, Vec<ValueId>) = Default::default();
+    let (mut statistics, mut pieces, mut missed): (Vec<ValueId>, Vec<ValueId>, Vec<ValueId>) = Default::default();
     let node = |g: &mut Graph, op, reads: &[ValueId], name: &str| g.node(op, reads, name, Phase::Forward, layer);
     for (c, (first, count)) in chunks.enumerate() {
         let rows = Rows { first, count, ranks };
         let made = node(g, Op::VocabLogits { rows, parts }, &[x, w, targets], &format!("logits.{c}"))?;
         statistics.push(made[1]);
+        if misses.is_some() {
+            let reads = [made[0], made[1], targets];
+            missed.push(node(g, Op::VocabMisses { rows }, &reads, &format!("misses.{c}"))?[0]);
+        }
         if dx.is_none() && dw.is_none() {
             continue;
         }
@@ -55,6 +63,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     };
     replace(g, Op::VocabLoss, statistics, loss)?;
     replace(g, Op::JoinRows, pieces, dx)?;
+    replace(g, Op::JoinRows, missed, misses)?;
     // The first use of the old dw is gone: what it was summed into is summed into by the chunks.
     if let Some(dw) = dw {
         g.values[dw.0].source = Source::Node { into: None };

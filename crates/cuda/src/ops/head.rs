@@ -3,9 +3,10 @@
 use super::linear::{padded, weight_product};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
-use crate::driver::ALIGNMENT;
+use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
 use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
+use lockstep_exec::bound::At;
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
 
@@ -41,10 +42,27 @@ pub fn column_parts(v: usize) -> Vec<(usize, usize)> {
 
 /// Loss, dx and dw. Scratch: a matmul's; logits of a chunk; losses of all rows; for sums in fixed point dw once.
 pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { chunked(call, rows, (call.output(1), call.bound.outputs[2]), None) }
+}
+
+/// Loss and misses. Scratch: a matmul's; logits of a chunk; losses of all rows.
+pub unsafe fn linear_score(call: Call, rows: usize) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { chunked(call, rows, (None, None), call.output(1)) }
+}
+
+/// The loss, and what is asked for besides: gradients are outputs 1 and 2.
+unsafe fn chunked(
+    call: Call,
+    rows: usize,
+    (dx, dw): (Option<Address>, Option<At>),
+    misses: Option<Address>,
+) -> Result<(), CudaError> {
     let (m, seq, k, v) = (call.rows(), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input(0), call.input(1), call.input(2));
     let input = call.float();
-    let (bytes, dw) = (input.bytes() as u64, call.bound.outputs[2]);
+    let bytes = input.bytes() as u64;
     let fixed = dw.is_some_and(|at| at.dtype == DType::Fixed64);
     let scratch = call.scratch()?;
     let logits = scratch + WORKSPACE;
@@ -53,7 +71,7 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaEr
     let share = losses + (4 * m as u64).next_multiple_of(ALIGNMENT);
     // What gradients start with, among the step's scalars.
     let scale = call.given(3).map(|scalars| scalars + LOSS_SCALE);
-    let gradients = call.output(1).is_some() || dw.is_some();
+    let gradients = dx.is_some() || dw.is_some();
     for (c, (first, count)) in chunks(m, seq, rows, fixed).into_iter().enumerate() {
         let at = (first * k) as u64 * bytes;
         let forward = MatmulShape {
@@ -78,10 +96,17 @@ pub unsafe fn linear_cross_entropy(call: Call, rows: usize) -> Result<(), CudaEr
             let place = 4 * first as u64;
             let args = args![logits, targets + place, losses + place, lse, out, scale, v, stride, call.wide(stride)];
             call.typed(("loss", "cross_entropy"), [count, 1, 1], row_threads(call, v), args)?;
+            if let Some(misses) = misses {
+                let args = args![logits, targets + place, misses + place, v, stride];
+                call.typed(("loss", "misses"), [count, 1, 1], row_threads(call, v), args)?;
+            }
+            if !gradients {
+                continue;
+            }
             let adds = call.adds(2) || c > 0;
             for &(first, n) in &parts {
                 let (dlogits, w) = (logits + first as u64 * bytes, w + (first * k) as u64 * bytes);
-                if let Some(dx) = call.output(1) {
+                if let Some(dx) = dx {
                     let shape = MatmulShape { gemm: Gemm::Input, n, adds: first > 0, ..forward };
                     call.multiply(&shape, (dlogits, w), dx + at, scratch)?;
                 }
@@ -157,6 +182,16 @@ pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
     }
     // SAFETY: losses of all rows are there.
     unsafe { call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, call.size('s')]) }
+}
+
+/// Misses of a chunk by this rank's part of the vocabulary.
+pub unsafe fn vocab_misses(call: Call, rows: Rows) -> Result<(), CudaError> {
+    let Some(misses) = call.output(0) else { return Ok(()) };
+    let (v, parts, part) = (call.size('v'), call.size('a'), call.vocab_part());
+    let targets = call.input(2) + 4 * rows.first as u64;
+    let args = args![call.input(0), call.input(1), targets, misses, parts, v, part.first, part.entries];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.plain(("loss", "vocab_misses"), [rows.count, 1, 1], row_threads(call, v), args) }
 }
 
 /// This part's share of dx, and dw. Scratch: a matmul's; dlogits in the compute type; for sums in fixed point dw once.

@@ -46,6 +46,15 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             }
             shapes
         }
+        Op::LinearScore { rows } => {
+            let sizes = super::head::chunk_sizes(m, size('s'), rows, false);
+            let parts = super::head::column_parts(size('v'));
+            let of = |count, columns| MatmulShape {
+                y_stride: padded(size('v')),
+                ..plain(Gemm::Forward, count, columns, input)
+            };
+            sizes.iter().flat_map(|count| parts.iter().map(|(_, columns)| of(*count, *columns))).collect()
+        }
         Op::VocabLogits { rows, .. } => vec![plain(Gemm::Forward, rows.count, size('v'), DType::F32)],
         Op::VocabGrad { rows, .. } => {
             let (_, output) = weight_rows(input, gradients(1), rows.count, rows.count);

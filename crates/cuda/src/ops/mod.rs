@@ -34,13 +34,15 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let shares = |count: usize, letter| of(0, &[(4 * count as u64, letter)]);
     let logits = (compute.bytes() as u64, "cv");
     // Rows of logits end in padding.
-    let head = [&[logits, (8 * compute.bytes() as u64, "c"), (4, "bs")][..], &share("vk")].concat();
+    let score = [logits, (8 * compute.bytes() as u64, "c"), (4, "bs")];
+    let head = [&score[..], &share("vk")].concat();
     let vocab_grad = of(WORKSPACE + ALIGNMENT, &[&[logits][..], &share("vk")].concat());
     let workspaces = BTreeMap::from([
         (OpKind::Linear, fixed(WORKSPACE)),
         (OpKind::LinearGradInput, fixed(WORKSPACE)),
         (OpKind::LinearGradWeight, Workspace { fixed: WORKSPACE, terms: share("nk") }),
         (OpKind::LinearCrossEntropy, Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
+        (OpKind::LinearScore, of(WORKSPACE + 3 * ALIGNMENT, &score)),
         (OpKind::RmsNormGradWeight, shares(norm::SHARES, "d")),
         (OpKind::LayerNormGradWeight, shares(norm::SHARES, "d")),
         (OpKind::QkNormGradWeight, shares(norm::SHARES, "i")),
@@ -158,6 +160,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::CrossEntropy => head::cross_entropy(call),
             Op::CrossEntropyGrad { weight } => head::cross_entropy_grad(call, weight),
             Op::LinearCrossEntropy { rows } => head::linear_cross_entropy(call, rows),
+            Op::LinearScore { rows } => head::linear_score(call, rows),
             Op::AddState => optimizer::add_state(call),
             Op::Accumulate => optimizer::accumulate(call),
             Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
@@ -176,6 +179,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::Descend { decay, lr_scale } => optimizer::descend(call, decay, lr_scale),
             Op::VocabLogits { rows, .. } => head::vocab_logits(call, rows),
             Op::VocabLoss => head::vocab_loss(call),
+            Op::VocabMisses { rows } => head::vocab_misses(call, rows),
             Op::VocabGrad { rows } => head::vocab_grad(call, rows),
             Op::JoinRows => head::join_rows(call),
             Op::Part { .. } => sections::part(call),

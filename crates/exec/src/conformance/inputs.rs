@@ -17,7 +17,7 @@ struct Made {
 pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec<f64>> {
     let mut drawn: Vec<Vec<f64>> = vec![Vec::new(); inputs.len()];
     // What is made from other inputs comes last.
-    let made = |how: &Draw| matches!(how, Draw::Of(..));
+    let made = |how: &Draw| matches!(how, Draw::Of(..) | Draw::Choices);
     let mut known: Vec<Made> = Vec::new();
     let order = inputs.iter().enumerate().filter(|(_, (_, how))| !made(how));
     for (i, (ty, how)) in order.chain(inputs.iter().enumerate().filter(|(_, (_, how))| made(how))) {
@@ -36,6 +36,7 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                     |bits: u64| if bits >> 62 == 0 { u64::from(IGNORED_TARGET) } else { bits % u64::from(*bound) };
                 (0..ty.elements()).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
             }
+            Draw::Choices => choices(key, &drawn[..i], inputs[i - 1].0.dims[0].size()),
             // Seven steps on from one to the next: the bounds are no multiples of seven.
             Draw::Places(bound) => {
                 let first = counter::bits(key, 0) % u64::from(*bound);
@@ -84,6 +85,26 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
         drawn[i] = decode(ty.dtype, &encode(ty.dtype, &data));
     }
     drawn
+}
+
+/// Targets of logits that are `x · wᵀ`, by a token of `vocab`.
+fn choices(key: u64, operands: &[Vec<f64>], vocab: usize) -> Vec<f64> {
+    let [.., x, w] = operands else { return Vec::new() };
+    let k = w.len() / vocab;
+    let target = |(row, x): (usize, &[f64])| {
+        let logit = |w: &[f64]| x.iter().zip(w).map(|(x, w)| x * w).sum::<f64>();
+        let logits: Vec<f64> = w.chunks(k).map(logit).collect();
+        let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let bits = counter::bits(key, row as u64);
+        let largest = match bits >> 62 {
+            0 => return f64::from(IGNORED_TARGET),
+            1 => logits.iter().position(|logit| *logit == most),
+            2 => logits.iter().rposition(|logit| *logit == most),
+            _ => None,
+        };
+        largest.unwrap_or(bits as usize % vocab) as f64
+    };
+    x.chunks(k).enumerate().map(target).collect()
 }
 
 /// Documents of one position, of some, and one over the border between tiles of 128 positions.

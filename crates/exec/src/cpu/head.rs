@@ -17,6 +17,7 @@ use super::gemm::{K_STEP, Matrix, NR, Packed, Target, Unit, multiply, pack_a, pa
 use super::linear::{add_fixed, add_rounded};
 use super::pointwise::checked_target;
 use super::simd::{self, Simd, vectorised};
+use super::vocab::is_beaten;
 use lockstep_ir::DType;
 
 /// Rows whose logits are made at a time: a multiple of every unit's rows.
@@ -157,17 +158,32 @@ unsafe impl Sync for Head<'_> {}
 ///
 /// Scratch: `share` (v · k floats) for sums that are not in f32, then what `scratch_bytes` says.
 pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize) {
+    chunked::<T>(call, most_rows, call.seed(3), Outputs { dx: call.output(1), dw: call.accumulator(2), misses: None });
+}
+
+/// The same without gradients, and of every position whether greedy decoding misses its target: misses `[b, s]`.
+pub fn linear_score<T: Float>(call: Call, most_rows: usize) {
+    chunked::<T>(call, most_rows, 1.0, Outputs { dx: None, dw: None, misses: call.output(1) });
+}
+
+/// What is made besides the loss.
+struct Outputs<T> {
+    dx: Option<*mut T>,
+    dw: Option<Accumulator>,
+    misses: Option<*mut f32>,
+}
+
+fn chunked<T: Float>(call: Call, most_rows: usize, seed: f32, outputs: Outputs<T>) {
     let (batch, seq, k, v) = (call.size('b'), call.size('s'), call.size('k'), call.size('v'));
     let (x, w, targets) = (call.input::<T>(0), call.input::<T>(1), call.input::<u32>(2));
     let loss = call.output::<f64>(0);
-    let (dx, dw) = (call.output::<T>(1), call.accumulator(2));
+    let Outputs { dx, dw, misses } = outputs;
     let (unit, element) = (Unit::of::<T>(call.simd), T::Kept::DTYPE.bytes());
     let at = Layout::new(unit, element, (most_rows, k, v), call.pool.threads());
     let columns = block(v, element);
     let share = if matches!(dw, None | Some(Accumulator::Float { .. })) { 0 } else { (v * k * 4).next_multiple_of(64) };
     // SAFETY: the device profile asks for this much.
     let scratch = unsafe { call.scratch::<u8>().add(share) };
-    let seed = call.seed(3);
     let head = Head { call, seed, unit, k, v, most_rows, columns, blocks: v.div_ceil(columns), at, scratch };
     let wanted = dx.is_some() || dw.is_some();
     // SAFETY: operands have the sizes of their types.
@@ -180,8 +196,9 @@ pub fn linear_cross_entropy<T: Float>(call: Call, most_rows: usize) {
         // SAFETY: the chunk lies in the operands.
         unsafe {
             let (x, targets) = (x.add(first * k), Ptr(targets.add(first)));
-            head.exponentials::<T>(x, targets, rows, wanted);
-            head.factors::<T>(targets, rows, wanted);
+            let misses = misses.map(|misses| Ptr(misses.add(first)));
+            head.exponentials::<T>(x, targets, rows, wanted, misses);
+            head.factors::<T>(targets, rows, wanted, misses);
             if let Some(loss) = loss {
                 let losses: *const f32 = head.part(head.at.losses);
                 for row in 0..rows {
@@ -240,8 +257,16 @@ impl Head<'_> {
         });
     }
 
-    /// E, the largest logit and the sum of `e` of every row and block, and the targets' logits.
-    unsafe fn exponentials<T: Float>(&self, x: *const T, targets: Ptr<*const u32>, rows: usize, wanted: bool) {
+    /// E, the largest logit and the sum of `e` of every row and block, and the targets' logits. Where misses are asked for, they are
+    /// those by the target's own block.
+    unsafe fn exponentials<T: Float>(
+        &self,
+        x: *const T,
+        targets: Ptr<*const u32>,
+        rows: usize,
+        wanted: bool,
+        misses: Option<Ptr<*mut f32>>,
+    ) {
         let (unit, simd, k) = (self.unit, self.call.simd, self.k);
         let x = Ptr((Matrix::rows(x, k), Packed::a(unit, self.part(self.at.x), k)));
         let row_blocks = rows.div_ceil(ROWS);
@@ -268,7 +293,11 @@ impl Head<'_> {
                     let (logits, at) = (logits.add(r * width), j * self.most_rows + row);
                     let target = checked_target(*targets.at(row), self.v);
                     if let Some(target) = target.filter(|target| target / self.columns == j) {
-                        *self.part::<f32>(self.at.targets).add(row) = *logits.add(target % self.columns);
+                        let (at, all) = (target % self.columns, std::slice::from_raw_parts(logits, width));
+                        *self.part::<f32>(self.at.targets).add(row) = all[at];
+                        if let Some(misses) = misses {
+                            *misses.at(row) = f32::from(u8::from(is_beaten(all, all[at], at)));
+                        }
                     }
                     let to = if wanted { self.e::<T::Kept>(j).add(row * width) } else { std::ptr::null_mut() };
                     let (max, sum) = exponentials_of_row(simd, logits, to, width);
@@ -279,8 +308,15 @@ impl Head<'_> {
         });
     }
 
-    /// Each row's factor of every block and its loss; the target's `e` becomes `(p − 1) / factor`.
-    unsafe fn factors<T: Float>(&self, targets: Ptr<*const u32>, rows: usize, wanted: bool) {
+    /// Each row's factor of every block and its loss; the target's `e` becomes `(p − 1) / factor`. Misses by other blocks are added to
+    /// those by the target's own.
+    unsafe fn factors<T: Float>(
+        &self,
+        targets: Ptr<*const u32>,
+        rows: usize,
+        wanted: bool,
+        misses: Option<Ptr<*mut f32>>,
+    ) {
         let (factors, sums) = (Ptr(self.part::<f32>(self.at.factors)), Ptr(self.part::<f32>(self.at.sums)));
         let (logits, losses) = (Ptr(self.part::<f32>(self.at.targets)), Ptr(self.part::<f32>(self.at.losses)));
         self.call.ranges(rows, 64, |from, to| {
@@ -295,10 +331,20 @@ impl Head<'_> {
                     let Some(target) = checked_target(*targets.at(row), self.v) else {
                         (0..self.blocks).for_each(|j| *factors.at(at(j)) = 0.0);
                         *losses.at(row) = 0.0;
+                        if let Some(misses) = misses {
+                            *misses.at(row) = 0.0;
+                        }
                         continue;
                     };
                     let logit = *logits.at(row);
                     let (hit, before) = (target / self.columns, *factors.at(at(target / self.columns)));
+                    if let Some(misses) = misses {
+                        // Of equal logits the first is taken, which is in a block before.
+                        let beats = |j: usize| *factors.at(at(j)) > logit || (j < hit && *factors.at(at(j)) == logit);
+                        if (0..self.blocks).any(beats) {
+                            *misses.at(row) = 1.0;
+                        }
+                    }
                     for j in 0..self.blocks {
                         let share = simd::exp(*factors.at(at(j)) - top);
                         sum += *sums.at(at(j)) * share;

@@ -82,6 +82,34 @@ pub fn loss(call: Call) {
     debug_assert_eq!(position, batch * seq);
 }
 
+/// Of each position of a chunk, 1 where this part has a token that is taken before the target.
+pub fn misses(call: Call, rows: Rows) {
+    let (v, parts) = (call.size('v'), call.size('a'));
+    let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
+    let (targets, part) = (Ptr(call.input::<u32>(2)), call.vocab_part());
+    let Some(misses) = call.output::<f32>(0).map(Ptr) else { return };
+    call.ranges(rows.count, 4, |from, to| {
+        for row in from..to {
+            // SAFETY: the chunk lies in the operands; tasks own whole rows.
+            unsafe {
+                let target = *targets.at(rows.first + row);
+                let (_, hit) = combine(statistics, parts, rows.count, row);
+                let logits = logits.slice(row * v, part.entries);
+                // Tokens of this part that come before the target.
+                let before = (target as usize).saturating_sub(part.first).min(part.entries);
+                let beaten = target != IGNORED_TARGET && is_beaten(logits, hit, before);
+                *misses.at(row) = f32::from(u8::from(beaten));
+            }
+        }
+    });
+}
+
+/// Whether greedy decoding takes one of these logits before one of this size, which has so many of them before it.
+pub(super) fn is_beaten(logits: &[f32], hit: f32, before: usize) -> bool {
+    let (before, behind) = logits.split_at(before);
+    before.iter().any(|logit| *logit >= hit) || behind.iter().any(|logit| *logit > hit)
+}
+
 /// This part's share of dx `[c, k]`, and dw.
 ///
 /// Scratch: a matmul's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.

@@ -43,6 +43,22 @@ pub(super) fn loss(dims: &Dims, chunks: &[&[f64]], targets: &[f64]) -> Vec<f64> 
     losses.chunks(seq).map(|sequence| sequence.iter().sum()).collect()
 }
 
+/// Whether one of the logits, whose tokens are those from `first` on, is taken before the target's.
+pub(super) fn is_beaten(logits: &[f64], first: usize, hit: f64, target: usize) -> bool {
+    logits.iter().enumerate().any(|(i, logit)| *logit > hit || (*logit == hit && first + i < target))
+}
+
+pub(super) fn misses(dims: &Dims, logits: &[f64], statistics: &[f64], targets: &[f64], rows: Rows) -> Vec<f64> {
+    let (v, parts) = (dims.size('v'), dims.size('a'));
+    let size = v.div_ceil(parts);
+    let beaten = |(row, logits): (usize, &[f64])| {
+        let (target, (_, hit)) = (targets[rows.first + row], combine(statistics, parts, row));
+        let part = |(a, part): &(usize, &[f64])| is_beaten(part, a * size, hit, target as usize);
+        if is_counted(target) { logits.chunks(size).enumerate().filter(part).count() as f64 } else { 0.0 }
+    };
+    logits.chunks(v).enumerate().map(beaten).collect()
+}
+
 /// From logits, statistics, x, w and targets.
 pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64>; 2] {
     let (k, v, parts) = (dims.size('k'), dims.size('v'), dims.size('a'));

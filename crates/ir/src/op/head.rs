@@ -58,6 +58,35 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
     Flops::all(2 * matmuls * dims.product("bskv"))
 });
 
+/// One number of each position.
+fn one() -> Dim {
+    Dim::new(Axis::Scalar, 1)
+}
+
+pub(super) static LINEAR_SCORE: Spec = row(
+    "linear_score",
+    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
+    &[f64("loss", "b"), f32("misses", "bsi")],
+    |batch| {
+        // Small whole numbers, so that logits are exact in every type and many are equal.
+        let s = Shapes::new(batch);
+        let bits = |ty| (ty, Draw::Between(0, 1));
+        let of = |tokens| {
+            let table = bits(floats([Dim::new(Axis::Vocab, tokens), embed()]));
+            sample(Op::LinearScore { rows: 23 }, [bits(s.act(embed())), table, (s.ids(), Draw::Choices)])
+        };
+        vec![of(400), of(7)]
+    },
+)
+.splits(&["b", "s"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::LinearScore { rows });
+    dims.set('c', &Dim::new(Axis::Seq, rows));
+    dims.set('i', &one());
+    Ok(())
+})
+.flops(|_, dims, _| Flops::all(2 * dims.product("bskv")));
+
 /// Some positions of one rank.
 const CHUNK: Rows = Rows { first: 7, count: 23, ranks: 1 };
 
@@ -99,6 +128,30 @@ pub(super) static VOCAB_LOSS: Spec =
     })
     .variadic()
     .splits(&["b?", "s?"]);
+
+pub(super) static VOCAB_MISSES: Spec = row(
+    "vocab_misses",
+    &[f32("logits", "cv"), f32("statistics", "acj"), u32("targets", "bs")],
+    &[f32("misses", "ci")],
+    |batch| {
+        // The target's logit, which is the last of the statistics, is as large as the largest logits, or next to that.
+        let logits = (floats([Dim::new(Axis::Seq, CHUNK.count), vocab()]), Draw::Between(0, 9));
+        let statistics = (statistics(CHUNK.count), Draw::Between(8, 10));
+        let targets = (Shapes::new(batch).ids(), Draw::Targets(50));
+        vec![sample(Op::VocabMisses { rows: CHUNK }, [logits, statistics, targets])]
+    },
+)
+.splits(&["bc", "sc", "v"])
+.numbers('v')
+.chunks()
+.local(|op, _| {
+    attributes!(op, Op::VocabMisses { rows });
+    Op::VocabMisses { rows: rows.of_one_rank() }
+})
+.shape(|_, _, dims| {
+    dims.set('i', &one());
+    Ok(())
+});
 
 pub(super) static VOCAB_GRAD: Spec = row(
     "vocab_grad",

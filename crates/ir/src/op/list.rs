@@ -375,6 +375,12 @@ ops! {
         /// Most positions of a chunk.
         rows: usize,
     } = head::LINEAR_CROSS_ENTROPY,
+    /// The loss of `LinearCrossEntropy`, and of every position whether greedy decoding misses its target: 1 where the logit of another
+    /// token is larger, or as large and the token comes first; 0 elsewhere, and where the target does not count.
+    LinearScore {
+        /// Most positions of a chunk.
+        rows: usize,
+    } = head::LINEAR_SCORE,
     /// Adds one gradient accumulator to another: the second use of a tied parameter.
     AddState = gradient::ADD_STATE,
     /// Adds a value to its sum over micro-batches.
@@ -455,6 +461,12 @@ ops! {
     } = head::VOCAB_LOGITS,
     /// Sum of token losses per sequence, from the statistics of all parts of the vocabulary, chunk by chunk.
     VocabLoss = head::VOCAB_LOSS,
+    /// Of some positions, how many parts of the vocabulary have a token that greedy decoding takes before the target, as in
+    /// `LinearScore`.
+    VocabMisses {
+        /// Which positions.
+        rows: Rows,
+    } = head::VOCAB_MISSES,
     /// Gradients of the sum of token losses of some positions: this part's share of dx, and dw. `scalars` as in `LinearCrossEntropy`.
     VocabGrad {
         /// Which positions.

@@ -20,6 +20,8 @@ pub enum Draw {
     Below(u32),
     /// The same as targets, a quarter of them ignored.
     Targets(u32),
+    /// Targets of the logits that the two inputs before have: the first of the largest, the last of them, any, or ignored.
+    Choices,
     /// Different whole numbers below this bound, every eighth of them [`NO_ROW`](super::NO_ROW).
     Places(u32),
     /// Whole numbers from the first to the second.

@@ -2,13 +2,14 @@
 
 use super::read::TaskFile;
 use crate::TrainError;
+use crate::feed::TextScore;
 use serde::{Deserialize, Serialize};
 
 /// What a task gives: means over its items.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TaskScores {
-    /// Share of items whose right choice is the most probable one, or whose completion greedy decoding writes; for completions it
-    /// is not known while training.
+    /// Share of items whose right choice is the most probable one, or whose completion greedy decoding writes. Runs of older versions
+    /// have none of completions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub acc: Option<f64>,
     /// The same, with log-likelihoods divided by the characters of the choice.
@@ -29,9 +30,9 @@ pub struct ItemScore {
     pub log_likelihoods: Vec<f64>,
     /// Index of the right choice; none for a completion.
     pub gold: Option<usize>,
-    /// Whether the most probable choice is the right one, or greedy decoding writes the completion; none where that was not asked.
-    pub acc: Option<bool>,
-    /// As `acc`, per character.
+    /// Whether the most probable choice is the right one, or greedy decoding writes the completion.
+    pub acc: bool,
+    /// As `acc`, per character; none for a completion.
     pub acc_norm: Option<bool>,
     /// As `acc`, per byte.
     pub acc_bytes: Option<bool>,
@@ -47,33 +48,25 @@ pub struct TaskReport {
 }
 
 impl TaskReport {
-    /// Takes the losses of the file's texts from the front of `losses`.
-    pub(super) fn new(file: &TaskFile, losses: &mut &[f64]) -> Result<Self, TrainError> {
+    /// Takes the scores of the file's texts from the front of `scores`.
+    pub(super) fn new(file: &TaskFile, scores: &mut &[TextScore]) -> Result<Self, TrainError> {
         let mut items = Vec::new();
         for item in &file.items {
-            let (own, rest) = losses.split_at(item.texts());
-            *losses = rest;
-            if own.iter().any(|loss| !loss.is_finite()) {
+            let (own, rest) = scores.split_at(item.texts());
+            *scores = rest;
+            if own.iter().any(|text| !text.loss.is_finite()) {
                 return Err(TrainError::TaskLoss { task: file.name.clone() });
             }
-            let log_likelihoods: Vec<f64> = own.iter().map(|loss| -loss).collect();
+            let log_likelihoods: Vec<f64> = own.iter().map(|text| -text.loss).collect();
             let right = |length: fn(&str) -> usize| {
                 let per = log_likelihoods.iter().zip(&item.choices).map(|(l, choice)| l / length(choice) as f64);
                 item.gold.map(|gold| first_greatest(per) == gold)
             };
-            let acc = match item.gold {
-                Some(_) => right(|_| 1),
-                None => (own[0] < std::f64::consts::LN_2).then_some(true),
-            };
+            let acc = right(|_| 1).unwrap_or(own[0].greedy);
             let (acc_norm, acc_bytes) = (right(|choice| choice.chars().count()), right(str::len));
             items.push(ItemScore { log_likelihoods, gold: item.gold, acc, acc_norm, acc_bytes });
         }
         Ok(Self { name: file.name.clone(), items })
-    }
-
-    /// Says of a completion whether greedy decoding writes it.
-    pub(super) fn decide(&mut self, item: usize, greedy: bool) {
-        self.items[item].acc = Some(greedy);
     }
 
     /// Means over the items.
@@ -81,7 +74,7 @@ impl TaskReport {
         let completions = self.items.iter().all(|item| item.gold.is_none());
         let sum: f64 = self.items.iter().map(|item| item.log_likelihoods[0]).sum();
         TaskScores {
-            acc: self.share(|item| item.acc),
+            acc: self.share(|item| Some(item.acc)),
             acc_norm: self.share(|item| item.acc_norm),
             acc_bytes: self.share(|item| item.acc_bytes),
             perplexity: completions.then(|| (-sum / self.items.len() as f64).exp()),
