@@ -56,8 +56,10 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         small.parallel.stages.clear();
     }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
+    // Families that have one width for both keep one.
+    let same = m.expert_ffn == Some(m.ffn);
     m.ffn = fit(m.ffn, 192, tp);
-    m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
+    m.expert_ffn = m.expert_ffn.map(|ffn| if same { m.ffn } else { fit(ffn, 64, tp) });
     let top = m.experts_per_token.unwrap_or(1);
     let ep = most(|l| l.mesh.size(MeshAxis::Ep));
     // Groups of experts, where there are some, become two.
