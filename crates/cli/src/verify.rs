@@ -49,7 +49,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 43] = [
+const KINDS: [&str; 45] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -79,6 +79,8 @@ const KINDS: [&str; 43] = [
     "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
     "cp=a",
     "cp=b,context=gather",
+    "cp=a,context=a2a",
+    "cp=a,context=a2a,tp=a,sp,pp=a",
     "dp=a,zero=3,cp=a",
     "cp=a,tp=a,sp,pp=a",
     "ep=a",

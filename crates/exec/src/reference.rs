@@ -5,6 +5,7 @@
 mod context;
 mod experts;
 mod generation;
+mod heads;
 mod naive;
 mod rules;
 mod vocab;
@@ -120,6 +121,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::GatheredAttentionGrad { window } => {
             context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring::ALL).into()
         }
+        Op::SplitHeads { ranks, .. } => vec![heads::split(&dims, &types[0].dims[2], x[0], ranks)],
+        Op::JoinHeads { ranks } => vec![heads::join(&dims, &types[0].dims[3], x[0], ranks)],
         Op::AttentionScores { window } => {
             vec![naive::scores(&dims, x[0], &first_keys(&dims, given(x, 1), window))]
         }

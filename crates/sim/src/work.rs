@@ -288,6 +288,8 @@ impl Demand {
             | Op::Rope { .. }
             | Op::RopeAt
             | Op::AttentionMerge
+            | Op::SplitHeads { .. }
+            | Op::JoinHeads { .. }
             | Op::LastPosition
             | Op::Route { .. }
             | Op::RouteTo { .. }

@@ -21,7 +21,7 @@ use lockstep_exec::{ExecError, copy};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
+use lockstep_ir::{Axes, ContextParallel, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
 use lockstep_plan::{Plan, PlanError, Target, plan_with};
 use numbers::{Spare, Stored, disturbed};
@@ -44,9 +44,14 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let mut small = config.clone();
     let (m, t) = (&mut small.model, &mut small.train);
     let group = m.heads / m.kv_heads;
-    m.kv_heads = if m.kv_heads.is_multiple_of(tp) { fit(m.kv_heads, 4, tp) } else { m.kv_heads };
+    // Ranks that have whole heads.
+    let split = most(|l| match l.context {
+        ContextParallel::Ring | ContextParallel::Gather => l.mesh.size(MeshAxis::Tp),
+        ContextParallel::AllToAll => l.mesh.size(Axes::of(&[MeshAxis::Tp, MeshAxis::Cp])),
+    });
+    m.kv_heads = if m.kv_heads.is_multiple_of(split) { fit(m.kv_heads, 4, split) } else { m.kv_heads };
     // Fewer heads per key head, if all layouts still divide them.
-    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(tp));
+    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(split));
     m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
@@ -56,8 +61,10 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         small.parallel.stages.clear();
     }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
+    // Families that have one width for both keep one.
+    let same = m.expert_ffn == Some(m.ffn);
     m.ffn = fit(m.ffn, 192, tp);
-    m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
+    m.expert_ffn = m.expert_ffn.map(|ffn| if same { m.ffn } else { fit(ffn, 64, tp) });
     let top = m.experts_per_token.unwrap_or(1);
     let ep = most(|l| l.mesh.size(MeshAxis::Ep));
     // Groups of experts, where there are some, become two.

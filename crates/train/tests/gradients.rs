@@ -320,6 +320,8 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::RingAttentionGrad { .. }
         | Op::AttentionMerge
         | Op::GatheredAttention { .. }
+        | Op::SplitHeads { .. }
+        | Op::JoinHeads { .. }
         | Op::GatheredAttentionGrad { .. }
         | Op::Shift { .. }
         | Op::AllToAll { .. }

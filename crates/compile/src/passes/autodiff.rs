@@ -364,6 +364,8 @@ impl Backward {
             | Op::RingAttentionGrad { .. }
             | Op::AttentionMerge
             | Op::GatheredAttention { .. }
+            | Op::SplitHeads { .. }
+            | Op::JoinHeads { .. }
             | Op::GatheredAttentionGrad { .. }
             | Op::Shift { .. }
             | Op::AllToAll { .. }

@@ -140,8 +140,9 @@ impl Sweep<'_> {
         let mut consider = |operand: &Operand, value: &Value| {
             let Placement::Split(dim) = value.sharding.over(axis) else { return };
             let mut splits = spec.splits_of(operand, value.ty.dims.len(), dim);
-            // Tensor-parallel ranks have the same rows of blocks and chunks.
-            splits.retain(|split| axis != MeshAxis::Tp || *split != Split::Letters("sc"));
+            // Tensor-parallel ranks have the same rows of blocks and chunks, and of parts of the heads a part each.
+            splits
+                .retain(|split| axis != MeshAxis::Tp || ![Split::Letters("sc"), Split::Letters("pa")].contains(split));
             let both: Vec<Split> = may.iter().filter(|split| splits.contains(split)).copied().collect();
             if !both.is_empty() {
                 may = both;

@@ -147,6 +147,8 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::AttentionMerge => attention::context::merge_two(call),
             Op::GatheredAttention { .. } => attention::context::forward(call, false),
             Op::GatheredAttentionGrad { .. } => attention::context::grad(call, false),
+            Op::SplitHeads { ranks, .. } => sections::heads(call, ranks, false),
+            Op::JoinHeads { ranks } => sections::heads(call, ranks, true),
             Op::CachedAttention { window } => attention::cached(call, window),
             Op::LastPosition => pointwise::last_position(call),
             Op::SwiGlu => pointwise::swiglu(call),

@@ -11,6 +11,7 @@ mod float;
 mod gemm;
 mod head;
 mod head_norm;
+mod heads;
 mod linear;
 mod loss;
 mod norm;
@@ -312,6 +313,8 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionMerge => attention::merge(call),
         Op::GatheredAttention { window } => attention::gathered::<T>(call, window),
         Op::GatheredAttentionGrad { window } => attention::gathered_grad::<T>(call, window),
+        Op::SplitHeads { ranks, .. } => heads::split::<T>(call, ranks),
+        Op::JoinHeads { ranks } => heads::join::<T>(call, ranks),
         Op::AttentionScores { window } => attention::naive::scores::<T>(call, window),
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
