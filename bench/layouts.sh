@@ -15,14 +15,18 @@ tensor=("1:" "2:tp=2" "2:tp=2,sp")
 stages=("1:" "2:pp=2" "2:pp=2,gpipe" "2:pp=2,interleaved,virtual=2" "2:pp=2,interleaved,virtual=3" "2:pp=2,zb-h1" "2:pp=2,zb-v"
     "4:pp=4" "4:pp=4,interleaved,virtual=2" "4:pp=4,zb-h1" "4:pp=4,zb-v")
 
-mixtures=()
-for d in "${data[@]}"; do for c in "${context[@]}"; do for t in "${tensor[@]}"; do for p in "${stages[@]}"; do
-    ranks=$((${d%%:*} * ${c%%:*} * ${t%%:*} * ${p%%:*}))
-    if [ $ranks -ge 2 ] && [ $ranks -le 8 ]; then
-        words=$(printf '%s,' "${d#*:}" "${c#*:}" "${t#*:}" "${p#*:}" | sed 's/,,*/,/g; s/^,//; s/,$//')
-        mixtures+=("$words")
-    fi
-done; done; done; done
+# All mixtures of these.
+mix() {
+    mixtures=()
+    local d c t p ranks
+    for d in "${data[@]}"; do for c in "${context[@]}"; do for t in "${tensor[@]}"; do for p in "${stages[@]}"; do
+        ranks=$((${d%%:*} * ${c%%:*} * ${t%%:*} * ${p%%:*}))
+        if [ $ranks -ge 2 ] && [ $ranks -le 8 ]; then
+            mixtures+=("$(printf '%s,' "${d#*:}" "${c#*:}" "${t#*:}" "${p#*:}" | sed 's/,,*/,/g; s/^,//; s/,$//')")
+        fi
+    done; done; done; done
+}
+mix
 
 # NAME STEP KEYS...: the config of that name on every STEP-th mixture.
 check() {
@@ -83,3 +87,25 @@ architecture = \"qwen3\"
 $sizes
 kv_heads = 2
 $train"
+
+# By all-to-all ranks have whole heads.
+context=("2:cp=2,context=a2a" "4:cp=4,context=a2a")
+mix
+heads=$'vocab_size = 131\nlayers = 8\ndim = 32\nheads = 8\nkv_heads = 8\nffn = 48'
+check ulysses 1 <<< "[model]
+$heads
+$train"
+check ulysses-documents-recompute 2 <<< "[model]
+$heads
+$train
+[recompute]
+policy = \"full\"
+[data]
+document_mask = true"
+check ulysses-window-bf16 2 <<< "[model]
+architecture = \"mistral\"
+$heads
+sliding_window = 9
+$train
+[precision]
+policy = \"bf16\""

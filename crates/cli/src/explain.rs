@@ -261,10 +261,11 @@ fn as_text(
         },
         checkpoint_text(config, plan),
         format!(
-            "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
+            "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × {}matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
              {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} with recomputation\n",
             "model",
             per_token(flops.model),
+            if plan.active_parameters == plan.parameters { "" } else { "active " },
             "",
             "causal",
             per_token(flops.causal),

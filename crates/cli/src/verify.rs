@@ -49,7 +49,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 43] = [
+const KINDS: [&str; 45] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -79,6 +79,8 @@ const KINDS: [&str; 43] = [
     "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
     "cp=a",
     "cp=b,context=gather",
+    "cp=a,context=a2a",
+    "cp=a,context=a2a,tp=a,sp,pp=a",
     "dp=a,zero=3,cp=a",
     "cp=a,tp=a,sp,pp=a",
     "ep=a",
@@ -239,13 +241,13 @@ fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
 fn as_text(results: &[Comparison]) -> String {
     let share = |x: f64| if x == 0.0 { "0".to_owned() } else { format!("{x:.1e}") };
     let (mut rows, mut notes) = (Vec::new(), String::new());
-    /// Short, so that layouts have room: the criteria, in their order.
+    /// Short, so that layouts have room: the criteria, in their order. Choices of experts, which come last, stand below.
     const TITLES: [&str; 6] = ["loss", "grad", "norm", "state", "update", "eval"];
     let mut header = vec!["layout"];
     // What is promised stands once, in the first line; what is more, or broken, has a line of its own.
     if let Some(close) = results.iter().find(|c| c.promise != Promise::Identical) {
         header.extend(TITLES);
-        let bounds = close.criteria.iter().map(|c| share(c.promised));
+        let bounds = close.criteria.iter().take(TITLES.len()).map(|c| share(c.promised));
         rows.push(["at most".to_owned()].into_iter().chain(bounds).collect());
     }
     header.push("");
@@ -253,7 +255,7 @@ fn as_text(results: &[Comparison]) -> String {
         let mut row = vec![c.layout.clone()];
         match c.promise {
             Promise::Identical => row.push(if c.identical { "same" } else { "other" }.to_owned()),
-            Promise::Close { .. } => row.extend(c.criteria.iter().map(|c| share(c.found))),
+            Promise::Close { .. } => row.extend(c.criteria.iter().take(TITLES.len()).map(|c| share(c.found))),
         }
         row.resize(header.len().max(2) - 1, String::new());
         row.push(if c.kept { "kept" } else { "BROKEN" }.to_owned());
@@ -270,12 +272,29 @@ fn as_text(results: &[Comparison]) -> String {
             notes.push_str(&wrapped(&text, "  "));
         }
     }
-    let flips =
-        |c: &Comparison| Some(format!("{} {}", c.layout, thousands(c.flipped_choices.filter(|(n, _)| *n > 0)?.0)));
+    let flips = |c: &Comparison| {
+        let (flipped, _) = c.flipped_choices.filter(|(flipped, _)| *flipped > 0)?;
+        let own = c.own_choices.map_or(String::new(), |own| {
+            format!(" (loss {}, grad {})", share(own.loss_difference), share(own.gradient_difference))
+        });
+        Some(format!("{} {}{own}", c.layout, thousands(flipped)))
+    };
     if let Some((_, all)) = results.iter().find_map(|c| c.flipped_choices) {
         let which: Vec<String> = results.iter().filter_map(flips).collect();
         let which = if which.is_empty() { "none".to_owned() } else { which.join("; ") };
         let text = format!("of {} choices of experts, those that differ from one rank's: {which}", thousands(all));
+        notes.push_str(&wrapped(&text, "  "));
+    }
+    let replayed: Vec<&Comparison> = results.iter().filter(|c| c.own_choices.is_some()).collect();
+    if let Some(Promise::Close { choices, .. }) = replayed.first().map(|c| c.promise) {
+        let text = format!(
+            "{} of {} layouts chose other experts because they round otherwise. They were run again with one rank's choices replayed, and \
+             the table has that; in it at most {} of a step's choices would be others. Behind their number stands what they gave with \
+             their own.",
+            replayed.len(),
+            results.len(),
+            share(choices)
+        );
         notes.push_str(&wrapped(&text, "  "));
     }
     let mut text = table(&header, &rows) + &notes;

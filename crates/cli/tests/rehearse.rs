@@ -40,6 +40,15 @@ fn tokenizer(place: &Place) {
 }
 
 #[test]
+fn a_mixture_of_experts_is_exported_in_small_as_it_is_at_large() {
+    let place = Place::new();
+    let experts = "[model]\narchitecture = \"mixtral\"\nexperts = 4\nexperts_per_token = 2\nexpert_ffn = 96\n";
+    let config = CONFIG.replacen("[model]\n", experts, 1).replacen("tied_embeddings = true\n", "", 1);
+    place.config(&format!("{config}[parallel]\nep = 2\n"));
+    assert_eq!(rehearse(&place, 0, &[])["faults"], 0);
+}
+
+#[test]
 fn a_run_that_is_sound_is_gone_through_in_small() {
     let place = Place::new();
     place.config(&format!("{CONFIG}mirror = \"second\"\n[parallel]\ndp = 4\nzero = 1\ntp = 2\npp = 2\n"));

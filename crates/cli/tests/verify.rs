@@ -69,6 +69,30 @@ fn sizes_of_layouts_are_those_that_divide_the_model() {
 }
 
 #[test]
+fn layouts_that_choose_other_experts_are_compared_with_replayed_choices() {
+    let place = Place::new();
+    let experts = "architecture = \"mixtral\"\nexperts = 8\nexperts_per_token = 3\nffn = 24\n";
+    place.config(&format!("{}[precision]\npolicy = \"bf16\"\n", WIDE.replace("ffn = 64\n", experts)));
+    let args = ["verify", "run.toml", "--layouts", "ep=2;ep=2,tp=2,sp;cp=2,ep=2", "--steps", "2"];
+    let text = place.ok(&args);
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        words.contains("2 of 3 layouts chose other experts because they round otherwise. They were run again"),
+        "{text}"
+    );
+    assert!(words.contains("choices of experts, those that differ from one rank's: ep=2 tp=2 sp "), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    let found = json(&place, &args);
+    let [alone, tp, cp] = [0, 1, 2].map(|i| &found["layouts"][i]);
+    assert!(alone["flipped_choices"][0] == 0 && alone.get("own_choices").is_none(), "{alone}");
+    for layout in [tp, cp] {
+        let of = |layout: &Value| layout["gradient_difference"].as_f64().unwrap();
+        assert!(layout["flipped_choices"][0].as_u64().unwrap() > 0, "{layout}");
+        assert!(of(layout) < of(&layout["own_choices"]), "{layout}");
+    }
+}
+
+#[test]
 fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
     let place = Place::new();
     place.config(&format!("{WIDE}[parallel]\ndp = 2\nzero = 1\ntp = 2\npp = 2\n"));

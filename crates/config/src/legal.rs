@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
+use lockstep_ir::{Axes, ContextParallel, Layout, MeshAxis, Schedule};
 use serde::Serialize;
 
 /// The sizes that a layout must split.
@@ -183,14 +183,37 @@ fn sequence_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
     })
 }
 
-/// Every rank has two chunks of a sequence, which are as long as any other, and attention that can be computed part by part.
+/// Every rank has two chunks of a sequence, which are as long as any other, attention that can be computed part by part, and, by
+/// all-to-all, whole heads for as long as that takes.
 fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let (cp, seq) = (layout.mesh.size(MeshAxis::Cp), extents.seq);
+    let tp = layout.mesh.size(MeshAxis::Tp);
+    let inner = if layout.sequence_parallel { tp } else { 1 };
+    // Key heads divide query heads.
+    let whole_heads = |cp: usize| match layout.context {
+        ContextParallel::Ring | ContextParallel::Gather => true,
+        ContextParallel::AllToAll => extents.kv_heads.is_multiple_of(tp * cp),
+    };
+    let fits =
+        |cp: &usize| *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner) && whole_heads(*cp));
+    let sizes = || divisors(seq).into_iter().filter(fits).collect::<Vec<usize>>();
     let mut refusals = Vec::new();
+    if cp > 1 && !whole_heads(cp) {
+        let kv_heads = extents.kv_heads;
+        let (ranks, of) = match tp {
+            1 => ("parallel.cp".to_owned(), format!("{cp}")),
+            _ => ("parallel.tp × parallel.cp".to_owned(), format!("{tp} × {cp}")),
+        };
+        refusals.push(Refusal {
+            key: "parallel.context",
+            with: &["parallel.cp", "parallel.tp", "model.kv_heads"],
+            reason: format!(
+                "parallel.context = \"a2a\" gives ranks whole heads, and {ranks} = {of} does not divide model.kv_heads = {kv_heads}"
+            ),
+            nearest: format!("context = \"ring\", or {}", near(MeshAxis::Cp.name(), &sizes(), cp)),
+        });
+    }
     if cp > 1 && !seq.is_multiple_of(2 * cp) {
-        let inner = if layout.sequence_parallel { layout.mesh.size(MeshAxis::Tp) } else { 1 };
-        let fits = |cp: &usize| *cp == 1 || (seq.is_multiple_of(2 * cp) && (seq / cp).is_multiple_of(inner));
-        let sizes: Vec<usize> = divisors(seq).into_iter().filter(fits).collect();
         let longer = seq.next_multiple_of(2 * cp * inner);
         refusals.push(Refusal {
             key: "parallel.cp",
@@ -199,7 +222,7 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
                 "parallel.cp = {cp} cuts sequences into {} chunks, which do not divide train.seq = {seq}",
                 2 * cp
             ),
-            nearest: format!("{}, or seq = {longer}", near(MeshAxis::Cp.name(), &sizes, cp)),
+            nearest: format!("{}, or seq = {longer}", near(MeshAxis::Cp.name(), &sizes(), cp)),
         });
     }
     if cp > 1 && extents.naive_attention {

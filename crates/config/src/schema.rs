@@ -289,9 +289,11 @@ tables! {
             finds ["context parallel", "context parallelism", "context_parallel", "context_parallel_size", "context_parallel_degree",
                 "long context", "zig-zag", "CP"];
         /// How attention is computed over parallel.cp. ring (ring attention): keys and values go from rank to rank while attention is computed
-        /// over those that are there. gather: all of them are gathered, which takes their memory and no turns.
+        /// over those that are there. gather: all of them are gathered, which takes their memory and no turns. a2a (Ulysses): all-to-alls make
+        /// parts of the heads of parts of the sequence, and back behind attention; tp × cp divides model.kv_heads.
         context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
-            finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV"];
+            finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV", "Ulysses", "DeepSpeed-Ulysses",
+                "all-to-all attention", "ulysses_sequence_parallel_size"];
         /// Expert parallelism: data-parallel ranks that split the experts of every layer among themselves. Tokens go to the rank of their
         /// expert and come back, by all-to-all; outside of experts they are as dp ranks, of which there are dp × ep then. zero shards
         /// what is not of experts over dp × ep, and an expert's over dp. It divides model.experts.

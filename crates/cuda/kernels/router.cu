@@ -107,6 +107,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     for (int i = lane; i < choices; i += 32) weights[token * choices + i] *= factor;
 }
 
+// weights, chosen [tokens, choices] of given [tokens, choices], with the bits of `route`; either may be null.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    route_to(const float *logits, const u32 *given, float *weights, u32 *chosen, i64 tokens, int experts, int choices,
+             int sigmoid, int normalise, float scale) {
+    __shared__ float all_scores[WARPS][MOST_EXPERTS];
+    TOKEN;
+    float *scores = all_scores[warp], sum = 0.0f;
+    score(logits + token * experts, scores, experts, sigmoid);
+    given += token * choices;
+    for (int i = 0; i < choices; i++) sum += scores[given[i] % experts];
+    float factor = normalise ? scale / sum : scale;
+    for (int i = lane; i < choices; i += 32) {
+        if (weights) weights[token * choices + i] = scores[given[i] % experts] * factor;
+        if (chosen) chosen[token * choices + i] = given[i];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     route_grad(const float *dweights, const float *logits, const u32 *chosen, float *dlogits, i64 tokens, int experts,
                int choices, int sigmoid, int normalise, float scale) {

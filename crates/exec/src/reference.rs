@@ -5,6 +5,7 @@
 mod context;
 mod experts;
 mod generation;
+mod heads;
 mod naive;
 mod rules;
 mod vocab;
@@ -120,6 +121,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::GatheredAttentionGrad { window } => {
             context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring::ALL).into()
         }
+        Op::SplitHeads { ranks, .. } => vec![heads::split(&dims, &types[0].dims[2], x[0], ranks)],
+        Op::JoinHeads { ranks } => vec![heads::join(&dims, &types[0].dims[3], x[0], ranks)],
         Op::AttentionScores { window } => {
             vec![naive::scores(&dims, x[0], &first_keys(&dims, given(x, 1), window))]
         }
@@ -129,6 +132,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
         Op::Route { how } => experts::route(&dims, &how, x).into(),
+        Op::RouteTo { how } => vec![experts::route_to(&dims, &how, x), x[1].to_vec()],
         Op::RouteGrad { how } => vec![experts::route_grad(&dims, &how, x)],
         Op::ExpertCounts { .. } => vec![experts::counts(&dims, x[0])],
         Op::RouterLoss { balance, z } => vec![experts::router_loss(&dims, [balance, z].map(f64::from), x)],

@@ -10,7 +10,7 @@ const NAMED: [MeshAxis; 6] =
     [MeshAxis::DpReplicate, MeshAxis::DpShard, MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp, MeshAxis::Pp];
 
 /// How queries of one context-parallel rank come to the keys of another.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ContextParallel {
     /// Keys and values go around, a part at a time.
@@ -18,20 +18,25 @@ pub enum ContextParallel {
     Ring,
     /// All of them are gathered.
     Gather,
+    /// Ulysses: ranks have parts of the heads instead of parts of the sequence for as long as attention is computed.
+    #[serde(rename = "a2a")]
+    AllToAll,
 }
 
 impl ContextParallel {
-    /// Both.
-    pub const ALL: [ContextParallel; 2] = [ContextParallel::Ring, ContextParallel::Gather];
+    /// All of them.
+    pub const ALL: [ContextParallel; 3] = [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::AllToAll];
 
     /// Their names, in the same order.
-    pub const NAMES: [&str; 2] = [ContextParallel::Ring.name(), ContextParallel::Gather.name()];
+    pub const NAMES: [&str; 3] =
+        [ContextParallel::Ring.name(), ContextParallel::Gather.name(), ContextParallel::AllToAll.name()];
 
     /// The name in configs and layouts.
     pub const fn name(self) -> &'static str {
         match self {
             ContextParallel::Ring => "ring",
             ContextParallel::Gather => "gather",
+            ContextParallel::AllToAll => "a2a",
         }
     }
 
@@ -139,7 +144,7 @@ impl std::fmt::Display for Layout {
 /// What the text of a layout may say.
 fn words() -> String {
     format!(
-        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring or gather, ep=N, bound=X, tp=N, sp, pp=N, virtual=N and a \
+        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring, gather or a2a, ep=N, bound=X, tp=N, sp, pp=N, virtual=N and a \
          schedule: {}",
         Schedule::NAMES.join(", ")
     )
@@ -333,6 +338,8 @@ mod tests {
         assert_eq!(context.to_string(), "cp=4 context=gather tp=2");
         assert_eq!(read(&context.to_string()), context);
         assert_eq!(read("cp=2,context=ring").to_string(), "cp=2");
+        assert_eq!(read("context=a2a,cp=2").to_string(), "cp=2 context=a2a");
+        assert_eq!(read("cp=2 context=a2a").context, ContextParallel::AllToAll);
         let bound = read("ep=4,bound=1.25");
         assert_eq!((bound.expert_bound, bound.to_string().as_str()), (Some(125), "ep=4 bound=1.25"));
         assert_eq!(read(&bound.to_string()), bound);
@@ -372,7 +379,10 @@ mod tests {
         assert_eq!(first("dp=99999999999999999999"), "dp=99999999999999999999 is not a number in range");
         assert_eq!(first("zero=4"), "zero=4 is not a number in range");
         assert_eq!(first("sp=1"), "sp takes no value");
-        assert_eq!(refused("context=all"), "context=all is not known\nhint: write context=ring or context=gather");
+        assert_eq!(
+            refused("context=all"),
+            "context=all is not known\nhint: write context=ring or context=gather or context=a2a"
+        );
         assert_eq!(first("bound=0.5"), "bound=0.5 is no multiple of an even share");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");
         assert_eq!(first("dp=2,dp=2"), "dp is given twice");

@@ -5,9 +5,10 @@ use crate::{Plan, PlanError};
 use lockstep_config::{
     AttentionMethod, Config, Features, GradientPrecision, ModelConfig, OptimizerName, PrecisionPolicy,
 };
+use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
-use lockstep_ir::{Axis, Graph, StepProgram};
+use lockstep_ir::{Axis, ContextParallel, Graph, MeshAxis, StepProgram};
 use serde::Serialize;
 
 /// A count that is known twice.
@@ -102,6 +103,7 @@ pub(crate) fn formulas(
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
         ),
     ];
+    forms.extend(by_all_to_all(config, plan, none));
     if plan.layout.mesh.ranks() == 1 {
         forms.extend(states(config, plan, &none[0]));
         forms.extend(activations(config, &none[0]));
@@ -145,6 +147,31 @@ impl Sizes {
         let [shared, dense, wide] = [m.shared_experts.unwrap_or(0), m.dense_layers, m.ffn].map(|n| n as f64);
         Self { d, q, kv, ffn, layers, heads, kv_heads, products, experts, top, shared, dense, wide }
     }
+}
+
+/// What a rank sends to have heads instead of positions for attention: Q·K·V there and the output back, and their gradients.
+fn by_all_to_all(config: &Config, plan: &Plan, none: &[StepProgram]) -> Option<Formula> {
+    let size = |axis: MeshAxis| plan.layout.mesh.size(axis) as f64;
+    let (cp, tp) = (size(MeshAxis::Cp), size(MeshAxis::Tp));
+    let sends = match plan.layout.context {
+        ContextParallel::Ring | ContextParallel::Gather => false,
+        ContextParallel::AllToAll => cp > 1.0,
+    };
+    if !sends {
+        return None;
+    }
+    let (Sizes { q, kv, layers, .. }, c) = (Sizes::of(&config.model), compute_bytes(config));
+    let tokens = (config.train.micro_batch * config.train.seq) as f64;
+    let entries = none.iter().filter_map(|program| Some((program, program.entry(StepProgram::TRAIN)?)));
+    let all = entries.flat_map(|(program, entry)| account::communication(program, entry));
+    let mine = |e: &Communication| (e.op, e.axis.as_str()) == ("all_to_all", MeshAxis::Cp.name());
+    let sent: u64 = all.filter(mine).map(|e| e.sent_bytes).sum();
+    Some(form(
+        "bytes that a rank sends for the attention of a layer by all-to-all",
+        format!("b · S · {c} · 4 · (Q + KV) · (cp - 1) / (cp² · tp)"),
+        tokens * c * 4.0 * (q + kv) * (cp - 1.0) / (cp * cp * tp),
+        sent as f64 / (layers * plan.layout.micro_batches as f64),
+    ))
 }
 
 /// Elements of all parameters.

@@ -288,8 +288,11 @@ impl Demand {
             | Op::Rope { .. }
             | Op::RopeAt
             | Op::AttentionMerge
+            | Op::SplitHeads { .. }
+            | Op::JoinHeads { .. }
             | Op::LastPosition
             | Op::Route { .. }
+            | Op::RouteTo { .. }
             | Op::RouteGrad { .. }
             | Op::ExpertCounts { .. }
             | Op::RouterLoss { .. }

@@ -3,11 +3,15 @@
 //! Every step of a layout starts from one rank's state before that step, so that a difference is of that step and not of what grew
 //! from earlier ones. How far apart two right programs may be depends on the state: one rank is also run from weights that are
 //! changed in their last bit, and where that alone moves a number a lot, a layout may move it too.
+//!
+//! Rounding may send a token to another expert, which is more than rounding from there on. Where it does, the layout is run again with
+//! one rank's choices replayed: experts are given, and how much each counts still follows from the layout's own logits.
 
 mod judge;
 mod numbers;
+mod replay;
 
-pub use judge::{Comparison, Criterion, Promise};
+pub use judge::{Comparison, Criterion, OwnChoices, Promise};
 
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError, feed};
@@ -17,10 +21,11 @@ use lockstep_exec::{ExecError, copy};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Axes, DType, Layout, MeshAxis, Op, StepProgram, StepScalars, ValueId, counter};
+use lockstep_ir::{Axes, ContextParallel, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
 use lockstep_plan::{Plan, PlanError, Target, plan_with};
 use numbers::{Spare, Stored, disturbed};
+use replay::Choices;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -39,9 +44,14 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let mut small = config.clone();
     let (m, t) = (&mut small.model, &mut small.train);
     let group = m.heads / m.kv_heads;
-    m.kv_heads = if m.kv_heads.is_multiple_of(tp) { fit(m.kv_heads, 4, tp) } else { m.kv_heads };
+    // Ranks that have whole heads.
+    let split = most(|l| match l.context {
+        ContextParallel::Ring | ContextParallel::Gather => l.mesh.size(MeshAxis::Tp),
+        ContextParallel::AllToAll => l.mesh.size(Axes::of(&[MeshAxis::Tp, MeshAxis::Cp])),
+    });
+    m.kv_heads = if m.kv_heads.is_multiple_of(split) { fit(m.kv_heads, 4, split) } else { m.kv_heads };
     // Fewer heads per key head, if all layouts still divide them.
-    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(tp));
+    let fewer = (1..=group.min(4)).rev().find(|g| group.is_multiple_of(*g) && (m.kv_heads * g).is_multiple_of(split));
     m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
@@ -51,8 +61,10 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         small.parallel.stages.clear();
     }
     m.vocab_size = m.vocab_size.min(509.max(tp * tp));
+    // Families that have one width for both keep one.
+    let same = m.expert_ffn == Some(m.ffn);
     m.ffn = fit(m.ffn, 192, tp);
-    m.expert_ffn = m.expert_ffn.map(|ffn| fit(ffn, 64, tp));
+    m.expert_ffn = m.expert_ffn.map(|ffn| if same { m.ffn } else { fit(ffn, 64, tp) });
     let top = m.experts_per_token.unwrap_or(1);
     let ep = most(|l| l.mesh.size(MeshAxis::Ep));
     // Groups of experts, where there are some, become two.
@@ -100,12 +112,13 @@ fn gcd(a: usize, b: usize) -> usize {
 
 /// A plan whose programs tell where tokens go, where there are experts.
 fn plan(devices: &Devices, config: &Config) -> Result<Plan, PlanError> {
+    plan_with(devices, config, |model, form| Ok(replay::telling(lockstep_model::build_form(model, form)?)))
+}
+
+/// The same for programs whose tokens go where the host says.
+fn replaying_plan(devices: &Devices, config: &Config) -> Result<Plan, PlanError> {
     plan_with(devices, config, |model, form| {
-        let mut graph = lockstep_model::build_form(model, form)?;
-        let routes = graph.nodes.iter().filter(|n| matches!(n.op, Op::Route { .. }));
-        let chosen: Vec<ValueId> = routes.filter_map(|n| n.outputs.get(1).copied().flatten()).collect();
-        graph.outputs.extend(chosen);
-        Ok(graph)
+        replay::replaying(replay::telling(lockstep_model::build_form(model, form)?))
     })
 }
 
@@ -116,8 +129,10 @@ struct Trace {
     starts: Vec<Vec<Stored>>,
     /// The norm above which gradients are clipped.
     clip: f64,
-    /// The sum of losses of an evaluation, from the last state.
-    evaluated: f64,
+    /// Tokens of a step.
+    tokens: usize,
+    /// From the last state.
+    evaluated: Evaluated,
 }
 
 /// A step of one rank, whose states are in its trace.
@@ -125,7 +140,7 @@ struct SingleStep {
     loss: f64,
     norm: f32,
     gradients: Vec<Stored>,
-    chosen: Vec<u32>,
+    chosen: Choices,
 }
 
 /// What a step gave.
@@ -136,8 +151,14 @@ struct Step {
     gradients: Vec<Stored>,
     /// Parameters, master weights and moments after the step.
     after: Vec<Stored>,
-    /// The experts of all tokens, layer by layer.
-    chosen: Vec<u32>,
+    chosen: Choices,
+}
+
+/// What an evaluation gave.
+struct Evaluated {
+    /// The sum of losses.
+    loss: f64,
+    chosen: Choices,
 }
 
 /// Runs `steps` steps on random tokens with one rank and with each layout.
@@ -157,16 +178,26 @@ pub fn compare(
     let configs: Vec<Config> = layouts.iter().map(|layout| config.at(layout)).collect();
     let single_plan = devices.tuned(&alone, plan(devices, &alone)?)?;
     let plans = plan_all(devices, &configs)?;
-    let single = trace(devices, (&alone, &single_plan), steps)?;
+    let single = trace(Run::new(devices, &alone, &single_plan, true)?, steps)?;
     let promises: Vec<Promise> = layouts.iter().zip(&configs).map(|(l, c)| Promise::of(l, c)).collect();
     let mut tasks = Vec::new();
-    // Only where bits may differ is it of interest how much. The bounds are the same for all layouts.
+    // Only where bits may differ is it of interest how much. The bounds are the same for all layouts. Choices that flip are no
+    // excuse: they are replayed.
+    let replaying = (!single.evaluated.chosen.is_empty()).then(|| replaying_plan(devices, &alone)).transpose()?;
     if let Some(promise) = promises.iter().find(|promise| **promise != Promise::Identical) {
-        tasks.push(Task { config: &alone, plan: &single_plan, promise: *promise, disturbs: true });
+        let plan = replaying.as_ref().unwrap_or(&single_plan);
+        tasks.push(Task { config: &alone, plan, promise: *promise, replays: replaying.is_some(), disturbs: true });
     }
     let first = tasks.len();
     let all = configs.iter().zip(&plans).zip(&promises);
-    tasks.extend(all.map(|((config, plan), promise)| Task { config, plan, promise: *promise, disturbs: false }));
+    let task = |((config, plan), promise): ((_, _), &Promise)| Task {
+        config,
+        plan,
+        promise: *promise,
+        replays: false,
+        disturbs: false,
+    };
+    tasks.extend(all.map(task));
     let (mut natural, mut result) = (Vec::new(), Vec::new());
     follow_all(devices, &tasks, &single, &mut |i, found| {
         let Some(i) = i.checked_sub(first) else { return natural = found.differences() };
@@ -197,6 +228,8 @@ struct Task<'a> {
     config: &'a Config,
     plan: &'a Plan,
     promise: Promise,
+    /// Whether tokens go where one rank sent them: then the plan is one that replays.
+    replays: bool,
     /// Whether it starts from weights that are changed in their last bit.
     disturbs: bool,
 }
@@ -235,7 +268,7 @@ fn follow_all(
             let i = next.fetch_add(1, Ordering::Relaxed);
             let Some(task) = tasks.get(i) else { break };
             // Nobody listens any more once another has failed.
-            if sender.send((i, follow(devices, task, single, spare))).is_err() {
+            if sender.send((i, follow_routed(devices, task, single, spare))).is_err() {
                 break;
             }
         }
@@ -258,18 +291,30 @@ fn follow_all(
     })
 }
 
-/// Runs one rank.
-fn trace(devices: &Devices, (config, plan): (&Config, &Plan), steps: usize) -> Result<Trace, TrainError> {
-    let (mut run, spare) = (Run::new(devices, config, plan, true)?, &mut Spare::default());
+/// Runs one rank from the state that it has.
+fn trace(mut run: Run, steps: usize) -> Result<Trace, TrainError> {
+    let (config, spare) = (run.config, &mut Spare::default());
     let mut starts = vec![run.states(is_kept, spare)?];
     let mut all = Vec::new();
     for step in 0..steps {
-        let Step { loss, norm, gradients, after, chosen } = run.step(step, spare)?;
+        let Step { loss, norm, gradients, after, chosen } = run.step(step, None, spare)?;
         all.push(SingleStep { loss, norm, gradients, chosen });
         starts.push(after);
     }
     let clip = step_scalars(config, 0, 0, 1).clip.into();
-    Ok(Trace { steps: all, starts, clip, evaluated: run.evaluate()? })
+    let tokens = config.train.global_batch * config.train.seq;
+    Ok(Trace { steps: all, starts, clip, tokens, evaluated: run.evaluate(None)? })
+}
+
+/// Runs a task, and again with one rank's choices where some flipped though only rounding differs.
+fn follow_routed(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found, TrainError> {
+    let found = follow(devices, task, single, spare)?;
+    if task.replays || task.promise == Promise::Identical || found.flipped() == 0 {
+        return Ok(found);
+    }
+    let plan = replaying_plan(devices, task.config)?;
+    let again = follow(devices, &Task { plan: &plan, replays: true, ..*task }, single, spare)?;
+    Ok(again.after(&found))
 }
 
 /// Runs each of one rank's steps from the state that it had before.
@@ -280,13 +325,14 @@ fn follow(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> 
         let moved = task.disturbs.then(|| disturbed(start, spare));
         let before = moved.as_ref().unwrap_or(start);
         run.write(before)?;
-        if step < single.steps.len() {
-            let ran = run.step(step, spare)?;
+        let replayed = |chosen| task.replays.then_some(chosen);
+        if let Some(ours) = single.steps.get(step) {
+            let ran = run.step(step, replayed(&ours.chosen), spare)?;
             found.add_step(single, step, before, &ran);
             spare.keep(ran.gradients);
             spare.keep(ran.after);
         } else {
-            found.add_evaluation(single, run.evaluate()?);
+            found.add_evaluation(single, &run.evaluate(replayed(&single.evaluated.chosen))?);
         }
         spare.keep(moved.unwrap_or_default());
     }
@@ -300,6 +346,8 @@ struct Run<'a> {
     plan: &'a Plan,
     /// Of a micro-batch of all ranks.
     positions: usize,
+    /// The outputs that tell where tokens go, in the order of choices.
+    routers: Vec<String>,
 }
 
 impl<'a> Run<'a> {
@@ -310,45 +358,60 @@ impl<'a> Run<'a> {
             false => Session::blank(devices, config, plan)?,
         };
         let positions = config.round() * config.train.seq;
-        Ok(Self { session, config, plan, positions })
+        let routers = replay::routers(session.tensors());
+        Ok(Self { session, config, plan, positions, routers })
     }
 
-    fn step(&mut self, step: usize, spare: &mut Spare) -> Result<Step, TrainError> {
+    /// Runs a step; where its program replays, with these choices.
+    fn step(&mut self, step: usize, replayed: Option<&Choices>, spare: &mut Spare) -> Result<Step, TrainError> {
         let config = self.config;
         for m in 0..self.plan.layout.micro_batches {
             fill(&mut self.session, config, step as u64, m, m * self.positions, self.positions)?;
+            self.replay(replayed, m, m * self.positions)?;
         }
         let scalars = step_scalars(config, step as u64, step as u64, self.plan.tokens_per_step);
         let result = self.session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         let gradients = self.gradients(spare)?;
         let after = self.states(is_kept, spare)?;
-        Ok(Step { loss: result.loss, norm: result.grad_norm, gradients, after, chosen: self.chosen()? })
+        let mut chosen = vec![Vec::new(); self.routers.len()];
+        (0..self.plan.layout.micro_batches).try_for_each(|m| self.read_choices(m, &mut chosen))?;
+        Ok(Step { loss: result.loss, norm: result.grad_norm, gradients, after, chosen })
     }
 
-    /// The experts of all tokens of a step, in the order of layers and sequences.
-    fn chosen(&mut self) -> Result<Vec<u32>, TrainError> {
-        let of_tokens = |t: &&Tensor| t.role == Role::Output && t.whole.dtype == DType::U32;
-        let mut names: Vec<String> = self.session.tensors().iter().filter(of_tokens).map(|t| t.name.clone()).collect();
-        names.sort_unstable();
-        let mut chosen = Vec::new();
-        for (name, m) in names.iter().flat_map(|name| (0..self.plan.layout.micro_batches).map(move |m| (name, m))) {
-            let bytes = self.session.executor().read(name, m)?;
+    /// Adds where the tokens of a micro-batch went.
+    fn read_choices(&mut self, micro_batch: usize, chosen: &mut Choices) -> Result<(), TrainError> {
+        for (name, chosen) in self.routers.iter().zip(chosen) {
+            let bytes = self.session.executor().read(name, micro_batch)?;
             chosen.extend(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)));
         }
-        Ok(chosen)
+        Ok(())
+    }
+
+    /// Says where the tokens of a micro-batch go, whose first is this one of all that the choices are of.
+    fn replay(&mut self, chosen: Option<&Choices>, micro_batch: usize, first: usize) -> Result<(), TrainError> {
+        let tokens = self.config.train.global_batch * self.config.train.seq;
+        for (name, chosen) in self.routers.iter().zip(chosen.into_iter().flatten()) {
+            let each = chosen.len() / tokens;
+            let bytes: Vec<u8> =
+                chosen[first * each..][..self.positions * each].iter().flat_map(|e| e.to_le_bytes()).collect();
+            self.session.executor().write(&replay::given(name), micro_batch, &bytes)?;
+        }
+        Ok(())
     }
 
     /// The sum of losses over the same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
-    fn evaluate(&mut self) -> Result<f64, TrainError> {
-        let mut evaluated = 0.0;
+    fn evaluate(&mut self, replayed: Option<&Choices>) -> Result<Evaluated, TrainError> {
+        let (mut loss, mut chosen) = (0.0, vec![Vec::new(); self.routers.len()]);
         let (config, positions) = (self.config, self.positions);
         for first in (0..config.train.global_batch).step_by(config.round()) {
             fill(&mut self.session, config, u64::MAX, 0, first * config.train.seq, positions)?;
+            self.replay(replayed, 0, first * config.train.seq)?;
             self.session.executor().run(StepProgram::EVALUATE)?;
             let losses = self.session.executor().read(names::LOSS, 0)?;
-            evaluated = losses.as_chunks().0.iter().fold(evaluated, |sum, b| sum + f64::from_le_bytes(*b));
+            loss = losses.as_chunks().0.iter().fold(loss, |sum, b| sum + f64::from_le_bytes(*b));
+            self.read_choices(0, &mut chosen)?;
         }
-        Ok(evaluated)
+        Ok(Evaluated { loss, chosen })
     }
 
     fn write(&mut self, states: &[Stored]) -> Result<(), TrainError> {

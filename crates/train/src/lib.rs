@@ -61,7 +61,7 @@ pub use calibrate::{SaveSpec, measure_machine};
 pub use catalogue::{catalogue, catalogue_folder};
 pub use changes::Changed;
 pub use checkpoints::{CheckpointSummary, checkpoints};
-pub use compare::{Comparison, Criterion, Promise, compare, shrink};
+pub use compare::{Comparison, Criterion, OwnChoices, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use devices::Devices;
 pub use dry_run::{DryData, DryRun, dry_run};

@@ -89,6 +89,31 @@ fn context_parallel_layers_pass_keys_and_values_on_and_their_gradients_back() {
 }
 
 #[test]
+fn ulysses_sends_heads_there_and_back_in_either_direction() {
+    // 16 positions, 8 query heads and 4 key heads of 8.
+    let (seq, q_dim, kv_dim) = (16, 8 * 8, 4 * 8);
+    for (keys, bytes) in [("", 4), ("[precision]\npolicy = \"bf16\"", 2)] {
+        for cp in [2, 4] {
+            let elements = 2 * (q_dim + kv_dim) * seq / cp * (cp - 1) / cp;
+            let layout = format!("cp={cp},context=a2a");
+            let sent = |segments, op| sent_per_layer(&layout, keys, segments, op);
+            assert_eq!(sent(&["forward"], "all_to_all"), elements * bytes, "forward, {layout}");
+            assert_eq!(sent(&BACKWARD, "all_to_all"), elements * bytes, "backward, {layout}");
+            for op in ["shift", "all_gather", "reduce_scatter"] {
+                assert_eq!(sent(&["forward", "backward", "backward_last"], op), 0, "{op}, {layout}");
+            }
+        }
+    }
+    // Recomputed with what forward has sent, or from the residual stream on: then it is sent again.
+    let elements = |parts: u64| 2 * parts * (q_dim + kv_dim) * seq / 4;
+    for (policy, again) in [("selective", elements(1)), ("full", elements(2))] {
+        let keys = format!("[recompute]\npolicy = \"{policy}\"");
+        let sent = sent_per_layer("cp=2,context=a2a", &keys, &BACKWARD, "all_to_all");
+        assert_eq!(sent, again * 4, "{policy}");
+    }
+}
+
+#[test]
 fn context_parallel_ranks_share_activations_work_and_blocks_of_attention() {
     let mut config = config(4, 64, "");
     config.train.seq = 1024;
@@ -114,6 +139,16 @@ fn context_parallel_ranks_share_activations_work_and_blocks_of_attention() {
             assert_eq!(blocks.len(), cp as usize);
             assert!(blocks[0] > 0 && blocks.iter().all(|n| *n == blocks[0]), "cp={cp}, {context}: {blocks:?}");
         }
+    }
+    for cp in [2u64, 4] {
+        let plan = planned(&config, &format!("cp={cp},context=a2a"));
+        // The output of attention as ranks have its heads, besides, as they have its positions.
+        assert_eq!(saved(&plan) * cp, saved(&one) + 4 * 1024 * 64 * 4, "cp={cp}");
+        let (part, whole, n) = (flops(&plan), flops(&one), u128::from(cp));
+        assert_eq!((part.model * n, part.causal * n), (whole.model, whole.causal), "cp={cp}");
+        assert_eq!(part.hardware * n, whole.hardware, "cp={cp}");
+        let program = plan.program();
+        assert!(attention_blocks(program, program.entry(StepProgram::TRAIN).unwrap()).is_empty());
     }
     let program = one.program();
     assert!(attention_blocks(program, program.entry(StepProgram::TRAIN).unwrap()).is_empty());

@@ -11,7 +11,7 @@ const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
 const QWEN3_MOE: &str = "architecture = \"qwen3_moe\"\nexperts = 8\nexperts_per_token = 3\nexpert_ffn = 24";
 
 /// Two key heads: with tp=4 neighbours share one.
-const LAYOUTS: [&str; 47] = [
+const LAYOUTS: [&str; 49] = [
     "ep=2",
     "ep=4",
     "ep=2,zero=1",
@@ -51,6 +51,8 @@ const LAYOUTS: [&str; 47] = [
     "dp=2,zero=3,ep=2,tp=2,sp",
     "cp=2,ep=2",
     "cp=2,context=gather,ep=2",
+    "cp=2,context=a2a,ep=2",
+    "cp=2,context=a2a,zero=3,ep=2,pp=2",
     "cp=2,zero=1,ep=2",
     "cp=2,zero=3,ep=2",
     "dp=2,zero=2,cp=2,ep=2",

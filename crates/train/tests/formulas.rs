@@ -50,6 +50,22 @@ fn programs_hold_against_the_formulas() {
 }
 
 #[test]
+fn what_ulysses_sends_is_as_its_formula_says() {
+    let model = "[model]\nlayers = 4\ndim = 64\nheads = 8\nkv_heads = 4\nffn = 96\nvocab_size = 131\n";
+    let train = "[train]\nseq = 32\nglobal_batch = 16\nmicro_batch = 2\n";
+    for (keys, bytes) in [
+        ("cp = 2", 2 * 32 * 2 * 4 * (64 + 32) / 4),
+        ("cp = 4", 2 * 32 * 2 * 4 * (64 + 32) * 3 / 16),
+        ("cp = 2\ntp = 2\npp = 2\ndp = 2\nzero = 1", 2 * 32 * 2 * 4 * (64 + 32) / 8),
+    ] {
+        let precision = "[precision]\npolicy = \"bf16\"\n";
+        let (_, account) = planned(&format!("{model}{precision}{train}[parallel]\ncontext = \"a2a\"\n{keys}\n"));
+        let sent = form(&account, "bytes that a rank sends");
+        assert_eq!((sent.closed, sent.program), (f64::from(bytes), f64::from(bytes)), "{keys}: {sent:?}");
+    }
+}
+
+#[test]
 fn llama_3_8b_has_the_counts_of_its_paper() {
     let (plan, account) =
         planned("[model]\npreset = \"llama-3-8b\"\n[precision]\npolicy = \"bf16\"\n[train]\nseq = 4096\n");

@@ -175,6 +175,19 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
             b.loss(out)
         }
+        // Some experts are given twice for a token.
+        Op::RouteTo { how } => {
+            let experts = Dim::new(Axis::Experts, 12);
+            let logits = b.activation("logits", experts.clone());
+            let x = b.activation("x", embed());
+            let tokens = [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Seq, SEQ), Dim::new(Axis::Choices, how.choices)];
+            let given = b.g.input("given", TensorType::new(DType::U32, tokens));
+            let routed = b.op(Op::RouteTo { how }, &[logits, given], "routed");
+            let w = b.parameter("w", &[experts, embed(), embed()]);
+            let y = b.op(Op::GroupedLinear, &[x, w, routed[1]], "y")[0];
+            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            b.loss(out)
+        }
         // A second loss, on what the router looks at.
         Op::RouterLoss { .. } => {
             let logits = b.activation("logits", Dim::new(Axis::Experts, 6));
@@ -307,6 +320,8 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::RingAttentionGrad { .. }
         | Op::AttentionMerge
         | Op::GatheredAttention { .. }
+        | Op::SplitHeads { .. }
+        | Op::JoinHeads { .. }
         | Op::GatheredAttentionGrad { .. }
         | Op::Shift { .. }
         | Op::AllToAll { .. }

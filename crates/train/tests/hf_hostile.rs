@@ -86,6 +86,8 @@ fn tensors_that_are_not_those_of_the_model() {
     let transposed = "tensor `model.layers.0.mlp.up_proj.weight` is [24, 40], the model wants [40, 24]";
     check(&|m| m.tensor("model.layers.0.mlp.up_proj.weight").2.reverse(), transposed);
     check(&|m| m.tensor("model.norm.weight").1 = Dtype::I32, "tensor `model.norm.weight` has elements of type I32");
+    let nan = |m: &mut Model| m.tensor("model.norm.weight").3[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
+    check(&nan, "tensor `model.norm.weight` has a number that is not finite");
     check(&|m| m.config["num_hidden_layers"] = json!(16_777_216), "16777216 layers, at most 2048 are read");
     check(&|m| m.config["num_hidden_layers"] = json!(20), "162 tensors are missing");
     check(&|m| m.config["vocab_size"] = json!(16_777_216), "is [53, 24], the model wants [16777216, 24]");

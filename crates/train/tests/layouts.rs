@@ -149,7 +149,7 @@ fn random_models_on_random_layouts() {
         let pick = |i: u64, from: &[usize]| from[draw(i, from.len() as u64) as usize];
         let (dp, tp, pp) = (pick(0, &[1, 2, 3, 4]), pick(1, &[1, 2, 4]), pick(2, &[1, 2, 3]));
         let replicas = pick(18, &[1, 1, 2]);
-        let (cp, context) = (pick(19, &[1, 1, 2, 5]), ["ring", "gather"][draw(20, 2) as usize]);
+        let (cp, context) = (pick(19, &[1, 1, 2, 5]), ["ring", "gather", "a2a"][draw(20, 3) as usize]);
         let sizes = format!("dp_replicate={replicas},dp={dp},cp={cp},context={context},tp={tp},pp={pp}");
         let mut layout: Layout = sizes.parse().unwrap();
         layout.zero = draw(3, 4) as u8;

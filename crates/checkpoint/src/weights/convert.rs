@@ -28,6 +28,15 @@ impl Float {
         }
     }
 
+    /// Whether none of the elements is infinite or no number.
+    pub(crate) fn all_finite(self, bytes: &[u8]) -> bool {
+        match self {
+            Float::F32 => bytes.as_chunks().0.iter().all(|b| f32::from_le_bytes(*b).is_finite()),
+            Float::Bf16 => halves(bytes).all(|bits| bf16::to_f32(bits).is_finite()),
+            Float::F16 => halves(bytes).all(|bits| f16::to_f32(bits).is_finite()),
+        }
+    }
+
     /// Replaces `to` by the elements in `from`, as f32 or bf16. Every number that the new type has stays as it is, others
     /// become the nearest.
     pub(crate) fn convert(self, from: &[u8], dtype: DType, to: &mut Vec<u8>) {

@@ -16,7 +16,7 @@ pub fn place() -> Place {
 pub const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint.every=2"];
 
 /// What is set for each layout.
-pub const LAYOUTS: [&[&str]; 16] = [
+pub const LAYOUTS: [&[&str]; 17] = [
     &["parallel.dp=4"],
     &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
     &["parallel.dp=4", "parallel.zero=3"],
@@ -28,6 +28,7 @@ pub const LAYOUTS: [&[&str]; 16] = [
     &["parallel.pp=2", "parallel.tp=2", "parallel.schedule=zb-v", "train.micro_batch=1"],
     &["parallel.cp=4"],
     &["parallel.cp=2", "parallel.dp=2", "parallel.context=gather", "train.micro_batch=1"],
+    &["parallel.cp=4", "parallel.context=a2a", "data.document_mask=true"],
     &["parallel.dp=2", "parallel.dp_replicate=2", "parallel.zero=3"],
     &["parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "train.micro_batch=1", "parallel.schedule=zb-h1"],
     &[MIXTRAL, EXPERTS, "parallel.ep=4", "parallel.zero=1", "precision.policy=bf16"],

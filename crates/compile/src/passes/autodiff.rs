@@ -179,7 +179,7 @@ impl Backward {
                 let dx = self.input(g, Op::SwiGluGrad, &[dy, input(0)], &name(g, 0), layer)?;
                 self.add(g, node.inputs[0], dx, layer)
             }
-            Op::Route { how } => {
+            Op::Route { how } | Op::RouteTo { how } => {
                 let Some(dweights) = dy(self, 0) else { return Ok(()) };
                 let reads = [dweights, input(0), output(1)];
                 let dlogits = self.input(g, Op::RouteGrad { how }, &reads, &name(g, 0), layer)?;
@@ -364,6 +364,8 @@ impl Backward {
             | Op::RingAttentionGrad { .. }
             | Op::AttentionMerge
             | Op::GatheredAttention { .. }
+            | Op::SplitHeads { .. }
+            | Op::JoinHeads { .. }
             | Op::GatheredAttentionGrad { .. }
             | Op::Shift { .. }
             | Op::AllToAll { .. }

@@ -6,33 +6,49 @@
 //!
 //! *Gather*: every rank has all keys and values for the moment; the sweep of `shard` gathers them, and scatters the sum of their
 //! gradients.
+//!
+//! *All-to-all* (Ulysses): every rank has the whole sequence of some of the heads for the moment, and computes attention as one rank does.
+//! Packed Q·K·V goes there, attention's output comes back, and so do their gradients in backward, which reads what forward has sent.
 
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{ContextParallel, DType, Graph, Layout, MeshAxis, Op, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// Rewrites every attention: of the forward pass, recomputed ones, and gradients.
 pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), TypeError> {
     let parts = layout.mesh.size(MeshAxis::Cp);
+    let mut sent = Sent::default();
     for node in std::mem::take(&mut g.nodes) {
         let name = node.outputs.first().copied().flatten().map_or(String::new(), |v| g.get(v).name.clone());
-        let rewrite = |g, window| Rewrite { g, phase: node.phase, layer: node.layer, name, window, parts };
+        let rewrite = |g, window, sent| Rewrite { g, phase: node.phase, layer: node.layer, name, window, parts, sent };
         if let Op::Attention { window } = node.op {
-            let rewrite = rewrite(&mut *g, window);
+            let rewrite = rewrite(&mut *g, window, &mut sent);
             match layout.context {
                 ContextParallel::Ring => rewrite.ring(&node)?,
                 ContextParallel::Gather => rewrite.gather(&node)?,
+                ContextParallel::AllToAll => rewrite.of_heads(&node)?,
             }
         } else if let Op::AttentionGrad { window } = node.op {
-            let rewrite = rewrite(&mut *g, window);
+            let rewrite = rewrite(&mut *g, window, &mut sent);
             match layout.context {
                 ContextParallel::Ring => rewrite.ring_grad(&node)?,
                 ContextParallel::Gather => rewrite.gather_grad(&node)?,
+                ContextParallel::AllToAll => rewrite.of_heads_grad(&node)?,
             }
         } else {
             g.nodes.push(node);
         }
     }
     Ok(())
+}
+
+/// What ranks have sent each other for attention over some of the heads.
+#[derive(Default)]
+struct Sent {
+    /// Values of which ranks have heads at all positions, by those of which they have positions of all heads.
+    heads: BTreeMap<ValueId, ValueId>,
+    /// Starts of documents at all positions, by layer and whether they are of the forward pass: layers may be on other stages.
+    starts: BTreeMap<(ValueId, Option<usize>, bool), ValueId>,
 }
 
 /// One attention that is rewritten.
@@ -43,6 +59,7 @@ struct Rewrite<'a> {
     name: String,
     window: Option<usize>,
     parts: usize,
+    sent: &'a mut Sent,
 }
 
 impl Rewrite<'_> {
@@ -159,6 +176,63 @@ impl Rewrite<'_> {
         self.join(made[0], made[1], node)
     }
 
+    fn of_heads(mut self, node: &Node) -> Result<(), TypeError> {
+        let ([qkv, starts @ ..], [o, lse]) = (&node.inputs[..], &node.outputs[..]) else { return Ok(()) };
+        let reads = [vec![self.heads_of(*qkv, "qkv")?], self.all_starts(starts)?].concat();
+        let made = self.one(Op::Attention { window: self.window }, &reads, "heads")?;
+        self.last_is(1, *lse);
+        let Some(o) = *o else { return Ok(()) };
+        self.sent.heads.insert(o, made);
+        self.positions_of(made, "o")?;
+        self.last_is(0, Some(o));
+        Ok(())
+    }
+
+    fn of_heads_grad(mut self, node: &Node) -> Result<(), TypeError> {
+        let [dout, qkv, o, lse, starts @ ..] = &node.inputs[..] else { return Ok(()) };
+        let of_heads = [self.heads_of(*dout, "do")?, self.heads_of(*qkv, "qkv")?, self.heads_of(*o, "o")?, *lse];
+        let reads = [of_heads.to_vec(), self.all_starts(starts)?].concat();
+        let made = self.one(Op::AttentionGrad { window: self.window }, &reads, "heads")?;
+        self.positions_of(made, "dqkv")?;
+        self.last_is(0, node.outputs[0]);
+        Ok(())
+    }
+
+    /// Where documents start, of the whole sequence.
+    fn all_starts(&mut self, starts: &[ValueId]) -> Result<Vec<ValueId>, TypeError> {
+        let Some(starts) = starts.first() else { return Ok(Vec::new()) };
+        let key = (*starts, self.layer, self.phase == Phase::Forward);
+        if let Some(known) = self.sent.starts.get(&key) {
+            return Ok(vec![*known]);
+        }
+        let gather = Op::AllGather { over: MeshAxis::Cp.into(), dim: Some(1) };
+        let all = self.one(gather, &[*starts], "starts")?;
+        self.sent.starts.insert(key, all);
+        Ok(vec![all])
+    }
+
+    /// Heads at all positions, of positions of all heads: what was sent once is there.
+    fn heads_of(&mut self, v: ValueId, what: &str) -> Result<ValueId, TypeError> {
+        if let Some(known) = self.sent.heads.get(&v) {
+            return Ok(*known);
+        }
+        let blocks = self.one(Op::SplitHeads { parts: self.parts, ranks: 1 }, &[v], &format!("{what}.parts"))?;
+        let all_to_all = Op::AllToAll { over: MeshAxis::Cp.into(), from: 1, to: 0 };
+        let blocks = self.one(all_to_all, &[blocks], &format!("{what}.sent"))?;
+        let heads = self.one(Op::JoinHeads { ranks: self.parts }, &[blocks], &format!("{what}.heads"))?;
+        self.sent.heads.insert(v, heads);
+        Ok(heads)
+    }
+
+    /// The reverse.
+    fn positions_of(&mut self, v: ValueId, what: &str) -> Result<ValueId, TypeError> {
+        let split = Op::SplitHeads { parts: self.parts, ranks: self.parts };
+        let blocks = self.one(split, &[v], &format!("{what}.parts"))?;
+        let all_to_all = Op::AllToAll { over: MeshAxis::Cp.into(), from: 0, to: 1 };
+        let blocks = self.one(all_to_all, &[blocks], &format!("{what}.sent"))?;
+        self.one(Op::JoinHeads { ranks: 1 }, &[blocks], &format!("{what}.positions"))
+    }
+
     /// Packed Q·K·V of gradients.
     fn join(&mut self, dq: ValueId, dkv: ValueId, node: &Node) -> Result<(), TypeError> {
         let Some(dqkv) = node.outputs[0] else { return Ok(()) };
@@ -226,6 +300,29 @@ B d.qkv.dkv.2 = shift(d.qkv.dkv.sum.2) { over: cp }
 B d.qkv.dq.sum.2 = add(d.qkv.dq.sum.1, d.qkv.dq.2)
 B d.qkv.dkv = add(d.qkv.dkv.2, d.qkv.dq.0.dkv)
 B d.qkv = concat(d.qkv.dq.sum.2, d.qkv.dkv)
+"
+        );
+    }
+
+    #[test]
+    fn heads_are_sent_once_and_backward_reads_them() {
+        assert_eq!(
+            lines(&sharded("cp=2,context=a2a", DType::BF16), &[" = "], true),
+            "\
+F o.qkv.parts: bf16[parts:2, rows:12, batch:1, heads:2×2+kv_heads:1×2+kv_heads:1×2] @(cp: split 1) = split_heads(qkv) { parts: 2, ranks: 1 }
+F o.qkv.sent: bf16[parts:2, rows:12, batch:1, heads:2×2+kv_heads:1×2+kv_heads:1×2] @(cp: split 0) = all_to_all(o.qkv.parts) { over: cp, from: 1, to: 0 }
+F o.qkv.heads: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 2) = join_heads(o.qkv.sent) { ranks: 2 }
+F o.heads: bf16[batch:1, seq:12, heads:4×2] @(cp: split 2), o.lse: f32[batch:1, heads:4, seq:12] @(cp: split 1) = attention(o.qkv.heads) { window: None }
+F o.o.parts: bf16[parts:2, rows:12, batch:1, heads:2×2] @(cp: split 0) = split_heads(o.heads) { parts: 2, ranks: 2 }
+F o.o.sent: bf16[parts:2, rows:12, batch:1, heads:2×2] @(cp: split 1) = all_to_all(o.o.parts) { over: cp, from: 0, to: 1 }
+F o: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1) = join_heads(o.o.sent) { ranks: 1 }
+B d.qkv.do.parts: bf16[parts:2, rows:12, batch:1, heads:2×2] @(cp: split 1) = split_heads(do) { parts: 2, ranks: 1 }
+B d.qkv.do.sent: bf16[parts:2, rows:12, batch:1, heads:2×2] @(cp: split 0) = all_to_all(d.qkv.do.parts) { over: cp, from: 1, to: 0 }
+B d.qkv.do.heads: bf16[batch:1, seq:12, heads:4×2] @(cp: split 2) = join_heads(d.qkv.do.sent) { ranks: 2 }
+B d.qkv.heads: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 2) = attention_grad(d.qkv.do.heads, o.qkv.heads, o.heads, o.lse) { window: None }
+B d.qkv.dqkv.parts: bf16[parts:2, rows:12, batch:1, heads:2×2+kv_heads:1×2+kv_heads:1×2] @(cp: split 0) = split_heads(d.qkv.heads) { parts: 2, ranks: 2 }
+B d.qkv.dqkv.sent: bf16[parts:2, rows:12, batch:1, heads:2×2+kv_heads:1×2+kv_heads:1×2] @(cp: split 1) = all_to_all(d.qkv.dqkv.parts) { over: cp, from: 0, to: 1 }
+B d.qkv: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = join_heads(d.qkv.dqkv.sent) { ranks: 1 }
 "
         );
     }

@@ -58,8 +58,11 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
     match source {
         Source::Input => {
             let whole = Sharding::REPLICATED.with(mesh.wide(Axes::SEQUENCES), Placement::Split(0));
-            let seq = ty.dims.iter().position(|d| d.sections[0].axis == Axis::Seq);
-            seq.map_or(whole, |dim| whole.with(mesh.wide(MeshAxis::Cp.into()), Placement::Split(dim)))
+            let find = |axis: Axis| ty.dims.iter().position(|d| d.sections[0].axis == axis);
+            // Choices of experts are where routers make them.
+            let routed = context.layout.sequence_parallel && find(Axis::Choices).is_some();
+            let over = if routed { Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]) } else { MeshAxis::Cp.into() };
+            find(Axis::Seq).map_or(whole, |dim| whole.with(mesh.wide(over), Placement::Split(dim)))
         }
         Source::State(State::Parameter(_) | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
@@ -137,8 +140,9 @@ impl Sweep<'_> {
         let mut consider = |operand: &Operand, value: &Value| {
             let Placement::Split(dim) = value.sharding.over(axis) else { return };
             let mut splits = spec.splits_of(operand, value.ty.dims.len(), dim);
-            // Tensor-parallel ranks have the same rows of blocks and chunks.
-            splits.retain(|split| axis != MeshAxis::Tp || *split != Split::Letters("sc"));
+            // Tensor-parallel ranks have the same rows of blocks and chunks, and of parts of the heads a part each.
+            splits
+                .retain(|split| axis != MeshAxis::Tp || ![Split::Letters("sc"), Split::Letters("pa")].contains(split));
             let both: Vec<Split> = may.iter().filter(|split| splits.contains(split)).copied().collect();
             if !both.is_empty() {
                 may = both;

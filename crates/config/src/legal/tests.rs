@@ -134,6 +134,27 @@ fn context_parallelism_cuts_sequences_into_two_chunks_for_every_rank() {
 }
 
 #[test]
+fn all_to_all_gives_ranks_whole_key_heads() {
+    for fits in
+        ["cp=8,context=a2a", "cp=2,context=a2a,tp=4,sp,pp=2", "dp=2,zero=3,cp=4,context=a2a,tp=2", "context=a2a"]
+    {
+        assert_eq!(check(&layout(fits), &LLAMA), [], "{fits}");
+    }
+    let ring = |cp: &str| one("parallel.context", &format!("context = \"ring\", or cp = {cp}"));
+    assert_eq!(refused("cp=16,context=a2a", LLAMA), ring("8"));
+    assert_eq!(refused("cp=8,context=a2a,tp=2", LLAMA), ring("4"));
+    assert_eq!(refused("cp=2,context=a2a,tp=16", LLAMA), ring("1"));
+    let twelve = Extents { heads: 24, kv_heads: 12, ffn: 24, seq: 48, ..LLAMA };
+    assert_eq!(refused("cp=8,context=a2a", twelve), ring("6 or 12"));
+    assert_eq!(
+        check(&layout("cp=4,context=a2a,tp=4"), &LLAMA)[0].reason,
+        "parallel.context = \"a2a\" gives ranks whole heads, and parallel.tp × parallel.cp = 4 × 4 does not divide \
+         model.kv_heads = 8"
+    );
+    assert_eq!(check(&layout("cp=16,tp=4,sp"), &LLAMA), []);
+}
+
+#[test]
 fn dp_and_the_micro_batch_divide_the_batch() {
     assert_eq!(refused("dp=3", LLAMA), one("parallel.dp", "dp = 2 or 4"));
     assert_eq!(refused("dp=2000", LLAMA), one("parallel.dp", "dp = 512"));

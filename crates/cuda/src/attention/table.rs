@@ -35,6 +35,8 @@ pub struct Written {
     /// Tensors that attention reads starts from, and positions of their rows.
     tensors: BTreeMap<String, usize>,
     counts: BTreeMap<(String, usize), Option<usize>>,
+    /// Whether some are gathered from ranks that have parts of the sequence: of those the host of a rank knows no count.
+    gathered: bool,
 }
 
 impl Written {
@@ -45,12 +47,13 @@ impl Written {
         let buffers: Vec<_> = instrs.filter_map(read).collect();
         let of = program.tensors.iter().filter(|t| t.ty.dtype == DType::U32 && buffers.contains(&t.buffer));
         let tensors = of.map(|t| (t.name.to_string(), t.ty.dims[1].size())).collect();
-        Self { tensors, counts: BTreeMap::new() }
+        let gathered = buffers.iter().any(|buffer| program.tensors.iter().all(|t| t.buffer != *buffer));
+        Self { tensors, counts: BTreeMap::new(), gathered }
     }
 
     /// Whether plans may change with what is written.
     pub fn any(&self) -> bool {
-        !self.tensors.is_empty()
+        self.gathered || !self.tensors.is_empty()
     }
 
     /// Counts the documents of a tensor that the host writes, if it is one of starts.
@@ -60,8 +63,11 @@ impl Written {
         }
     }
 
-    /// The most documents of a micro-batch; none where starts are no cut into documents.
+    /// The most documents of a micro-batch; none where starts are no cut into documents, or nobody knows.
     pub fn most(&self) -> Option<usize> {
+        if self.gathered {
+            return None;
+        }
         self.counts.values().try_fold(0, |most, count| Some(most.max((*count)?)))
     }
 }
@@ -105,10 +111,43 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
-    use super::count;
+    use super::{Written, count};
+    use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+    use lockstep_config::Config;
+    use lockstep_ir::DType;
+    use lockstep_model::{Form, build_form};
 
     fn documents(starts: &[u32], seq: usize) -> Option<usize> {
         count(&starts.iter().flat_map(|s| s.to_le_bytes()).collect::<Vec<_>>(), seq)
+    }
+
+    /// What a rank's host knows of documents that it wrote, four in all.
+    fn known(layout: &str) -> Option<usize> {
+        let text = "[model]\nvocab_size = 64\nlayers = 2\ndim = 32\nheads = 4\nffn = 32\n[data]\npaths = [\".\"]\n";
+        let config = Config::parse(text, "run.toml", &[]).unwrap();
+        let context = Context {
+            device: crate::profile("cuda", DType::BF16, DType::F32, false),
+            layout: layout.parse().unwrap(),
+            optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
+            precision: Precision { compute: DType::BF16, gradients: DType::F32 },
+            recompute: Recompute::default(),
+            stages: vec![],
+            steps: Steps::default(),
+        };
+        let form = Form::Loss { batch: 2, seq: 8, context: 8, documents: true };
+        let graph = build_form(&config.model, form).unwrap();
+        let program = compile(&graph, &context).unwrap().programs.remove(0);
+        let mut written = Written::new(&program);
+        let starts: Vec<u8> = [0u32, 0, 2, 2, 2, 2, 2, 2].repeat(2).iter().flat_map(|s| s.to_le_bytes()).collect();
+        written.note(lockstep_model::names::DOCUMENT_STARTS, 0, &starts);
+        assert!(written.any());
+        written.most()
+    }
+
+    #[test]
+    fn of_documents_that_ranks_gather_nobody_knows_how_many_there_are() {
+        assert_eq!(known("dp=1"), Some(4));
+        assert_eq!(known("cp=2,context=a2a"), None);
     }
 
     #[test]

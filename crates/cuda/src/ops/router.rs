@@ -44,6 +44,16 @@ pub unsafe fn route(call: Call, how: &Routing) -> Result<(), CudaError> {
     unsafe { call.plain(("router", "route"), grid, threads, args) }
 }
 
+pub unsafe fn route_to(call: Call, how: &Routing) -> Result<(), CudaError> {
+    let (grid, threads, experts) = over_tokens(call)?;
+    let (logits, given, tokens) = (call.input(0), call.input(1), call.rows());
+    let (weights, chosen) = (call.output(0), call.output(1));
+    let &Routing { choices, normalise, scale, .. } = how;
+    let args = args![logits, given, weights, chosen, tokens, experts, choices, sigmoid(how), normalise, scale];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.plain(("router", "route_to"), grid, threads, args) }
+}
+
 pub unsafe fn route_grad(call: Call, how: &Routing) -> Result<(), CudaError> {
     let Some(dlogits) = call.output(0) else { return Ok(()) };
     let (grid, threads, experts) = over_tokens(call)?;

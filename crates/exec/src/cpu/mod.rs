@@ -11,6 +11,7 @@ mod float;
 mod gemm;
 mod head;
 mod head_norm;
+mod heads;
 mod linear;
 mod loss;
 mod norm;
@@ -71,6 +72,7 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
         (OpKind::LinearGradInput, rounded("n")),
         (OpKind::LinearGradWeight, Workspace { fixed: gemm, terms: share("nk") }),
         (OpKind::Route, of(router::route_scratch(threads))),
+        (OpKind::RouteTo, of(router::route_to_scratch(threads))),
         (OpKind::RouterLoss, of(router::router_loss_scratch(threads))),
         (OpKind::RouterLossGrad, of(router::router_loss_scratch(threads))),
         (OpKind::GroupedLinear, of(experts::scratch(gemm, Some((rounds, "k")), None))),
@@ -311,11 +313,14 @@ fn run_kernel<T: Float>(call: Call) {
         Op::AttentionMerge => attention::merge(call),
         Op::GatheredAttention { window } => attention::gathered::<T>(call, window),
         Op::GatheredAttentionGrad { window } => attention::gathered_grad::<T>(call, window),
+        Op::SplitHeads { ranks, .. } => heads::split::<T>(call, ranks),
+        Op::JoinHeads { ranks } => heads::join::<T>(call, ranks),
         Op::AttentionScores { window } => attention::naive::scores::<T>(call, window),
         Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
         Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
         Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
         Op::Route { how } => router::route(call, &how),
+        Op::RouteTo { how } => router::route_to(call, &how),
         Op::RouteGrad { how } => router::route_grad(call, &how),
         Op::ExpertCounts { .. } => router::counts(call),
         Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),

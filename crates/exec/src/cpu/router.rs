@@ -87,6 +87,40 @@ pub fn route(call: Call, how: &Routing) {
     });
 }
 
+/// Scratch of weights for given experts: scores, on every thread.
+pub fn route_to_scratch(threads: usize) -> Scratch {
+    (0, vec![(4 * threads as u64, "j")])
+}
+
+/// weights and chosen `[tokens, choices]` of logits `[tokens, experts]` and given `[tokens, choices]`, with the bits of [`route`].
+pub fn route_to(call: Call, how: &Routing) {
+    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (logits, given) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<u32>(1)));
+    let (weights, chosen) = (call.output::<f32>(0).map(Ptr), call.output::<u32>(1).map(Ptr));
+    let scratch = Ptr(call.scratch::<f32>());
+    let grain = tokens.div_ceil(4 * call.pool.threads()).max(1);
+    call.pool.run(tokens.div_ceil(grain), |task, worker| {
+        // SAFETY: a worker has its own scratch; tokens of the task are its own.
+        unsafe {
+            let scores = scratch.slice(worker * experts, experts);
+            for token in task * grain..tokens.min((task + 1) * grain) {
+                score(how.score, logits.slice(token * experts, experts), scores);
+                let own = |e: &u32| scores[*e as usize % experts];
+                let given = given.slice(token * choices, choices);
+                let sum: f32 = given.iter().map(own).sum();
+                let factor = if how.normalise { how.scale / sum } else { how.scale };
+                if let Some(weights) = weights {
+                    let weights = weights.slice(token * choices, choices);
+                    weights.iter_mut().zip(given.iter()).for_each(|(w, e)| *w = own(e) * factor);
+                }
+                if let Some(chosen) = chosen {
+                    chosen.slice(token * choices, choices).copy_from_slice(given);
+                }
+            }
+        }
+    });
+}
+
 /// dlogits `[tokens, experts]` from dweights `[tokens, choices]`.
 pub fn route_grad(call: Call, how: &Routing) {
     let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));

@@ -31,6 +31,12 @@ fn choose(how: &Routing, keys: &[f64]) -> Vec<usize> {
     largest(&keys, how.choices)
 }
 
+/// How much each of some experts counts.
+fn weights_of(how: &Routing, scores: &[f64], experts: &[usize]) -> Vec<f64> {
+    let sum: f64 = if how.normalise { experts.iter().map(|e| scores[*e]).sum() } else { 1.0 };
+    experts.iter().map(|e| scores[*e] / sum * f64::from(how.scale)).collect()
+}
+
 pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
     let (mut weights, mut chosen) = (Vec::new(), Vec::new());
     for logits in x[0].chunks(dims.size('j')) {
@@ -38,11 +44,18 @@ pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
         let bias = |e: usize| x.get(1).map_or(0.0, |bias| bias[e]);
         let keys: Vec<f64> = scores.iter().enumerate().map(|(e, s)| s + bias(e)).collect();
         let experts = choose(how, &keys);
-        let sum: f64 = if how.normalise { experts.iter().map(|e| scores[*e]).sum() } else { 1.0 };
-        weights.extend(experts.iter().map(|e| scores[*e] / sum * f64::from(how.scale)));
+        weights.extend(weights_of(how, &scores, &experts));
         chosen.extend(experts.iter().map(|e| *e as f64));
     }
     [weights, chosen]
+}
+
+pub fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
+    let tokens = x[0].chunks(dims.size('j')).zip(x[1].chunks(dims.size('y')));
+    let of = |(logits, chosen): (&[f64], &[f64])| {
+        weights_of(how, &scores(how, logits), &chosen.iter().map(|e| *e as usize).collect::<Vec<_>>())
+    };
+    tokens.flat_map(of).collect()
 }
 
 pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {

@@ -149,6 +149,22 @@ pub(super) static ROUTE: Spec = row(
     how.bind(op, dims)
 });
 
+pub(super) static ROUTE_TO: Spec = row(
+    "route_to",
+    &[f32("logits", "…j"), u32("given", "…y")],
+    &[f32("weights", "…y"), u32("chosen", "…y")],
+    |batch| {
+        let of = |(s, how): (Shapes, Routing)| sample(Op::RouteTo { how }, [s.normal(experts()), chosen(&s)]);
+        Shapes::any_leading(batch).into_iter().zip(ways()).map(of).collect()
+    },
+)
+.gradient(&[Input(0), Output(1)])
+.splits(&["…"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::RouteTo { how });
+    how.bind(op, dims)
+});
+
 pub(super) static ROUTE_GRAD: Spec = row(
     "route_grad",
     &[f32("dweights", "…y"), f32("logits", "…j"), u32("chosen", "…y")],

@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, linear, norm,
-    optimizer, pointwise, position, section,
+    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, heads, linear,
+    norm, optimizer, pointwise, position, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -200,6 +200,20 @@ ops! {
         /// As in `Attention`.
         window: Option<usize>,
     } = context::GATHERED_ATTENTION_GRAD,
+    /// Sections of heads in parts, one part behind the other: of part `a` all positions of all sequences, sequences inside positions. What an
+    /// all-to-all takes to make parts of the heads of parts of the sequence (Ulysses), and gives where it does the reverse.
+    SplitHeads {
+        /// Parts of the heads.
+        parts: usize,
+        /// Of the sequence that is there, in how many ranks' parts its positions come out: those of each rank one behind the other, in zig-zag
+        /// order. 1 leaves them in their order.
+        ranks: usize,
+    } = heads::SPLIT_HEADS,
+    /// The reverse of `SplitHeads`.
+    JoinHeads {
+        /// As in `SplitHeads`: how positions come in.
+        ranks: usize,
+    } = heads::JOIN_HEADS,
     /// Of each sequence, the last of `count` positions.
     LastPosition = attention::LAST_POSITION,
     /// `y = silu(gate) · up` over packed gate·up.
@@ -212,7 +226,12 @@ ops! {
         /// How it chooses.
         how: Routing,
     } = experts::ROUTE,
-    /// Gradient of `Route`, by the weights.
+    /// What `Route` would give if it chose the experts that are given for each token.
+    RouteTo {
+        /// As in `Route`.
+        how: Routing,
+    } = experts::ROUTE_TO,
+    /// Gradient of `Route` and `RouteTo`, by the weights.
     RouteGrad {
         /// As in `Route`.
         how: Routing,

@@ -8,7 +8,7 @@
 //! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
 //! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
 //! or keys, `r` table columns, `a` the
-//! shorter side of a matrix or parts of a vocabulary or of experts, `w` packed K·V of a cache or of a part, `o` a whole sequence of which `s` may be a part, `x` query and key heads
+//! shorter side of a matrix or parts of a vocabulary, of experts or of heads, `w` packed K·V of a cache or of a part, or what a part has of packed heads, `o` a whole sequence of which `s` may be a part, `x` query and key heads
 //! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk or of blocks, `z` step scalars or words of a key,
 //! `m` statistics, `j` experts, `y` the experts of a token, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
 //! is summed over.
@@ -23,6 +23,7 @@ mod experts;
 mod flops;
 mod gradient;
 mod head;
+mod heads;
 mod linear;
 mod list;
 pub mod newton_schulz;
@@ -41,6 +42,7 @@ pub use dims::{Dims, LEADING};
 pub use dispatch::{Blocks, NO_ROW};
 pub use experts::{Routing, Score};
 pub use flops::Flops;
+pub use heads::{MOST_SECTIONS, position_in_ranks};
 pub use list::{Op, OpKind};
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};

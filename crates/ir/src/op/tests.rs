@@ -202,8 +202,10 @@ fn what_a_row_says_of_its_operands_is_there() {
             assert!(known, "{} splits {letter}", spec.name);
         }
         for (i, group) in spec.splits.iter().enumerate() {
-            // Rows of a chunk are of sequences and of their positions.
-            let again = |c: char| !"c?".contains(c) && spec.splits[..i].iter().any(|other| other.contains(c));
+            // Rows of a chunk are of sequences and of their positions, and heads in parts of those and of a part.
+            let parted = |c: char| c == 'p' && spec.splits.contains(&"pa");
+            let again =
+                |c: char| !"c?".contains(c) && !parted(c) && spec.splits[..i].iter().any(|other| other.contains(c));
             assert!(!group.contains(again), "{} splits a letter of {group} twice", spec.name);
         }
         for saved in spec.gradient_reads.unwrap_or_default() {

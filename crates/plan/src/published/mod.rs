@@ -7,6 +7,7 @@ mod fit;
 mod hardware;
 mod memory;
 mod peer;
+mod possible;
 mod predict;
 mod program;
 mod propose;

@@ -3,6 +3,7 @@
 use super::hardware::hardware;
 use super::memory::StageMemory;
 use super::peer::{Described, Description, Peer, describe};
+use super::possible;
 use super::program::compile;
 use super::row::{Refused, Row, read};
 use crate::parallel::in_parallel;
@@ -87,8 +88,10 @@ impl Cases {
             say_interleaving(&mut rows);
             for row in rows {
                 let refuse = |reason: String| (file, Refused { line: row.line, model: row.model.clone(), reason });
-                let described =
-                    hardware(catalogue, &row).and_then(|hardware| Ok((hardware, describe(&row, framework)?)));
+                let described = hardware(catalogue, &row).and_then(|hardware| {
+                    possible::check(&row, &hardware.gpu)?;
+                    Ok((hardware, describe(&row, framework)?))
+                });
                 let (hardware, description) = match described {
                     Ok(both) => both,
                     Err(reason) => {

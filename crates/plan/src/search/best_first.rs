@@ -13,7 +13,7 @@ use crate::parallel::all_in_parallel;
 use crate::{Evaluated, PlanError};
 use lockstep_compile::balanced_stages;
 use lockstep_config::{GradientPrecision, RecomputePolicy};
-use lockstep_ir::{Layout, Schedule};
+use lockstep_ir::{ContextParallel, Layout, Schedule};
 use lockstep_sim::{Constants, Framework, Terms};
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -166,8 +166,9 @@ impl<'a> Search<'a> {
             sizes.sort_unstable();
             sizes.dedup();
             for micro_batch in sizes {
-                let like = Split { cp: 1, gather: false, sequence_parallel: split.tp > 1, ..split };
-                let like = if splits.contains(&like) { like } else { Split { cp: 1, gather: false, ..split } };
+                let one = Split { cp: 1, context: ContextParallel::default(), ..split };
+                let like = Split { sequence_parallel: split.tp > 1, ..one };
+                let like = if splits.contains(&like) { like } else { one };
                 let (recompute, small) = (small_policy(policies[0]), micro_batch.min(LARGEST_ALIKE));
                 let alike = Key { split: like, micro_batch: small, recompute, gradients: narrowest, apart: false };
                 favourable.entry((split.tp, split.ep, small)).or_insert(alike);

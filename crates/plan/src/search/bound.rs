@@ -330,12 +330,8 @@ impl Composed<'_> {
 pub(super) fn parts(choice: &LayoutChoice) -> (Split, Pipe, Data) {
     let l = &choice.layout;
     let size = |axis: MeshAxis| l.mesh.size(axis);
-    let gather = match l.context {
-        lockstep_ir::ContextParallel::Ring => false,
-        lockstep_ir::ContextParallel::Gather => true,
-    };
     let (tp, cp, ep) = (size(MeshAxis::Tp), size(MeshAxis::Cp), size(MeshAxis::Ep));
-    let split = Split { tp, sequence_parallel: l.sequence_parallel, cp, gather, ep };
+    let split = Split { tp, sequence_parallel: l.sequence_parallel, cp, context: l.context, ep };
     let pipe = Pipe { pp: size(MeshAxis::Pp), schedule: l.schedule, chunks: l.chunks };
     let (replicate, shard) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
     (split, pipe, Data { replicate, shard, zero: l.zero, reshard: l.reshard_after_forward })

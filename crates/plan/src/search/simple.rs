@@ -3,6 +3,7 @@
 use super::bound::parts;
 use super::{LayoutChoice, RankedLayout};
 use lockstep_config::{GradientPrecision, RecomputePolicy};
+use lockstep_ir::ContextParallel;
 
 /// Of layouts whose step times differ by less than this share, the simplest is preferred.
 pub const SIMPLER: f64 = 0.005;
@@ -21,7 +22,7 @@ fn complexity(choice: &LayoutChoice) -> usize {
         1 => 0,
         _ => 4 + 2 * usize::from(pipe.schedule != lockstep_ir::Schedule::USUAL) + pipe.chunks,
     };
-    let context = if split.cp > 1 { 4 + usize::from(split.gather) } else { 0 };
+    let context = if split.cp > 1 { 4 + usize::from(split.context != ContextParallel::default()) } else { 0 };
     let tensor = if split.tp > 1 { 3 + usize::from(split.sequence_parallel) } else { 0 };
     let experts = 3 * usize::from(split.ep > 1);
     let replicas = 2 * usize::from(data.replicate > 1);

@@ -62,7 +62,7 @@ pub(super) struct Split {
     pub tp: usize,
     pub sequence_parallel: bool,
     pub cp: usize,
-    pub gather: bool,
+    pub context: ContextParallel,
     pub ep: usize,
 }
 
@@ -140,9 +140,9 @@ impl<'a> Space<'a> {
         let sizes = |most: usize| divisors(self.gpus).into_iter().filter(move |n| *n <= most);
         let mut all = Vec::new();
         for cp in self.values("parallel.cp", p.cp, sizes((seq / LEAST_TOKENS).max(1))) {
-            let gathers: &[bool] = if cp == 1 { &[false] } else { &[false, true] };
-            let own = cp > 1 && p.context == ContextParallel::Gather;
-            for gather in self.values("parallel.context", own, gathers.iter().copied()) {
+            let contexts: &[ContextParallel] = if cp == 1 { &[ContextParallel::Ring] } else { &ContextParallel::ALL };
+            let own = if cp == 1 { ContextParallel::Ring } else { p.context };
+            for context in self.values("parallel.context", own, contexts.iter().copied()) {
                 for tp in self.values("parallel.tp", p.tp, sizes(self.config.model.heads)) {
                     let sequence_parallel: &[bool] = if tp == 1 { &[false] } else { &[false, true] };
                     let own = p.sequence_parallel;
@@ -150,7 +150,7 @@ impl<'a> Space<'a> {
                         self.values("parallel.sequence_parallel", own, sequence_parallel.iter().copied())
                     {
                         for ep in self.values("parallel.ep", p.ep, sizes(self.config.model.experts.unwrap_or(1))) {
-                            let split = Split { tp, sequence_parallel, cp, gather, ep };
+                            let split = Split { tp, sequence_parallel, cp, context, ep };
                             let divides = self.gpus.is_multiple_of(tp * cp * ep);
                             if divides && self.legal(&split.layout(), ep) {
                                 all.push(split);
@@ -336,7 +336,7 @@ impl Split {
         Layout {
             mesh: Mesh::ONE.with(MeshAxis::Cp, self.cp).with(MeshAxis::Ep, self.ep).with(MeshAxis::Tp, self.tp),
             sequence_parallel: self.sequence_parallel,
-            context: if self.gather { ContextParallel::Gather } else { ContextParallel::Ring },
+            context: self.context,
             ..Layout::single(1)
         }
     }

@@ -1,7 +1,8 @@
 //! What a layout promises, and whether it is kept: every number that is compared, with its bound.
 
 use super::numbers::{Stored, apart, blocks, largest, most_apart, parts};
-use super::{Step, Trace};
+use super::replay::flipped;
+use super::{Evaluated, Step, Trace};
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axes, DType, Layout, MeshAxis};
@@ -23,6 +24,8 @@ pub enum Promise {
         update: f64,
         /// Of a tensor's elements, those that may have another update.
         other_updates: f64,
+        /// Of the choices of experts in a step, those that may be others where all before them are the same.
+        choices: f64,
     },
 }
 
@@ -36,8 +39,12 @@ impl Promise {
             config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
-            (false, false) => Promise::Close { loss: 1e-5, gradient: 1e-4, update: 0.1, other_updates: 0.02 },
-            (false, true) => Promise::Close { loss: 2e-3, gradient: 5e-2, update: 0.5, other_updates: 0.1 },
+            (false, false) => {
+                Promise::Close { loss: 1e-5, gradient: 1e-4, update: 0.1, other_updates: 0.02, choices: 5e-3 }
+            }
+            (false, true) => {
+                Promise::Close { loss: 2e-3, gradient: 5e-2, update: 0.5, other_updates: 0.1, choices: 5e-2 }
+            }
         }
     }
 }
@@ -80,9 +87,14 @@ pub struct Comparison {
     pub loss_difference: f64,
     /// The largest difference of a gradient element, as a share of its tensor's largest element.
     pub gradient_difference: f64,
-    /// Where the model has experts: choices that went to another expert than on one rank, and all choices, of all steps.
+    /// Where the model has experts: choices that went to another expert than on one rank, and all choices, of all steps and the
+    /// evaluation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub flipped_choices: Option<(u64, u64)>,
+    /// Where some did though only rounding differs: what the layout gave with its own choices. All else here is of a second run, in
+    /// which one rank's choices were replayed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub own_choices: Option<OwnChoices>,
     /// Whether every loss, norm, gradient, parameter and moment has the same bits.
     pub identical: bool,
     /// What the layout promises.
@@ -95,6 +107,15 @@ pub struct Comparison {
     pub arena_bytes: Vec<u64>,
 }
 
+/// How far a layout is from one rank while its tokens go to other experts.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct OwnChoices {
+    /// As in [`Comparison`].
+    pub loss_difference: f64,
+    /// As in [`Comparison`].
+    pub gradient_difference: f64,
+}
+
 /// What is compared. The order is that of reports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -104,10 +125,12 @@ enum Kind {
     Moment,
     Update,
     Evaluation,
+    Choices,
 }
 
 impl Kind {
-    const ALL: [Kind; 6] = [Kind::Loss, Kind::Gradient, Kind::Norm, Kind::Moment, Kind::Update, Kind::Evaluation];
+    const ALL: [Kind; 7] =
+        [Kind::Loss, Kind::Gradient, Kind::Norm, Kind::Moment, Kind::Update, Kind::Evaluation, Kind::Choices];
 
     fn name(self) -> &'static str {
         match self {
@@ -117,6 +140,7 @@ impl Kind {
             Kind::Moment => "optimizer state",
             Kind::Update => "updates",
             Kind::Evaluation => "evaluation loss",
+            Kind::Choices => "choices of experts",
         }
     }
 }
@@ -137,6 +161,8 @@ pub(super) struct Found {
     losses: Vec<(f64, f64)>,
     /// Choices of experts that differ, and all of them.
     flipped: (u64, u64),
+    /// Of the run before, with its own choices.
+    own: Option<OwnChoices>,
     identical: bool,
     /// What differences are measured by.
     measure: Promise,
@@ -145,9 +171,24 @@ pub(super) struct Found {
 impl Found {
     /// Nothing yet.
     pub fn new(promise: Promise) -> Self {
-        let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1, other_updates: 0.0 };
+        let loose = Promise::Close { loss: 0.0, gradient: 1e-4, update: 0.1, other_updates: 0.0, choices: 0.0 };
         let measure = if promise == Promise::Identical { loose } else { promise };
-        Self { differences: Vec::new(), losses: Vec::new(), flipped: (0, 0), identical: true, measure }
+        Self { differences: Vec::new(), losses: Vec::new(), flipped: (0, 0), own: None, identical: true, measure }
+    }
+
+    /// Choices of experts that are others than one rank's.
+    pub fn flipped(&self) -> u64 {
+        self.flipped.0
+    }
+
+    /// The same for a run that replayed choices, after one that made its own.
+    pub fn after(self, own: &Found) -> Self {
+        let [loss_difference, gradient_difference] = [Kind::Loss, Kind::Gradient].map(|kind| own.largest(kind));
+        Self { flipped: own.flipped, own: Some(OwnChoices { loss_difference, gradient_difference }), ..self }
+    }
+
+    fn largest(&self, kind: Kind) -> f64 {
+        self.differences.iter().filter(|d| d.kind == kind).map(|d| d.value).fold(0.0, f64::max)
     }
 
     /// How far apart the run is.
@@ -169,8 +210,11 @@ impl Found {
     pub fn add_step(&mut self, single: &Trace, step: usize, before: &[Stored], theirs: &Step) {
         let ours = &single.steps[step];
         self.losses.push((ours.loss, theirs.loss));
-        let differ = ours.chosen.iter().zip(&theirs.chosen).filter(|(a, b)| a != b).count() as u64;
-        self.flipped = (self.flipped.0 + differ, self.flipped.1 + ours.chosen.len().min(theirs.chosen.len()) as u64);
+        let (differ, all) = flipped(&ours.chosen, &theirs.chosen, single.tokens);
+        self.flipped = (self.flipped.0 + differ, self.flipped.1 + all);
+        if all > 0 {
+            self.add(Kind::Choices, step, "", differ as f64 / all as f64);
+        }
         self.add_number(Kind::Loss, step, (ours.loss, theirs.loss));
         self.add_number(Kind::Norm, step, (ours.norm.into(), theirs.norm.into()));
         // A tensor whose gradient is nothing but rounding has no size of its own.
@@ -216,8 +260,11 @@ impl Found {
     }
 
     /// Adds the evaluation after the last step.
-    pub fn add_evaluation(&mut self, single: &Trace, evaluated: f64) {
-        self.add_number(Kind::Evaluation, single.steps.len(), (single.evaluated, evaluated));
+    pub fn add_evaluation(&mut self, single: &Trace, evaluated: &Evaluated) {
+        let ours = &single.evaluated;
+        let (differ, all) = flipped(&ours.chosen, &evaluated.chosen, single.tokens);
+        self.flipped = (self.flipped.0 + differ, self.flipped.1 + all);
+        self.add_number(Kind::Evaluation, single.steps.len(), (ours.loss, evaluated.loss));
     }
 }
 
@@ -236,8 +283,8 @@ pub(super) fn judge(
     natural: &[Difference],
     arena_bytes: Vec<u64>,
 ) -> Comparison {
-    let Found { differences: found, losses, flipped, identical, .. } = found;
-    let largest = |kind: Kind| found.iter().filter(|d| d.kind == kind).map(|d| d.value).fold(0.0, f64::max);
+    let [loss_difference, gradient_difference] = [Kind::Loss, Kind::Gradient].map(|kind| found.largest(kind));
+    let Found { differences: found, losses, flipped, own, identical, .. } = found;
     let criteria = match promise {
         Promise::Identical => {
             let differing = if identical { 0.0 } else { 1.0 };
@@ -253,8 +300,9 @@ pub(super) fn judge(
         ranks: layout.mesh.ranks(),
         losses,
         flipped_choices: Some(flipped).filter(|(_, all)| *all > 0),
-        loss_difference: largest(Kind::Loss),
-        gradient_difference: largest(Kind::Gradient),
+        own_choices: own,
+        loss_difference,
+        gradient_difference,
         identical,
         promise,
         kept: criteria.iter().all(Criterion::is_kept),
@@ -274,13 +322,14 @@ fn at(d: &Difference) -> String {
 /// The difference of a kind that comes closest to its bound. `natural` has the same list for one rank whose weights were changed in
 /// the last bit.
 fn criterion(kind: Kind, promise: Promise, found: &[Difference], natural: &[Difference]) -> Option<Criterion> {
-    let Promise::Close { loss, gradient, other_updates, .. } = promise else { return None };
+    let Promise::Close { loss, gradient, other_updates, choices, .. } = promise else { return None };
     let promised = match kind {
         Kind::Loss | Kind::Evaluation => loss,
         Kind::Gradient | Kind::Norm => gradient,
         // Squares of gradients, and the norm that clips them.
         Kind::Moment => 4.0 * gradient,
         Kind::Update => other_updates,
+        Kind::Choices => choices,
     };
     let criteria = found.iter().enumerate().filter(|(_, d)| d.kind == kind).map(|(i, d)| {
         let chaos = natural.get(i).map_or(0.0, |n| CHAOS * n.value);

@@ -19,26 +19,39 @@ struct Runs {
     layout: Layout,
     promise: Promise,
     steps: Vec<Step>,
-    evaluated: f64,
+    evaluated: Evaluated,
 }
 
 fn runs(config: &Config, layout: &str) -> Runs {
+    runs_from(config, layout, &|_| ())
+}
+
+/// The same from a state that was prepared; choices of experts are replayed.
+fn runs_from(config: &Config, layout: &str, prepare: &dyn Fn(&mut [Stored])) -> Runs {
     let layout: Layout = layout.parse().unwrap();
     let (alone, config) = (config.at(&Layout::single(1)), config.at(&layout));
     let (devices, spare) = (Devices::new(), &mut Spare::default());
     let promise = Promise::of(&layout, &config);
+    let told = plan(&devices, &alone).unwrap();
+    let mut run = Run::new(&devices, &alone, &told, true).unwrap();
+    let mut start = run.states(is_kept, spare).unwrap();
+    prepare(&mut start);
+    run.write(&start).unwrap();
+    let single = trace(run, 2).unwrap();
+    let replays = config.model.experts.is_some();
+    let plan = if replays { replaying_plan } else { plan };
     let [single_plan, layout_plan] = [&alone, &config].map(|config| plan(&devices, config).unwrap());
-    let single = trace(&devices, (&alone, &single_plan), 2).unwrap();
-    let task = Task { config: &alone, plan: &single_plan, promise, disturbs: true };
+    let task = Task { config: &alone, plan: &single_plan, promise, replays, disturbs: true };
     let natural = follow(&devices, &task, &single, spare).unwrap().differences();
     let mut run = Run::new(&devices, &config, &layout_plan, false).unwrap();
+    let replayed = |chosen| replays.then_some(chosen);
     let mut steps = Vec::new();
     for step in 0..2 {
         run.write(&single.starts[step]).unwrap();
-        steps.push(run.step(step, spare).unwrap());
+        steps.push(run.step(step, replayed(&single.steps[step].chosen), spare).unwrap());
     }
     run.write(&single.starts[2]).unwrap();
-    let evaluated = run.evaluate().unwrap();
+    let evaluated = run.evaluate(replayed(&single.evaluated.chosen)).unwrap();
     Runs { single, natural, layout, promise, steps, evaluated }
 }
 
@@ -48,7 +61,7 @@ impl Runs {
         for (step, ran) in self.steps.iter().enumerate() {
             found.add_step(&self.single, step, &self.single.starts[step], ran);
         }
-        found.add_evaluation(&self.single, self.evaluated);
+        found.add_evaluation(&self.single, &self.evaluated);
         judge(&self.layout, self.promise, found, &self.natural, Vec::new())
     }
 }
@@ -73,7 +86,10 @@ fn numbers_of(tensors: &[Stored], name: &str) -> Vec<f64> {
 
 /// The criteria that a change of what the layout gave breaks.
 fn broken(config: &Config, plant: impl Fn(&mut Runs)) -> Vec<&'static str> {
-    let mut runs = runs(config, "tp=2");
+    broken_in(runs(config, "tp=2"), plant)
+}
+
+fn broken_in(mut runs: Runs, plant: impl Fn(&mut Runs)) -> Vec<&'static str> {
     let sound = runs.judged();
     assert!(sound.kept && !sound.identical, "{sound:#?}");
     plant(&mut runs);
@@ -129,7 +145,7 @@ fn faults_are_found_whatever_the_optimizer() {
         assert_eq!(moment, ["optimizer state"], "{name}");
         assert_eq!(broken(&config, |t| t.steps[1].loss *= 1.0001), ["loss"]);
         assert_eq!(broken(&config, |t| t.steps[0].norm *= 1.001), ["gradient norm"]);
-        assert_eq!(broken(&config, |t| t.evaluated *= 1.0001), ["evaluation loss"]);
+        assert_eq!(broken(&config, |t| t.evaluated.loss *= 1.0001), ["evaluation loss"]);
     }
 }
 
@@ -150,6 +166,106 @@ fn weights_that_change_in_the_last_bit_raise_a_bound_only_where_a_step_is_chaoti
     assert!(calm.criteria.iter().all(|c| !c.raised), "{calm:#?}");
     let wild = runs(&config("[optimizer]\nlr = 30.0\nname = \"sgd\"\ngrad_clip = 0.0"), "tp=2").judged();
     assert!(wild.kept, "{wild:#?}");
+}
+
+/// A model whose tokens go to three of eight experts.
+fn routed(architecture: &str, keys: &str, precision: &str) -> Config {
+    let text = format!(
+        "[model]\narchitecture = \"{architecture}\"\nvocab_size = 131\nlayers = 4\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 48\n\
+         experts = 8\nexperts_per_token = 3\nexpert_ffn = 24\n{keys}\n\
+         [train]\nseq = 16\nglobal_batch = 8\nmicro_batch = 1\nthreads = 1\n[precision]\npolicy = \"{precision}\"\n"
+    );
+    Config::parse(&text, "run.toml", &[]).unwrap()
+}
+
+/// One step and an evaluation from one state, with a layout's own choices or with given ones.
+fn ran(config: &Config, layout: &str, given: Option<&(Choices, Choices)>) -> (Step, Evaluated) {
+    let (devices, spare) = (Devices::new(), &mut Spare::default());
+    let config = config.at(&layout.parse().unwrap());
+    let plan = if given.is_some() { replaying_plan(&devices, &config) } else { plan(&devices, &config) }.unwrap();
+    let mut run = Run::new(&devices, &config, &plan, true).unwrap();
+    let step = run.step(0, given.map(|given| &given.0), spare).unwrap();
+    (step, run.evaluate(given.map(|given| &given.1)).unwrap())
+}
+
+#[test]
+fn a_layouts_own_choices_replayed_change_no_bit_wherever_its_tokens_are() {
+    let grouped = "shared_experts = 1\ndense_layers = 1\nexpert_groups = 2\nexpert_top_groups = 1\nbalance_bias = 0.01";
+    for (architecture, keys, layouts) in [
+        (
+            "qwen3_moe",
+            "",
+            &["dp=1", "dp=2,zero=3", "cp=2", "cp=4,context=gather", "tp=2,sp", "cp=2,ep=2,tp=2,sp,pp=2"][..],
+        ),
+        ("dots1", grouped, &["ep=2,pp=2,interleaved,virtual=2", "dp=2,ep=2,tp=2", "cp=2,ep=2,pp=2,zb-h1"]),
+    ] {
+        let config = routed(architecture, keys, "bf16");
+        for layout in layouts {
+            let (own, evaluated) = ran(&config, layout, None);
+            let mut chosen = (own.chosen.clone(), evaluated.chosen.clone());
+            let (again, again_evaluated) = ran(&config, layout, Some(&chosen));
+            assert_eq!(own.chosen, again.chosen, "{layout}");
+            let bits = |s: &Step, e: &Evaluated| (s.loss.to_bits(), s.norm.to_bits(), e.loss.to_bits());
+            assert_eq!(bits(&own, &evaluated), bits(&again, &again_evaluated), "{layout}");
+            for (ours, theirs) in [(&own.gradients, &again.gradients), (&own.after, &again.after)] {
+                for (a, b) in ours.iter().zip(theirs) {
+                    assert!(a.name == b.name && a.bytes == b.bytes, "{layout}: {}", a.name);
+                }
+            }
+            // Those of one other token are noticed.
+            chosen.0[1][..3].rotate_left(1);
+            chosen.0[1].swap(0, 9);
+            assert_ne!(ran(&config, layout, Some(&chosen)).0.loss.to_bits(), own.loss.to_bits(), "{layout}");
+        }
+    }
+}
+
+#[test]
+fn where_choices_flip_one_ranks_are_replayed() {
+    let config = routed("qwen3_moe", "", "bf16");
+    let layouts = ["ep=2", "tp=2", "cp=2,ep=2", "cp=2,ep=2,tp=2,sp"].map(|l| l.parse().unwrap());
+    let found = compare(&Devices::new(), &config, &layouts, 3, &mut |_| ()).unwrap();
+    assert!(found.iter().all(|c| c.kept), "{found:#?}");
+    // Of three steps and the evaluation.
+    let all = 4 * 3 * 16 * 8 * (3 + 1);
+    assert_eq!((found[0].flipped_choices, found[0].own_choices), (Some((0, all)), None));
+    for c in &found[1..] {
+        assert!((1..all / 20).contains(&c.flipped_choices.unwrap().0), "{c:#?}");
+        let own = c.own_choices.unwrap().gradient_difference;
+        assert!(own > 0.05 && c.gradient_difference < 0.05, "{c:#?}");
+    }
+}
+
+/// Routers whose experts come in pairs that differ by rounding alone.
+fn near_ties(start: &mut [Stored]) {
+    for layer in 0..4 {
+        let name = format!("layers.{layer}.router");
+        let rows = numbers_of(start, &name);
+        let pair = |i: usize| rows[i / 64 * 64 + i % 32] as f32;
+        let odd = |i: usize| (i / 32 % 2 * (1 + i % 2)) as u32;
+        change(start, &name, |i, _| f32::from_bits(pair(i).to_bits() + odd(i)));
+    }
+}
+
+#[test]
+fn faults_are_found_behind_choices_that_flip() {
+    let config = routed("mixtral", "", "fp32");
+    let tied = || runs_from(&config, "tp=2", &near_ties);
+    let flips = |t: &Runs| replay::flipped(&t.single.steps[0].chosen, &t.steps[0].chosen, t.single.tokens).0;
+    assert!(flips(&tied()) > 5, "{}", flips(&tied()));
+    assert_eq!(broken_in(tied(), |_| ()), [""; 0]);
+    // What a rank gives for one expert is not summed.
+    let half = broken_in(tied(), |t| {
+        let name = format!("grad.{}", parameter(t, "wdown"));
+        change(&mut t.steps[0].gradients, &name, |i, x| if i < 32 * 24 { x / 2.0 } else { x });
+    });
+    assert_eq!(half, ["gradients"]);
+    assert_eq!(broken_in(tied(), |t| t.steps[0].loss *= 1.0001), ["loss"]);
+    // A bias of the choice that a rank does not have would send many tokens elsewhere.
+    let elsewhere = broken(&routed("qwen3_moe", "", "bf16"), |t| {
+        t.steps[0].chosen.iter_mut().flat_map(|c| c.iter_mut().step_by(4)).for_each(|e| *e = (*e + 1) % 8);
+    });
+    assert_eq!(elsewhere, ["choices of experts"]);
 }
 
 /// Numbers of which some are none or infinite, at the edges of blocks and parts.

@@ -22,9 +22,8 @@ use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
 use lockstep_exec::Note;
-use lockstep_ir::MeshAxis;
 use lockstep_ir::blocks::document_blocks;
-use lockstep_ir::units;
+use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
 use lockstep_telemetry::{FailedSink, SinkChoice};
 use serde_json::json;
@@ -350,7 +349,12 @@ const LOOKED_AT: u64 = 64;
 /// How much more attention the most loaded context-parallel rank has than the mean, as a share, where document masks make them unequal.
 fn context_imbalance(config: &Config, data: &dyn Sequences) -> Option<f64> {
     let cp = config.parallel.cp;
-    if cp == 1 || !config.data.document_mask {
+    let by_positions = match config.parallel.context {
+        ContextParallel::Ring | ContextParallel::Gather => cp > 1,
+        // Every rank has the same documents, and as many heads.
+        ContextParallel::AllToAll => false,
+    };
+    if !by_positions || !config.data.document_mask {
         return None;
     }
     let mut starts = vec![0; config.train.seq];
