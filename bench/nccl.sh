@@ -110,6 +110,8 @@ layouts() {
     layout "pp=2 1f1b" 1e-5 $p.pp=2 train.micro_batch=1
     layout "pp=2 interleaved" 1e-5 $p.pp=2 $p.schedule=interleaved train.micro_batch=1
     layout "cp=2" 1e-5 $p.cp=2
+    layout "cp=2 a2a" 1e-5 $p.cp=2 $p.context=a2a
+    layout "cp=2 a2a tp=2 sp, bf16" 2e-2 $p.cp=2 $p.context=a2a $p.tp=2 $p.sequence_parallel=true precision.policy=bf16
     layout "dp=4 zero=3" 1e-5 $p.dp=4 $p.zero=3
     layout "dp=2 tp=2 sp, bf16" 2e-2 $p.dp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16
     layout "dp=2 pp=2 1f1b zero=2" 1e-5 $p.dp=2 $p.pp=2 $p.zero=2 train.micro_batch=1
