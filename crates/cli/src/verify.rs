@@ -186,11 +186,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
             )?;
         }
     }
+    let hint = match layouts.iter().zip(&results).all(|(layout, c)| c.kept || layout.expert_bound.is_some()) {
+        true => {
+            "beyond a bound on the rows of experts nothing is computed: raise it (bound=X, parallel.ep_bound) or leave it out"
+        }
+        false => "this is a bug in Lockstep, please report it with your config and this table",
+    };
     match results.iter().filter(|c| !c.kept).count() {
         0 => Ok(()),
         broken => Err(Failure::run(format!(
-            "{broken} of {total} layouts do not compute what one rank computes\nhint: this is a bug in Lockstep, please report it with \
-             your config and this table"
+            "{broken} of {total} layouts do not compute what one rank computes\nhint: {hint}"
         ))),
     }
 }

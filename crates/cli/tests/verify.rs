@@ -93,6 +93,15 @@ fn layouts_that_choose_other_experts_are_compared_with_replayed_choices() {
 }
 
 #[test]
+fn a_bound_that_cannot_hold_is_no_bug() {
+    let place = Place::new();
+    let experts = "architecture = \"mixtral\"\nexperts = 8\nexperts_per_token = 3\nffn = 24\n";
+    place.config(&WIDE.replace("ffn = 64\n", experts));
+    let error = place.fails(1, &["verify", "run.toml", "--layouts", "ep=2,bound=1", "--steps", "1"]);
+    assert!(error.contains("hint: beyond a bound on the rows of experts nothing is computed: raise it"), "{error}");
+}
+
+#[test]
 fn explain_shows_every_stage_with_its_bytes_and_exchanges() {
     let place = Place::new();
     place.config(&format!("{WIDE}[parallel]\ndp = 2\nzero = 1\ntp = 2\npp = 2\n"));

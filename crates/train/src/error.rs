@@ -278,7 +278,7 @@ pub enum TrainError {
     #[error(
         "{what} not finite for {steps} steps in a row (last at step {step}: loss {loss}, gradient norm {grad_norm})\n\
          hint: no weight was changed in these steps and the last checkpoint is kept; start over with a lower optimizer.lr \
-         or more optimizer.warmup_steps, in another --run-dir or with --fresh",
+         or more optimizer.warmup_steps, in another --run-dir or with --fresh; --debug-nans says where the first such number is made",
         what = if loss.is_finite() { "the gradient is" } else { "the loss is" }
     )]
     Diverged {
@@ -294,8 +294,8 @@ pub enum TrainError {
     /// Tokens that went to experts whose rank has no room for them.
     #[error(
         "step {step} sends experts {} rows more than parallel.ep_bound = {bound} times an even share has room for\n\
-         hint: no weight was changed in this step, and the last checkpoint is kept; go on with --set parallel.ep_bound={}, or without \
-         the key, which plans for all that there can be",
+         hint: no weight was changed in this step, and checkpoints are kept; go on with --set parallel.ep_bound={}, or without \
+         the key, which plans for all that there can be; where losses rose before, the run has diverged: lower optimizer.lr",
         units::thousands(*.rows), 2.0 * .bound
     )]
     ExpertBound {

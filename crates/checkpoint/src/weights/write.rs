@@ -10,13 +10,15 @@ use safetensors::tensor::TensorInfo;
 use serde_json::json;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::convert::Float;
 use super::{TensorCopy, TensorSource};
 use crate::error::{AtPath, CheckpointError};
 use crate::manifest::{FileEntry, Manifest, WHOLE, checksum};
 use crate::save::{About, TemporaryFolder, write_synced};
 use crate::tensor_file;
 
-/// Writes copies of tensors as the checkpoint of `step` in `dir`, which has one group and f32 elements, and gives its path.
+/// Writes copies of tensors as the checkpoint of `step` in `dir`, which has one group and f32 elements, and gives its path. What is
+/// infinite or no number is refused: no run could go on from it.
 /// `about` is as for [`save`](crate::save). `progress` hears the bytes written and the bytes in all.
 pub fn save_copies<'a>(
     dir: &Path,
@@ -33,7 +35,14 @@ pub fn save_copies<'a>(
     let temporary = TemporaryFolder::create(dir, step)?;
     let total = shard.bytes();
     let mut done = 0;
-    let xxh3_128 = shard.write(&temporary.path.join(&name), source, &mut |bytes| {
+    let finite = |copy: &TensorCopy, bytes: &[u8]| match Float::F32.all_finite(bytes) {
+        true => Ok(()),
+        false => {
+            let cause = format!("tensor `{}` has a number that is not finite", copy.from);
+            Err(CheckpointError::unfit(source.path(), cause, "save the model again from before it diverged"))
+        }
+    };
+    let xxh3_128 = shard.write(&temporary.path.join(&name), source, &finite, &mut |bytes| {
         done += bytes;
         progress(done, total);
     })?;
@@ -79,7 +88,7 @@ pub fn export(
     };
     let mut done = 0;
     for (i, shard) in shards.iter().enumerate() {
-        shard.write(&folder.join(name(i)), source, &mut |bytes| {
+        shard.write(&folder.join(name(i)), source, &|_, _| Ok(()), &mut |bytes| {
             done += bytes;
             progress(done, total);
         })?;
@@ -134,8 +143,14 @@ impl<'a> Shard<'a> {
         self.front.len() as u64 + self.payload
     }
 
-    /// Writes the file, makes it durable, and gives its checksum.
-    fn write(&self, path: &Path, source: TensorSource, wrote: &mut dyn FnMut(u64)) -> Result<String, CheckpointError> {
+    /// Writes the file, makes it durable, and gives its checksum. `check` sees what becomes of each tensor.
+    fn write(
+        &self,
+        path: &Path,
+        source: TensorSource,
+        check: &dyn Fn(&TensorCopy, &[u8]) -> Result<(), CheckpointError>,
+        wrote: &mut dyn FnMut(u64),
+    ) -> Result<String, CheckpointError> {
         let mut file = File::create_new(path).at("create", path)?;
         let mut hasher = Xxh3::new();
         let mut put = |bytes: &[u8]| {
@@ -146,7 +161,7 @@ impl<'a> Shard<'a> {
         };
         put(&self.front)?;
         for copy in &self.copies {
-            source.stream(copy, self.dtype, &mut put)?;
+            source.stream(copy, self.dtype, &mut |bytes| check(copy, bytes).and_then(|()| put(bytes)))?;
         }
         file.sync_all().at("sync", path)?;
         Ok(checksum(hasher.digest128()))

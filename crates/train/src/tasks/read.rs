@@ -51,13 +51,18 @@ const MOST_BYTES: u64 = 1 << 30;
 impl TaskFile {
     /// Reads a file; of its items the first `most`, where that is not 0.
     pub fn open(path: &Path, most: usize) -> Result<Self, TrainError> {
-        let bytes = fs::metadata(path).map_err(|e| TrainError::io("read", path, e))?.len();
+        let unread = |e: std::io::Error| {
+            wrong(path, 0, format!("it cannot be read: {e}"), "name a file of a task, in JSON lines")
+        };
+        let bytes = fs::metadata(path).map_err(unread)?.len();
         if bytes > MOST_BYTES {
             return Err(wrong(path, 0, format!("it has {bytes} bytes"), "split it into several tasks"));
         }
-        let text = fs::read_to_string(path).map_err(|e| TrainError::io("read", path, e))?;
+        let text = fs::read_to_string(path).map_err(unread)?;
         let mut items = Vec::new();
-        for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        for (index, line) in
+            text.trim_start_matches('\u{feff}').lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
+        {
             if most > 0 && items.len() == most {
                 break;
             }
@@ -195,6 +200,14 @@ mod tests {
         assert_eq!(rows[1], Request { tokens: bytes("b  de"), context: 1 });
         let error = tasks.requests(&RunTokenizer::Bytes, 3, &mut rows).unwrap_err().to_string();
         assert!(error.contains("a task.jsonl, line 1: the answer \"de\" has 4 tokens\nhint: "), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_a_wrong_request_and_a_byte_order_mark_is_none_of_its_text() {
+        let error = TaskFile::open(Path::new("/no/such.jsonl"), 0).map(|_| ()).unwrap_err();
+        assert!(error.is_request(), "{error}");
+        assert!(error.to_string().contains("such.jsonl: it cannot be read: "), "{error}");
+        assert_eq!(file("\u{feff}{\"query\":\"a\",\"target\":\"b\"}").unwrap().items.len(), 1);
     }
 
     #[test]
