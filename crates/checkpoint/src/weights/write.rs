@@ -35,14 +35,7 @@ pub fn save_copies<'a>(
     let temporary = TemporaryFolder::create(dir, step)?;
     let total = shard.bytes();
     let mut done = 0;
-    let finite = |copy: &TensorCopy, bytes: &[u8]| match Float::F32.all_finite(bytes) {
-        true => Ok(()),
-        false => {
-            let cause = format!("tensor `{}` has a number that is not finite", copy.from);
-            Err(CheckpointError::unfit(source.path(), cause, "save the model again from before it diverged"))
-        }
-    };
-    let xxh3_128 = shard.write(&temporary.path.join(&name), source, &finite, &mut |bytes| {
+    let xxh3_128 = shard.write(&temporary.path.join(&name), source, true, &mut |bytes| {
         done += bytes;
         progress(done, total);
     })?;
@@ -88,7 +81,7 @@ pub fn export(
     };
     let mut done = 0;
     for (i, shard) in shards.iter().enumerate() {
-        shard.write(&folder.join(name(i)), source, &|_, _| Ok(()), &mut |bytes| {
+        shard.write(&folder.join(name(i)), source, false, &mut |bytes| {
             done += bytes;
             progress(done, total);
         })?;
@@ -143,12 +136,12 @@ impl<'a> Shard<'a> {
         self.front.len() as u64 + self.payload
     }
 
-    /// Writes the file, makes it durable, and gives its checksum. `check` sees what becomes of each tensor.
+    /// Writes the file, makes it durable, and gives its checksum. Where elements are f32, what is not finite may be refused.
     fn write(
         &self,
         path: &Path,
         source: TensorSource,
-        check: &dyn Fn(&TensorCopy, &[u8]) -> Result<(), CheckpointError>,
+        only_finite: bool,
         wrote: &mut dyn FnMut(u64),
     ) -> Result<String, CheckpointError> {
         let mut file = File::create_new(path).at("create", path)?;
@@ -161,7 +154,17 @@ impl<'a> Shard<'a> {
         };
         put(&self.front)?;
         for copy in &self.copies {
-            source.stream(copy, self.dtype, &mut |bytes| check(copy, bytes).and_then(|()| put(bytes)))?;
+            source.stream(copy, self.dtype, &mut |bytes| {
+                if only_finite && !Float::F32.all_finite(bytes) {
+                    let cause = format!("tensor `{}` has a number that is not finite", copy.from);
+                    return Err(CheckpointError::unfit(
+                        source.path(),
+                        cause,
+                        "save the model again from before it diverged",
+                    ));
+                }
+                put(bytes)
+            })?;
         }
         file.sync_all().at("sync", path)?;
         Ok(checksum(hasher.digest128()))
