@@ -2,11 +2,14 @@
 //!
 //! Here shapes become those of one rank. Everything is known after this but the offsets.
 
+mod evaluation;
+
 use crate::Context;
 use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
-use lockstep_ir::graph::{Node, Phase, Source, State, Value};
+use evaluation::shared_states;
+use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
@@ -258,41 +261,6 @@ pub(crate) fn lower_forward(
 /// Buffers of the values that have one, by value index.
 type Places = Vec<Option<BufferId>>;
 
-/// The states, inputs and outputs of one graph as another knows them.
-struct Shared {
-    places: Places,
-    /// Index in the other graph.
-    known: Vec<Option<usize>>,
-}
-
-/// Finds the values of `evaluate` that the host knows by name among those of `train`.
-fn shared_states(train: &Graph, evaluate: &Graph, persistent: &Places) -> Shared {
-    let host = |g: &Graph, i: usize| !matches!(g.values[i].source, Source::Node { .. } | Source::Sum);
-    let by_name: BTreeMap<&str, usize> = (0..train.values.len())
-        .filter(|i| host(train, *i) || train.outputs.contains(&ValueId(*i)))
-        .map(|i| (train.values[i].name.as_str(), i))
-        .collect();
-    let find = |i: usize| match host(evaluate, i) || evaluate.outputs.contains(&ValueId(i)) {
-        true => by_name.get(evaluate.values[i].name.as_str()).copied(),
-        false => None,
-    };
-    let known: Vec<Option<usize>> = (0..evaluate.values.len()).map(find).collect();
-    Shared { places: known.iter().map(|k| k.and_then(|k| persistent[k])).collect(), known }
-}
-
-impl Shared {
-    /// Lets instructions speak of shared values by their index in the other graph.
-    fn rename(&self, segments: &mut [Segment], first: usize) {
-        for instr in segments.iter_mut().flat_map(|s| &mut s.instrs) {
-            for arg in instr.inputs.iter_mut().chain(instr.outputs.iter_mut().flatten()) {
-                if let Some(known) = self.known[arg.value - first] {
-                    arg.value = known;
-                }
-            }
-        }
-    }
-}
-
 /// Where what lives inside a segment goes, and what outlives it.
 #[derive(Clone, Copy)]
 struct Temporaries {
@@ -347,29 +315,6 @@ impl Lowering<'_> {
             }
         }
         result
-    }
-
-    /// Gives outputs that evaluation alone has a buffer: one for all micro-batches, since it evaluates them one by one.
-    fn outputs_alone(&mut self, evaluation: &Local, shared: &mut Shared, first: usize) -> Vec<Tensor> {
-        let g = evaluation.graph;
-        let alone: Vec<ValueId> = g.outputs.iter().copied().filter(|v| shared.known[v.0].is_none()).collect();
-        let tensor = |v: ValueId| {
-            let Value { name, ty, sharding, .. } = g.get(v);
-            let bytes = evaluation.bytes(v);
-            let buffer = self.buffer(name, Class::Activations, None, Lifetime::Run, bytes);
-            shared.places[v.0] = Some(buffer);
-            Tensor {
-                name: name.clone(),
-                value: ValueId(first + v.0),
-                ty: evaluation.ty(v),
-                whole: ty.clone(),
-                sharding: *sharding,
-                buffer,
-                part: Axes::NONE,
-                role: Role::StepOutput,
-            }
-        };
-        alone.into_iter().map(tensor).collect()
     }
 
     /// Lowers nodes to segments; values are called by their index plus `first`.

@@ -1,0 +1,97 @@
+//! What a run evaluates between its steps: validation, and tasks.
+
+use super::{LOOK_EVERY, Run};
+use crate::TrainError;
+use crate::event::{Event, StepMetrics};
+use crate::processes::Stop;
+use serde_json::json;
+
+impl Run<'_> {
+    pub(super) fn validates(&self, step: u64) -> bool {
+        self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
+    }
+
+    pub(super) fn scores_tasks(&self, step: u64) -> bool {
+        !self.tasks.is_empty() && self.due(step, self.config.eval.every)
+    }
+
+    /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
+    pub(super) fn score_tasks(
+        &mut self,
+        line: &mut StepMetrics,
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<bool, TrainError> {
+        if !self.scores_tasks(line.step) {
+            return Ok(true);
+        }
+        let (mut looked, total) = (Ok(false), self.requests.rows.len() as u64);
+        let mut heard = |done: u64| {
+            show(Event::EvaluatingTasks { done, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let scores = match self.session.score(&self.requests.rows, stop.flag(), &mut heard) {
+            Ok(None) => return looked.map(|_| false),
+            Ok(Some(scores)) => Ok(scores),
+            // Texts of tasks are not those that the bound is for.
+            Err(error @ TrainError::EvaluationBound { .. }) => Err(error),
+            Err(error) => return Err(error),
+        };
+        looked?;
+        match scores.and_then(|scores| self.requests.reports(&self.tasks, &scores)) {
+            Ok(reports) => {
+                line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
+                show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
+            }
+            // What has diverged shows in the losses too.
+            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+        }
+        Ok(true)
+    }
+
+    /// Validates after a step, and says in its line what came of it: nothing if the run is to stop before that is done. Where experts have too little room for
+    /// what is validated, the step, which had enough, is saved first.
+    pub(super) fn validate_after(
+        &mut self,
+        line: &mut StepMetrics,
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<(), TrainError> {
+        let validated = self.validate(stop, show);
+        if let Err(TrainError::EvaluationBound { rows, .. }) = validated {
+            line.rows_beyond = Some(rows);
+            self.record(line, show)?;
+            show(Event::Stepped(line));
+            self.await_save(show)?;
+            self.save_now(show)?;
+        }
+        line.val_loss = validated?;
+        Ok(())
+    }
+
+    pub(super) fn validate(&mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+        self.measure_again()?;
+        let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
+        let seq = self.config.train.seq as u64;
+        let total = sequences * seq;
+        let mut looked = Ok(false);
+        let mut heard = |done: u64| {
+            show(Event::Validating { done: done * seq, total });
+            if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
+                looked = stop.look();
+            }
+        };
+        let loss = self.session.evaluate(sampler, *sequences, stop.flag(), &mut heard);
+        looked?;
+        let loss = loss.map_err(|error| self.in_step(self.outcome.step, error))?;
+        let Some(loss) = loss else { return Ok(None) };
+        let step = self.outcome.step;
+        self.outcome.last_val_loss = Some(loss);
+        self.validated = Some((step, loss));
+        show(Event::Validated { step, loss });
+        self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
+        Ok(Some(loss))
+    }
+}
