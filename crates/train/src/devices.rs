@@ -71,7 +71,9 @@ impl Devices {
 
     /// How many processes run together, where, and what they talk over.
     pub fn processes_summary(&self) -> Option<String> {
-        self.processes.as_ref().map(Processes::summary)
+        let processes = self.processes.as_ref()?;
+        let nccl = if processes.gpu().is_some() { ", collectives over NCCL" } else { "" };
+        Some(processes.summary() + nccl)
     }
 
     /// The processes that run together.
