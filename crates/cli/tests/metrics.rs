@@ -199,7 +199,7 @@ fn a_report_is_one_file_with_charts_pictures_and_provenance() {
     let output = place.run(&["report", "nothing"]);
     assert!(
         output.status.code() == Some(2)
-            && String::from_utf8_lossy(&output.stderr).contains("hint: give a run directory")
+            && String::from_utf8_lossy(&output.stderr).contains("hint: `lockstep train RUN.TOML` makes one")
     );
 }
 
@@ -334,7 +334,7 @@ fn a_fifo_in_a_run_directory_is_named_and_hangs_no_command() {
         (&["diff", "run", "sound"], &["metrics.jsonl", "run.toml", "starts.jsonl"]),
         (&["runs", "."], &["metrics.jsonl", "events.jsonl", "run.toml", "starts.jsonl"]),
         (&["watch", "run", "--port", "0"], &["metrics.jsonl", "events.jsonl", "run.toml", "plan.json"]),
-        (&["report", "run", "--out", "page.html"], &["metrics.jsonl", "events.jsonl", "run.toml", "plan.json"]),
+        (&["report", "run", "-o", "page.html"], &["metrics.jsonl", "events.jsonl", "run.toml", "plan.json"]),
         (&["generate", "run", "--prompt", "a", "--max-tokens", "1"], &["run.toml"]),
         (&train, &["metrics.jsonl", "events.jsonl", "changes.json", "starts.jsonl", "plan.json", ".lock"]),
         (&[&train[..], &["--dry-run"]].concat(), &["changes.json"]),

@@ -52,7 +52,7 @@ pub(crate) fn serve(
     let (gate, answer) = (Arc::new(gate), Arc::new(answer));
     let mut open: VecDeque<Waiting> = VecDeque::new();
     loop {
-        let stream = match listener.accept() {
+        let mut stream = match listener.accept() {
             Ok((stream, _)) => stream,
             // The other side is gone already, or there are too many open files: others come.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(error),
@@ -76,7 +76,9 @@ pub(crate) fn serve(
         let done = state.clone();
         let spawned = std::thread::Builder::new().stack_size(512 << 10).spawn(move || {
             // Whoever hangs up gets nothing.
-            let _ = one(stream, &state, &gate, answer.as_ref());
+            let _ = one(&mut stream, &state, &gate, answer.as_ref());
+            // There is a second handle to it.
+            let _ = stream.shutdown(Shutdown::Both);
             state.0.store(DONE, Ordering::SeqCst);
         });
         if spawned.is_err() {
@@ -95,7 +97,7 @@ struct Waiting {
 #[derive(Default)]
 struct State(AtomicUsize);
 
-/// It is not there yet; it is there; the connection is answered or given up.
+/// It is not there yet; it is there; the connection is answered or closed.
 const SILENT: usize = 0;
 const ASKED: usize = 1;
 const DONE: usize = 2;
@@ -116,24 +118,24 @@ impl State {
 }
 
 fn one(
-    mut stream: TcpStream,
+    stream: &mut TcpStream,
     state: &State,
     gate: &Gate,
     answer: &dyn Fn(&Asked<'_>) -> Option<Answer>,
 ) -> io::Result<()> {
     stream.set_write_timeout(Some(TIMEOUT))?;
-    let head = match read_head(&mut stream) {
+    let head = match read_head(stream) {
         Ok(head) => head,
-        Err(status) => return refuse(&mut stream, status),
+        Err(status) => return refuse(stream, status),
     };
     if !state.move_to(ASKED) {
         return Ok(());
     }
     let checked = match check(&head, gate, stream.local_addr()?) {
         Ok(asked) => asked,
-        Err(status) => return refuse(&mut stream, status),
+        Err(status) => return refuse(stream, status),
     };
-    let Some(Answer { kind, body, nonce }) = answer(&checked) else { return refuse(&mut stream, "404 Not Found") };
+    let Some(Answer { kind, body, nonce }) = answer(&checked) else { return refuse(stream, "404 Not Found") };
     let policy = match nonce {
         Some(nonce) => format!(
             "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; \
