@@ -409,3 +409,20 @@ fn cost(config: &Config, plan: &Plan, predicted: Option<&Predicted>) -> RunCost 
     }
     RunCost { text: text + "\n", value }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_will_be_gone_is_not_named() {
+        let stop = AtomicBool::new(false);
+        let mut list = List { text: false, items: Vec::new(), stop: &stop, passing: Some("/tmp/.x1".into()) };
+        let said = "/tmp/.x1/run is in use\nhint: wait for it, or choose another --run-dir".to_owned();
+        let shown = "run is in use\nhint: wait for it, or choose another --run-dir; --work DIR keeps the files of the small run";
+        assert_eq!(list.lasting(said.clone()), shown);
+        assert_eq!(list.lasting("no such file".into()), "no such file");
+        list.passing = None;
+        assert_eq!(list.lasting(said.clone()), said);
+    }
+}
