@@ -147,6 +147,13 @@ class Tab:
             file.write(base64.b64decode(data))
 
 
+# A legend may scroll where it has very many lines.
+CUT = """[
+  [...document.querySelectorAll('.values')].filter((v) => v.scrollHeight > v.clientHeight + 1 && getComputedStyle(v).overflowY === 'hidden').length,
+  [...document.querySelectorAll('.events td')].filter((cell) => cell.getBoundingClientRect().right > innerWidth).length,
+  Math.max(...[...document.querySelectorAll('.events tr')].map((row) => Math.round(row.getBoundingClientRect().height))),
+]"""
+
 FRAMES = """(async () => {
   const over = document.querySelector('.u-over'), box = over.getBoundingClientRect(), y = box.top + box.height / 2;
   const send = (kind, x, shift) => (kind === 'mousedown' ? over : kind === 'mousemove' ? over : window).dispatchEvent(new MouseEvent(kind, { clientX: x, clientY: y, button: 0, buttons: 1, shiftKey: shift, bubbles: true, cancelable: true, view: window }));
@@ -182,6 +189,13 @@ try:
     check("a new step is shown after, in s", round(time.time() - begun, 2), time.time() - begun < NEWS_S)
     tab.run("document.getElementById('smooth').value = 60; document.getElementById('smooth').dispatchEvent(new Event('input')); document.getElementById('log').click()")
     tab.picture("desktop-smooth-log.png", whole=True)
+    for width, height in [(1280, 800), (390, 844)]:
+        tab.open(url, width, height)
+        tab.run("document.querySelector('#charts').lastChild.scrollIntoView()")
+        time.sleep(1)
+        cut = tab.run(CUT)
+        check(f"{width} px: legends that are cut, cells of events out of sight, highest row of events in px", cut, cut[:2] == [0, 0] and cut[2] <= 160)
+        tab.picture(f"page-{width}.png", whole=True)
     tab.open(url, 390, 844, 3, dark=True, mobile=True)
     wide = tab.run("document.documentElement.scrollWidth")
     check("a phone need not scroll sideways, page width", wide, wide <= 390)

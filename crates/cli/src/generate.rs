@@ -40,6 +40,9 @@ pub struct Args {
     /// Most tokens of prompt and text together; train.seq of the run if not given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     context: Option<u32>,
+    /// Go on where the model ends the document, up to --max-tokens: an EOS token is a token like others then.
+    #[arg(long)]
+    ignore_eos: bool,
     /// How to print it: text as it comes, or one object at the end.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -57,7 +60,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let tokenizer = trained.tokenizer()?;
     let tokens = tokenizer.encode(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
-    let ends = trained.end_tokens(&tokenizer)?;
+    let ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let mut generator = Generator::new(&Devices::of(&trained.config), &trained.config, context, trained.weights())?;
 
     let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);

@@ -69,7 +69,7 @@ enum Command {
     Report(report::Args),
     /// Show what a run has recorded at each step, or print it as CSV or JSON.
     Metrics(metrics::Args),
-    /// List the runs of a folder: state, step, loss, speed.
+    /// List the runs of a folder: state, step, losses, speed, hours.
     Runs(runs::RunsArgs),
     /// Show what differs between two runs in config, data, code and result.
     Diff(runs::DiffArgs),

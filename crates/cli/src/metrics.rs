@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::style::message;
 use crate::table::table;
+use crate::terminal::{escaped, printable};
 use clap::ValueEnum;
 use lockstep_telemetry::{MetricColumns, csv, unit};
 use serde_json::{Map, Value, json};
@@ -35,7 +36,10 @@ enum MetricsFormat {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let metrics = open(&args.run)?;
     if metrics.skipped() > 0 {
-        let text = format!("warning: {} lines of metrics.jsonl are no objects and are left out", metrics.skipped());
+        let text = format!(
+            "warning: {} lines of metrics.jsonl are no objects of up to 1 MiB and are left out",
+            metrics.skipped()
+        );
         // Where nobody listens, nobody is warned.
         let _ = writeln!(std::io::stderr(), "{}", message(&text));
     }
@@ -57,7 +61,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
     let mut out = BufWriter::new(std::io::stdout().lock());
     match args.format {
-        MetricsFormat::Csv => csv(&mut out, &columns)?,
+        MetricsFormat::Csv => {
+            let names: Vec<_> = columns.iter().map(|(key, values)| (printable(key), *values)).collect();
+            csv(&mut out, &names.iter().map(|(key, values)| (key.as_ref(), *values)).collect::<Vec<_>>())?;
+        }
         MetricsFormat::Json => {
             // What is not finite is null.
             let all: Map<String, Value> =
@@ -83,7 +90,10 @@ pub fn open(run: &Path) -> Result<MetricColumns, Failure> {
     let metrics = MetricColumns::open(&path).map_err(|error| {
         let hint = match error.kind() {
             ErrorKind::NotFound if run.join("run.toml").exists() => "the run has not taken a step yet",
-            ErrorKind::NotFound | ErrorKind::NotADirectory => "give a run directory, runs/quickstart for example",
+            ErrorKind::NotFound | ErrorKind::NotADirectory => {
+                "give a run directory; `lockstep runs DIR` lists those of a folder"
+            }
+            ErrorKind::InvalidInput => "put back the file that the run has written",
             _ => "check its permissions",
         };
         Failure::request(format!("cannot read {}: {error}\nhint: {hint}", path.display()))
@@ -98,7 +108,7 @@ fn row(key: &str, values: &[f64]) -> Vec<String> {
     let there = || values.iter().copied().filter(|value| value.is_finite());
     let of = |value: Option<f64>| value.map_or("-".to_owned(), short);
     vec![
-        key.to_owned(),
+        escaped(key).into_owned(),
         of(there().next()),
         of(there().next_back()),
         of(there().reduce(f64::min)),

@@ -67,7 +67,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
             work.display()
         )));
     }
-    let mut list = List { text: args.format == Format::Text, items: Vec::new(), stop: &stop };
+    let passing = args.work.is_none().then(|| temporary.path().display().to_string());
+    let mut list = List { text: args.format == Format::Text, items: Vec::new(), stop: &stop, passing };
     let devices = Devices::of(&config);
     let hardware = crate::hardware::named(args.gpu.as_deref(), args.cluster.as_deref(), None)?;
     let mut predicted = None;
@@ -159,9 +160,21 @@ struct List<'a> {
     text: bool,
     items: Vec<Value>,
     stop: &'a AtomicBool,
+    /// A folder that is gone when the command ends: nobody is sent there.
+    passing: Option<String>,
 }
 
 impl List<'_> {
+    /// What went wrong, without the folder that will be gone: its files by their names, and how to keep them.
+    fn lasting(&self, text: String) -> String {
+        let Some(folder) = self.passing.as_ref().filter(|folder| text.contains(*folder)) else { return text };
+        let short = text.replace(&format!("{folder}/"), "").replace(folder, "the rehearsal's folder");
+        match short.split_once("\nhint: ") {
+            Some((what, hint)) => format!("{what}\nhint: {hint}; --work DIR keeps the files of the small run"),
+            None => short + "\nhint: --work DIR keeps the files of the small run",
+        }
+    }
+
     /// Tries something, and says what came of it and how long it took. Gives nothing where it found a fault.
     fn prove<T>(&mut self, what: &str, f: impl FnOnce() -> Result<(String, T), Failure>) -> Result<Option<T>, Failure> {
         if self.stop.load(Ordering::SeqCst) {
@@ -170,7 +183,7 @@ impl List<'_> {
         let start = Instant::now();
         let (found, value) = match f() {
             Ok((found, value)) => (Ok(found), Some(value)),
-            Err(failure) => (Err(failure.to_string()), None),
+            Err(failure) => (Err(self.lasting(failure.to_string())), None),
         };
         let seconds = start.elapsed().as_secs_f64();
         if self.text {
@@ -395,4 +408,21 @@ fn cost(config: &Config, plan: &Plan, predicted: Option<&Predicted>) -> RunCost 
         }
     }
     RunCost { text: text + "\n", value }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_will_be_gone_is_not_named() {
+        let stop = AtomicBool::new(false);
+        let mut list = List { text: false, items: Vec::new(), stop: &stop, passing: Some("/tmp/.x1".into()) };
+        let said = "/tmp/.x1/run is in use\nhint: wait for it, or choose another --run-dir".to_owned();
+        let shown = "run is in use\nhint: wait for it, or choose another --run-dir; --work DIR keeps the files of the small run";
+        assert_eq!(list.lasting(said.clone()), shown);
+        assert_eq!(list.lasting("no such file".into()), "no such file");
+        list.passing = None;
+        assert_eq!(list.lasting(said.clone()), said);
+    }
 }

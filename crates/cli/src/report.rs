@@ -5,11 +5,10 @@ use crate::failure::Failure;
 use crate::timeline::{memory_picture, wrote};
 use crate::watch::run_dirs;
 use crate::{explain, machine};
-use lockstep_config::Config;
 use lockstep_ir::units;
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_telemetry::RunPage;
-use lockstep_train::{Devices, analyze, settled};
+use lockstep_train::{Devices, analyze, read_config, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -52,7 +51,7 @@ fn preformatted(text: &str) -> String {
 /// nothing to say of it.
 fn planned(name: &str, run: &Path) -> String {
     let made = || -> Result<String, Failure> {
-        let config = Config::load(&run.join("run.toml"), &[])?;
+        let config = read_config(&run.join("run.toml"))?;
         let devices = Devices::of(&config);
         let config = settled(&devices, &config, Some(run), &mut |_, _| {})?;
         let plan = plan(&devices, &config)?;
@@ -81,7 +80,8 @@ fn recorded(name: &str, run: &Path) -> String {
     }
     let mut inside = String::new();
     for (file, title) in FILES {
-        let Ok(text) = std::fs::read_to_string(run.join(file)) else { continue };
+        let Ok(bytes) = lockstep_telemetry::read_file(&run.join(file)) else { continue };
+        let text = String::from_utf8_lossy(&bytes);
         if text.trim().is_empty() {
             continue;
         }

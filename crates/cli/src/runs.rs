@@ -2,12 +2,15 @@
 
 use crate::Format;
 use crate::failure::Failure;
+use crate::style::message;
 use crate::table::table;
+use crate::terminal::escaped;
 use lockstep_config::{Config, schema};
 use lockstep_ir::units;
-use lockstep_train::{RunStart, RunSummary, run_summary, runs, starts};
+use lockstep_telemetry::{read_file, refuse_special};
+use lockstep_train::{RunStart, RunSummary, lines, run_summary, runs, starts};
 use serde_json::{Value, json};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
@@ -35,17 +38,36 @@ pub struct DiffArgs {
 
 pub fn list(args: &RunsArgs) -> Result<(), Failure> {
     let found = runs(&args.dir)?;
+    for run in &found {
+        special_files(&run.path).iter().for_each(|text| {
+            // Where nobody listens, nobody is warned.
+            let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
+        });
+    }
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => writeln!(out, "{:#}", json!({ "runs": found }))?,
         Format::Text if found.is_empty() => writeln!(out, "{}: no runs", args.dir.display())?,
         Format::Text => {
-            let header = ["run", "state", "step", "loss", "val loss", "tokens/s"];
-            let row = |run: &RunSummary| row(run, &args.dir);
-            write!(out, "{}", table(&header, &found.iter().map(row).collect::<Vec<_>>()))?;
+            let header =
+                ["run", "state", "step", "loss", "val loss", "~best (step)", "tokens/s", "~hours", "~GPU-hours"];
+            // Without a GPU, there is nothing to count.
+            let columns = if found.iter().any(|run| run.gpu_hours.is_some()) { header.len() } else { header.len() - 1 };
+            let rows: Vec<Vec<String>> = found.iter().map(|run| row(run, &args.dir)).collect();
+            write!(out, "{}", table(&header[..columns], &rows))?;
         }
     }
     Ok(())
+}
+
+/// The files of a run directory that nothing is read from, since they are not regular ones, and why.
+pub fn special_files(run: &Path) -> Vec<String> {
+    let files = ["run.toml", "plan.json", "metrics.jsonl", "events.jsonl", "starts.jsonl"].map(|name| run.join(name));
+    let of = |path: &PathBuf| match refuse_special(path) {
+        Err(error) if error.kind() == ErrorKind::InvalidInput => Some(format!("{}: {error}", path.display())),
+        _ => None,
+    };
+    files.iter().filter_map(of).collect()
 }
 
 fn row(run: &RunSummary, dir: &Path) -> Vec<String> {
@@ -53,13 +75,25 @@ fn row(run: &RunSummary, dir: &Path) -> Vec<String> {
     let name = run.path.strip_prefix(dir).ok().filter(|name| !name.as_os_str().is_empty()).unwrap_or(&run.path);
     let steps = run.steps.map_or(String::new(), |steps| format!("/{steps}"));
     vec![
-        name.display().to_string(),
+        escaped(&name.display().to_string()).into_owned(),
         run.state.to_string(),
         format!("{}{steps}", run.step),
         number(run.loss),
         number(run.val_loss),
+        run.best_validation().map_or("-".into(), |best| format!("{:.4} ({})", best.val_loss, best.step)),
         run.tokens_per_s.map_or("-".into(), |speed| units::count(speed as u64)),
+        hours(run.hours),
+        run.gpu_hours.map_or("-".into(), hours),
     ]
+}
+
+/// Hours with three digits.
+fn hours(hours: f64) -> String {
+    match hours {
+        _ if hours < 9.995 => format!("{hours:.2}"),
+        _ if hours < 99.95 => format!("{hours:.1}"),
+        _ => format!("{hours:.0}"),
+    }
 }
 
 /// What two runs have different values of.
@@ -79,19 +113,18 @@ struct Said {
 }
 
 fn said(run: &Path) -> Result<Said, Failure> {
-    let read = |name: &str| std::fs::read_to_string(run.join(name));
+    let read = |name: &str| read_file(&run.join(name));
     let text = read("run.toml").map_err(|error| {
         Failure::request(format!(
             "{} is no run directory: run.toml: {error}\nhint: `lockstep runs DIR` lists those of a folder",
             run.display()
         ))
     })?;
-    let lines = read("metrics.jsonl").unwrap_or_default();
     Ok(Said {
-        config: Config::parse(&text, "run.toml", &[])?,
+        config: Config::parse(&String::from_utf8_lossy(&text), "run.toml", &[])?,
         start: starts(run)?.pop(),
-        plan: read("plan.json").ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default(),
-        metrics: lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect(),
+        plan: read("plan.json").ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default(),
+        metrics: lines(&run.join("metrics.jsonl"))?,
     })
 }
 
@@ -142,11 +175,12 @@ fn show(args: &DiffArgs, found: &[Difference]) -> Result<(), Failure> {
     }
     let text = |value: &Value| match value {
         Value::Null => "-".to_owned(),
-        Value::String(text) => text.clone(),
+        Value::String(text) => escaped(text).into_owned(),
         other => other.to_string(),
     };
-    let row = |d: &Difference| vec![d.of.to_owned(), d.what.clone(), text(&d.values[0]), text(&d.values[1])];
-    let [first, second] = [&args.first, &args.second].map(|run| run.display().to_string());
+    let row =
+        |d: &Difference| vec![d.of.to_owned(), escaped(&d.what).into_owned(), text(&d.values[0]), text(&d.values[1])];
+    let [first, second] = [&args.first, &args.second].map(|run| escaped(&run.display().to_string()).into_owned());
     write!(out, "{}", table(&["", "", &first, &second], &found.iter().map(row).collect::<Vec<_>>()))?;
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! Colour, where somebody looks: on a terminal, and unless NO_COLOR says otherwise.
 
+use crate::terminal::escaped_lines;
 use std::io::IsTerminal;
 use std::sync::OnceLock;
 
@@ -38,15 +39,17 @@ pub fn verdict(good: bool, text: &str) -> String {
     painted(on_stdout(), if good { "32" } else { "1;31" }, text)
 }
 
-/// A message for stderr, with its `error:`, `warning:` and `hint:` marked.
+/// A message for stderr, with its `error:`, `warning:` and `hint:` marked. What it quotes may come from a file: control characters are
+/// shown, not sent.
 pub fn message(text: &str) -> String {
+    let text = &escaped_lines(text);
     let marked = |line: &str| {
         let marks = [("error:", "1;31"), ("warning:", "1;33"), ("hint:", "1;36")];
         let found = marks.into_iter().find(|(mark, _)| line.starts_with(mark));
         found.map_or(line.to_owned(), |(mark, code)| painted(true, code, mark) + &line[mark.len()..])
     };
     if !on_stderr() {
-        return text.to_owned();
+        return text.to_string();
     }
     text.split('\n').map(marked).collect::<Vec<_>>().join("\n")
 }

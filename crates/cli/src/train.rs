@@ -9,6 +9,7 @@ use crate::provenance::started_by;
 use crate::style;
 use crate::terminal::printable;
 use crate::warn;
+use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_ir::units;
 use lockstep_train::{
@@ -172,8 +173,13 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
 
 fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
-    let config = if first { args.config.load()? } else { args.config.load_quietly()? };
+    let config = args.config.load_quietly()?;
     let dir = args.run_dir();
+    if first {
+        let goes_on = !args.fresh && list(&dir.join("checkpoints")).is_ok_and(|there| !there.is_empty());
+        let is_news = |text: &&String| !goes_on || !config.cut_schedule().contains(text);
+        warn(&config.warnings().iter().filter(is_news).cloned().collect::<Vec<_>>());
+    }
     let stop = on_interrupt()?;
     processes::stop_with_launcher(&stop)?;
     let devices = match &place {

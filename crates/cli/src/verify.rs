@@ -358,10 +358,13 @@ fn as_text(results: &[Comparison]) -> String {
     const TITLES: [&str; 6] = ["loss", "grad", "norm", "state", "update", "eval"];
     let mut header = vec!["layout"];
     // What is promised stands once, in the first line; what is more, or broken, has a line of its own.
-    if let Some(close) = results.iter().find(|c| c.promise != Promise::Identical) {
-        header.extend(TITLES);
-        let bounds = close.criteria.iter().take(TITLES.len()).map(|c| share(c.promised));
-        rows.push(["at most".to_owned()].into_iter().chain(bounds).collect());
+    match results.iter().find(|c| c.promise != Promise::Identical) {
+        Some(close) => {
+            header.extend(TITLES);
+            let bounds = close.criteria.iter().take(TITLES.len()).map(|c| share(c.promised));
+            rows.push(["at most".to_owned()].into_iter().chain(bounds).collect());
+        }
+        None => header.push("bits"),
     }
     header.push("");
     for c in results {
@@ -370,7 +373,7 @@ fn as_text(results: &[Comparison]) -> String {
             Promise::Identical => row.push(if c.identical { "same" } else { "other" }.to_owned()),
             Promise::Close { .. } => row.extend(c.criteria.iter().take(TITLES.len()).map(|c| share(c.found))),
         }
-        row.resize(header.len().max(2) - 1, String::new());
+        row.resize(header.len() - 1, String::new());
         row.push(if c.kept { "kept" } else { "BROKEN" }.to_owned());
         rows.push(row);
         for criterion in c.criteria.iter().filter(|c| c.found > c.promised) {

@@ -1,6 +1,7 @@
 //! `lockstep watch`: a live page of runs.
 
 use crate::failure::Failure;
+use crate::runs::special_files;
 use lockstep_telemetry::{RunPage, random_text};
 use std::io::Write;
 use std::net::{IpAddr, TcpListener};
@@ -57,16 +58,27 @@ pub fn run_dirs(named: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
         inside.retain(|dir| is_run(dir));
         inside.sort();
         if inside.is_empty() {
-            let hint = "give a run directory, runs/quickstart for example, or a folder of them";
-            return Err(Failure::request(format!("{} is no run directory\nhint: {hint}", dir.display())));
+            return Err(Failure::request(no_run(dir)));
         }
         found.extend(inside);
+    }
+    if let Some(text) = found.iter().flat_map(|run| special_files(run)).next() {
+        return Err(Failure::request(format!("{text}\nhint: put back the file that the run has written")));
     }
     if found.len() > MOST_RUNS {
         let hint = format!("name those that you want to see, up to {MOST_RUNS}");
         return Err(Failure::request(format!("{} runs are too many for one page\nhint: {hint}", found.len())));
     }
     Ok(found)
+}
+
+/// What to do where there is no run: what was named may not be there yet, or be somewhere else.
+fn no_run(dir: &Path) -> String {
+    let what = if dir.exists() { "is no run directory, and has none in it" } else { "is not there" };
+    format!(
+        "{} {what}\nhint: `lockstep train RUN.TOML` makes one (runs/NAME for NAME.toml); `lockstep runs DIR` lists those of a folder",
+        dir.display()
+    )
 }
 
 /// Most runs of a page.

@@ -206,6 +206,18 @@ fn the_commands_of_the_book_run_and_print_what_it_says() {
     });
 }
 
+/// The README is read from the top: a run is trained before it is looked at, and nothing is installed that a reader cannot have.
+#[test]
+fn the_commands_of_the_readme_work_in_their_order() {
+    let all = blocks(README);
+    let lines: Vec<&str> = all.iter().filter(|b| b.kind.starts_with("sh")).flat_map(Block::commands).collect();
+    let first = |what: &str| lines.iter().position(|line| line.contains(what)).unwrap_or_else(|| panic!("no {what}"));
+    assert_eq!(lines[0].trim(), "cargo install --path crates/cli --locked");
+    assert!(first("train examples/quickstart.toml") < first("runs/quickstart"), "{lines:#?}");
+    assert!(first("train examples/quickstart.toml") < first("lockstep runs"), "{lines:#?}");
+    assert!(first("--run-dir runs/again") < first("diff runs/quickstart runs/again"), "{lines:#?}");
+}
+
 fn copy_folder(from: &Path, to: &Path) {
     assert!(Command::new("cp").arg("-r").arg(from).arg(to).status().unwrap().success());
 }

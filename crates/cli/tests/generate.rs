@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Place, damage};
+use common::{CONFIG, Place, damage};
 use serde_json::Value;
 
 fn trained() -> Place {
@@ -114,4 +114,17 @@ fn a_finished_run_shows_a_sample_and_what_to_try_next_beside_its_result() {
     let notes = String::from_utf8(output.stderr).unwrap();
     let sample = notes.split_once("a sample: the model continues \"").unwrap().1;
     assert!(sample.contains("generate run --prompt '") && sample.contains("explain run/run.toml\n"), "{notes}");
+}
+
+#[test]
+fn a_model_that_ends_the_document_goes_on_where_eos_is_ignored() {
+    let place = Place::new();
+    std::fs::write(place.path("short.jsonl"), "{\"text\":\"a\"}\n".repeat(4000)).unwrap();
+    place.config(&CONFIG.replace("\"corpus\"", "\"short.jsonl\""));
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    let args = ["run", "--prompt", "a", "--temperature", "0", "--max-tokens", "8"];
+    let ended = json(&place, &args);
+    assert_eq!((&ended["stop"], &ended["tokens"]), (&"separator".into(), &0.into()));
+    let on = json(&place, &[&args[..], &["--ignore-eos"]].concat());
+    assert_eq!((&on["stop"], &on["tokens"]), (&"max_tokens".into(), &8.into()));
 }

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 fn with_sinks(place: &Place) {
     place.config(&format!("{CONFIG}\n[telemetry]\ntensorboard = true\ncsv = true\n"));
@@ -197,7 +199,7 @@ fn a_report_is_one_file_with_charts_pictures_and_provenance() {
     let output = place.run(&["report", "nothing"]);
     assert!(
         output.status.code() == Some(2)
-            && String::from_utf8_lossy(&output.stderr).contains("hint: give a run directory")
+            && String::from_utf8_lossy(&output.stderr).contains("hint: `lockstep train RUN.TOML` makes one")
     );
 }
 
@@ -271,4 +273,103 @@ fn a_run_is_watched_and_other_addresses_need_the_token() {
     child.wait().unwrap();
     let output = place.run(&["watch", "corpus"]);
     assert!(output.status.code() == Some(2) && String::from_utf8_lossy(&output.stderr).contains("no run directory"));
+}
+
+/// A run directory of two steps that nobody has trained.
+fn written(place: &Place) {
+    std::fs::create_dir(place.path("run")).unwrap();
+    let line = |step: u64| format!("{{\"step\":{step},\"loss\":2.5,\"\\u001b[2Jbad\\nname\":1}}\n");
+    std::fs::write(place.path("run/metrics.jsonl"), line(1) + &line(2)).unwrap();
+    std::fs::write(place.path("run/events.jsonl"), "{\"event\":\"start\",\"step\":0}\n").unwrap();
+    std::fs::copy(place.path("run.toml"), place.path("run/run.toml")).unwrap();
+}
+
+#[test]
+fn names_that_come_from_a_file_reach_no_terminal_raw() {
+    let place = Place::new();
+    written(&place);
+    let shown = "\\u{1b}[2Jbad\\nname";
+    let text = place.ok(&["metrics", "run"]);
+    assert!(text.contains(&format!("  {shown} ")) && !text.contains('\u{1b}'), "{text:?}");
+    let text = place.fails(2, &["metrics", "run", "--keys", "\u{1b}]0;title"]);
+    assert!(text.contains("there is no metric `\\u{1b}]0;title`") && !text.contains('\u{1b}'), "{text:?}");
+    assert!(text.contains("\\u{1b}[2Jbad"), "{text:?}");
+    std::fs::create_dir(place.path("other\u{1b}[2J")).unwrap();
+    for file in ["metrics.jsonl", "events.jsonl", "run.toml"] {
+        std::fs::copy(place.path("run").join(file), place.path("other\u{1b}[2J").join(file)).unwrap();
+    }
+    std::fs::write(place.path("run/plan.json"), "{\"device\":\"\\u001b[31mred\"}").unwrap();
+    let text = place.ok(&["diff", "run", "other\u{1b}[2J"]) + &place.ok(&["runs", "."]);
+    assert!(text.contains("\\u{1b}[31mred") && text.contains("other\\u{1b}[2J"), "{text:?}");
+    assert!(!text.contains('\u{1b}'), "{text:?}");
+}
+
+#[test]
+fn zeros_that_a_file_system_has_left_are_left_out() {
+    let place = Place::new();
+    written(&place);
+    let mut file = std::fs::File::options().append(true).open(place.path("run/metrics.jsonl")).unwrap();
+    let length = file.metadata().unwrap().len();
+    file.set_len(length + (24 << 20)).unwrap();
+    file.write_all(b"\n{\"step\":3,\"loss\":1.5}\n").unwrap();
+    file.set_len(length + (48 << 20)).unwrap();
+    let output = place.run(&["metrics", "run", "--format", "csv", "--keys", "loss"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "step,loss\n1,2.5\n2,2.5\n3,1.5\n");
+    let warning = "warning: 1 lines of metrics.jsonl are no objects of up to 1 MiB and are left out\n";
+    assert_eq!(String::from_utf8_lossy(&output.stderr), warning);
+    std::fs::File::create(place.path("run/metrics.jsonl")).unwrap().set_len(48 << 20).unwrap();
+    assert!(place.fails(2, &["metrics", "run"]).contains("has no steps yet"));
+    place.ok(&["runs", "."]);
+}
+
+#[test]
+fn a_fifo_in_a_run_directory_is_named_and_hangs_no_command() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=2"]);
+    std::fs::rename(place.path("run"), place.path("sound")).unwrap();
+    let train = ["train", "run.toml", "--run-dir", "run", "--set", "train.steps=3"];
+    let commands: [(&[&str], &[&str]); 9] = [
+        (&["metrics", "run"], &["metrics.jsonl"]),
+        (&["checkpoint", "list", "run"], &["metrics.jsonl", "events.jsonl"]),
+        (&["diff", "run", "sound"], &["metrics.jsonl", "run.toml", "starts.jsonl"]),
+        (&["runs", "."], &["metrics.jsonl", "events.jsonl", "run.toml", "starts.jsonl"]),
+        (&["watch", "run", "--port", "0"], &["metrics.jsonl", "events.jsonl", "run.toml", "plan.json"]),
+        (&["report", "run", "-o", "page.html"], &["metrics.jsonl", "events.jsonl", "run.toml", "plan.json"]),
+        (&["generate", "run", "--prompt", "a", "--max-tokens", "1"], &["run.toml"]),
+        (&train, &["metrics.jsonl", "events.jsonl", "changes.json", "starts.jsonl", "plan.json", ".lock"]),
+        (&[&train[..], &["--dry-run"]].concat(), &["changes.json"]),
+    ];
+    for (command, files) in commands {
+        for file in files {
+            assert!(
+                Command::new("cp")
+                    .args(["-r", "sound", "run"])
+                    .current_dir(place.path("."))
+                    .status()
+                    .unwrap()
+                    .success()
+            );
+            let path = place.path("run").join(file);
+            let _ = std::fs::remove_file(&path);
+            let name = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+            // SAFETY: the path is a C string.
+            assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+            let mut child = place.command(command).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+            let begun = Instant::now();
+            while child.try_wait().unwrap().is_none() {
+                let hangs = begun.elapsed() > Duration::from_secs(120);
+                if hangs {
+                    child.kill().unwrap();
+                }
+                assert!(!hangs, "{command:?} hangs with {file}");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let output = child.wait_with_output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(text.contains(file) && text.contains("not a regular file"), "{command:?} {file}: {text}");
+            // A list has the other runs all the same.
+            assert_eq!(output.status.success(), command[0] == "runs", "{command:?} {file}: {text}");
+            std::fs::remove_dir_all(place.path("run")).unwrap();
+        }
+    }
 }

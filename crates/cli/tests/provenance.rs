@@ -89,7 +89,12 @@ fn a_run_is_repeated_from_its_directory_to_the_bit_and_compared() {
         assert_eq!((&run["state"], &run["step"], &run["steps"]), (&"finished".into(), &20.into(), &20.into()));
         assert!(run["loss"].as_f64().unwrap() > 0.0 && run["tokens_per_s"].as_f64().unwrap() > 0.0);
     }
+    let validations = runs[0]["validations"].as_array().unwrap();
+    assert_eq!(validations[0]["step"], 0);
+    assert_eq!(validations.last().unwrap()["val_loss"], runs[0]["val_loss"]);
+    assert!(runs[0]["hours"].as_f64().unwrap() > 0.0 && runs[0]["gpu_hours"].is_null(), "{}", runs[0]);
     let text = place.ok(&["runs", "runs"]);
+    assert!(text.contains("best (step)") && text.contains("hours") && !text.contains("GPU-hours"), "{text}");
     assert!(text.contains("finished") && text.contains("20/20"), "{text}");
     let text = place.fails(2, &["diff", "runs/one", "corpus"]);
     assert!(text.starts_with("error: corpus is no run directory: "), "{text}");

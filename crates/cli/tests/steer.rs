@@ -113,8 +113,7 @@ fn what_a_run_may_change_is_taken_and_what_would_corrupt_it_is_refused() {
     let (_, err) = shown(&place, &with(&["--change", "train.steps=25", "--change", "optimizer.lr=1e-3"]));
     assert!(err.contains("from step 20 on: optimizer.lr = 0.001, 0.003 before\n"), "{err}");
     assert!(err.contains("the schedule with these values counts from here on: learning rate "), "{err}");
-    for change in [
-        "train.steps=27",
+    let changes = [
         "optimizer.grad_clip=0.5",
         "optimizer.weight_decay=0",
         "optimizer.schedule=constant",
@@ -122,12 +121,13 @@ fn what_a_run_may_change_is_taken_and_what_would_corrupt_it_is_refused() {
         "precision.policy=bf16",
         "checkpoint.every=2",
         "train.validate_every=0",
-    ] {
-        place.ok(&with(&["--change", change]));
+    ];
+    for (change, steps) in changes.iter().zip(26..) {
+        place.ok(&with(&["--change", change, "--change", &format!("train.steps={steps}")]));
     }
     // All of them count at once.
-    let text = place.ok(&with(&["--change", "train.steps=29"]));
-    assert!(text.contains("finished 29 steps"), "{text}");
+    let text = place.ok(&with(&["--change", "train.steps=33"]));
+    assert!(text.contains("finished 33 steps"), "{text}");
     assert!(place.trajectory("run").last().unwrap().contains(" 0.001 "), "{:?}", place.trajectory("run").last());
     for (change, why) in [
         ("model.layers=3", "its weights belong to the model"),
@@ -143,7 +143,7 @@ fn what_a_run_may_change_is_taken_and_what_would_corrupt_it_is_refused() {
         assert!(text.contains(why), "{change}: {text}");
     }
     let text = place.fails(2, &with(&["--change", "train.steps=7"]));
-    assert!(text.contains("train.steps = 7 is less than the 29 steps that the run has done"), "{text}");
+    assert!(text.contains("train.steps = 7 is less than the 33 steps that the run has done"), "{text}");
     let text = place.fails(2, &["train", "run.toml", "--run-dir", "new", "--change", "train.steps=7"]);
     assert!(text.contains("no run to change\nhint: give the values with --set"), "{text}");
     let text = place.fails(2, &with(&["--change", "train.stesp=7"]));
@@ -158,8 +158,88 @@ fn a_changed_run_keeps_the_micro_batch_that_it_began_with() {
     let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
     assert!(resolved.contains("\nmicro_batch = 2 "), "{resolved}");
     // A key by an old name is the same key.
-    let (_, err) = shown(&place, &with(&["--change", "parallel.patience=30"]));
+    let (_, err) = shown(&place, &with(&["--change", "parallel.patience=30", "--change", "train.steps=23"]));
     assert!(err.contains("from step 22 on: parallel.timeout = 30.0, 60.0 before"), "{err}");
+}
+
+#[test]
+fn a_change_of_a_finished_run_is_refused_and_an_equal_one_is_recorded_once() {
+    let place = Place::new();
+    place.ok(&TRAIN);
+    let records = || {
+        ["changes.json", "events.jsonl", "starts.jsonl", "run.toml"]
+            .map(|name| std::fs::read(place.path("run").join(name)).unwrap_or_default())
+    };
+    let before = records();
+    for dry in [&[][..], &["--dry-run"]] {
+        let args = [&with(&["--change", "optimizer.lr=1e-3", "--change", "checkpoint.every=2"]), dry].concat();
+        assert_eq!(
+            place.fails(2, &args),
+            "error: --change optimizer.lr=1e-3, checkpoint.every=2: the run in run is finished, all 20 steps are done: it would \
+             have no effect, and nothing was recorded\nhint: give --change train.steps=N too, with N more than 20, to go on with \
+             it; or take the run back with --resume-from STEP (`lockstep checkpoint list` shows which there are)\n"
+        );
+        assert_eq!(records(), before);
+    }
+    // Equal to what the run has: nothing to refuse, nothing to record.
+    assert!(place.ok(&with(&["--change", "optimizer.lr=3e-3"])).contains("finished 20 steps"));
+    assert!(!place.path("run/changes.json").exists() && events(&place, "change").is_empty());
+    let changed = || -> Vec<String> {
+        let file: Value = serde_json::from_slice(&std::fs::read(place.path("run/changes.json")).unwrap()).unwrap();
+        file["changes"].as_array().unwrap().iter().map(|c| c["change"].as_str().unwrap().to_owned()).collect()
+    };
+    let more = with(&["--change", "train.steps=22", "--change", "optimizer.lr=2e-3", "--change", "optimizer.lr=1e-3"]);
+    for _ in 0..2 {
+        assert!(place.ok(&more).contains("finished 22 steps"));
+        assert_eq!(changed(), ["train.steps=22", "optimizer.lr=1e-3"]);
+    }
+    // Changed at a step whose checkpoint does not know of it: the run ends where it is, and the command is repeated.
+    std::fs::remove_dir_all(place.path("run")).unwrap();
+    place.ok(&TRAIN);
+    place.ok(&with(&["--resume-from", "10", "--set", "train.steps=20", "--change", "train.steps=10"]));
+    for _ in 0..2 {
+        assert!(place.ok(&with(&["--change", "train.steps=10"])).contains("finished 10 steps"));
+        assert_eq!((changed().len(), events(&place, "change").len()), (1, 1));
+    }
+}
+
+#[test]
+fn going_back_to_a_step_undoes_what_was_changed_at_it() {
+    let place = Place::new();
+    place.ok(&TRAIN);
+    let whole = place.trajectory("run");
+    place.ok(&with(&["--resume-from", "10", "--change", "optimizer.lr=1e-3"]));
+    assert_ne!(place.trajectory("run"), whole);
+    // Without --resume-from the change stays.
+    assert!(shown(&place, &TRAIN).0.contains("finished 20 steps"));
+    let (_, err) = shown(&place, &with(&["--resume-from", "10"]));
+    let expected = "warning: optimizer.lr=1e-3 was changed at step 10, to which the run goes back: it is undone; --change makes it \
+                    again\n";
+    assert!(err.contains(expected), "{err}");
+    assert_eq!(place.trajectory("run"), whole);
+}
+
+#[test]
+fn the_hint_of_another_config_is_a_command_that_works() {
+    let place = Place::new();
+    place.ok(&TRAIN);
+    let other = |steps: &str, lr: &str| place.config(&CONFIG.replace("steps = 20", steps).replace("lr = 3e-3", lr));
+    // Fewer steps than are done cannot be offered.
+    other("steps = 10", "lr = 3e-3");
+    let text = place.fails(2, &TRAIN);
+    assert!(text.contains("train.steps: 20 before, 10 now\nhint: undo these changes to resume it, choose"), "{text}");
+    other("steps = 10", "lr = 1e-3");
+    let text = place.fails(2, &TRAIN);
+    let expected = "hint: a run cannot change train.steps to 10, 20 steps are done: undo that; with the rest it goes on: --change \
+                    train.steps=N --change optimizer.lr=0.001 (it is finished: N must be more than 20); or choose";
+    assert!(text.contains(expected), "{text}");
+    other("steps = 20", "lr = 1e-3");
+    let text = place.fails(2, &TRAIN);
+    let expected =
+        "go on with the new values from here on: --change train.steps=N --change optimizer.lr=0.001 (it is finished: N";
+    assert!(text.contains(expected), "{text}");
+    let args = with(&["--change", "train.steps=21", "--change", "optimizer.lr=0.001"]);
+    assert!(place.ok(&args).contains("finished 21 steps"));
 }
 
 #[test]
@@ -226,13 +306,24 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     let resolved = std::fs::read_to_string(place.path("run/run.toml")).unwrap();
     // A quarter of the sequences trained on.
     assert!(resolved.contains("validation_sequences = 2  # default\n"), "{resolved}");
-    // A smoke test becomes the run: there is room again for the warmup.
+    // The same again has nothing new to say of its schedule.
+    let (_, err) = shown(&place, &with(&["--set", "train.steps=1"]));
+    assert!(!err.contains("warning"), "{err}");
+    // A smoke test becomes the run: there is room again for the warmup, and for a validation that tells something.
     let (out, err) = shown(&place, &with(&["--change", "train.steps=6"]));
     assert!(
         out.contains("finished 6 steps") && err.contains("optimizer.warmup_steps = 4, 1 before (follows)"),
         "{err}"
     );
     assert!(err.contains("from step 1 on: train.steps = 6, 1 before\n"), "what the run had, not the file: {err}");
+    assert!(err.contains("from step 1 on: train.validation_sequences = 10, 2 before (follows)\n"), "{err}");
+    // Fewer steps, or fewer between two validations, leave it as it is.
+    let short = ["train", "run.toml", "--run-dir", "short"];
+    place.ok(&short);
+    let fewer = ["--resume-from", "10", "--change", "train.steps=11", "--change", "train.validate_every=1"];
+    place.ok(&[&short[..], &fewer].concat());
+    let resolved = std::fs::read_to_string(place.path("short/run.toml")).unwrap();
+    assert!(resolved.contains("validation_sequences = 10  # --change at step 10\n"), "{resolved}");
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
     assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");

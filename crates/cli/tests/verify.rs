@@ -28,6 +28,10 @@ fn verify_compares_every_kind_of_layout_that_fits() {
     assert!(tp["gradient_difference"].as_f64().unwrap() > 0.0);
     let text = place.ok(&["verify", "run.toml", "--layouts", "dp=2,zero=1", "--steps", "1"]);
     assert!(text.contains("dp=2 zero=1") && text.contains("kept"), "{text}");
+    // Where bits are promised, they are all that the table has.
+    let text = place.ok(&["verify", "run.toml", "--layouts", "pp=2", "--steps", "1"]);
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert!(rows.contains(&vec!["layout", "bits"]) && rows.contains(&vec!["pp=2", "1f1b", "same", "kept"]), "{text}");
 }
 
 #[test]

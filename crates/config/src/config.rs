@@ -110,6 +110,7 @@ impl Config {
             base_dir,
             origins: resolved.origins,
             warnings: resolved.warnings,
+            cut_schedule: resolved.cut_schedule,
             given: Given { path, text, overrides, inherited: resolved.inherited },
         };
         Ok(schema::build(&resolved.values, provenance))
@@ -119,6 +120,12 @@ impl Config {
     /// preset that won over the file.
     pub fn warnings(&self) -> &[String] {
         &self.provenance.warnings
+    }
+
+    /// Those of the [`warnings`](Self::warnings) that are about a warmup or decay that was cut to fit the run: news when a run begins,
+    /// not when it goes on.
+    pub fn cut_schedule(&self) -> &[String] {
+        &self.provenance.cut_schedule
     }
 
     /// The preset that gave a key its value, if one did.

@@ -16,6 +16,8 @@ pub(crate) struct Provenance {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// Those of them that are about a warmup or decay that was cut to fit the run.
+    pub cut_schedule: Vec<String>,
     /// What it was all made from.
     pub given: Given,
 }

@@ -51,6 +51,8 @@ pub(crate) struct Resolved {
     pub origins: BTreeMap<&'static str, Origin>,
     /// What the user should know of what was read, a line each.
     pub warnings: Vec<String>,
+    /// Those of them that are about a warmup or decay that is cut to fit the run.
+    pub cut_schedule: Vec<String>,
     /// What was taken from the folder that `train.init_from` names.
     pub inherited: Option<Inherited>,
 }
@@ -67,8 +69,9 @@ pub(crate) fn resolve(
     inherit: Inherit<'_>,
 ) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
-    let (values, places, warnings) = (Values::none(KEYS.iter().map(|key| key.path)), BTreeMap::new(), Vec::new());
-    let mut layers = Layers { source, overrides, changes, values, places, warnings };
+    let (values, places) = (Values::none(KEYS.iter().map(|key| key.path)), BTreeMap::new());
+    let (warnings, cut_schedule) = (Vec::new(), Vec::new());
+    let mut layers = Layers { source, overrides, changes, values, places, warnings, cut_schedule };
     for given in &document.given {
         let line = source.line_number(given.span.start);
         layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
@@ -96,7 +99,8 @@ pub(crate) fn resolve(
     layers.check_required(&document)?;
     layers.fill_and_check()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    Ok(Resolved { values: layers.values, origins, warnings: layers.warnings, inherited })
+    let Layers { values, warnings, cut_schedule, .. } = layers;
+    Ok(Resolved { values, origins, warnings, cut_schedule, inherited })
 }
 
 struct Layers<'a> {
@@ -106,6 +110,7 @@ struct Layers<'a> {
     values: Values,
     places: BTreeMap<&'static str, GivenAt>,
     warnings: Vec<String>,
+    cut_schedule: Vec<String>,
 }
 
 impl Layers<'_> {
@@ -214,7 +219,7 @@ impl Layers<'_> {
                 self.values.set(key.path, fixed_default(key, text));
             }
         }
-        self.warnings.extend(rules::shorten_warmup(&mut self.values));
+        self.cut_schedule.extend(rules::shorten_warmup(&mut self.values));
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
@@ -228,7 +233,8 @@ impl Layers<'_> {
                 Err(conflict) => conflicts.push(conflict),
             }
         }
-        self.warnings.extend(rules::shorten_decay(&mut self.values));
+        self.cut_schedule.extend(rules::shorten_decay(&mut self.values));
+        self.warnings.extend(self.cut_schedule.iter().cloned());
         conflicts.extend(checks::CHECKS.iter().filter_map(|check| check(&self.values)));
         conflicts.extend(checks::layout_conflicts(&self.values));
         let located = conflicts.into_iter().map(|conflict| (self.blame(&conflict), conflict));

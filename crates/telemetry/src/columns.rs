@@ -1,7 +1,7 @@
 //! Metrics as columns.
 
-use crate::each_scalar;
-use std::fs::File;
+use crate::files::LineReader;
+use crate::{each_scalar, open_file};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
@@ -10,9 +10,9 @@ use std::path::Path;
 pub struct MetricColumns {
     columns: Vec<(String, Vec<f64>)>,
     rows: usize,
-    /// Bytes of the file that were read, and a line of it that was not whole yet.
+    /// Bytes of the file that were read, and what of them is no whole line yet.
     read: u64,
-    pending: Vec<u8>,
+    lines: LineReader,
     /// Lines that were not understood.
     skipped: usize,
 }
@@ -28,7 +28,7 @@ impl MetricColumns {
     /// Reads what was added to a file since the last call; true if anything changed. A file that has become shorter is read anew: a
     /// run that goes back to an earlier step cuts its metrics.
     pub fn follow(&mut self, path: &Path) -> io::Result<bool> {
-        let mut file = File::open(path)?;
+        let mut file = open_file(path)?;
         let length = file.metadata()?.len();
         let shorter = length < self.read;
         if shorter {
@@ -51,23 +51,12 @@ impl MetricColumns {
 
     /// Adds the rows of the whole lines of some bytes, which follow those before them.
     pub fn add_bytes(&mut self, bytes: &[u8]) {
-        let mut lines = bytes.split_inclusive(|b| *b == b'\n');
-        let mut pending = std::mem::take(&mut self.pending);
-        if !pending.is_empty()
-            && let Some(rest) = lines.next()
-        {
-            pending.extend_from_slice(rest);
-            match pending.ends_with(b"\n") {
-                true => self.add_line(&pending),
-                false => self.pending = pending,
-            }
-        }
-        for line in lines {
-            match line.ends_with(b"\n") {
-                true => self.add_line(line),
-                false => self.pending = line.to_vec(),
-            }
-        }
+        let mut lines = std::mem::take(&mut self.lines);
+        lines.add(bytes, &mut |line| match line {
+            Some(line) => self.add_line(line),
+            None => self.skipped += 1,
+        });
+        self.lines = lines;
     }
 
     fn add_line(&mut self, line: &[u8]) {
@@ -103,7 +92,7 @@ impl MetricColumns {
         self.rows
     }
 
-    /// Lines that are no objects.
+    /// Lines that are no objects, or too long for any.
     pub fn skipped(&self) -> usize {
         self.skipped
     }
@@ -122,6 +111,7 @@ impl MetricColumns {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
     use std::io::Write;
 
     #[test]

@@ -7,6 +7,7 @@
 mod columns;
 mod csv;
 mod event_file;
+mod files;
 mod keys;
 mod page;
 mod scalars;
@@ -14,6 +15,7 @@ mod sinks;
 
 pub use columns::MetricColumns;
 pub use csv::csv;
+pub use files::{MOST_LINE_BYTES, each_line, open_file, read_file, refuse_special};
 pub use keys::unit;
 pub use page::{RunPage, random_text};
 pub use scalars::each_scalar;

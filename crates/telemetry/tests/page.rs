@@ -177,6 +177,54 @@ fn a_huge_request_is_not_read_and_a_slow_one_does_not_block_others() {
 }
 
 #[test]
+fn a_request_of_8_kib_is_read_and_one_byte_more_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    run_dir(&folder.path().join("run"), 3);
+    let address = served(&[&folder.path().join("run")], None);
+    let of = |bytes: usize| {
+        let request = format!("GET /api/status HTTP/1.1\r\nHost: {address}\r\nX: \r\n\r\n");
+        let filled = request.replace("X: ", &format!("X: {}", "a".repeat(bytes - request.len())));
+        assert_eq!(filled.len(), bytes);
+        status(&sent(address, filled.as_bytes())).to_owned()
+    };
+    assert_eq!([of(8 << 10), of((8 << 10) + 1), of(9_000)], ["200", "431", "431"]);
+}
+
+#[test]
+fn silent_connections_keep_nobody_out() {
+    let folder = tempfile::tempdir().unwrap();
+    run_dir(&folder.path().join("run"), 3);
+    let address = served(&[&folder.path().join("run")], None);
+    let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+    // Those that came last wait for what they ask.
+    for mut stream in silent.iter().rev().take(8) {
+        stream.write_all(format!("GET /api/status HTTP/1.1\r\nHost: {address}\r\n\r\n").as_bytes()).unwrap();
+        let mut answer = [0; 12];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer, b"HTTP/1.1 200");
+    }
+    assert_eq!(status(&get(address, "/api/status", "")), "200");
+}
+
+#[test]
+fn the_page_cuts_no_legend_and_stacks_events_on_a_phone() {
+    let file = RunPage::new(&[]).file("");
+    let rule = |name: &str| {
+        let found = file.split_once(&format!("\n{name} {{"));
+        found.unwrap_or_else(|| panic!("no rule for {name}")).1.split_once('}').unwrap().0.to_owned()
+    };
+    // Names of runs are of any length: legends grow with them, and scroll where there are very many.
+    let legend = rule(".chart .values");
+    assert!(!legend.contains("overflow: hidden") && !legend.contains(" height:"), "{legend}");
+    assert!(legend.contains("min-height") && legend.contains("overflow-y: auto"), "{legend}");
+    // Cells of a narrow table stand below each other, none out of sight.
+    let phone = file.split_once("@media (max-width: 600px) {").unwrap().1.split_once("\n}").unwrap().0;
+    assert!(phone.contains(".events tr { display: block; }"), "{phone}");
+    assert!(phone.contains(".events td:last-child { display: block; min-width: 0;"), "{phone}");
+    assert!(file.contains("}), \"events\"));"), "the table of events has the class");
+}
+
+#[test]
 fn a_file_has_everything_in_it() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("</script><b>");

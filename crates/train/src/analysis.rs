@@ -1,14 +1,15 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
+use crate::checkpoints::lines;
 use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
 use crate::{Devices, Prediction, StepMetrics, TrainError};
 use lockstep_exec::Timing;
 use lockstep_plan::{Plan, Target};
 use lockstep_sim::{MachineProfile, Setting, SimError};
+use lockstep_telemetry::read_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// What a run measured of one of its steps: the file of a run directory.
@@ -92,10 +93,10 @@ fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {
 }
 
 fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
-    match fs::read_to_string(path) {
+    match read_file(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(TrainError::io("read", path, e)),
-        Ok(text) => serde_json::from_str(&text)
+        Ok(text) => serde_json::from_slice(&text)
             .map(Some)
             .map_err(|e| unusable(path, &e.to_string(), "the run must have written it: train again")),
     }
@@ -111,8 +112,7 @@ pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
         let hint = "measure this machine with lockstep bench --save NAME, and train again";
         unusable(&plan, "the run has no prediction: the machine had no profile when it began", hint)
     })?;
-    let lines = fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default();
-    let steps: Vec<StepMetrics> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let steps: Vec<StepMetrics> = lines(&run.join("metrics.jsonl"))?;
     let profiled: Option<MeasuredStep> = json(&run.join(MEASURED))?;
     // The first step touches new memory; the profiled one is slower on a GPU.
     let counts = |s: &&StepMetrics| s.step > 1 && profiled.as_ref().is_none_or(|p| p.step != s.step);

@@ -3,6 +3,7 @@
 use crate::{TrainError, learning_rate};
 use lockstep_checkpoint::Loaded;
 use lockstep_config::{Change, Config, Difference};
+use lockstep_telemetry::read_file;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -30,7 +31,8 @@ pub(crate) struct Course {
     pub(crate) changes: Vec<Change>,
     /// What is changed by this call.
     pub(crate) new: Vec<Changed>,
-    /// Earlier changes that come after the step from which the run goes on: they count no more.
+    /// Earlier changes that do not count any more: those after the step from which the run goes on, and where it was asked to go
+    /// back to that step, those that were made at it.
     pub(crate) undone: Vec<Change>,
     /// What the user should know of the config with its changes, and not of the one without.
     pub(crate) warnings: Vec<String>,
@@ -52,7 +54,7 @@ pub(crate) fn written(changes: &[Change]) -> String {
 
 fn read(dir: &Path) -> Result<Vec<Change>, TrainError> {
     let path = dir.join(CHANGES);
-    let text = match std::fs::read(&path) {
+    let text = match read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         text => text.map_err(|e| TrainError::io("read", &path, e))?,
     };
@@ -60,13 +62,16 @@ fn read(dir: &Path) -> Result<Vec<Change>, TrainError> {
     Ok(file.changes)
 }
 
-/// The config of a run in `dir` that goes on from `checkpoint`: as given, with the changes made before and the `new` ones.
+/// The config of a run in `dir` that goes on from `checkpoint`: as given, with the changes made before and the `new` ones. A run
+/// that was asked to go back (`goes_back`) is as it was before the changes at that step.
 ///
-/// Whatever else differs from what the checkpoint was made with is refused, and so is a change that would corrupt the run.
+/// Whatever else differs from what the checkpoint was made with is refused, and so is a change that would corrupt the run or, since
+/// all steps are done, would have no effect.
 pub(crate) fn course(
     config: &Config,
     dir: &Path,
     checkpoint: Option<&Loaded>,
+    goes_back: bool,
     new: &[String],
 ) -> Result<Course, TrainError> {
     let Some(checkpoint) = checkpoint else {
@@ -84,7 +89,8 @@ pub(crate) fn course(
     };
     let step = checkpoint.step;
     let before = Config::parse(checkpoint.state["config"].as_str().unwrap_or_default(), "checkpoint", &[])?;
-    let (mut changes, undone): (Vec<Change>, Vec<Change>) = read(dir)?.into_iter().partition(|c| c.step <= step);
+    let counts = |c: &Change| c.step < step || (c.step == step && !goes_back);
+    let (mut changes, undone): (Vec<Change>, Vec<Change>) = read(dir)?.into_iter().partition(counts);
     let with = |changes: &[Change]| match changes {
         [] => Ok(config.clone()),
         changes => config.with_changes(changes),
@@ -96,12 +102,24 @@ pub(crate) fn course(
     let asked: Vec<&str> = new.iter().filter_map(|text| text.split('=').next()).map(str::trim).collect();
     let mut given: Vec<Change> = new.iter().map(|text| Change { step, text: text.clone() }).collect();
     let mut now = with(&[&changes[..], &given].concat())?;
-    // A command that is repeated changes nothing.
-    let same = |c: &Change| [&earlier, &before].iter().all(|other| other.value(c.key()) == now.value(c.key()));
-    given.retain(|change| !same(change));
+    let is_unsaved = |key: &str| unsaved.iter().any(|changed| changed == key);
+    // A command that is repeated changes nothing, and of several values of a key the last one counts.
+    let same =
+        |key: &str| earlier.value(key) == now.value(key) && (before.value(key) == now.value(key) || is_unsaved(key));
+    let keys: Vec<String> = given.iter().map(|change| change.key().to_owned()).collect();
+    let mut at = 0..;
+    given.retain(|change| {
+        let later = at.next().and_then(|index: usize| keys.get(index + 1..)).unwrap_or_default();
+        !same(change.key()) && !later.iter().any(|key| key == change.key())
+    });
     changes.extend(given.iter().cloned());
-    let kept = KEPT.iter().filter(|key| !now.is_given(key) && now.value(key) != before.value(key));
-    let kept: Vec<Change> = kept.map(|key| Change { step, text: format!("{key}={}", before.value(key)) }).collect();
+    let kept = [
+        (WARMUP, now.optimizer.warmup_steps != before.optimizer.warmup_steps),
+        (VALIDATION, now.train.validation_sequences < before.train.validation_sequences),
+    ];
+    let kept = kept.iter().filter(|(key, differs)| *differs && !now.is_given(key));
+    let kept: Vec<Change> =
+        kept.map(|(key, _)| Change { step, text: format!("{key}={}", before.value(key)) }).collect();
     if !changes.is_empty() {
         changes.extend(kept);
     }
@@ -121,36 +139,47 @@ pub(crate) fn course(
     let was_cut = |d: &Difference| {
         let (o, steps) = (&before.optimizer, before.train.steps);
         let scheduled = o.warmup_steps + o.decay_steps.unwrap_or(0);
-        is_changed("train.steps")
-            && ["optimizer.warmup_steps", "optimizer.decay_steps"].contains(&d.path)
-            && scheduled == steps
+        is_changed(STEPS) && [WARMUP, "optimizer.decay_steps"].contains(&d.path) && scheduled == steps
     };
     let accounted =
         |d: &Difference| d.changeable && (is_changed(d.path) || (d.follows && !changes.is_empty()) || was_cut(d));
     let others: Vec<Difference> = differences.iter().filter(|d| !accounted(d)).cloned().collect();
+    let steps_before = if is_unsaved(STEPS) { &earlier } else { &before }.train.steps;
+    let stays_finished = steps_before.max(now.train.steps) <= step;
     if !others.is_empty() {
-        return Err(TrainError::ConfigChanged { dir: dir.to_owned(), differences: others });
+        return Err(TrainError::ConfigChanged { dir: dir.to_owned(), differences: others, step, stays_finished });
     }
     if now.train.steps < step {
         return Err(TrainError::StepsDone { steps: now.train.steps, step });
+    }
+    if stays_finished && !given.is_empty() {
+        let changes = given.iter().map(|change| change.text.clone()).collect();
+        return Err(TrainError::FinishedRun { dir: dir.to_owned(), step, changes });
     }
     if now.batches().at(step).first_sample != before.batches().at(step).first_sample {
         let [before, now] = [&before, &now].map(|config| config.value(RAMP));
         return Err(TrainError::CannotChange { key: RAMP, before, now });
     }
     let of = |key: &str, follows| {
-        let was = if unsaved.iter().any(|changed| changed == key) { &earlier } else { &before };
+        let was = if is_unsaved(key) { &earlier } else { &before };
         Changed { key: key.to_owned(), before: was.value(key), now: now.value(key), follows }
     };
     let mut new: Vec<Changed> = given.iter().map(|change| of(change.key(), false)).collect();
     if !given.is_empty() {
-        let rest = differences.iter().filter(|d| !is_given(d)).map(|d| of(d.path, true));
+        let rest = differences.iter().filter(|d| !is_given(d)).map(|d| d.path);
+        let validation = (!given.iter().any(|change| change.key() == VALIDATION)).then_some(VALIDATION);
+        let rest = rest.chain(validation).map(|key| of(key, true));
         new.extend(rest.filter(|changed| changed.before != changed.now));
     }
     let [rate_before, rate_now] = [&before, &now].map(|config| learning_rate(config, step));
     let rates = (!given.is_empty() && rate_before != rate_now).then_some((rate_before, rate_now));
-    let mut warnings: Vec<String> =
-        now.warnings().iter().filter(|text| !config.warnings().contains(text)).cloned().collect();
+    let other_schedule = [WARMUP, "optimizer.decay_steps"].iter().any(|key| now.value(key) != before.value(key));
+    // Of a schedule that was cut before this call, the user was told then.
+    let is_news = |text: &String| match now.cut_schedule().contains(text) {
+        true => other_schedule,
+        false => !config.warnings().contains(text),
+    };
+    let mut warnings: Vec<String> = now.warnings().iter().filter(|text| is_news(text)).cloned().collect();
     // What was changed before wins over the config, which may say something new by now.
     for change in changes.iter().filter(|c| c.step < step && config.is_given(c.key())) {
         let (key, counts, given) = (change.key(), now.value(change.key()), config.value(change.key()));
@@ -163,7 +192,9 @@ pub(crate) fn course(
     Ok(Course { config: now, changes, new, undone, warnings, rates })
 }
 
-/// Keys whose defaults follow the number of steps and must not grow with it: warmup lies behind a run that goes on, and its
-/// validation losses are to be compared.
-const KEPT: [&str; 2] = ["optimizer.warmup_steps", "train.validation_sequences"];
+const STEPS: &str = "train.steps";
+/// Its default follows the number of steps and must not change with it: warmup is over in a run that goes on.
+const WARMUP: &str = "optimizer.warmup_steps";
+/// Its default follows the number of steps and must not shrink with it. It grows: the few sequences of a smoke test say little of a run.
+const VALIDATION: &str = "train.validation_sequences";
 const RAMP: &str = "train.batch_ramp";

@@ -2,8 +2,10 @@
 
 use crate::TrainError;
 use lockstep_checkpoint::{list, looks_whole};
-use serde::Serialize;
+use lockstep_telemetry::each_line;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -30,7 +32,7 @@ pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, TrainError> {
     if !folder.exists() && !run.join("run.toml").exists() {
         return Err(TrainError::NotTrained { path: run.to_owned() });
     }
-    let [metrics, events] = ["metrics.jsonl", "events.jsonl"].map(|name| lines(&run.join(name)));
+    let (metrics, events) = (lines(&run.join("metrics.jsonl"))?, lines(&run.join("events.jsonl"))?);
     // The last line about a step counts: a run may have done it twice.
     let told = |lines: &[Value], step: u64, field: &str, event: Option<&str>| {
         let about = |v: &&Value| v["step"] == step && event.is_none_or(|event| v["event"] == event);
@@ -48,10 +50,13 @@ pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, TrainError> {
     Ok(list(&folder)?.into_iter().map(summary).collect())
 }
 
-/// The objects of a file of lines; none of what cannot be read.
-fn lines(path: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+/// The objects of a file of lines of a run directory, such as `events.jsonl`; none where there is no such file.
+pub fn lines<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Vec<T>, TrainError> {
+    let mut found = Vec::new();
+    match each_line(path, &mut |line| found.extend(serde_json::from_slice(line).ok())) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(TrainError::io("read", path, error)),
+        _ => Ok(found),
+    }
 }
 
 fn bytes(folder: &Path) -> u64 {

@@ -166,12 +166,32 @@ pub enum TrainError {
         dir: PathBuf,
     },
     /// The run directory holds a run with another config.
-    #[error("{} holds a run with another config:{}\nhint: {}", dir.display(), list(differences), ways_on(differences))]
+    #[error("{} holds a run with another config:{}\nhint: {}", dir.display(), list(differences), ways_on(differences, *step, *stays_finished))]
     ConfigChanged {
         /// The run directory.
         dir: PathBuf,
         /// What differs.
         differences: Vec<Difference>,
+        /// Steps that the run has done.
+        step: u64,
+        /// Whether these are all of its steps, with the new config too.
+        stays_finished: bool,
+    },
+    /// Changes were asked for where no step is left that they could have an effect on.
+    #[error(
+        "--change {}: the run in {} is finished, all {step} steps are done: it would have no effect, and nothing was recorded\n\
+         hint: give --change train.steps=N too, with N more than {step}, to go on with it; or take the run back with --resume-from \
+         STEP (`lockstep checkpoint list` shows which there are)",
+        changes.join(", "),
+        dir.display()
+    )]
+    FinishedRun {
+        /// The run directory.
+        dir: PathBuf,
+        /// Steps done.
+        step: u64,
+        /// What was asked for, as `table.key=value`.
+        changes: Vec<String>,
     },
     /// A run may not take on another value of this key.
     #[error(
@@ -459,6 +479,7 @@ impl TrainError {
                 | TrainError::CannotChange { .. }
                 | TrainError::NothingToChange { .. }
                 | TrainError::StepsDone { .. }
+                | TrainError::FinishedRun { .. }
                 | TrainError::NoSuchStep { .. }
                 | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
@@ -517,23 +538,32 @@ fn list(differences: &[Difference]) -> String {
 }
 
 /// How to go on where the config has changed: with the changes that a run may take on, or without them.
-fn ways_on(differences: &[Difference]) -> String {
+fn ways_on(differences: &[Difference], step: u64, stays_finished: bool) -> String {
     const ELSE: &str =
         "choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)";
-    let given = differences.iter().filter(|d| d.changeable && !d.follows);
-    let flags: Vec<String> =
+    // A run cannot have fewer steps than it has done.
+    let too_few = |d: &Difference| d.path == "train.steps" && d.ours.parse::<u64>().is_ok_and(|steps| steps < step);
+    let given = differences.iter().filter(|d| d.changeable && !d.follows && !too_few(d));
+    let mut flags: Vec<String> =
         given.map(|d| format!("--change {}", shell_quoted(&format!("{}={}", d.path, d.ours)))).collect();
     let fixed: Vec<&str> = differences.iter().filter(|d| !d.changeable).map(|d| d.path).collect();
-    match (flags.is_empty(), fixed.is_empty()) {
-        (true, _) => format!("undo these changes to resume it, {ELSE}"),
-        (false, true) => {
-            format!("go on with the new values from here on: {}; or undo these changes, {ELSE}", flags.join(" "))
+    let mut undo: Vec<String> = if fixed.is_empty() { Vec::new() } else { vec![fixed.join(", ")] };
+    undo.extend(
+        differences.iter().filter(|d| too_few(d)).map(|d| format!("train.steps to {}, {step} steps are done", d.ours)),
+    );
+    if flags.is_empty() {
+        return format!("undo these changes to resume it, {ELSE}");
+    }
+    if stays_finished {
+        flags.insert(0, "--change train.steps=N".to_owned());
+    }
+    let more = if stays_finished { format!(" (it is finished: N must be more than {step})") } else { String::new() };
+    let flags = flags.join(" ") + &more;
+    match undo.is_empty() {
+        true => format!("go on with the new values from here on: {flags}; or undo these changes, {ELSE}"),
+        false => {
+            format!("a run cannot change {}: undo that; with the rest it goes on: {flags}; or {ELSE}", undo.join("; "))
         }
-        (false, false) => format!(
-            "a run cannot change {}: undo that; with the rest it goes on: {}; or {ELSE}",
-            fixed.join(", "),
-            flags.join(" ")
-        ),
     }
 }
 

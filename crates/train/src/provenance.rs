@@ -1,7 +1,9 @@
 //! What a run was started with: a line of `starts.jsonl` for every start, and the config file as it was given.
 
+use crate::checkpoints::lines;
 use crate::{Changed, RunOptions, TrainError};
 use lockstep_exec::comm::processes::host;
+use lockstep_telemetry::open_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -146,7 +148,7 @@ pub(crate) fn tail(path: &Path) -> Vec<Value> {
     const BYTES: u64 = 64 << 10;
     use std::io::{Read, Seek, SeekFrom};
     let read = || {
-        let mut file = std::fs::File::open(path)?;
+        let mut file = open_file(path)?;
         let length = file.metadata()?.len();
         file.seek(SeekFrom::Start(length.saturating_sub(BYTES)))?;
         let mut bytes = Vec::new();
@@ -161,10 +163,6 @@ pub(crate) fn tail(path: &Path) -> Vec<Value> {
 /// The starts of a run, in order.
 pub fn starts(run: &Path) -> Result<Vec<RunStart>, TrainError> {
     let path = run.join(STARTS);
-    let text = match std::fs::read_to_string(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.map_err(|e| TrainError::io("read", &path, e))?,
-    };
     // A torn last line is dropped.
-    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    lines(&path)
 }

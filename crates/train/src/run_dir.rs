@@ -8,11 +8,11 @@ use crate::{Prediction, RollBack, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
 use lockstep_plan::Plan;
-use lockstep_telemetry::{FailedSink, SinkChoice, Sinks};
+use lockstep_telemetry::{FailedSink, SinkChoice, Sinks, each_line, refuse_special};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -80,6 +80,13 @@ impl RunDir {
     /// Opens or makes a run directory.
     pub fn open(path: &Path) -> Result<Self, TrainError> {
         fs::create_dir_all(path).map_err(|e| TrainError::io("create", path, e))?;
+        // Whatever is read or written here must end.
+        for file in OURS.iter().chain([&LOCK]).map(|name| path.join(name)) {
+            match refuse_special(&file) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(TrainError::io("use", &file, e)),
+                _ => {}
+            }
+        }
         let lock_path = path.join(LOCK);
         let lock = File::create(&lock_path).map_err(|e| TrainError::io("create", &lock_path, e))?;
         match lock.try_lock() {
@@ -194,15 +201,13 @@ impl RunDir {
             "prediction": prediction,
         });
         self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
-        let mut metrics = self.read(METRICS)?;
-        if let Some(text) = &mut metrics {
-            *text = lines_up_to(text, written);
+        let metrics = self.read(METRICS, |line| is_up_to(line, written))?;
+        if let Some(text) = &metrics {
             self.replace(METRICS, text)?;
         }
-        let mut events = self.read(EVENTS)?;
-        if let Some(text) = &mut events {
-            // A torn last line is dropped.
-            text.truncate(text.iter().rposition(|b| *b == b'\n').map_or(0, |at| at + 1));
+        // A torn last line is dropped.
+        let events = self.read(EVENTS, |_| true)?;
+        if let Some(text) = &events {
             self.replace(EVENTS, text)?;
         }
         let mut gaps = gaps(&metrics.unwrap_or_default(), written);
@@ -234,18 +239,24 @@ impl RunDir {
             return Ok(Vec::new());
         }
         (self.metrics, self.sinks) = (None, Sinks::default());
-        let text = self.read(METRICS)?.unwrap_or_default();
-        self.replace(METRICS, &lines_up_to(&text, step))?;
+        let text = self.read(METRICS, |line| is_up_to(line, step))?.unwrap_or_default();
+        self.replace(METRICS, &text)?;
         self.metrics = Some(self.open_log(METRICS)?);
         Ok(self.open_sinks(choice, step))
     }
 
-    /// The bytes of one of its files; none where there is no such file.
-    fn read(&self, name: &str) -> Result<Option<Vec<u8>>, TrainError> {
-        let path = self.path.join(name);
-        match fs::read(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            text => text.map(Some).map_err(|e| TrainError::io("read", &path, e)),
+    /// Some of the whole lines of one of its files; none where there is no such file.
+    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>, TrainError> {
+        let (path, mut text) = (self.path.join(name), Vec::new());
+        let mut add = |line: &[u8]| {
+            if is_kept(line) {
+                text.extend_from_slice(line);
+            }
+        };
+        match each_line(&path, &mut add) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(TrainError::io("read", &path, error)),
+            Ok(()) => Ok(Some(text)),
         }
     }
 
@@ -343,15 +354,10 @@ fn gaps(metrics: &[u8], last: u64) -> Vec<(u64, u64)> {
     ends.filter(|(before, after)| before + 1 < *after).map(|(before, after)| (before + 1, after - 1)).collect()
 }
 
-/// The whole lines of a metrics file that are about steps up to `step`: later ones will be made again, and a torn last line
-/// is dropped.
-fn lines_up_to(text: &[u8], step: u64) -> Vec<u8> {
-    let whole = text.split_inclusive(|b| *b == b'\n').filter(|line| line.ends_with(b"\n"));
-    let kept = whole.filter(|line| {
-        let value: Option<Value> = serde_json::from_slice(line).ok();
-        value.and_then(|v| v["step"].as_u64()).is_some_and(|s| s <= step)
-    });
-    kept.flatten().copied().collect()
+/// Whether a line of metrics is about a step up to `step`: later ones will be made again.
+fn is_up_to(line: &[u8], step: u64) -> bool {
+    let value: Option<Value> = serde_json::from_slice(line).ok();
+    value.and_then(|v| v["step"].as_u64()).is_some_and(|s| s <= step)
 }
 
 #[cfg(test)]
@@ -360,8 +366,13 @@ mod tests {
 
     #[test]
     fn metrics_are_cut_back_to_the_step_that_a_run_resumes_from() {
+        let folder = tempfile::tempdir().unwrap();
         let text = b"{\"step\":1}\n{\"step\":2}\nnonsense\n{\"step\":3}\n{\"step\":2";
-        assert_eq!(lines_up_to(text, 2), b"{\"step\":1}\n{\"step\":2}\n");
+        fs::write(folder.path().join(METRICS), text).unwrap();
+        let dir = RunDir::open(folder.path()).unwrap();
+        let kept = dir.read(METRICS, |line| is_up_to(line, 2)).unwrap();
+        assert_eq!(kept.unwrap(), b"{\"step\":1}\n{\"step\":2}\n");
+        assert!(dir.read(EVENTS, |_| true).unwrap().is_none());
     }
 
     #[test]

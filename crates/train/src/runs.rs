@@ -1,11 +1,14 @@
 //! The runs of a folder, for whoever looks for one.
 
 use crate::TrainError;
-use crate::provenance::tail;
+use crate::checkpoints::lines;
+use crate::provenance::{RunStart, starts, tail};
+use crate::trained::read_config;
 use lockstep_config::Config;
+use lockstep_telemetry::open_file;
 use serde::Serialize;
 use serde_json::Value;
-use std::fs::{File, TryLockError};
+use std::fs::TryLockError;
 use std::path::{Path, PathBuf};
 
 /// One run directory.
@@ -23,10 +26,32 @@ pub struct RunSummary {
     pub loss: Option<f64>,
     /// Last validation loss, in nats per token.
     pub val_loss: Option<f64>,
+    /// All validation losses, in their order.
+    pub validations: Vec<Validation>,
+    /// Hours that it was worked on: of each start up to the last event, and the steps that were done after that.
+    pub hours: f64,
+    /// The same times the GPUs that worked on it; none on a CPU.
+    pub gpu_hours: Option<f64>,
     /// Tokens per second, the median of the last steps.
     pub tokens_per_s: Option<f64>,
     /// When its last event was, in seconds since 1970.
     pub unix_s: Option<f64>,
+}
+
+/// A validation of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Validation {
+    /// Steps done.
+    pub step: u64,
+    /// The loss, in nats per token.
+    pub val_loss: f64,
+}
+
+impl RunSummary {
+    /// The lowest validation loss, the first of equal ones.
+    pub fn best_validation(&self) -> Option<&Validation> {
+        self.validations.iter().min_by(|a, b| a.val_loss.total_cmp(&b.val_loss))
+    }
 }
 
 /// How a run stands.
@@ -84,16 +109,17 @@ fn look(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) -> std::io::Result<(
     Ok(())
 }
 
-/// How a run stands, from the ends of its files.
+/// How a run stands, from its events and the end of its metrics.
 pub fn run_summary(run: &Path) -> RunSummary {
-    let [metrics, events] = ["metrics.jsonl", "events.jsonl"].map(|name| tail(&run.join(name)));
+    let metrics = tail(&run.join("metrics.jsonl"));
+    let events: Vec<Value> = lines(&run.join("events.jsonl")).unwrap_or_default();
     let last = metrics.last();
     let number = |value: Option<&Value>, key: &str| value.and_then(|v| v[key].as_f64());
     let mut speeds: Vec<f64> = metrics.iter().rev().take(32).filter_map(|v| v["tokens_per_s"].as_f64()).collect();
     speeds.sort_by(f64::total_cmp);
     let validated = |v: &&Value| v["val_loss"].is_number();
-    let steps = std::fs::read_to_string(run.join("run.toml")).ok();
-    let steps = steps.and_then(|text| Config::parse(&text, "run.toml", &[]).ok()).map(|config| config.train.steps);
+    let config = read_config(&run.join("run.toml")).ok();
+    let steps = config.as_ref().map(|config| config.train.steps);
     let step = last.and_then(|v| v["step"].as_u64()).unwrap_or(0);
     let state = match events.last().and_then(|v| v["event"].as_str()) {
         _ if is_locked(run) => RunState::Running,
@@ -102,6 +128,18 @@ pub fn run_summary(run: &Path) -> RunSummary {
         _ if step == 0 => RunState::New,
         _ => RunState::Ended,
     };
+    let validation = |v: &Value| Some(Validation { step: v["step"].as_u64()?, val_loss: v["val_loss"].as_f64()? });
+    let validations = events.iter().filter(|v| v["event"] == "validation").filter_map(validation).collect();
+    let mut pace: Vec<f64> = metrics.iter().rev().take(32).filter_map(|v| v["step_s"].as_f64()).collect();
+    pace.sort_by(f64::total_cmp);
+    let hours = hours(&events, step, pace.get(pace.len() / 2).copied().unwrap_or(0.0));
+    let start = starts(run).unwrap_or_default().pop();
+    // Ranks that are threads share a device.
+    let ranks = |start: &RunStart| match start.world {
+        Some(_) => config.as_ref().and_then(Config::ranks),
+        None => Some(1),
+    };
+    let gpus = start.filter(|start| !start.device.starts_with("cpu")).and_then(|start| ranks(&start));
     RunSummary {
         path: run.to_owned(),
         state,
@@ -110,13 +148,51 @@ pub fn run_summary(run: &Path) -> RunSummary {
         loss: number(last, "loss"),
         val_loss: number(metrics.iter().rev().find(validated), "val_loss")
             .or_else(|| number(events.iter().rev().find(validated), "val_loss")),
+        validations,
+        hours,
+        gpu_hours: gpus.map(|gpus| gpus as f64 * hours),
         tokens_per_s: speeds.get(speeds.len() / 2).copied(),
         unix_s: number(events.last(), "unix_s"),
     }
 }
 
+/// Hours from every start to the last event before the next one, and of the steps of `pace` seconds after the last event.
+fn hours(events: &[Value], step: u64, pace: f64) -> f64 {
+    let (mut seconds, mut before) = (0.0, None);
+    for event in events {
+        let at = event["unix_s"].as_f64();
+        if let (Some(before), Some(at), false) = (before, at, event["event"] == "start") {
+            seconds += f64::max(at - before, 0.0);
+        }
+        before = at.or(before);
+    }
+    let told = events.iter().rev().find_map(|event| event["step"].as_u64()).unwrap_or(0);
+    (seconds + step.saturating_sub(told) as f64 * pace) / 3600.0
+}
+
 /// Whether a process has a run. Nothing is made or written.
 fn is_locked(run: &Path) -> bool {
-    let lock = File::open(run.join(".lock"));
+    let lock = open_file(&run.join(".lock"));
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn hours_leave_out_the_time_between_two_starts() {
+        let event =
+            |kind: &str, hour: f64, step: u64| json!({ "event": kind, "unix_s": 1e9 + 3600.0 * hour, "step": step });
+        let events = [
+            event("start", 0.0, 0),
+            event("checkpoint", 1.0, 10),
+            event("start", 5.0, 10),
+            event("checkpoint", 5.5, 20),
+        ];
+        // Ten more steps of six minutes.
+        assert!((hours(&events, 30, 360.0) - 2.5).abs() < 1e-9);
+        assert_eq!(hours(&[], 0, 0.0), 0.0);
+    }
 }

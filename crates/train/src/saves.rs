@@ -1,5 +1,6 @@
 //! `checkpoint.every = "auto"`: the interval that loses the least time, from what the run has measured or what is predicted.
 
+use crate::checkpoints::lines;
 use crate::machine::predict;
 use crate::{Devices, StepMetrics, TrainError};
 use lockstep_config::{Config, SaveEvery};
@@ -60,19 +61,15 @@ fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<
 
 /// Seconds of a step of the run so far, in the median of the last hundred; none where it has taken none.
 fn measured_step(dir: &Path) -> Option<f64> {
-    let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap_or_default();
-    let step = |line: &str| serde_json::from_str::<StepMetrics>(line).ok().filter(|m| m.step > 1).map(|m| m.step_s);
-    median(text.lines().rev().filter_map(step).take(100).collect())
+    let steps: Vec<StepMetrics> = lines(&dir.join("metrics.jsonl")).unwrap_or_default();
+    median(steps.iter().rev().filter(|m| m.step > 1).map(|m| m.step_s).take(100).collect())
 }
 
 /// Seconds that steps waited for a save of the run so far, in the median; none where none was timed.
 fn measured_save(dir: &Path) -> Option<f64> {
-    let text = std::fs::read_to_string(dir.join("events.jsonl")).unwrap_or_default();
-    let save = |line: &str| {
-        let event: Value = serde_json::from_str(line).ok()?;
-        (event["event"] == "checkpoint").then(|| event["stall_s"].as_f64())?
-    };
-    median(text.lines().rev().filter_map(save).take(20).collect())
+    let events: Vec<Value> = lines(&dir.join("events.jsonl")).unwrap_or_default();
+    let save = |event: &Value| (event["event"] == "checkpoint").then(|| event["stall_s"].as_f64())?;
+    median(events.iter().rev().filter_map(save).take(20).collect())
 }
 
 fn median(mut seconds: Vec<f64>) -> Option<f64> {

@@ -96,7 +96,7 @@ pub(crate) fn written(roll_backs: &[RollBack]) -> String {
 /// The roll-backs that count for a run that goes on after `step`: those of its directory, or, where that was lost, of its checkpoint.
 pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<Vec<RollBack>, TrainError> {
     let path = dir.join(ROLL_BACKS);
-    let mut all: Vec<RollBack> = match std::fs::read(&path) {
+    let mut all: Vec<RollBack> = match lockstep_telemetry::read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             let saved = checkpoint.map(|state| serde_json::from_value(state["spikes"]["roll_backs"].clone()));
             saved.and_then(Result::ok).unwrap_or_default()

@@ -6,6 +6,7 @@ use crate::initial::InitialWeights;
 use crate::{RunData, RunTokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::{Config, DeviceChoice};
+use lockstep_telemetry::refuse_special;
 use std::path::{Path, PathBuf};
 
 /// Weights, with the config that they were trained with.
@@ -123,7 +124,7 @@ impl Trained {
     pub(crate) fn config_at(path: &Path) -> Result<Config, TrainError> {
         let runs = [Some(path), path.parent().and_then(Path::parent).filter(|_| path.join("manifest.json").exists())];
         match runs.into_iter().flatten().map(|run| run.join("run.toml")).find(|file| file.exists()) {
-            Some(file) => Ok(Config::load(&file, &[])?),
+            Some(file) => read_config(&file),
             None => Ok(Self::find(path)?.config),
         }
     }
@@ -151,7 +152,7 @@ impl Trained {
         let found = latest(&path.join("checkpoints"))?;
         let Some(checkpoint) = found.loaded else { return Err(TrainError::NoCheckpoint { dir: path.to_owned() }) };
         let config = match run_config.exists() {
-            true => Config::load(&run_config, &[])?,
+            true => read_config(&run_config)?,
             false => config_of(&checkpoint)?,
         };
         let data = data_of(&config, &checkpoint, path);
@@ -177,6 +178,12 @@ fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
         Some(text) => Ok(Config::parse(text, &manifest.display().to_string(), &[])?),
         None => Err(TrainError::NoConfig { path: manifest }),
     }
+}
+
+/// The config of a run directory, at `path`; what is not a regular file is refused.
+pub fn read_config(path: &Path) -> Result<Config, TrainError> {
+    refuse_special(path).map_err(|e| TrainError::io("read", path, e))?;
+    Ok(Config::load(path, &[])?)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use lockstep_ir::units::{self, thousands};
 use lockstep_plan::laws::{BESIROGLU_2024, CHINCHILLA_APPROACH_2, ModelAndTokens, PowerLaw, RampStep, batch_ramp};
 use lockstep_plan::parameters;
 use lockstep_sim::Hardware;
-use lockstep_train::StepMetrics;
+use lockstep_train::{StepMetrics, lines, read_config};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
@@ -237,10 +237,9 @@ impl NoiseReport {
     fn read(dir: &Path, tokens: u64) -> Result<Self, Failure> {
         let request =
             |what: &str, hint: &str| Failure::request(format!("--run {}: {what}\nhint: {hint}", dir.display()));
-        let config = Config::load(&dir.join("run.toml"), &[])
+        let config = read_config(&dir.join("run.toml"))
             .map_err(|_| request("it has no run.toml that can be read", "name the directory of a run"))?;
-        let lines = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap_or_default();
-        let steps: Vec<StepMetrics> = lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let steps: Vec<StepMetrics> = lines(&dir.join("metrics.jsonl"))?;
         let mut seen: Vec<(f64, f64, f64)> =
             steps.iter().filter_map(|s| Some((s.tokens as f64, s.loss, s.noise_scale?))).collect();
         // The smoothed estimates forget their start in some hundred steps; of a short run, a tenth.

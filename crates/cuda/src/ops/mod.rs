@@ -95,7 +95,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
 /// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
 macro_rules! maps {
     () => {
-        "MAP(cast, x)\n"
+        concat!("MAP(cast, x)\n",)
     };
 }
 pub(crate) use maps;

@@ -240,7 +240,7 @@ fn the_guide_lists_every_file_that_names_its_op() {
     let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let guide = std::fs::read_to_string(root.join("docs/adding-an-op.md")).unwrap();
     let (mut sources, mut naming) = (Vec::new(), std::collections::BTreeSet::new());
-    for folder in ["ir/src", "compile/src", "exec/src", "cuda/src", "cuda/kernels", "model/src"] {
+    for folder in ["ir/src", "compile/src", "exec/src", "cuda/src", "cuda/kernels", "model/src", "sim/src"] {
         files(&root.join("crates").join(folder), &mut sources);
     }
     for source in sources {
@@ -259,9 +259,39 @@ fn the_guide_lists_every_file_that_names_its_op() {
             naming.insert(path);
         }
     }
-    let listed = guide.split('`').skip(1).step_by(2).filter(|word| word.starts_with("crates/"));
-    let is_source = |f: &&str| f.contains('.') && !f.contains("/tests/");
-    let listed: std::collections::BTreeSet<String> = listed.filter(is_source).map(str::to_owned).collect();
+    let example = guide.split("\n## ").find(|section| section.starts_with("A worked example")).unwrap();
+    let listed: std::collections::BTreeSet<String> = example.lines().filter_map(item_file).map(str::to_owned).collect();
     assert_eq!(listed, naming);
-    assert_eq!(listed.len(), 6);
+    assert_eq!(listed.len(), 7);
+}
+
+/// The file that an item of a numbered list begins with.
+fn item_file(line: &str) -> Option<&str> {
+    let (number, rest) = line.split_once(". `")?;
+    rest.split('`').next().filter(|file| number.parse::<u32>().is_ok() && file.starts_with("crates/"))
+}
+
+#[test]
+fn the_code_of_the_guide_stands_in_the_files_that_it_names() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |file: &str| std::fs::read_to_string(root.join(file)).unwrap();
+    // Line breaks and indents are those of rustfmt.
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let guide = read("docs/adding-an-op.md");
+    let (mut file, mut code, mut blocks) = (String::new(), None::<String>, 0);
+    for line in guide.lines() {
+        if let Some(found) = item_file(line) {
+            file = found.to_owned();
+        }
+        match (line.trim(), &mut code) {
+            ("```rust", None) => code = Some(String::new()),
+            ("```", Some(text)) => {
+                assert!(words(&read(&file)).contains(&words(text)), "{file} has no\n{text}");
+                (code, blocks) = (None, blocks + 1);
+            }
+            (_, Some(text)) => *text += &format!("{line}\n"),
+            (_, None) => {}
+        }
+    }
+    assert_eq!(blocks, 11);
 }

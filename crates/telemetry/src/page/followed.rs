@@ -1,9 +1,9 @@
 //! A run directory as others see it: what it is, how far it is, what has happened.
 
-use crate::MetricColumns;
+use crate::{MetricColumns, each_line, read_file};
 use serde_json::{Map, Value, json};
+use std::collections::VecDeque;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -21,9 +21,6 @@ pub(crate) struct FollowedRun {
     config: Map<String, Value>,
     plan: Value,
 }
-
-/// The largest config, plan or file of events that is looked at.
-const MOST_BYTES: u64 = 64 << 20;
 
 /// Most events that are shown; the latest.
 const MOST_EVENTS: usize = 1000;
@@ -50,18 +47,19 @@ impl FollowedRun {
         let mut changed = self.columns.follow(&self.dir.join("metrics.jsonl")).unwrap_or(false);
         let events = self.dir.join("events.jsonl");
         let length = fs::metadata(&events).map_or(0, |file| file.len());
-        if length != self.events_read && length < MOST_BYTES {
+        if length != self.events_read {
             self.events_read = length;
-            self.events = fs::read_to_string(&events).map(|text| shown_events(&text)).unwrap_or_default();
+            self.events = shown_events(&events);
             changed = true;
         }
         let config = self.dir.join("run.toml");
         let written = fs::metadata(&config).and_then(|file| file.modified()).ok();
         if written != self.config_written {
             self.config_written = written;
-            self.config = bounded(&config).map(|text| flattened(&text)).unwrap_or_default();
-            let plan = bounded(&self.dir.join("plan.json")).unwrap_or_default();
-            self.plan = serde_json::from_str(&plan).unwrap_or(Value::Null);
+            let config = read_file(&config).unwrap_or_default();
+            self.config = flattened(&String::from_utf8_lossy(&config));
+            let plan = read_file(&self.dir.join("plan.json")).unwrap_or_default();
+            self.plan = serde_json::from_slice(&plan).unwrap_or(Value::Null);
             changed = true;
         }
         self.version += u64::from(changed);
@@ -119,19 +117,17 @@ pub(crate) fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
-fn bounded(path: &Path) -> io::Result<String> {
-    match fs::metadata(path)?.len() {
-        length if length > MOST_BYTES => Err(io::ErrorKind::FileTooLarge.into()),
-        _ => fs::read_to_string(path),
-    }
-}
-
-/// The latest events. Validations are in the metrics.
-fn shown_events(text: &str) -> Vec<Value> {
-    let values = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let mut events: Vec<Value> = values.filter(|value| value.is_object() && value["event"] != "validation").collect();
-    events.drain(..events.len().saturating_sub(MOST_EVENTS));
-    events
+/// The latest events; none of a file that cannot be read. Validations are in the metrics.
+fn shown_events(path: &Path) -> Vec<Value> {
+    let mut events = VecDeque::new();
+    let _ = each_line(path, &mut |line| {
+        let value = serde_json::from_slice::<Value>(line).ok();
+        if let Some(value) = value.filter(|value| value.is_object() && value["event"] != "validation") {
+            events.push_back(value);
+            events.drain(..events.len().saturating_sub(MOST_EVENTS));
+        }
+    });
+    events.into()
 }
 
 /// The keys of a resolved config with their values as they are written, without where they came from: `train.steps` is `100`.

@@ -1,7 +1,8 @@
 //! A small HTTP/1.1 server: GET of a few fixed paths, nothing from the file system, everything bounded.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -10,7 +11,8 @@ use std::time::{Duration, Instant};
 const MOST_BYTES: usize = 8 << 10;
 /// Time in which a request must be there, and in which an answer must be taken.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Most requests at a time.
+/// Most requests at a time. One more, and that which has been silent the longest goes: whoever opens connections and sends nothing
+/// keeps nobody else out.
 const MOST_AT_ONCE: usize = 32;
 
 /// What was asked for.
@@ -48,9 +50,9 @@ pub(crate) fn serve(
     answer: impl Fn(&Asked<'_>) -> Option<Answer> + Send + Sync + 'static,
 ) -> io::Result<()> {
     let (gate, answer) = (Arc::new(gate), Arc::new(answer));
-    let busy = Arc::new(AtomicUsize::new(0));
+    let mut open: VecDeque<Waiting> = VecDeque::new();
     loop {
-        let stream = match listener.accept() {
+        let mut stream = match listener.accept() {
             Ok((stream, _)) => stream,
             // The other side is gone already, or there are too many open files: others come.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(error),
@@ -59,33 +61,81 @@ pub(crate) fn serve(
                 continue;
             }
         };
-        if busy.fetch_add(1, Ordering::SeqCst) >= MOST_AT_ONCE {
-            busy.fetch_sub(1, Ordering::SeqCst);
-            continue;
+        open.retain(|waiting| !waiting.state.is_done());
+        if open.len() >= MOST_AT_ONCE {
+            // Those that have asked get their answer.
+            let Some(silent) = open.iter().position(|waiting| waiting.state.give_up()) else { continue };
+            if let Some(waiting) = open.remove(silent) {
+                let _ = waiting.stream.shutdown(Shutdown::Both);
+            }
         }
-        let (gate, answer, done) = (gate.clone(), answer.clone(), busy.clone());
+        let Ok(other) = stream.try_clone() else { continue };
+        let state = Arc::new(State::default());
+        open.push_back(Waiting { stream: other, state: state.clone() });
+        let (gate, answer) = (gate.clone(), answer.clone());
+        let done = state.clone();
         let spawned = std::thread::Builder::new().stack_size(512 << 10).spawn(move || {
             // Whoever hangs up gets nothing.
-            let _ = one(stream, &gate, answer.as_ref());
-            done.fetch_sub(1, Ordering::SeqCst);
+            let _ = one(&mut stream, &state, &gate, answer.as_ref());
+            // There is a second handle to it.
+            let _ = stream.shutdown(Shutdown::Both);
+            state.0.store(DONE, Ordering::SeqCst);
         });
         if spawned.is_err() {
-            busy.fetch_sub(1, Ordering::SeqCst);
+            done.0.store(DONE, Ordering::SeqCst);
         }
     }
 }
 
-fn one(mut stream: TcpStream, gate: &Gate, answer: &dyn Fn(&Asked<'_>) -> Option<Answer>) -> io::Result<()> {
+/// A connection that is open, in the order in which they came.
+struct Waiting {
+    stream: TcpStream,
+    state: Arc<State>,
+}
+
+/// How far the request of a connection is.
+#[derive(Default)]
+struct State(AtomicUsize);
+
+/// It is not there yet; it is there; the connection is answered or closed.
+const SILENT: usize = 0;
+const ASKED: usize = 1;
+const DONE: usize = 2;
+
+impl State {
+    fn is_done(&self) -> bool {
+        self.0.load(Ordering::SeqCst) == DONE
+    }
+
+    /// Moves on from `SILENT`; false where another was faster.
+    fn move_to(&self, state: usize) -> bool {
+        self.0.compare_exchange(SILENT, state, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    fn give_up(&self) -> bool {
+        self.move_to(DONE)
+    }
+}
+
+fn one(
+    stream: &mut TcpStream,
+    state: &State,
+    gate: &Gate,
+    answer: &dyn Fn(&Asked<'_>) -> Option<Answer>,
+) -> io::Result<()> {
     stream.set_write_timeout(Some(TIMEOUT))?;
-    let head = match read_head(&mut stream) {
+    let head = match read_head(stream) {
         Ok(head) => head,
-        Err(status) => return refuse(&mut stream, status),
+        Err(status) => return refuse(stream, status),
     };
+    if !state.move_to(ASKED) {
+        return Ok(());
+    }
     let checked = match check(&head, gate, stream.local_addr()?) {
         Ok(asked) => asked,
-        Err(status) => return refuse(&mut stream, status),
+        Err(status) => return refuse(stream, status),
     };
-    let Some(Answer { kind, body, nonce }) = answer(&checked) else { return refuse(&mut stream, "404 Not Found") };
+    let Some(Answer { kind, body, nonce }) = answer(&checked) else { return refuse(stream, "404 Not Found") };
     let policy = match nonce {
         Some(nonce) => format!(
             "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; \
@@ -123,13 +173,17 @@ fn read_head(stream: &mut TcpStream) -> Result<String, &'static str> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(_) => return Err(TOO_LATE),
         };
+        // The end may be cut in two.
+        let looked_at = bytes.len().saturating_sub(3);
         bytes.extend_from_slice(&chunk[..count]);
-        if let Some(end) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
+        let end = bytes[looked_at..].windows(4).position(|four| four == b"\r\n\r\n").map(|at| looked_at + at);
+        // The end counts as well.
+        if end.map_or(bytes.len(), |end| end + 4) > MOST_BYTES {
+            return Err("431 Request Header Fields Too Large");
+        }
+        if let Some(end) = end {
             bytes.truncate(end);
             return String::from_utf8(bytes).map_err(|_| BAD);
-        }
-        if bytes.len() > MOST_BYTES {
-            return Err("431 Request Header Fields Too Large");
         }
     }
 }

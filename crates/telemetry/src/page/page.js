@@ -127,10 +127,10 @@ function build() {
   charts = groups().map((group) => {
     const card = element("div", "card chart"), head = element("div", "head");
     const key = group.keys[0], unit = group.bytes ? "" : group.percent ? "%" : units[key] || "";
-    head.append(element("h2", "", group.title), element("span", "unit", unit));
-    const values = element("div", "values"), box = element("div", "plot");
-    head.append(values); card.append(head, box); $("charts").append(card);
-    const chart = { ...group, card, values, box, visible: !!embedded, stale: true, lines: null, plot: null };
+    const at = element("span", "unit"), values = element("div", "values"), box = element("div", "plot");
+    head.append(element("h2", "", group.title), element("span", "unit", unit), at, values);
+    card.append(head, box); $("charts").append(card);
+    const chart = { ...group, card, at, values, box, visible: !!embedded, stale: true, lines: null, plot: null };
     watcher.observe(card); sizes.observe(box);
     box.chart = card.chart = chart;
     card.addEventListener("pointerenter", () => { active = chart; });
@@ -222,22 +222,23 @@ function hover(u, chart) {
   chart.values.textContent = "";
   if (index == null) { latest(chart); return; }
   const { width } = series.buckets, step = u.data[0][index];
-  chart.values.append("step " + steps(step) + (width > 1 ? " ± " + Math.ceil(width / 2) : "") + "  ");
+  chart.at.textContent = "step " + steps(step) + (width > 1 ? " ± " + Math.ceil(width / 2) : "");
   u.series.forEach((line, i) => {
     if (!i || !line.show || (smoothing > 0 && !line.smooth && !exact(line.line.key))) return;
     let value = u.data[i][index];
     // Few values: the last one before.
     for (let j = index; value == null && j >= 0 && j > index - 3; j--) value = u.data[i][j];
-    if (value != null) put(chart, line.line, value);
+    put(chart, line.line, value);
   });
 }
 function put(chart, line, value) {
-  const dot = element("span", "dot"); dot.style.setProperty("--run", line.stroke);
+  const entry = element("span"), dot = element("span", "dot"); dot.style.setProperty("--run", line.stroke);
   const name = runs.length > 1 || chart.lines.length > 1 ? line.name + " " : "";
-  chart.values.append(dot, " " + name + format(line.key, value, chart) + "   ");
+  entry.append(dot, " " + name + format(line.key, value, chart));
+  chart.values.append(entry);
 }
 function latest(chart) {
-  chart.values.textContent = "";
+  chart.values.textContent = chart.at.textContent = "";
   (chart.lines || []).forEach((line) => { const value = runs[line.run].last && runs[line.run].last[line.key]; if (value != null && shown[line.run] !== false) put(chart, line, value); });
 }
 function selected(u) {
@@ -364,8 +365,8 @@ function cards() {
     bar.firstChild.style.width = (total ? Math.min(100, 100 * (run.last_step || 0) / total) : 0) + "%";
   });
 }
-function table(head, rows) {
-  const made = element("table"), top = element("tr");
+function table(head, rows, kind) {
+  const made = element("table", kind), top = element("tr");
   head.forEach((text) => top.append(element("th", "", text)));
   made.append(top);
   rows.forEach((cells) => { const row = element("tr"); cells.forEach((cell) => row.append(element("td", "", cell == null ? "–" : cell))); made.append(row); });
@@ -402,7 +403,7 @@ function details() {
     const { event: kind, unix_s, step, ...rest } = event;
     const more = Object.entries(rest).filter(([, value]) => value != null).map(([key, value]) => key + " " + (typeof value === "number" ? digits(value) : typeof value === "string" ? value : JSON.stringify(value))).join(", ");
     return [unix_s ? time(unix_s) : "", ...(runs.length > 1 ? [run.name] : []), step == null ? "" : steps(step), kind.replaceAll("_", " "), more];
-  })));
+  }), "events"));
 }
 
 // ---- controls ----------------------------------------------------------------------------------

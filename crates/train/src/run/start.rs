@@ -60,7 +60,8 @@ pub(crate) fn resume(
     {
         return Err(TrainError::Imported { dir: options.dir.clone() });
     }
-    let mut course = changes::course(config, &options.dir, found.loaded.as_ref(), &options.change)?;
+    let mut course =
+        changes::course(config, &options.dir, found.loaded.as_ref(), options.resume_from.is_some(), &options.change)?;
     if !course.changes.is_empty() {
         // What is found out about a config is not part of what it was read from.
         course.config = settled(devices, &course.config, Some(&options.dir), &mut |_, _| {})?;
@@ -86,9 +87,12 @@ pub(super) fn start<'a>(
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
     for change in &course.undone {
         let (text, step) = (&change.text, change.step);
-        show(Event::Warning(&format!(
-            "{text} was changed at step {step}, which the run has yet to reach: it is undone"
-        )));
+        show(Event::Warning(&match options.resume_from {
+            Some(to) if to == step => format!(
+                "{text} was changed at step {step}, to which the run goes back: it is undone; --change makes it again"
+            ),
+            _ => format!("{text} was changed at step {step}, which the run has yet to reach: it is undone"),
+        }));
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
