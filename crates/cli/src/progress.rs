@@ -126,7 +126,7 @@ impl Progress {
                 self.show_steps();
             }
             Event::EvaluatingTasks { done, total } => {
-                self.long_work("evaluating tasks", done, total, |n| format!("{} texts", units::count(n)));
+                self.long_work("evaluating tasks", done, total, crate::eval::texts);
             }
             Event::EvaluatedTasks { step, tasks } => {
                 self.working = None;
