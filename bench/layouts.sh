@@ -1,12 +1,35 @@
 #!/usr/bin/env bash
 # Every way to split a step, held against one rank: all mixtures of HSDP, ZeRO, context, tensor, sequence and pipeline
-# parallelism on 2 to 8 ranks, which are threads of this machine. Prints a line per layout; fails where one breaks its promise.
-# usage: bench/layouts.sh LOCKSTEP > bench/layouts.txt
+# parallelism on 2 to 8 ranks. Prints a line per layout; fails where one breaks its promise.
+# usage: bench/layouts.sh LOCKSTEP [EVERY [TRANSPORT]] > bench/layouts.txt
+#   EVERY      every n-th of the mixtures (1)
+#   TRANSPORT  what ranks are: threads (the default), sockets, mpi, nccl (processes that share the GPUs of this machine), or strict-nccl
+#              (the library of crates/cli/tests/fake_cuda, which computes nothing and sees to it that ranks ask for what fits together)
 set -euo pipefail
-lockstep=$(realpath "${1:?usage: bench/layouts.sh LOCKSTEP}")
-every=${2:-1} # every n-th of the mixtures
+lockstep=$(realpath "${1:?usage: bench/layouts.sh LOCKSTEP [EVERY [TRANSPORT]]}")
+every=${2:-1}
+transport=${3:-threads}
 export COLUMNS=120
-cd "$(mktemp -d)"
+fake=$(realpath "$(dirname "$0")/../crates/cli/tests/fake_cuda")
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+cd "$folder"
+
+how=()
+case $transport in
+threads) ;;
+sockets) how=(--processes) ;;
+mpi) ;;
+nccl) how=(--processes --device cuda --share-gpus) ;;
+strict-nccl)
+    how=(--processes --device cuda --set parallel.timeout=60.0)
+    mkdir cuda
+    cc -std=gnu11 -O1 -shared -fPIC -pthread -o fake.so "$fake"/{fake,device,nccl}.c
+    for library in libcuda.so.1 libnvrtc.so.13 libcublasLt.so.13 libcudnn.so.9 libnvidia-ml.so.1 libnccl.so.2; do cp fake.so "cuda/$library"; done
+    export LOCKSTEP_CUDA_LIBRARIES=$PWD/cuda LOCKSTEP_CACHE=$PWD/cache FAKE_CUDA_DEVICES=8 FAKE_NCCL_WORLD=$PWD/world
+    ;;
+*) echo "$transport is none of threads, sockets, mpi, nccl and strict-nccl" >&2 && exit 2 ;;
+esac
 
 data=("1:" "2:dp=2" "2:dp=2,zero=1" "2:dp=2,zero=2" "2:dp=2,zero=3" "4:dp_replicate=2,dp=2,zero=1" "4:dp_replicate=2,dp=2,zero=2"
     "4:dp_replicate=2,dp=2,zero=3")
@@ -22,7 +45,7 @@ mix() {
     for d in "${data[@]}"; do for c in "${context[@]}"; do for t in "${tensor[@]}"; do for p in "${stages[@]}"; do
         ranks=$((${d%%:*} * ${c%%:*} * ${t%%:*} * ${p%%:*}))
         if [ $ranks -ge 2 ] && [ $ranks -le 8 ]; then
-            mixtures+=("$(printf '%s,' "${d#*:}" "${c#*:}" "${t#*:}" "${p#*:}" | sed 's/,,*/,/g; s/^,//; s/,$//')")
+            mixtures+=("$ranks:$(printf '%s,' "${d#*:}" "${c#*:}" "${t#*:}" "${p#*:}" | sed 's/,,*/,/g; s/^,//; s/,$//')")
         fi
     done; done; done; done
 }
@@ -30,11 +53,25 @@ mix
 
 # NAME STEP KEYS...: the config of that name on every STEP-th mixture.
 check() {
-    local name=$1 step=$(($2 * every)) args=()
+    local name=$1 step=$(($2 * every)) all=() sizes=(2 4 8)
     cat > "$name.toml"
-    for ((i = 0; i < ${#mixtures[@]}; i += step)); do args+=(--layouts "${mixtures[i]}"); done
-    echo "## $name: $((${#args[@]} / 2)) layouts"
-    "$lockstep" verify "$name.toml" --full-size --steps 2 "${args[@]}" 2> "$name.log" || { cat "$name.log" >&2; exit 1; }
+    for ((i = 0; i < ${#mixtures[@]}; i += step)); do all+=("${mixtures[i]}"); done
+    echo "## $name: ${#all[@]} layouts"
+    # mpirun starts as many processes as layouts have ranks.
+    if [ "$transport" != mpi ]; then sizes=(any); fi
+    for size in "${sizes[@]}"; do
+        local args=() start=()
+        for mixture in "${all[@]}"; do
+            if [ "$size" = any ] || [ "${mixture%%:*}" = "$size" ]; then args+=(--layouts "${mixture#*:}"); fi
+        done
+        if [ ${#args[@]} = 0 ]; then continue; fi
+        if [ "$size" != any ]; then start=(mpirun --allow-run-as-root --oversubscribe -n "$size"); fi
+        "${start[@]}" "$lockstep" verify "$name.toml" --full-size --steps 2 "${how[@]}" "${args[@]}" 2> "$name.log" || {
+            cat "$name.log" >&2
+            exit 1
+        }
+    done
+    if [ -e world.errors ]; then cat world.errors >&2 && exit 1; fi
     echo
 }
 
@@ -51,11 +88,15 @@ tied_embeddings = true
 $train
 [precision]
 policy = \"bf16\""
-check llama-reproducible 4 <<< "[model]
+# Sums in fixed point are the CPU's alone.
+case $transport in *nccl) ;; *)
+    check llama-reproducible 4 <<< "[model]
 $sizes
 kv_heads = 2
 $train
 reproducible = true"
+    ;;
+esac
 check llama-documents-recompute 5 <<< "[model]
 $sizes
 kv_heads = 1

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Ranks that are processes, over NCCL: 2 and 4 of them share the GPUs of this machine, so one GPU is enough. Collectives as every
-# communicator has them, and their speed; who is there; layouts against ranks that are threads; a rank that is killed; the trace; what
+# communicator has them, and their speed; who is there; layouts against ranks that are threads; every schedule against one rank; a rank that is killed; the trace; what
 # metrics say of ranks; one rank with and without `launch`.
 # usage: bench/nccl.sh LOCKSTEP [PART...] > bench/nccl.txt
 set -uo pipefail
 lockstep=$(realpath "${1:?usage: bench/nccl.sh LOCKSTEP [PART...]}")
 shift
-parts=${*:-conformance collectives world layouts kill trace busy speed}
+parts=${*:-conformance collectives world layouts schedules kill trace busy speed}
 export COLUMNS=150
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -123,6 +123,16 @@ layouts() {
     layout "dp=4, deterministic" 0 $p.dp=4 $bits
     layout "dp_replicate=2 dp=2 zero=3, deterministic" 0 $p.dp_replicate=2 $p.dp=2 $p.zero=3 $bits
     layout "cp=2 tp=2 sp, bf16, deterministic" 0 $p.cp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16 $bits
+}
+
+# Every schedule with four stages alone, and with two stages beside each other axis, over the same processes one after the other.
+schedules() {
+    local layouts=()
+    for schedule in 1f1b gpipe interleaved,virtual=2 zb-h1 zb-v; do
+        for beside in pp=2 pp=4 dp=2,pp=2 dp=2,zero=3,pp=2 tp=2,sp,pp=2 cp=2,pp=2; do layouts+=(--layouts "$beside,$schedule"); done
+    done
+    "$lockstep" verify run.toml --full-size --steps 3 --processes --device cuda --share-gpus --set model.layers=8 --set train.micro_batch=1 \
+        "${layouts[@]}" 2> log || { tail -8 log; echo "FAILED: schedules"; }
 }
 
 kill_a_rank() {

@@ -163,6 +163,9 @@ fn main() -> ExitCode {
         Command::Launch(args) => {
             return launch::run(args).unwrap_or_else(|failure| failure.report());
         }
+        Command::Verify(args) => {
+            return verify::run(args).unwrap_or_else(|failure| failure.report());
+        }
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Watch(args) => watch::run(&args),
@@ -173,7 +176,6 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Rehearse(args) => rehearse::run(args),
-        Command::Verify(args) => verify::run(args),
         Command::Validate(args) => validate::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Data(command) => data::run(command),

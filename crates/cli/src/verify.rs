@@ -2,14 +2,19 @@
 
 use crate::explain::compare::{parse, split};
 use crate::failure::Failure;
+use crate::processes::{self, ProcessPlace};
 use crate::table::{table, wrapped};
-use crate::{ConfigArgs, Format};
+use crate::{ConfigArgs, Format, launch};
 use lockstep_config::{Config, DeviceChoice, legal};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout};
-use lockstep_train::{Comparison, Criterion, Devices, Promise, compare, shrink};
+use lockstep_train::{Comparison, Criterion, Devices, Processes, Promise, compare, shrink};
 use serde_json::json;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io::Write;
+use std::process::ExitCode;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -25,6 +30,13 @@ pub struct Args {
     /// Where ranks run: threads of this machine, or a GPU that they share.
     #[arg(long, value_enum, default_value = "cpu")]
     device: Where,
+    /// Ranks as processes of this machine instead of threads: over TCP, or with --device cuda over NCCL. Where torchrun, srun or mpirun started this,
+    /// ranks are theirs, and layouts of as many ranks are checked.
+    #[arg(long)]
+    processes: bool,
+    /// Let processes share GPUs where there are fewer.
+    #[arg(long, requires = "processes")]
+    share_gpus: bool,
     /// Check the model as it is, however large.
     #[arg(long)]
     full_size: bool,
@@ -126,30 +138,154 @@ fn kinds(config: &Config) -> Vec<Layout> {
     KINDS.iter().filter_map(named).collect()
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
-    let mut config = divided(args.config.load()?, &args.layouts)?;
-    config.train.device = args.device.choice();
-    // Bits are compared.
-    config.train.deterministic = args.device == Where::Cuda;
-    let layouts = layouts(&args.layouts, &config)?;
-    let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
-    // Nothing may be left out of what is said to be checked.
-    for layout in &layouts {
-        fit(*layout, &config).map_err(|_| {
-            let text = format!("{layout} fits the model, but not the smaller one that is run for this check");
-            Failure::request(format!("{text}\nhint: add --full-size"))
+pub fn run(args: Args) -> Result<ExitCode, Failure> {
+    let place = processes::place()?;
+    if let Some(place) = &place {
+        processes::end_with_launcher()?;
+        let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
+        let result = Check::new(&args, Some(place.ranks)).and_then(|check| check.run(&args, Some(place)));
+        return processes::end_well(result.map(|()| ExitCode::SUCCESS).map_err(of_rank));
+    }
+    let check = Check::new(&args, None)?;
+    if !args.processes {
+        return check.run(&args, None).map(|()| ExitCode::SUCCESS);
+    }
+    if args.format == Format::Json && check.sizes().len() > 1 {
+        let text = "layouts of several numbers of ranks are checked by as many sets of processes, each of which prints a table";
+        return Err(Failure::request(format!(
+            "{text}\nhint: leave --format json out, or name layouts of one number of ranks"
+        )));
+    }
+    for (ranks, layouts) in check.sizes() {
+        if args.device == Where::Cuda {
+            launch::require_gpus(ranks, check.config.train.gpu, args.share_gpus)?;
+        }
+        let code = launch::run_ranks(&args.arguments(&layouts), ranks, args.share_gpus)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(code);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    /// The same again for one of several processes, with these layouts alone.
+    fn arguments(&self, layouts: &[Layout]) -> Vec<OsString> {
+        let mut arguments: Vec<OsString> = vec!["verify".into(), self.config.config.clone().into()];
+        let mut add = |flag: &str, value: String| arguments.extend([flag.into(), value.into()]);
+        self.config.set.iter().for_each(|set| add("--set", set.clone()));
+        layouts.iter().for_each(|layout| add("--layouts", layout.to_string().replace(' ', ",")));
+        add("--steps", self.steps.to_string());
+        add("--device", if self.device == Where::Cuda { "cuda" } else { "cpu" }.to_owned());
+        add("--format", if self.format == Format::Json { "json" } else { "text" }.to_owned());
+        arguments.extend(self.full_size.then(|| "--full-size".into()));
+        arguments
+    }
+}
+
+/// What is checked.
+struct Check {
+    config: Config,
+    layouts: Vec<Layout>,
+    /// What was made smaller for it.
+    smaller: Vec<String>,
+}
+
+impl Check {
+    /// What these arguments ask for; where there are `processes`, of layouts of as many ranks.
+    fn new(args: &Args, processes: Option<usize>) -> Result<Self, Failure> {
+        let mut config = divided(args.config.load()?, &args.layouts)?;
+        config.train.device = args.device.choice();
+        // Bits are compared.
+        config.train.deterministic = args.device == Where::Cuda;
+        let mut layouts = layouts(&args.layouts, &config)?;
+        if let Some(processes) = processes {
+            let named = !args.layouts.is_empty();
+            if let Some(layout) = layouts.iter().find(|layout| named && layout.mesh.ranks() != processes) {
+                let ranks = layout.mesh.ranks();
+                let text = format!("{layout} has {ranks} ranks, and {processes} processes were started");
+                return Err(Failure::request(format!(
+                    "{text}\nhint: start {ranks} processes, or name layouts of {processes} ranks"
+                )));
+            }
+            layouts.retain(|layout| layout.mesh.ranks() == processes);
+        }
+        let (config, smaller) = if args.full_size { (config, Vec::new()) } else { shrink(&config, &layouts) };
+        // Nothing may be left out of what is said to be checked.
+        for layout in &layouts {
+            fit(*layout, &config).map_err(|_| {
+                let text = format!("{layout} fits the model, but not the smaller one that is run for this check");
+                Failure::request(format!("{text}\nhint: add --full-size"))
+            })?;
+        }
+        if layouts.is_empty() {
+            let text = match processes {
+                None => "no layout of several ranks fits this model and batch".to_owned(),
+                Some(processes) => format!("no layout of {processes} ranks fits this model and batch"),
+            };
+            let hint = "raise train.global_batch, or name one with --layouts";
+            return Err(Failure::request(format!("{text}\nhint: {hint}")));
+        }
+        Ok(Self { config, layouts, smaller })
+    }
+
+    /// The layouts by their number of ranks.
+    fn sizes(&self) -> BTreeMap<usize, Vec<Layout>> {
+        let mut sizes: BTreeMap<usize, Vec<Layout>> = BTreeMap::new();
+        self.layouts.iter().for_each(|layout| sizes.entry(layout.mesh.ranks()).or_default().push(*layout));
+        sizes
+    }
+
+    /// Runs it; of several processes the first prints.
+    fn run(&self, args: &Args, place: Option<&ProcessPlace>) -> Result<(), Failure> {
+        let Self { config, layouts, smaller } = self;
+        let (first, text) = (place.is_none_or(|place| place.rank == 0), args.format == Format::Text);
+        let devices = match place {
+            Some(place) => {
+                let start = place.start(Duration::from_secs_f64(config.parallel.timeout))?;
+                Devices::of_processes(Processes::join(&start, &config.at(&layouts[0]), place.local)?)
+            }
+            None => Devices::of(config),
+        };
+        let mut out = std::io::stdout().lock();
+        if first && text {
+            write!(out, "{}", self.about(args, &devices))?;
+        }
+        let (total, mut done) = (layouts.len(), 0);
+        let results = compare(&devices, config, layouts, args.steps as usize, &mut |c| {
+            done += 1;
+            if first {
+                eprintln!("{done} of {total}: {}", c.layout);
+            }
         })?;
+        match args.format {
+            Format::Text if first => write!(out, "{}", as_text(&results))?,
+            Format::Json if first => {
+                let kept = results.iter().all(|c| c.kept);
+                let json = json!({ "kept": kept, "smaller": smaller, "steps": args.steps, "layouts": results });
+                writeln!(out, "{json:#}")?;
+            }
+            Format::Text | Format::Json => {}
+        }
+        let hint = match layouts.iter().zip(&results).all(|(layout, c)| c.kept || layout.expert_bound.is_some()) {
+            true => {
+                "beyond a bound on the rows of experts nothing is computed: raise it (bound=X, parallel.ep_bound) or leave it out"
+            }
+            false => "this is a bug in Lockstep, please report it with your config and this table",
+        };
+        match results.iter().filter(|c| !c.kept).count() {
+            0 => Ok(()),
+            broken => Err(Failure::run(format!(
+                "{broken} of {total} layouts do not compute what one rank computes\nhint: {hint}"
+            ))),
+        }
     }
-    if layouts.is_empty() {
-        let text = "no layout of several ranks fits this model and batch\nhint: raise train.global_batch, or name one with --layouts";
-        return Err(Failure::request(text.into()));
-    }
-    let mut out = std::io::stdout().lock();
-    let text = args.format == Format::Text;
-    if text {
-        let m = &config.model;
+
+    /// The model, the batch and where it runs.
+    fn about(&self, args: &Args, devices: &Devices) -> String {
+        let (config, m) = (&self.config, &self.config.model);
         let about = format!(
-            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}",
+            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}{}",
             m.layers,
             m.dim,
             m.heads,
@@ -161,42 +297,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
             config.train.micro_batch,
             config.precision.policy,
             args.steps,
-            config.train.device
+            config.train.device,
+            devices.processes_summary().map_or(String::new(), |summary| format!(", {summary}"))
         );
-        write!(out, "{}", wrapped(&about, "  "))?;
-        if !smaller.is_empty() {
-            let text = format!("made smaller for this check: {} (--full-size keeps them)", smaller.join(", "));
-            write!(out, "{}", wrapped(&text, "  "))?;
-        }
-    }
-    let total = layouts.len();
-    let mut done = 0;
-    let results = compare(&Devices::of(&config), &config, &layouts, args.steps as usize, &mut |c| {
-        done += 1;
-        eprintln!("{done} of {total}: {}", c.layout);
-    })?;
-    match args.format {
-        Format::Text => write!(out, "{}", as_text(&results))?,
-        Format::Json => {
-            let kept = results.iter().all(|c| c.kept);
-            writeln!(
-                out,
-                "{:#}",
-                json!({ "kept": kept, "smaller": smaller, "steps": args.steps, "layouts": results })
-            )?;
-        }
-    }
-    let hint = match layouts.iter().zip(&results).all(|(layout, c)| c.kept || layout.expert_bound.is_some()) {
-        true => {
-            "beyond a bound on the rows of experts nothing is computed: raise it (bound=X, parallel.ep_bound) or leave it out"
-        }
-        false => "this is a bug in Lockstep, please report it with your config and this table",
-    };
-    match results.iter().filter(|c| !c.kept).count() {
-        0 => Ok(()),
-        broken => Err(Failure::run(format!(
-            "{broken} of {total} layouts do not compute what one rank computes\nhint: {hint}"
-        ))),
+        let smaller = match self.smaller.is_empty() {
+            true => String::new(),
+            false => format!("made smaller for this check: {} (--full-size keeps them)", self.smaller.join(", ")),
+        };
+        wrapped(&about, "  ") + &if smaller.is_empty() { smaller } else { wrapped(&smaller, "  ") }
     }
 }
 

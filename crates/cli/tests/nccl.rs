@@ -127,7 +127,7 @@ fn bad_starts_are_one_clear_error() {
 #[test]
 fn an_error_of_nccl_is_told_by_all_with_its_rank() {
     let fake = Fake::new();
-    for fault in ["ncclAllReduce:3=3", "ncclCommInitRankConfig:1=2", "ncclGroupEnd:2=3", "ncclCommGetAsyncError:30=1"] {
+    for fault in ["ncclAllReduce:3=3", "ncclCommInitRankConfig:1=2", "ncclGroupEnd:2=3", "ncclCommGetAsyncError:5=1"] {
         let mut command = fake.command(&launch("run", &["parallel.dp=2"]), &[TWO_GPUS, ("FAKE_CUDA_FAIL", fault)]);
         let output = end(command.stderr(Stdio::piped()).spawn().unwrap(), Duration::from_secs(20));
         let function = fault.split(':').next().unwrap();

@@ -5,7 +5,7 @@
 //! the queue.
 //!
 //! A message is copied to the send buffer and sent on a stream of its own, so that the sender goes on; before its room is used again
-//! the queue's stream waits for it.
+//! the queue's stream waits for it. A message of a rank to itself is copied out of the send buffer again, without NCCL.
 
 use crate::collectives::{self, Sent};
 use crate::driver::{ALIGNMENT, Address, Event, Memory, Priority, Stream};
@@ -36,6 +36,8 @@ pub struct NcclQueue {
     scratch: Vec<Memory>,
     /// By receiver and tag.
     sending: BTreeMap<(usize, u32), Sending>,
+    /// Messages of this rank to itself, by tag.
+    own: BTreeMap<u32, OwnMessages>,
     enqueued: u64,
     pieces: Vec<Piece>,
     /// What is run, for messages.
@@ -56,6 +58,14 @@ struct Sending {
     under_way: VecDeque<Arc<Event>>,
 }
 
+/// A stream of messages of a rank to itself.
+#[derive(Default)]
+struct OwnMessages {
+    sent: usize,
+    /// Addresses in the send buffer and bytes of those that were not received yet, oldest first.
+    waiting: VecDeque<(Address, usize)>,
+}
+
 impl NcclQueue {
     /// The queue of a rank on the stream of the program's kernels or one of its own; `ordered` promises the bits of sums in the
     /// order of the group.
@@ -73,6 +83,7 @@ impl NcclQueue {
             ordered,
             scratch: Vec::new(),
             sending: BTreeMap::new(),
+            own: BTreeMap::new(),
             enqueued: 0,
             pieces: Vec::new(),
             entry: None,
@@ -86,6 +97,7 @@ impl NcclQueue {
 
     /// Lets the stream wait until all messages have been sent.
     pub fn settle(&mut self) -> Result<(), CommError> {
+        self.own.clear();
         let last = self.sending.values_mut().filter_map(|sending| {
             sending.sent = 0;
             sending.under_way.drain(..).next_back()
@@ -185,6 +197,19 @@ impl NcclQueue {
             return Err(CudaError::Internal("a message without a send buffer".into()));
         }
         let from = self.world.comm.rank();
+        if from == to {
+            let own = self.own.entry(tag).or_default();
+            if own.waiting.len() == copies {
+                return Err(CudaError::Internal(format!(
+                    "the send buffer of message {tag} to the rank itself is full"
+                )));
+            }
+            let at = buffer + (own.sent % copies * bytes) as u64;
+            own.waiting.push_back((at, bytes));
+            own.sent += 1;
+            // SAFETY: who enqueues vouches for the piece and the send buffer; what was in this part was received.
+            return unsafe { self.stream.copy(at, piece.input as u64, bytes) };
+        }
         let communicator = self.world.communicator(&Connection::Messages { from, to, tag })?.clone();
         let mut sending = match self.sending.remove(&(to, tag)) {
             Some(sending) => sending,
@@ -219,6 +244,14 @@ impl NcclQueue {
 
     fn receive(&mut self, (from, tag): (usize, u32), piece: &Piece, place: ProgramPlace) -> Result<(), CudaError> {
         let to = self.world.comm.rank();
+        if from == to {
+            let sent = self.own.get_mut(&tag).and_then(|own| own.waiting.pop_front());
+            let (at, bytes) = sent.filter(|(_, bytes)| *bytes == piece.bytes()).ok_or_else(|| {
+                CudaError::Internal(format!("message {tag} of the rank to itself was not sent, or with other bytes"))
+            })?;
+            // SAFETY: who enqueues vouches for the piece; the message was copied there on the same stream.
+            return unsafe { self.stream.copy(piece.output as u64, at, bytes) };
+        }
         let communicator = self.world.communicator(&Connection::Messages { from, to, tag })?;
         let ask = Ask::Receive { output: piece.output as u64, bytes: piece.bytes(), from: 0 };
         self.world.progress.around((&self.gpu.kernels, &self.stream), self.lane, (place, from), || {

@@ -281,16 +281,17 @@ pub enum Connection {
 }
 
 impl Connection {
-    /// Its ranks; the order is that of the group.
+    /// Its ranks; the order is that of the group. A rank that sends to itself, as the last one of zb-v does, is one.
     pub fn ranks(&self) -> Vec<usize> {
         match self {
             Connection::Group(group) => group.ranks.clone(),
+            Connection::Messages { from, to, .. } if from == to => vec![*from],
             Connection::Messages { from, to, .. } => vec![*from, *to],
         }
     }
 }
 
-/// The connections of all ranks that run the programs of these stages, in one order. Groups of one rank are none.
+/// The connections of all ranks that run the programs of these stages, in one order. What a rank does alone needs none.
 pub fn connections(programs: &[StepProgram]) -> Vec<Connection> {
     let Some(mesh) = programs.first().map(|p| p.mesh) else { return Vec::new() };
     let mut found = BTreeSet::new();

@@ -161,7 +161,8 @@ struct Evaluated {
     chosen: Choices,
 }
 
-/// Runs `steps` steps on random tokens with one rank and with each layout.
+/// Runs `steps` steps on random tokens with one rank and with each layout. Where ranks are processes every one of them runs one rank by
+/// itself, and all find the same.
 pub fn compare(
     devices: &Devices,
     config: &Config,
@@ -238,9 +239,9 @@ struct Task<'a> {
 const AT_ONCE: usize = 4;
 
 /// How many of these runs go on at the same time. A GPU that has memory for several waits less for the host then; on the CPU one run has
-/// all cores.
+/// all cores, and processes do the same in the same order.
 fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
-    let Some(Task { plan, .. }) = tasks.first() else { return Ok(1) };
+    let Some(Task { plan, .. }) = tasks.first().filter(|_| devices.processes().is_none()) else { return Ok(1) };
     let free = match plan.target {
         Target::Cpu => 0,
         Target::Cuda { .. } => devices.available_bytes(plan.target)?.unwrap_or(0),

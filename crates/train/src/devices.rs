@@ -70,6 +70,13 @@ impl Devices {
         self.processes.as_ref().map(Processes::ranks)
     }
 
+    /// How many processes run together, where, and what they talk over.
+    pub fn processes_summary(&self) -> Option<String> {
+        let processes = self.processes.as_ref()?;
+        let nccl = if processes.gpu().is_some() { ", collectives over NCCL" } else { "" };
+        Some(processes.summary() + nccl)
+    }
+
     /// The processes that run together.
     pub(crate) fn team(&self) -> Team<'_> {
         Team(self.processes.as_ref())
@@ -279,7 +286,7 @@ impl Devices {
         }
     }
 
-    /// Loads the programs of all stages on as many ranks as they were compiled for.
+    /// Loads the programs of all stages on as many ranks as they were compiled for. Those of one rank run in this process alone.
     pub(crate) fn load_all(
         &self,
         device: Target,
@@ -287,7 +294,8 @@ impl Devices {
         threads: usize,
         timeout: Duration,
     ) -> Result<Box<dyn World>, TrainError> {
-        if let Some(processes) = &self.processes {
+        let ranks = programs.first().map_or(0, |p| p.mesh.ranks());
+        if let Some(processes) = self.processes.as_ref().filter(|_| ranks > 1) {
             let comm = processes.comm().clone();
             return Ok(Box::new(match device {
                 Target::Cpu => ProcessWorld::on_cpu(programs, threads, comm)?,
@@ -303,7 +311,7 @@ impl Devices {
         if let Target::Cuda { .. } = device {
             self.gpu()?.watch(timeout);
         }
-        match (device, programs.first().map_or(0, |p| p.mesh.ranks())) {
+        match (device, ranks) {
             (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
             (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
             (Target::Cuda { deterministic }, _) => {

@@ -1,6 +1,6 @@
 /* A driver, compiler and libraries without a device, for tests of everything around the kernels.
  *
- * One file is all of them: a test copies it under the names that Lockstep looks for. Device memory is memory of the host,
+ * One library is all of them: a test copies it under the names that Lockstep looks for. Streams are in device.c, NCCL is in nccl.c. Device memory is memory of the host,
  * copies happen at once, kernels and graphs do nothing, so losses and norms are zero. The environment says what goes wrong:
  *
  *   FAKE_CUDA_VERSION   what the driver speaks, as 1000 x major + 10 x minor (13000)
@@ -18,6 +18,8 @@
  *   FAKE_NCCL_VERSION   NCCL's version, the same way (22809)
  *   FAKE_NCCL_LOG       the start of the name of a file per rank, into which it writes its device and what it asks NCCL for
  *   FAKE_NCCL_ABORT     seconds that it takes to abort a communicator (0)
+ *   FAKE_NCCL_WORLD     the file that ranks share, see nccl.c
+ *   FAKE_NCCL_LIMIT     seconds after which a rank that never comes is told (30)
  *
  * A graph does not start while another stream than its own has copies to the device that nobody waited for: what it reads may not be
  * there.
@@ -25,8 +27,7 @@
  * A function that Lockstep starts to use is one line below: OK where nothing is to be done, HOST where a lost device does not
  * matter besides, MAKE where it gives a handle, GIVE where it gives a number. */
 
-#include <stddef.h>
-#include <stdint.h>
+#include "fake.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,7 +35,7 @@
 
 typedef uint64_t address;
 
-static size_t number(const char *variable, size_t otherwise) {
+size_t fake_number(const char *variable, size_t otherwise) {
     const char *text = getenv(variable);
     return text ? strtoull(text, NULL, 10) : otherwise;
 }
@@ -56,7 +57,6 @@ static int due(struct fault *fault, const char *variable, const char *function) 
 }
 
 static int lost, counted;
-/* All copies of this file have these in common: the first that is loaded has them. */
 int fake_capturing, fake_stuck;
 /* Streams with copies to the device that nobody waited for. */
 static int behind;
@@ -66,7 +66,7 @@ __attribute__((destructor)) static void print_count(void) {
         fprintf(stderr, "fake: %s was called %d times\n", getenv("FAKE_CUDA_COUNT"), counted);
 }
 
-static int called(const char *function) {
+int fake_called(const char *function) {
     static struct fault fail, lose, capture, stick;
     const char *count = getenv("FAKE_CUDA_COUNT");
     if (count && !strcmp(count, function))
@@ -84,8 +84,7 @@ static int called(const char *function) {
     return 0;
 }
 
-/* Writes a line to the file of this rank. */
-static void write_down(const char *what, const char *more, unsigned long long n) {
+void fake_write_down(const char *what, const char *more, unsigned long long n) {
     const char *start = getenv("FAKE_NCCL_LOG"), *rank = getenv("RANK");
     if (!start)
         return;
@@ -100,17 +99,17 @@ static void write_down(const char *what, const char *more, unsigned long long n)
 
 #define TRY                            \
     do {                               \
-        int status = called(__func__); \
+        int status = fake_called(__func__); \
         if (status)                    \
             return status;             \
     } while (0)
 /* Does nothing, whatever it is given. */
 #define OK(name) \
-    int name() { return called(__func__); }
+    int name() { return fake_called(__func__); }
 /* The same, on the host alone: a lost device does not matter. */
 #define HOST(name)                      \
     int name() {                        \
-        int status = called(__func__);  \
+        int status = fake_called(__func__);  \
         return lost ? 0 : status;       \
     }
 /* Gives a value as its first, second or third argument. */
@@ -144,10 +143,10 @@ static size_t memory_used;
 int cuInit(unsigned flags) {
     (void)flags;
     TRY;
-    return number("FAKE_CUDA_DEVICES", 1) ? 0 : 100;
+    return fake_number("FAKE_CUDA_DEVICES", 1) ? 0 : 100;
 }
-GIVE(cuDriverGetVersion, int, number("FAKE_CUDA_VERSION", 13000))
-GIVE(cuDeviceGetCount, int, number("FAKE_CUDA_DEVICES", 1))
+GIVE(cuDriverGetVersion, int, fake_number("FAKE_CUDA_VERSION", 13000))
+GIVE(cuDeviceGetCount, int, fake_number("FAKE_CUDA_DEVICES", 1))
 int cuDeviceGet(int *device, int ordinal) {
     TRY;
     *device = ordinal;
@@ -176,17 +175,17 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     }
     return 0;
 }
-GIVE(cuDeviceTotalMem_v2, size_t, number("FAKE_CUDA_MEMORY", 1u << 30))
+GIVE(cuDeviceTotalMem_v2, size_t, fake_number("FAKE_CUDA_MEMORY", 1u << 30))
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
     TRY;
-    *total = number("FAKE_CUDA_MEMORY", 1u << 30);
+    *total = fake_number("FAKE_CUDA_MEMORY", 1u << 30);
     *available = *total - memory_used;
     return 0;
 }
 int cuMemAlloc_v2(address *at, size_t bytes) {
     TRY;
-    size_t total = number("FAKE_CUDA_MEMORY", 1u << 30);
-    if (bytes > total - memory_used || bytes > number("FAKE_CUDA_LARGEST", total))
+    size_t total = fake_number("FAKE_CUDA_MEMORY", 1u << 30);
+    if (bytes > total - memory_used || bytes > fake_number("FAKE_CUDA_LARGEST", total))
         return 2;
     size_t *block = calloc(1, bytes + 256);
     if (!block)
@@ -216,7 +215,7 @@ int cuMemFreeHost(void *at) {
     return 0;
 }
 static int copy(const char *function, address to, address from, size_t bytes) {
-    int status = called(function);
+    int status = fake_called(function);
     if (!status)
         memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);
     return status;
@@ -227,10 +226,10 @@ static int copy(const char *function, address to, address from, size_t bytes) {
 COPY(cuMemcpy)
 COPY(cuMemcpyAsync)
 COPY(cuMemcpyHtoD_v2)
-int cuMemcpyHtoDAsync_v2(address to, address from, size_t bytes, int *stream) {
+int cuMemcpyHtoDAsync_v2(address to, address from, size_t bytes, struct stream *stream) {
     TRY;
     memcpy((void *)to, (void *)from, bytes);
-    if (stream && !__atomic_exchange_n(stream, 1, __ATOMIC_SEQ_CST))
+    if (stream && !__atomic_exchange_n(&stream->behind, 1, __ATOMIC_SEQ_CST))
         __atomic_add_fetch(&behind, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
@@ -254,48 +253,67 @@ FILL(cuMemsetD32_v2, unsigned)
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     TRY;
-    write_down("device", "is", (unsigned long long)device);
+    fake_write_down("device", "is", (unsigned long long)device);
     *context = malloc(8);
     return 0;
 }
 MAKE(cuCtxGetCurrent)
 OK(cuDevicePrimaryCtxRelease_v2)
 HOST(cuCtxSetCurrent)
-OK(cuCtxSynchronize)
 OK(cuMemHostRegister_v2)
 OK(cuMemHostUnregister)
-GIVE(cuStreamCreateWithPriority, void *, calloc(1, 8))
-static void caught_up(int *stream) {
-    if (__atomic_exchange_n(stream, 0, __ATOMIC_SEQ_CST))
+GIVE(cuStreamCreateWithPriority, struct stream *, fake_new_stream())
+static void caught_up(struct stream *stream) {
+    if (__atomic_exchange_n(&stream->behind, 0, __ATOMIC_SEQ_CST))
         __atomic_sub_fetch(&behind, 1, __ATOMIC_SEQ_CST);
 }
-int cuStreamDestroy_v2(int *stream) {
+int cuStreamDestroy_v2(struct stream *stream) {
     TRY;
     caught_up(stream);
     return 0;
 }
-int cuStreamSynchronize(int *stream) {
+/* Waits for a stream, or for all. */
+static void settle(struct stream *stream) {
+    while (!fake_stuck && !lost && !fake_idle(stream))
+        usleep(100);
+}
+int cuStreamSynchronize(struct stream *stream) {
     TRY;
-    caught_up(stream);
+    settle(stream);
+    if (stream)
+        caught_up(stream);
     return 0;
 }
-OK(cuStreamQuery)
-OK(cuStreamWaitEvent)
-GIVE(cuEventCreate, void *, calloc(1, 8))
+int cuCtxSynchronize(void) {
+    TRY;
+    settle(NULL);
+    return 0;
+}
+int cuStreamWaitEvent(struct stream *stream, struct event *event) {
+    TRY;
+    fake_queue((struct entry){.kind = WAIT, .stream = stream, .event = event});
+    return 0;
+}
+GIVE(cuEventCreate, void *, calloc(1, sizeof(struct event)))
+/* What is queued may still name it. */
 OK(cuEventDestroy_v2)
-int cuEventRecord(int **event, int *stream) {
+int cuEventRecord(struct event *event, struct stream *stream) {
     TRY;
-    *event = stream;
+    fake_queue((struct entry){.kind = RECORD, .stream = stream, .event = event});
     return 0;
 }
-OK(cuEventRecordWithFlags)
-OK(cuEventSynchronize)
-int cuEventQuery(int **event) {
+int cuEventSynchronize(struct event *event) {
     TRY;
-    if (fake_stuck)
+    while (!fake_stuck && !lost && !fake_came(event))
+        usleep(100);
+    return 0;
+}
+int cuEventQuery(struct event *event) {
+    TRY;
+    if (fake_stuck || !fake_came(event))
         return 600;
-    if (*event)
-        caught_up(*event);
+    if (event->stream)
+        caught_up(event->stream);
     return 0;
 }
 GIVE(cuEventElapsedTime, float, 1)
@@ -311,29 +329,6 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     return 0;
 }
 OK(cuFuncSetAttribute)
-/* Marks that the device comes to: at once, or whenever the graph runs that was captured with them. */
-struct mark {
-    volatile uint64_t *at;
-    uint64_t mark;
-};
-struct graph {
-    size_t count;
-    struct mark marks[4096];
-};
-static struct graph *captured;
-
-static void pass(struct mark mark) {
-    called("passed");
-    if (!fake_stuck)
-        *mark.at = mark.mark;
-}
-static void passed(void **args) {
-    struct mark mark = {*(volatile uint64_t **)args[0], *(uint64_t *)args[1]};
-    if (!fake_capturing)
-        pass(mark);
-    else if (captured->count < sizeof captured->marks / sizeof *captured->marks)
-        captured->marks[captured->count++] = mark;
-}
 /* Finds the first number that is not finite as the kernels not_finite_2, 4 and 8 do: their bytes, how many, mask, bad bits, allowed bits,
  * where the index goes. */
 static void find_not_finite(void **args, size_t width) {
@@ -349,14 +344,14 @@ static void find_not_finite(void **args, size_t width) {
     }
 }
 int cuLaunchKernel(const char *function, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c,
-                   unsigned shared, void *stream, void **args, void **extra) {
-    (void)x, (void)y, (void)z, (void)a, (void)b, (void)c, (void)shared, (void)stream, (void)extra;
+                   unsigned shared, struct stream *stream, void **args, void **extra) {
+    (void)x, (void)y, (void)z, (void)a, (void)b, (void)c, (void)shared, (void)extra;
     TRY;
-    /* The one that tells the host how far the device has come. */
-    if (!strcmp(function, "reached") && !fake_capturing && !fake_stuck)
-        **(volatile uint32_t **)args[0] = *(uint32_t *)args[1];
+    /* Those that tell the host how far the device has come. */
+    if (!strcmp(function, "reached"))
+        fake_queue((struct entry){.kind = REACHED, .stream = stream, .at = *(volatile void **)args[0], .mark = *(uint32_t *)args[1]});
     if (!strcmp(function, "passed"))
-        passed(args);
+        fake_queue((struct entry){.kind = PASSED, .stream = stream, .at = *(volatile void **)args[0], .mark = *(uint64_t *)args[1]});
     if (!strncmp(function, "not_finite_", 11))
         find_not_finite(args, (size_t)atoi(function + 11));
     return 0;
@@ -367,14 +362,16 @@ OK(cuTensorMapEncodeTiled)
 GIVE(cuFuncGetAttribute, int, 1)
 GIVE(cuOccupancyMaxActiveBlocksPerMultiprocessor, int, 1)
 
+static struct graph *captured;
+
 int cuStreamBeginCapture_v2() {
     TRY;
-    captured = calloc(1, sizeof *captured);
+    captured = fake_begin_graph();
     fake_capturing = 1;
     return 0;
 }
 int cuStreamEndCapture(intptr_t stream, void **graph) {
-    int status = called(__func__);
+    int status = fake_called(__func__);
     (void)stream;
     fake_capturing = 0;
     *graph = status ? NULL : captured;
@@ -386,12 +383,11 @@ int cuGraphInstantiateWithFlags(void **exec, void *graph) {
     return 0;
 }
 OK(cuGraphUpload)
-int cuGraphLaunch(struct graph *graph, int *stream) {
+int cuGraphLaunch(struct graph *graph, struct stream *stream) {
     TRY;
-    if (__atomic_load_n(&behind, __ATOMIC_SEQ_CST) > __atomic_load_n(stream, __ATOMIC_SEQ_CST))
+    if (__atomic_load_n(&behind, __ATOMIC_SEQ_CST) > __atomic_load_n(&stream->behind, __ATOMIC_SEQ_CST))
         return 999;
-    for (size_t i = 0; i < graph->count; i++)
-        pass(graph->marks[i]);
+    fake_replay(graph, stream);
     return 0;
 }
 OK(cuGraphDestroy)
@@ -430,7 +426,7 @@ static const char code[64] = "\x7f" "ELF of a fake";
 int nvrtcVersion(int *major, int *minor) {
     *major = 13;
     *minor = 0;
-    return called(__func__);
+    return fake_called(__func__);
 }
 MAKE(nvrtcCreateProgram)
 OK(nvrtcCompileProgram)
@@ -438,7 +434,7 @@ GIVE_2(nvrtcGetCUBINSize, size_t, sizeof code)
 int nvrtcGetCUBIN(void *program, char *to) {
     (void)program;
     memcpy(to, code, sizeof code);
-    return called(__func__);
+    return fake_called(__func__);
 }
 GIVE_2(nvrtcGetProgramLogSize, size_t, 1)
 GIVE_2(nvrtcGetProgramLog, char, 0)
@@ -493,7 +489,7 @@ OK(cublasLtMatmul)
 
 /* ---- attention ---- */
 
-size_t cudnnGetVersion(void) { return number("FAKE_CUDNN_VERSION", 91400); }
+size_t cudnnGetVersion(void) { return fake_number("FAKE_CUDNN_VERSION", 91400); }
 const char *cudnnGetErrorString(int status) {
     (void)status;
     return "CUDNN_STATUS_EXECUTION_FAILED";
@@ -535,7 +531,7 @@ GIVE_3(nvmlDeviceGetMaxClockInfo, unsigned, 1980)
 int nvmlDeviceGetMemoryInfo(void *device, uint64_t memory[3]) {
     (void)device;
     TRY;
-    memory[0] = memory[1] = number("FAKE_CUDA_MEMORY", 1u << 30);
+    memory[0] = memory[1] = fake_number("FAKE_CUDA_MEMORY", 1u << 30);
     memory[2] = 0;
     return 0;
 }
@@ -548,107 +544,4 @@ int nvmlDeviceGetUtilizationRates(void *device, unsigned rates[2]) {
 const char *nvmlErrorString(int status) {
     (void)status;
     return "Unknown Error";
-}
-
-/* ---- NCCL: moves nothing. It wants what it is asked for in groups, and to be asked whether it is done before the next ---- */
-
-struct id {
-    char text[128];
-};
-struct comm {
-    struct id id;
-    int busy; /* how often it says that it is not done yet */
-};
-struct config {
-    size_t size;
-    unsigned magic, version;
-    int blocking;
-};
-static __thread struct comm *asked;
-static __thread int groups;
-
-GIVE(ncclGetVersion, int, number("FAKE_NCCL_VERSION", 22809))
-int ncclGetUniqueId(struct id *id) {
-    static int count;
-    TRY;
-    memset(id, 0, sizeof *id);
-    snprintf(id->text, sizeof id->text, "%s-%d", getenv("RANK"), count++);
-    return 0;
-}
-int ncclCommInitRankConfig(struct comm **comm, int ranks, struct id id, int rank, struct config *config) {
-    TRY;
-    if (config->size != 48 || config->magic != 0xcafebeef || config->version != 21700 || config->blocking || rank >= ranks)
-        return 4;
-    *comm = calloc(1, sizeof **comm);
-    (*comm)->id = id;
-    (*comm)->busy = 3;
-    write_down("init", id.text, (unsigned long long)ranks);
-    return 7;
-}
-int ncclCommGetAsyncError(struct comm *comm, int *state) {
-    TRY;
-    *state = comm->busy > 0 ? 7 : 0;
-    comm->busy--;
-    return 0;
-}
-static int ask(const char *function, struct comm *comm, unsigned long long count) {
-    int status = called(function);
-    char what[256];
-    if (status)
-        return status;
-    if (comm->busy > 0 || !groups)
-        return 5;
-    snprintf(what, sizeof what, "%s%s", function, fake_capturing ? " captured" : "");
-    write_down(comm->id.text, what, count);
-    asked = comm;
-    return 7;
-}
-#define SUM(name)                                                                                                \
-    int name(void *from, void *to, size_t count, int type, int op, struct comm *comm, void *stream) {            \
-        (void)from, (void)to, (void)stream;                                                                      \
-        return type < 6 || type > 9 || op ? 4 : ask(__func__, comm, count);                                      \
-    }
-SUM(ncclAllReduce)
-SUM(ncclReduceScatter)
-int ncclAllGather(void *from, void *to, size_t count, int type, struct comm *comm, void *stream) {
-    (void)from, (void)to, (void)type, (void)stream;
-    return ask(__func__, comm, count);
-}
-#define MESSAGE(name)                                                                        \
-    int name(void *at, size_t count, int type, int peer, struct comm *comm, void *stream) {  \
-        (void)at, (void)type, (void)peer, (void)stream;                                      \
-        return ask(__func__, comm, count);                                                   \
-    }
-MESSAGE(ncclSend)
-MESSAGE(ncclRecv)
-int ncclGroupStart(void) {
-    groups++;
-    return called(__func__);
-}
-int ncclGroupEnd(void) {
-    groups--;
-    TRY;
-    if (asked)
-        asked->busy = 2;
-    asked = NULL;
-    return 7;
-}
-int ncclCommAbort(struct comm *comm) {
-    write_down("abort", comm->id.text, 0);
-    sleep((unsigned)number("FAKE_NCCL_ABORT", 0));
-    return called(__func__);
-}
-int ncclCommFinalize(struct comm *comm) {
-    comm->busy = 1;
-    return 7;
-}
-int ncclCommDestroy(struct comm *comm) {
-    TRY;
-    write_down("destroy", comm->id.text, 0);
-    return comm->busy > 0 ? 5 : 0;
-}
-const char *ncclGetErrorString(int status) { return status == 3 ? "internal error" : "something else"; }
-const char *ncclGetLastError(struct comm *comm) {
-    (void)comm;
-    return "net.cc:42 no way";
 }

@@ -1,4 +1,4 @@
-//! A CUDA installation without a device, compiled from `fake.c`: which libraries it has, and what goes wrong in it.
+//! A CUDA installation without a device, compiled from `fake.c` and the files beside it: which libraries it has, and what goes wrong in it.
 
 use crate::common::{CONFIG, Place};
 use std::path::Path;
@@ -20,10 +20,11 @@ impl Fake {
         // Heads as wide as cuDNN wants them.
         place.config(&CONFIG.replace("dim = 48", "dim = 64"));
         std::fs::create_dir(place.path("cuda")).unwrap();
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda/fake.c");
+        let sources = ["fake.c", "device.c", "nccl.c"]
+            .map(|file| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda").join(file));
         let built = place.path("fake.so");
-        let options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"];
-        let compiled = Command::new("cc").args(options).arg(&built).arg(source).output().unwrap();
+        let options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-o"];
+        let compiled = Command::new("cc").args(options).arg(&built).args(sources).output().unwrap();
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
         for name in LIBRARIES.iter().filter(|name| !missing.contains(name)) {
             std::fs::copy(&built, place.path("cuda").join(name)).unwrap();
@@ -44,6 +45,7 @@ impl Fake {
         }
         command.env("LOCKSTEP_CUDA_LIBRARIES", self.place.path("cuda"));
         command.env("LOCKSTEP_CACHE", self.place.path("cache"));
+        command.env("FAKE_NCCL_WORLD", self.place.path("world"));
         command.envs(faults.iter().copied());
         command
     }
