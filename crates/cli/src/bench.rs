@@ -12,7 +12,7 @@ use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
-use lockstep_train::{Devices, settled};
+use lockstep_train::{Devices, renew_cpu_peak, settled};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -214,8 +214,16 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
 
 fn run_peaks(args: Peaks) -> Result<(), Failure> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
-    let matmul = cpu::peaks::matmul(threads, DType::F32)?;
-    let matmul_bf16 = cpu::peaks::matmul(threads, DType::BF16)?;
+    // Those of all cores are what MFU is a share of from now on.
+    let devices = Devices::new();
+    let all = threads == cpu::cores();
+    let peak = |dtype: DType| -> Result<f64, Failure> {
+        match all {
+            true => Ok(renew_cpu_peak(&devices, dtype)?.flops_per_s),
+            false => Ok(cpu::peaks::matmul(threads, dtype)?),
+        }
+    };
+    let (matmul, matmul_bf16) = (peak(DType::F32)?, peak(DType::BF16)?);
     let bandwidth = cpu::peaks::bandwidth(threads)?;
     let disk = disk(&args.disk)?;
     let mut out = std::io::stdout().lock();
@@ -234,7 +242,11 @@ fn run_peaks(args: Peaks) -> Result<(), Failure> {
         vec!["memory (copy, read + write)".to_owned(), rate(bandwidth)],
         vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
     ];
-    write!(out, "{}", table(&[&format!("measured peak, {threads} threads"), "best"], &rows))?;
+    let header = format!("measured peak, {}", units::counted(threads, "thread"));
+    write!(out, "{}", table(&[&header, "best"], &rows))?;
+    if all {
+        writeln!(out, "runs on this CPU have these matmul peaks as the denominator of MFU")?;
+    }
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
 use lockstep_exec::comm::{self, Subject};
 use lockstep_exec::conformance::{self, CaseOutcome};
-use lockstep_exec::cpu::{self, CpuExecutor};
+use lockstep_exec::cpu::{self, CpuExecutor, Simd};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, StepProgram, units};
 use serde_json::{Value, json};
@@ -49,7 +49,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return Ok(());
     }
     let memory = cpu::available_bytes().map_or("unknown".to_owned(), units::bytes);
-    writeln!(out, "cpu: {} cores, {memory} free\n", cpu::cores())?;
+    let (cores, path) = (units::counted(cpu::cores(), "core"), vector_path());
+    writeln!(out, "cpu: {cores}, {memory} free, vector path {path}\n")?;
     let findings = survey();
     let width = findings.iter().map(|f| f.what.chars().count()).max().unwrap_or(0);
     writeln!(out, "CUDA")?;
@@ -76,6 +77,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The vector path of kernels, and who lowered it.
+fn vector_path() -> String {
+    match (Simd::current(), Simd::detect()) {
+        (path, highest) if path == highest => path.name().to_owned(),
+        (path, highest) => format!("{} (by {}; the CPU has {})", path.name(), Simd::SWITCH, highest.name()),
+    }
+}
+
 fn as_json(findings: &[Finding]) -> Value {
     let finding = |f: &Finding| {
         let (found, text) = match &f.found {
@@ -85,7 +94,7 @@ fn as_json(findings: &[Finding]) -> Value {
         json!({ "what": f.what, "found": found, "detail": text, "hint": f.hint, "needed": f.needed })
     };
     json!({
-        "cpu": { "cores": cpu::cores(), "free_bytes": cpu::available_bytes() },
+        "cpu": { "cores": cpu::cores(), "free_bytes": cpu::available_bytes(), "vector_path": Simd::current().name() },
         "cuda": findings.iter().map(finding).collect::<Vec<_>>(),
         "gpu_ready": ready(findings),
     })

@@ -2,6 +2,8 @@
 
 mod tasks;
 
+pub(crate) use tasks::texts;
+
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;

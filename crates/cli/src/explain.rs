@@ -16,7 +16,7 @@ use crate::table::{table, wrapped};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
-use lockstep_config::{BatchStage, Config};
+use lockstep_config::{BatchStage, Config, RecomputePolicy};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
@@ -262,7 +262,7 @@ fn as_text(
         checkpoint_text(config, plan),
         format!(
             "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × {}matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
-             {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} with recomputation\n",
+             {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} {}\n",
             "model",
             per_token(flops.model),
             if plan.active_parameters == plan.parameters { "" } else { "active " },
@@ -270,7 +270,11 @@ fn as_text(
             "causal",
             per_token(flops.causal),
             "hardware",
-            per_token(flops.hardware)
+            per_token(flops.hardware),
+            match config.recompute.policy {
+                RecomputePolicy::None => "the same: nothing is recomputed",
+                _ => "with recomputation",
+            }
         ),
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]

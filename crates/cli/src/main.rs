@@ -148,7 +148,12 @@ enum Format {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    // Kernels and plans take the vector path for granted.
+    if let Err(unusable) = lockstep_exec::cpu::Simd::chosen() {
+        return failure::Failure::request(unusable.to_string()).report();
+    }
+    let result = match command {
         Command::Train(args) => {
             return train::run(args).unwrap_or_else(|failure| failure.report());
         }

@@ -71,7 +71,7 @@ impl Progress {
                 if later.len() == 1 { "" } else { "s" },
                 to.display()
             )),
-            Event::Started { plan, matmul_peak, peak_name, processes, arena_bytes, snapshot_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
+            Event::Started { plan, peak, processes, arena_bytes, snapshot_bytes, context_bytes, train_tokens, steps, from_step, dir } => {
                 self.steps = steps;
                 self.clear();
                 self.working = None;
@@ -100,11 +100,7 @@ impl Progress {
                     let [arena, context] = [arena_bytes, context].map(units::gib);
                     self.say(&format!("GPU memory: arena {arena} + context {context}"));
                 }
-                self.say(&format!(
-                    "MFU is measured against this machine's {}, {}/s",
-                    peak_name,
-                    units::flops(matmul_peak)
-                ));
+                self.say(&format!("MFU is a share of {}/s: {}", units::flops(peak.flops_per_s), peak.name));
                 let resumed =
                     if from_step == 0 { "starting".to_owned() } else { format!("resuming at step {from_step}") };
                 self.say(&format!("{resumed}, files in {}", dir.display()));
@@ -130,7 +126,7 @@ impl Progress {
                 self.show_steps();
             }
             Event::EvaluatingTasks { done, total } => {
-                self.long_work("evaluating tasks", done, total, |n| format!("{} texts", units::count(n)));
+                self.long_work("evaluating tasks", done, total, crate::eval::texts);
             }
             Event::EvaluatedTasks { step, tasks } => {
                 self.working = None;

@@ -68,6 +68,23 @@ fn doctor_speaks_json() {
 }
 
 #[test]
+fn one_switch_lowers_the_vector_path_and_what_the_cpu_lacks_is_refused() {
+    let place = Place::new();
+    let doctor = |path: &str, more: &[&str]| {
+        let args = [&["doctor"], more].concat();
+        place.command(&args).env("LOCKSTEP_CPU", path).output().unwrap()
+    };
+    let found: Value = serde_json::from_slice(&doctor("portable", &["--format", "json"]).stdout).unwrap();
+    assert_eq!(found["cpu"]["vector_path"], "portable");
+    let text = String::from_utf8(doctor("portable", &[]).stdout).unwrap();
+    assert!(text.lines().next().unwrap_or_default().contains(", vector path portable"), "{text}");
+    let refused = doctor("sse9", &[]);
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{error}");
+    assert!(error.contains("LOCKSTEP_CPU = \"sse9\" is no vector path\nhint: unset it"), "{error}");
+}
+
+#[test]
 fn config_shows_one_key_and_finds_keys_by_other_names() {
     let place = Place::new();
     let text = place.ok(&["config", "model.kv_heads"]);

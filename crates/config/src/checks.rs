@@ -11,6 +11,7 @@ use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
 use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
+use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// As many key and value heads as query heads.
@@ -82,12 +83,26 @@ fn data_parallel_ranks(values: &Values) -> Option<u64> {
     dp?.checked_mul(replicas?)?.checked_mul(ep?)
 }
 
-/// A batch given in tokens, as sequences.
-pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value, Conflict> {
+/// The most that a batch given in tokens may be moved to become whole sequences.
+const MOST_ROUNDING: f64 = 0.05;
+
+/// A batch given in tokens, as sequences; and what to say where these are not that many tokens. "4M tokens" of sequences of 8192 are
+/// 512 of them: the power of two that people mean, else the nearest multiple.
+pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<(Value, Option<String>), Conflict> {
     let seq = values.count("train.seq").unwrap_or(1);
     let conflict = |text: String, hint: String| Conflict::new(&[key.path, "train.seq"], text, hint);
-    let below = tokens / seq;
-    if !tokens.is_multiple_of(seq) {
+    let (below, rest) = (tokens / seq, tokens % seq);
+    let binary =
+        [(1_000_000, 1 << 20), (1000, 1 << 10)].into_iter().find(|(decimal, _)| tokens.is_multiple_of(*decimal));
+    let binary = binary.and_then(|(decimal, binary)| (tokens / decimal).checked_mul(binary));
+    let nearest = below + u64::from(rest >= seq - rest);
+    let count = match binary.filter(|tokens| tokens.is_multiple_of(seq)) {
+        _ if rest == 0 => below,
+        Some(tokens) => tokens / seq,
+        None => nearest,
+    };
+    let taken = count.saturating_mul(seq);
+    if count == 0 || taken.abs_diff(tokens) as f64 > MOST_ROUNDING * tokens as f64 {
         let near = [below, below.saturating_add(1)].into_iter().filter(|&n| n > 0);
         let near: Vec<_> =
             near.filter_map(|n| Some(format!("\"{} tokens\" ({n} × {seq})", n.checked_mul(seq)?))).collect();
@@ -96,22 +111,30 @@ pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<Value
             format!("use {}", near.join(" or ")),
         ));
     }
-    if below > MAX_BATCH {
+    if count > MAX_BATCH {
         return Err(conflict(
-            format!("{} = {tokens} tokens is {below} sequences, which is out of range", key.path),
+            format!("{} = {tokens} tokens is {count} sequences, which is out of range", key.path),
             format!("give at most {MAX_BATCH} sequences"),
         ));
     }
-    Ok(Value::Count(below))
+    let note = (taken != tokens).then(|| {
+        let [asked, taken] = [tokens, taken].map(thousands);
+        format!("{} = {asked} tokens: {taken} are taken, {count} sequences of train.seq = {seq}", key.path)
+    });
+    Ok((Value::Count(count), note))
 }
 
-/// A ramp with all its batches as sequences, each larger than the one before.
-pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<Value, Conflict> {
+/// A ramp with all its batches as sequences, each larger than the one before; and what to say of them.
+pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<(Value, Vec<String>), Conflict> {
     let mut before = values.count("train.global_batch");
-    let mut counted = Vec::new();
+    let (mut counted, mut notes) = (Vec::new(), Vec::new());
     for (tokens, batch) in stages {
         let batch = match batch {
-            Value::Tokens(tokens) => sequences(key, *tokens, values)?,
+            Value::Tokens(tokens) => {
+                let (batch, note) = sequences(key, *tokens, values)?;
+                notes.extend(note);
+                batch
+            }
             batch => batch.clone(),
         };
         if let (Some(last), Value::Count(count)) = (before, &batch) {
@@ -129,7 +152,7 @@ pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Resul
         }
         counted.push((*tokens, batch));
     }
-    Ok(Value::Ramp(counted))
+    Ok((Value::Ramp(counted), notes))
 }
 
 /// 64 sequences; in a short run a quarter of what is trained on between two validations. The same for every layout.

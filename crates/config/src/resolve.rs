@@ -222,8 +222,16 @@ impl Layers<'_> {
         self.cut_schedule.extend(rules::shorten_warmup(&mut self.values));
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
-                (Some(Value::Tokens(tokens)), _) => checks::sequences(key, *tokens, &self.values).map(Some),
-                (Some(Value::Ramp(stages)), _) => checks::ramp(key, stages, &self.values).map(Some),
+                (Some(Value::Tokens(tokens)), _) => {
+                    checks::sequences(key, *tokens, &self.values).map(|(value, note)| {
+                        self.warnings.extend(note);
+                        Some(value)
+                    })
+                }
+                (Some(Value::Ramp(stages)), _) => checks::ramp(key, stages, &self.values).map(|(value, notes)| {
+                    self.warnings.extend(notes);
+                    Some(value)
+                }),
                 (None, Default::Derived(_, derive) | Default::DerivedOrRequired(_, derive)) => derive(&self.values),
                 (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };

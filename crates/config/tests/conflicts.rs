@@ -154,23 +154,23 @@ hint: use micro_batch = 4 or 6
 #[test]
 fn tokens_must_be_whole_sequences() {
     check(
-        &format!("{TINY}[train]\nglobal_batch = \"3M tokens\"\n"),
+        &format!("{TINY}[train]\nglobal_batch = \"900 tokens\"\n"),
         r#"
-train.global_batch = 3000000 tokens is not a whole number of sequences of train.seq = 256
+train.global_batch = 900 tokens is not a whole number of sequences of train.seq = 256
   --> run.toml:4
   |
-4 | global_batch = "3M tokens"
-  |                ^^^^^^^^^^^
-hint: use "2999808 tokens" (11718 × 256) or "3000064 tokens" (11719 × 256)
+4 | global_batch = "900 tokens"
+  |                ^^^^^^^^^^^^
+hint: use "768 tokens" (3 × 256) or "1024 tokens" (4 × 256)
 "#,
     );
     check_set(
         TINY,
-        &["train.micro_batch=1K tokens"],
+        &["train.micro_batch=100 tokens"],
         r#"
-train.micro_batch = 1000 tokens is not a whole number of sequences of train.seq = 256
-  --> --set train.micro_batch=1K tokens
-hint: use "768 tokens" (3 × 256) or "1024 tokens" (4 × 256)
+train.micro_batch = 100 tokens is not a whole number of sequences of train.seq = 256
+  --> --set train.micro_batch=100 tokens
+hint: use "256 tokens" (1 × 256)
 "#,
     );
     check(

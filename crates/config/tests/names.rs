@@ -130,3 +130,26 @@ fn what_is_not_there_yet_is_said_so() {
     let said = "precision.fp8: fp8 and narrower is not there yet";
     assert!(error.starts_with(said) && error.contains("\nhint: the keys of ["), "{error}");
 }
+
+#[test]
+fn tokens_that_are_nearly_whole_sequences_are_taken_as_such_and_said() {
+    let text = |seq: usize, batch: &str, ramp: &str| {
+        format!("{TINY}[train]\nseq = {seq}\nmicro_batch = 1\nglobal_batch = \"{batch}\"\n{ramp}")
+    };
+    for (seq, batch, sequences, note) in [
+        (8192, "4M tokens", 512, Some("4,000,000 tokens: 4,194,304 are taken, 512 sequences of train.seq = 8192")),
+        (4096, "500K tokens", 125, Some("500,000 tokens: 512,000 are taken, 125 sequences of train.seq = 4096")),
+        (8000, "4M tokens", 500, None),
+        (8192, "4194304 tokens", 512, None),
+        (3000, "4M tokens", 1333, Some("4,000,000 tokens: 3,999,000 are taken, 1333 sequences of train.seq = 3000")),
+    ] {
+        let config = parsed(&text(seq, batch, ""), &[]);
+        let notes: Vec<String> = note.into_iter().map(|note| format!("train.global_batch = {note}")).collect();
+        assert_eq!((config.train.global_batch, config.warnings()), (sequences, &notes[..]), "{seq} {batch}");
+    }
+    let ramp = "batch_ramp = [{ tokens = \"1B\", global_batch = \"8M tokens\" }]\n";
+    let config = parsed(&text(8192, "4M tokens", ramp), &[]);
+    assert_eq!(config.train.batch_ramp[0].global_batch, 1024);
+    let note = "train.batch_ramp = 8,000,000 tokens: 8,388,608 are taken, 1024 sequences of train.seq = 8192";
+    assert!(config.warnings().iter().any(|warning| warning == note), "{:?}", config.warnings());
+}

@@ -17,6 +17,11 @@ pub fn count(n: u64) -> String {
     scaled(n as f64, 1000.0, &UNITS, n < 1000).replace(' ', "")
 }
 
+/// A number of things: `1 GPU`, `2 GPUs`, `1,024 GPUs`.
+pub fn counted(n: usize, what: &str) -> String {
+    format!("{} {what}{}", thousands(n as u64), if n == 1 { "" } else { "s" })
+}
+
 /// Floating-point operations with a decimal prefix: `3.20 TFLOP`.
 pub fn flops(n: f64) -> String {
     const UNITS: [&str; 9] = ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];

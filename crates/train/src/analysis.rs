@@ -137,7 +137,8 @@ pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
             measured_s: profiled.as_ref().map(|p| p.classes.get(class).copied().unwrap_or(0.0)),
         })
         .collect();
-    let rest = |step_s: f64, kernels: f64| step_s - kernels;
+    // Ops are timed one by one, in a step of their own: together they may take longer than a step does.
+    let rest = |step_s: f64, kernels: f64| (step_s - kernels).max(0.0);
     let predicted: f64 = classes.iter().filter_map(|c| c.predicted_s).sum();
     let measured: Option<f64> = classes.iter().map(|c| c.measured_s).sum();
     classes.push(ClassTime {

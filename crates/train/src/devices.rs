@@ -3,6 +3,7 @@
 use crate::TrainError;
 use crate::error::worded;
 use crate::machine::{machine_profile, processor};
+use crate::peak::{self, Peak};
 use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
@@ -121,16 +122,14 @@ impl Devices {
         Some(Room { bytes, shared: true, place })
     }
 
-    /// FLOP per second that the MFU of a plan is measured against.
-    pub(crate) fn matmul_peak(&self, plan: &Plan) -> Result<f64, TrainError> {
-        let ranks = plan.layout.mesh.ranks();
-        let local = self.processes.as_ref().map_or(ranks, Processes::local_ranks);
-        let threads = (plan.threads * local).min(cpu::cores().max(plan.threads));
+    /// What the MFU of a plan is a share of: the peaks of all GPUs, or of the CPUs of all hosts.
+    pub(crate) fn matmul_peak(&self, plan: &Plan) -> Result<Peak, TrainError> {
+        let peak = self.peak(plan.target, plan.precision.compute)?;
         let times = match plan.target {
-            Target::Cpu => (ranks / local).max(1),
+            Target::Cpu => self.nodes(),
             Target::Cuda { .. } => self.gpus(),
         };
-        Ok(self.peak(plan.target, threads, plan.precision.compute)? * times as f64)
+        Ok(Peak { flops_per_s: peak.flops_per_s * times as f64, ..peak })
     }
 
     /// Hosts of all processes.
@@ -141,14 +140,6 @@ impl Devices {
     /// GPUs of all processes.
     fn gpus(&self) -> usize {
         self.processes.as_ref().and_then(Processes::gpu).map_or(1, |gpu| gpu.of_all)
-    }
-
-    /// What kind of number MFU is a share of.
-    pub(crate) fn peak_name(&self, plan: &Plan) -> &'static str {
-        match self.vendor_peak(plan.target, plan.precision.compute) {
-            Ok(Some(_)) => "published peak",
-            _ => "measured matmul peak",
-        }
     }
 
     /// Bytes of the arenas of all ranks, which must be free.
@@ -213,15 +204,20 @@ impl Devices {
         }
     }
 
-    /// What MFU is measured against: the vendor's figure where it is known, else what is measured now.
-    pub(crate) fn peak(&self, device: Target, threads: usize, compute: DType) -> Result<f64, TrainError> {
-        match (self.vendor_peak(device, compute)?, device) {
-            (Some(peak), _) => Ok(peak),
-            (None, Target::Cpu) => Ok(cpu::peaks::matmul(threads, compute)?),
-            (None, Target::Cuda { .. }) => {
-                Ok(lockstep_cuda::peaks::matmul(&*self.gpu()?, compute).map_err(ExecError::from)?)
-            }
+    /// What the MFU of one device is a share of: the vendor's figure where it is known, else what was measured.
+    pub(crate) fn peak(&self, device: Target, compute: DType) -> Result<Peak, TrainError> {
+        if device == Target::Cpu {
+            return peak::of_cpu(self, compute);
         }
+        let (flops_per_s, what) = match self.vendor_peak(device, compute)? {
+            Some(published) => (published, "published peak"),
+            None => {
+                let gpu = self.gpu()?;
+                (lockstep_cuda::peaks::matmul(&gpu, compute).map_err(ExecError::from)?, "measured matmul peak")
+            }
+        };
+        let (name, of) = (format!("{what} of the GPU"), format!("{}, {compute}", processor(self, device)?));
+        Ok(Peak { flops_per_s, name, of })
     }
 
     /// The vendor's figure for dense matmuls, where it is known.

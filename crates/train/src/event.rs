@@ -1,7 +1,7 @@
-use crate::TaskScores;
 use crate::changes::Changed;
 use crate::loads::ExpertMetrics;
 use crate::spikes::{RollBack, SkippedStep};
+use crate::{Peak, TaskScores};
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use lockstep_plan::Plan;
@@ -31,7 +31,7 @@ pub struct StepMetrics {
     pub data_wait_s: f64,
     /// Tokens per second.
     pub tokens_per_s: f64,
-    /// Model FLOPs per second as a share of the device's measured matmul peak.
+    /// Model FLOPs per second as a share of the peak that the run names at its start.
     pub mfu: f64,
     /// Bytes of the arena.
     pub arena_bytes: u64,
@@ -177,10 +177,8 @@ pub enum Event<'a> {
     Started {
         /// The program and its account.
         plan: &'a Plan,
-        /// FLOP per second of the device's measured matmul peak.
-        matmul_peak: f64,
-        /// What kind of number that is.
-        peak_name: &'static str,
+        /// What MFU is a share of.
+        peak: &'a Peak,
         /// Where ranks are processes: how many, where, and what they talk over.
         processes: Option<String>,
         /// Bytes of the arenas of all ranks.

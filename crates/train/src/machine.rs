@@ -1,7 +1,8 @@
 //! This machine's profile, and what it or the catalogue says of a step before it runs.
 
 use crate::{Devices, TrainError, catalogue};
-use lockstep_exec::{Timing, cpu};
+use lockstep_exec::Timing;
+use lockstep_exec::cpu::{self, Simd};
 use lockstep_plan::{Plan, Rates, Target, TimedWork};
 use lockstep_sim::machine::{Sample, Table, observe};
 use lockstep_sim::{Forecast, Hardware, MachineProfile, Setting, SimError};
@@ -41,7 +42,9 @@ pub fn processor(devices: &Devices, target: Target) -> Result<String, TrainError
         Target::Cpu => {
             let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
             let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
-            Ok(format!("{}, {} cores", model.unwrap_or(std::env::consts::ARCH).trim(), cpu::cores()))
+            let path = Simd::current();
+            let lowered = if path < Simd::detect() { format!(", {}", path.name()) } else { String::new() };
+            Ok(format!("{}, {} cores{lowered}", model.unwrap_or(std::env::consts::ARCH).trim(), cpu::cores()))
         }
         Target::Cuda { .. } => Ok(devices.gpu()?.device.name.clone()),
     }

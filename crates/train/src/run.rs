@@ -27,20 +27,20 @@ use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
 use crate::spikes::Spikes;
 use crate::tasks::TaskRequests;
-use crate::{Devices, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
+use crate::{Devices, Peak, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::{DeviceTime, ExecError};
 use lockstep_ir::{StepLimits, StepScalars, units};
-use lockstep_plan::{LayoutChoice, Plan, Target, plan};
+use lockstep_plan::{LayoutChoice, Plan, plan};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// How a run is started.
 #[derive(Clone, Debug, Default)]
@@ -106,9 +106,6 @@ impl Outcome {
         }
     }
 }
-
-/// The least time from one measurement of the matmul peak to the next, which takes a second at most.
-const MEASURE_EVERY: Duration = Duration::from_secs(120);
 
 /// Sequences of a validation after which it is seen whether the run is to stop.
 const LOOK_EVERY: u64 = 16;
@@ -208,9 +205,10 @@ struct Run<'a> {
     train: Arc<Sampler>,
     /// Validation samples and how many of them one validation reads; none where there is no validation.
     validation_samples: Option<(Sampler, u64)>,
-    matmul_peak: f64,
-    /// When that was measured.
-    measured: Instant,
+    /// What MFU is a share of.
+    peak: Peak,
+    /// Whether a step has been faster than that.
+    beyond_peak: bool,
     data: u64,
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
@@ -300,6 +298,7 @@ impl Run<'_> {
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
             self.name_slow_rank(&metrics, show)?;
+            self.name_low_peak(&metrics.line, show);
             if let Some(end) = self.session.poll_save()? {
                 self.save_ended(end, show)?;
             }
@@ -368,6 +367,18 @@ impl Run<'_> {
         )));
         let fields = json!({ "step": step, "rank": rank, "host": host, "busy_s": busy_s, "others_s": others_s });
         self.dir.event("slow_rank", fields)
+    }
+
+    /// Says once that a step was faster than the peak that MFU is a share of: that was measured while the machine was busy.
+    fn name_low_peak(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) {
+        if line.mfu > 1.0 && !self.beyond_peak {
+            self.beyond_peak = true;
+            show(Event::Warning(&format!(
+                "MFU is {:.0}% of the {}: it was measured while the machine was busy; `lockstep bench` measures it again",
+                100.0 * line.mfu,
+                self.peak.name
+            )));
+        }
     }
 
     /// Tokens of the first `steps` steps.
@@ -475,10 +486,6 @@ impl Run<'_> {
         let tokens = batch.sequences as u64 * self.config.train.seq as u64;
         let tokens_per_s = tokens as f64 / step_s;
         let achieved = self.plan.model_flops_per_token() * tokens_per_s;
-        // A peak that was measured while the machine was busy is none.
-        if self.plan.target == Target::Cpu {
-            self.matmul_peak = self.matmul_peak.max(achieved);
-        }
         let rank_busy_s = self.session.rank_busy_s();
         let slowest = rank_busy_s.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(rank, _)| rank);
         let listed: &[f64] = if rank_busy_s.len() <= StepMetrics::RANKS_LISTED { &rank_busy_s } else { &[] };
@@ -493,7 +500,7 @@ impl Run<'_> {
             step_s,
             data_wait_s: (data_wait_s * 1e6).round() / 1e6,
             tokens_per_s,
-            mfu: achieved / self.matmul_peak,
+            mfu: achieved / self.peak.flops_per_s,
             arena_bytes: self.session.arena_bytes(),
             gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
             skipped: (!result.applied).then_some(1),
@@ -510,22 +517,6 @@ impl Run<'_> {
         // A scale that is being searched explains gradients that are not finite.
         let searched = loss_scale.is_some_and(|scale| !scale.is_least()) && !result.grad_norm.is_finite();
         Ok(Step { step, applied: result.applied, searched, line, rank_busy_s })
-    }
-
-    /// Measures the peak that MFU is a share of once more, where it was measured on a machine that may have been busy. The best
-    /// counts: what another program takes is no part of the machine's peak.
-    fn measure_again(&mut self) -> Result<(), TrainError> {
-        let team = self.devices.team();
-        if self.plan.target != Target::Cpu || !team.is_first() || self.measured.elapsed() < MEASURE_EVERY {
-            return Ok(());
-        }
-        let found = self.devices.matmul_peak(self.plan)?;
-        self.measured = Instant::now();
-        if found > self.matmul_peak {
-            self.matmul_peak = found;
-            self.dir.event("matmul_peak", json!({ "step": self.outcome.step, "peak_flops": found }))?;
-        }
-        Ok(())
     }
 }
 

@@ -35,9 +35,10 @@ fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<
         (Some(seconds), _) => (seconds, "measured"),
         (None, Ok(Some(prediction))) => (prediction.forecast.step_s, "predicted"),
         // Half of the peak is as much as most steps reach.
-        (None, Ok(None) | Err(_)) => {
-            (2.0 * plan.step_flops.hardware as f64 / devices.matmul_peak(plan)?, "estimated at half of the matmul peak")
-        }
+        (None, Ok(None) | Err(_)) => (
+            2.0 * plan.step_flops.hardware as f64 / devices.matmul_peak(plan)?.flops_per_s,
+            "estimated at half of the matmul peak",
+        ),
     };
     let bytes = checkpoint_bytes(config, plan.parameters);
     let (save_s, save_by) = match measured_save(dir) {

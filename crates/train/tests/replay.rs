@@ -1,19 +1,27 @@
 //! The replay corpus: what programs look like, how large they are and which losses they give. A change that is called a
 //! refactoring leaves it as it is.
 //!
-//! `replay/corpus.txt` has a line per part of a program (its hash) and the bits of three fp32 losses. After a change that is meant to
-//! change programs, `LOCKSTEP_REPLAY=DIR cargo test -p lockstep-train --test replay` writes the corpus and every printed program to
-//! `DIR`: compare the programs with those of the commit before (`diff -r`), then take over the new `corpus.txt`.
+//! Programs are compiled for device profiles that are data (`replay/profiles.txt`), not for the machine at hand: `replay/corpus.txt` is the
+//! same everywhere. It has a line per part of a program (its hash) for a CPU with AMX, and a line per program for other devices. The bits
+//! of three fp32 losses (`replay/losses.txt`) are those of the vector path at hand: with fused multiply-add, and without (`portable`).
+//!
+//! After a change that is meant to change programs, `LOCKSTEP_REPLAY=DIR cargo test -p lockstep-train --test replay` writes these three files
+//! and every printed program to `DIR`: compare the programs with those of the commit before (`diff -r`), then take over the files; losses
+//! again with `LOCKSTEP_CPU=portable`.
 
 mod common;
+#[path = "replay/profiles.rs"]
+mod profiles;
 
 use common::{losses, write_corpus};
-use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_config::{Config, DeviceChoice, PrecisionPolicy};
+use lockstep_exec::cpu::Simd;
 use lockstep_ir::{StepProgram, counter};
-use lockstep_plan::{generation_program, plan};
-use lockstep_train::Devices;
+use lockstep_plan::{PlanError, generation_program, plan};
+use profiles::{FIRST, GPU, OTHERS, Recorded};
+use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Architectures, by their keys in `[model]`.
 const MODELS: [(&str, &str); 7] = [
@@ -93,47 +101,113 @@ fn describe(name: &str, programs: &[StepProgram], dump: Option<&Path>) -> String
     lines
 }
 
-#[test]
-fn programs_and_losses_are_those_of_the_corpus() {
-    let dump = std::env::var_os("LOCKSTEP_REPLAY").map(std::path::PathBuf::from);
-    if let Some(dir) = &dump {
-        std::fs::create_dir_all(dir).unwrap();
+/// A line on the programs of one device.
+fn summary(device: &str, programs: Result<Vec<StepProgram>, PlanError>) -> String {
+    let programs = match programs {
+        Ok(programs) => programs,
+        Err(PlanError::NotOnDevice { what, .. }) => return format!("  {device}: {what} is not for it\n"),
+        Err(error) => panic!("{device}: {error}"),
+    };
+    let arena: u64 = programs.iter().map(|program| program.arena_bytes).sum();
+    let text: String = programs.iter().map(StepProgram::to_string).collect();
+    format!("  {device}: arenas {arena} bytes, {:016x}\n", counter::key(0, &text))
+}
+
+/// The folder that a new corpus is written to, where one is asked for.
+fn dump() -> Option<PathBuf> {
+    let dir = PathBuf::from(std::env::var_os("LOCKSTEP_REPLAY")?);
+    std::fs::create_dir_all(&dir).unwrap();
+    Some(dir)
+}
+
+/// Holds lines against those that were recorded.
+fn compare(file: &str, found: &str, recorded: &str) {
+    if let Some(dir) = dump() {
+        std::fs::write(dir.join(file), found).unwrap();
     }
-    let dir = tempfile::tempdir().unwrap();
-    write_corpus(dir.path());
-    let (mut corpus, mut configs) = (String::new(), 0);
-    for (model, keys) in MODELS {
-        for (way, train) in WAYS.iter().filter(|(way, _)| model == "llama" || FOR_ALL.contains(way)) {
-            let name = format!("{model}-{way}");
-            let config = config(dir.path(), keys, train);
-            corpus += &describe(&name, &plan(&Devices::new(), &config).unwrap().compiled.programs, dump.as_deref());
-            if config.precision.policy == PrecisionPolicy::Fp32 {
-                let run = dir.path().join("run");
-                let bits: Vec<String> =
-                    losses(&config, &run).iter().map(|(loss, ..)| format!("{:016x}", loss.to_bits())).collect();
-                writeln!(corpus, "  losses {}", bits.join(" ")).unwrap();
-                std::fs::remove_dir_all(run).unwrap();
-            }
-            configs += 1;
-        }
-        let config = config(dir.path(), keys, "");
-        let (program, _) = generation_program(&Devices::new(), &config, 16).unwrap();
-        corpus += &describe(&format!("{model}-generate"), &[program], dump.as_deref());
-        configs += 1;
-    }
-    assert!(configs >= 40, "{configs}");
-    if let Some(dir) = &dump {
-        std::fs::write(dir.join("corpus.txt"), &corpus).unwrap();
-    }
-    let recorded = include_str!("replay/corpus.txt");
-    let apart = corpus.lines().zip(recorded.lines()).position(|(a, b)| a != b);
-    if let Some(line) = apart.or((corpus.lines().count() != recorded.lines().count()).then_some(0)) {
-        let program = corpus.lines().take(line + 1).filter(|l| !l.starts_with(' ')).last().unwrap_or_default();
+    let apart = found.lines().zip(recorded.lines()).position(|(a, b)| a != b);
+    if let Some(line) = apart.or((found.lines().count() != recorded.lines().count()).then_some(0)) {
+        let program = found.lines().take(line + 1).filter(|l| !l.starts_with(' ')).last().unwrap_or_default();
         panic!(
-            "line {} of replay/corpus.txt, {program}:\n was {:?}\n is  {:?}\nsee the top of this file for what to do",
+            "line {} of replay/{file}, {program}:\n was {:?}\n is  {:?}\nsee the top of this file for what to do",
             line + 1,
             recorded.lines().nth(line).unwrap_or_default(),
-            corpus.lines().nth(line).unwrap_or_default(),
+            found.lines().nth(line).unwrap_or_default(),
         );
     }
+}
+
+/// The ways that a model is tried in: a name, and lines for `[train]`.
+fn ways(model: &str) -> impl Iterator<Item = (String, &'static str)> {
+    let tried = WAYS.iter().filter(move |(way, _)| model == "llama" || FOR_ALL.contains(way));
+    tried.map(move |(way, train)| (format!("{model}-{way}"), *train))
+}
+
+#[test]
+fn programs_are_those_of_the_corpus() {
+    let (dump, dir) = (dump(), tempfile::tempdir().unwrap());
+    write_corpus(dir.path());
+    let machines: Vec<(&str, Recorded)> = OTHERS.iter().map(|name| (*name, Recorded::new(name))).collect();
+    let on = |config: &Config, device: &str| match device {
+        GPU => {
+            let mut config = config.clone();
+            config.train.device = DeviceChoice::Cuda;
+            config
+        }
+        _ => config.clone(),
+    };
+    let first = Recorded::new(FIRST);
+    let (mut corpus, mut count) = (String::new(), 0);
+    for (model, keys) in MODELS {
+        for (name, train) in ways(model) {
+            let config = config(dir.path(), keys, train);
+            corpus += &describe(&name, &plan(&first, &config).unwrap().compiled.programs, dump.as_deref());
+            for (device, machine) in &machines {
+                corpus += &summary(device, plan(machine, &on(&config, device)).map(|plan| plan.compiled.programs));
+            }
+            count += 1;
+        }
+        let config = config(dir.path(), keys, "");
+        let (program, _) = generation_program(&first, &config, 16).unwrap();
+        corpus += &describe(&format!("{model}-generate"), &[program], dump.as_deref());
+        for (device, machine) in &machines {
+            let program = generation_program(machine, &on(&config, device), 16);
+            corpus += &summary(device, program.map(|(program, _)| vec![program]));
+        }
+        count += 1;
+    }
+    assert!(count >= 60, "{count} configs");
+    compare("corpus.txt", &corpus, include_str!("replay/corpus.txt"));
+}
+
+#[test]
+fn losses_are_those_that_were_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let fused = if Simd::current() == Simd::Portable { "portable" } else { "fused" };
+    let recorded = include_str!("replay/losses.txt");
+    let mut found = String::new();
+    for (name, keys, train) in MODELS.into_iter().flat_map(|(m, keys)| ways(m).map(move |(name, t)| (name, keys, t))) {
+        let config = config(dir.path(), keys, train);
+        if config.precision.policy != PrecisionPolicy::Fp32 {
+            continue;
+        }
+        let run = dir.path().join("run");
+        let bits: Vec<String> =
+            losses(&config, &run).iter().map(|(loss, ..)| format!("{:016x}", loss.to_bits())).collect();
+        std::fs::remove_dir_all(run).unwrap();
+        // What this machine does not say stays as it is.
+        let mut lines = BTreeMap::from([(fused, bits.join(" "))]);
+        let of_this = recorded.lines().filter_map(|line| line.strip_prefix(&format!("{name} ")));
+        for (path, bits) in of_this.filter_map(|rest| rest.split_once(": ")) {
+            lines.entry(path).or_insert_with(|| bits.to_owned());
+        }
+        lines.iter().for_each(|(path, bits)| writeln!(found, "{name} {path}: {bits}").unwrap());
+    }
+    compare("losses.txt", &found, recorded);
+}
+
+#[test]
+fn profiles_are_those_of_the_executors() {
+    compare("profiles.txt", &profiles::of_the_executors(), include_str!("replay/profiles.txt"));
 }

@@ -45,8 +45,9 @@ pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
     Ok(())
 }
 
-fn texts(n: u64) -> String {
-    format!("{} texts", units::count(n))
+/// `1 text`, `1.20K texts`.
+pub(crate) fn texts(n: u64) -> String {
+    format!("{} text{}", units::count(n), if n == 1 { "" } else { "s" })
 }
 
 fn write_samples(path: &Path, evaluation: &TaskEvaluation) -> std::io::Result<()> {

@@ -19,10 +19,10 @@ use std::io::Write;
 #[derive(clap::Args)]
 pub struct CompareArgs {
     /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB, 74GiB.
-    #[arg(long, value_name = "SIZE", conflicts_with = "layouts")]
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     fit: Option<String>,
     /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
-    #[arg(long = "layouts", value_name = "LAYOUTS")]
+    #[arg(long = "layouts", value_name = "LAYOUTS", conflicts_with_all = ["verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     layouts: Vec<String>,
 }
 

@@ -133,7 +133,7 @@ unsafe fn dispatch<N: Number>(terms: usize, input: impl Fn(usize) -> *const u8, 
         unsafe { blocks::<N>(terms, input, output, n) }
     }
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if crate::cpu::Simd::current() >= crate::cpu::Simd::Avx2 {
         // SAFETY: the machine has the feature; the caller vouches for the ranges.
         return unsafe { avx2::<N>(terms, input, output, n) };
     }

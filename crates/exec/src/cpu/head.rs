@@ -114,8 +114,8 @@ fn kept_bytes(compute: DType) -> usize {
 }
 
 /// An upper bound of the scratch as bytes and bytes per product of letters: `c` rows of a chunk, `k` inputs, `v` columns.
-pub fn scratch_bytes(compute: DType, threads: usize) -> (u64, Vec<(u64, &'static str)>) {
-    let unit = Unit::for_dtype(compute, Simd::detect());
+pub fn scratch_bytes(simd: Simd, compute: DType, threads: usize) -> (u64, Vec<(u64, &'static str)>) {
+    let unit = Unit::for_dtype(compute, simd);
     let packed = unit.element();
     let kept = kept_bytes(compute);
     let lines = NR.max(K_STEP);
@@ -493,10 +493,11 @@ mod tests {
 
     #[test]
     fn the_profile_asks_for_enough_scratch_at_every_shape() {
-        for compute in [DType::F32, DType::BF16, DType::F16] {
-            let unit = Unit::for_dtype(compute, Simd::detect());
+        let types = [DType::F32, DType::BF16, DType::F16];
+        for (simd, compute) in [Simd::Avx512, Simd::Amx].into_iter().flat_map(|simd| types.map(|t| (simd, t))) {
+            let unit = Unit::for_dtype(compute, simd);
             for threads in [1, 2, 7] {
-                let (fixed, terms) = scratch_bytes(compute, threads);
+                let (fixed, terms) = scratch_bytes(simd, compute, threads);
                 for rows in [1, 23, 96, 512, 1000, 1024] {
                     for k in [1, 7, 32, 71, 288, 512, 1000, 4096] {
                         for v in [1, 50, 256, 1536, 1537, 8192, 32000, 50257, 151_936, 262_144] {

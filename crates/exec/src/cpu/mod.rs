@@ -27,6 +27,8 @@ mod sections;
 mod simd;
 mod vocab;
 
+pub use simd::{Simd, UnusablePath};
+
 use crate::bound::{At, Names, check_scratch, check_write};
 use crate::comm::{HostCommunicator, ProgramPlace, waited};
 use crate::communication::{
@@ -39,7 +41,6 @@ use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, OpKind, StepProgram, Workspace, units};
 use pool::Pool;
-use simd::Simd;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -47,6 +48,11 @@ use std::time::Instant;
 /// What the compiler must know of this executor: alignment, and the scratch of every kernel, for these types of parameters
 /// and of gradient sums.
 pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfile {
+    profile_of(Simd::current(), threads, compute, gradients)
+}
+
+/// The same for a vector path, which this machine need not have.
+pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) -> DeviceProfile {
     let (gemm, per_k) = gemm::scratch_bytes(threads);
     let (gemm, per_k) = (gemm.next_multiple_of(64) as u64, per_k as u64);
     let fixed = |bytes| Workspace { fixed: bytes, terms: Vec::new() };
@@ -57,12 +63,12 @@ pub fn profile(threads: usize, compute: DType, gradients: DType) -> DeviceProfil
     };
     // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
-    let (head, per_letters) = head::scratch_bytes(compute, threads);
+    let (head, per_letters) = head::scratch_bytes(simd, compute, threads);
     let of = |(fixed, terms)| Workspace { fixed, terms };
-    let attention = attention::scratch(compute, threads);
-    let backward = attention::grad_scratch(compute, threads);
-    let in_runs = attention::scratch(compute, threads).in_runs();
-    let backward_in_runs = attention::grad_scratch(compute, threads).in_runs();
+    let attention = attention::scratch(simd, compute, threads);
+    let backward = attention::grad_scratch(simd, compute, threads);
+    let in_runs = attention::scratch(simd, compute, threads).in_runs();
+    let backward_in_runs = attention::grad_scratch(simd, compute, threads).in_runs();
     let loss_head = Workspace { fixed: head, terms: [&per_letters[..], &share("vk")].concat() };
     let vocab_grad = Workspace { fixed: gemm, terms: [&[(4, "cv"), (4, "ck")], &share("vk")[..]].concat() };
     let rounds = if compute == DType::F32 { 0 } else { per_k };
@@ -190,7 +196,7 @@ impl CpuExecutor {
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
         Ok(Self {
             pool,
-            simd: Simd::detect(),
+            simd: Simd::current(),
             communication,
             arena,
             segments,

@@ -48,7 +48,7 @@ pub fn matmul(threads: usize, operands: DType) -> Result<f64, ExecError> {
 
 fn matmul_of<T: Float>(threads: usize) -> Result<f64, ExecError> {
     const N: usize = 1024;
-    let (pool, simd) = (start(threads)?, Simd::detect());
+    let (pool, simd) = (start(threads)?, Simd::current());
     let (a, b) = (vec![T::of(1.0); N * N], vec![T::of(1.0); N * N]);
     let mut c = vec![0.0f32; N * N];
     let mut scratch = vec![0.0f32; gemm::scratch_bytes(threads).0 / 4];
@@ -64,7 +64,7 @@ fn matmul_of<T: Float>(threads: usize) -> Result<f64, ExecError> {
 /// The speed of copying memory that is larger than the caches' share of a thread, in bytes read and written per second.
 pub fn bandwidth(threads: usize) -> Result<f64, ExecError> {
     const N: usize = 32 << 20;
-    let (pool, simd) = (start(threads)?, Simd::detect());
+    let (pool, simd) = (start(threads)?, Simd::current());
     let from = vec![1.0f32; N];
     let mut to = vec![0.0f32; N];
     let (a, b) = (Ptr(from.as_ptr()), Ptr(to.as_mut_ptr()));

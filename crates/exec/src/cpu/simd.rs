@@ -1,20 +1,59 @@
 //! Vector code without intrinsics: the same source, compiled for every kind of vector unit.
 
 use super::float::Float;
+use std::sync::OnceLock;
 
-/// What the machine's vector units can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The vector path of the kernels. They are in order: a path has all that the ones before it have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Simd {
-    /// 16 floats at a time, fused multiply-add.
-    Avx512,
+    /// Whatever the compiler may assume; multiplies and adds in two steps.
+    Portable,
     /// 8 floats at a time, fused multiply-add.
     Avx2,
-    /// Whatever the compiler may assume.
-    Portable,
+    /// 16 floats at a time, fused multiply-add.
+    Avx512,
+    /// The same, and tile registers for matmuls in bf16.
+    Amx,
 }
 
 impl Simd {
-    /// Asks the machine.
+    /// All paths.
+    pub const ALL: [Simd; 4] = [Simd::Portable, Simd::Avx2, Simd::Avx512, Simd::Amx];
+
+    /// The environment variable that lowers the path.
+    pub const SWITCH: &str = "LOCKSTEP_CPU";
+
+    /// The word for it in [`Simd::SWITCH`].
+    pub fn name(self) -> &'static str {
+        match self {
+            Simd::Portable => "portable",
+            Simd::Avx2 => "avx2",
+            Simd::Avx512 => "avx512",
+            Simd::Amx => "amx",
+        }
+    }
+
+    /// The path that [`Simd::SWITCH`] asks for, or else the highest one of this machine. The environment is read once.
+    pub fn chosen() -> Result<Self, &'static UnusablePath> {
+        static CHOSEN: OnceLock<Result<Simd, UnusablePath>> = OnceLock::new();
+        CHOSEN
+            .get_or_init(|| {
+                let asked = std::env::var_os(Self::SWITCH);
+                choose(asked.as_ref().map(|word| word.to_string_lossy()).as_deref(), Self::detect())
+            })
+            .as_ref()
+            .copied()
+    }
+
+    /// The path that kernels take.
+    ///
+    /// # Panics
+    /// Where the environment asks for a path that this machine does not have: who starts a program asks [`Simd::chosen`] first.
+    pub fn current() -> Self {
+        Self::chosen().unwrap_or_else(|unusable| panic!("{unusable}"))
+    }
+
+    /// The highest path that this machine has.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -23,7 +62,7 @@ impl Simd {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512bw");
             if has_512 && is_x86_feature_detected!("fma") {
-                return Simd::Avx512;
+                return if super::gemm::has_amx() { Simd::Amx } else { Simd::Avx512 };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
                 return Simd::Avx2;
@@ -31,6 +70,28 @@ impl Simd {
         }
         Simd::Portable
     }
+}
+
+/// The environment asks for a vector path that cannot be taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} = {word:?} {problem}\nhint: {hint}", Simd::SWITCH)]
+pub struct UnusablePath {
+    word: String,
+    problem: String,
+    hint: String,
+}
+
+/// The path that a word asks for, on a machine whose highest one is `highest`. No word, or an empty one, leaves it.
+fn choose(word: Option<&str>, highest: Simd) -> Result<Simd, UnusablePath> {
+    let Some(word) = word.filter(|word| !word.is_empty()) else { return Ok(highest) };
+    let usable: Vec<&str> = Simd::ALL.iter().filter(|path| **path <= highest).map(|path| path.name()).collect();
+    let problem = match Simd::ALL.into_iter().find(|path| path.name() == word) {
+        Some(path) if path <= highest => return Ok(path),
+        Some(_) => format!("is a vector path that this CPU does not have: its highest is {}", highest.name()),
+        None => "is no vector path".to_owned(),
+    };
+    let hint = format!("unset it, or lower the path to one of: {}", usable.join(", "));
+    Err(UnusablePath { word: word.to_owned(), problem, hint })
 }
 
 /// Declares a function that is compiled once for every kind of vector unit and picks one at run time by its first
@@ -64,7 +125,7 @@ macro_rules! vectorised {
             unsafe {
                 match simd {
                     #[cfg(target_arch = "x86_64")]
-                    $crate::cpu::simd::Simd::Avx512 => avx512::<$T>($($arg),*),
+                    $crate::cpu::simd::Simd::Avx512 | $crate::cpu::simd::Simd::Amx => avx512::<$T>($($arg),*),
                     #[cfg(target_arch = "x86_64")]
                     $crate::cpu::simd::Simd::Avx2 => avx2::<$T>($($arg),*),
                     _ => body::<$T>($($arg),*),
@@ -216,6 +277,31 @@ mod tests {
     }
 
     #[test]
+    fn a_word_lowers_the_path_and_never_raises_it() {
+        for (highest, word, expected) in [
+            (Simd::Amx, None, Ok(Simd::Amx)),
+            (Simd::Amx, Some(""), Ok(Simd::Amx)),
+            (Simd::Amx, Some("amx"), Ok(Simd::Amx)),
+            (Simd::Amx, Some("portable"), Ok(Simd::Portable)),
+            (Simd::Avx512, Some("avx2"), Ok(Simd::Avx2)),
+            (Simd::Avx2, None, Ok(Simd::Avx2)),
+            (
+                Simd::Avx2,
+                Some("avx512"),
+                Err("LOCKSTEP_CPU = \"avx512\" is a vector path that this CPU does not have: its highest is avx2\n\
+                     hint: unset it, or lower the path to one of: portable, avx2"),
+            ),
+            (
+                Simd::Portable,
+                Some("AVX2"),
+                Err("LOCKSTEP_CPU = \"AVX2\" is no vector path\nhint: unset it, or lower the path to one of: portable"),
+            ),
+        ] {
+            assert_eq!(choose(word, highest).map_err(|e| e.to_string()), expected.map_err(str::to_owned), "{word:?}");
+        }
+    }
+
+    #[test]
     fn max_is_the_largest() {
         let x: Vec<f32> = (0..40).map(|i| ((i * 7) % 40) as f32).collect();
         assert_eq!(max(&x), 39.0);
@@ -230,7 +316,7 @@ mod tests {
             unsafe fn squares<T>(x: *const T, n: usize) -> f32 { sum(n, |i| (*x.add(i)).to() * (*x.add(i)).to()) }
         }
         // SAFETY: inside the vector.
-        let vector = unsafe { squares(Simd::detect(), x.as_ptr(), x.len()) };
+        let vector = unsafe { squares(Simd::current(), x.as_ptr(), x.len()) };
         assert_eq!(portable.to_bits(), vector.to_bits());
     }
 }

@@ -72,7 +72,6 @@ impl Run<'_> {
     }
 
     pub(super) fn validate(&mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
-        self.measure_again()?;
         let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;

@@ -16,12 +16,13 @@ use crate::slow_rank::SlowRanks;
 use crate::spikes;
 use crate::tasks::TaskRequests;
 use crate::{
-    Devices, Existing, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict, settled,
+    Devices, Existing, Peak, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict,
+    settled,
 };
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
-use lockstep_exec::Note;
+use lockstep_exec::{ExecError, Note};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
@@ -134,8 +135,9 @@ pub(super) fn start<'a>(
     };
     let train = Arc::new(data.train(config)?);
     // The arena may leave no memory to measure in.
-    let peak = team.told("measure", || Ok(devices.matmul_peak(plan)?.to_le_bytes().to_vec()))?;
-    let matmul_peak = peak.try_into().map_or(1.0, f64::from_le_bytes);
+    let told = team.told("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
+    let peak: Peak = serde_json::from_slice(&told)
+        .map_err(|error| ExecError::Internal(format!("the first rank told of a peak: {error}")))?;
     let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
     let mut session = Session::new(devices, config, plan)?;
     let planned = plan.checkpoint_bytes();
@@ -238,8 +240,7 @@ pub(super) fn start<'a>(
     let steps = config.train.steps;
     show(Event::Started {
         plan,
-        matmul_peak,
-        peak_name: devices.peak_name(plan),
+        peak: &peak,
         processes: team.0.map(Processes::summary),
         arena_bytes,
         snapshot_bytes: snapshot.then_some(planned),
@@ -253,9 +254,11 @@ pub(super) fn start<'a>(
     let begun = json!({
         "step": step,
         "device": plan.device,
-        "peak_flops": matmul_peak,
+        "peak_flops": peak.flops_per_s,
+        "peak": peak.name,
+        "peak_of": peak.of,
         // The name that it had before.
-        "ceiling_flops": matmul_peak,
+        "ceiling_flops": peak.flops_per_s,
         "init_from": init_from,
         // Of the most loaded rank over the mean, where documents are kept apart.
         "context_imbalance": imbalance,
@@ -304,8 +307,8 @@ pub(super) fn start<'a>(
         dir,
         train,
         validation_samples,
-        matmul_peak,
-        measured: Instant::now(),
+        peak,
+        beyond_peak: false,
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,

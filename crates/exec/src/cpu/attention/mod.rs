@@ -313,14 +313,14 @@ impl Scratch {
 }
 
 /// Scratch of `forward` and `cached`.
-pub fn scratch(compute: DType, threads: usize) -> Scratch {
-    let unit = Unit::for_dtype(compute, Simd::detect());
+pub fn scratch(simd: Simd, compute: DType, threads: usize) -> Scratch {
+    let unit = Unit::for_dtype(compute, simd);
     Scratch::of(threads, |positions, e| forward::Buffers::bytes(unit, positions, e))
 }
 
 /// Scratch of `grad`.
-pub fn grad_scratch(compute: DType, threads: usize) -> Scratch {
-    let unit = Unit::for_dtype(compute, Simd::detect());
+pub fn grad_scratch(simd: Simd, compute: DType, threads: usize) -> Scratch {
+    let unit = Unit::for_dtype(compute, simd);
     Scratch::of(threads, |positions, e| backward::Buffers::bytes(unit, positions, e))
 }
 

@@ -25,7 +25,7 @@ impl Unit {
 
     /// The same, by the name of the type.
     pub fn for_dtype(dtype: DType, simd: Simd) -> Self {
-        if dtype == DType::BF16 && simd == Simd::Avx512 && amx::available() { Unit::Amx } else { Unit::Vector }
+        if dtype == DType::BF16 && simd == Simd::Amx { Unit::Amx } else { Unit::Vector }
     }
 
     /// Rows of a tile.

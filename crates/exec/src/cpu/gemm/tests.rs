@@ -41,11 +41,7 @@ fn matmul<T: Float>(
 }
 
 fn units() -> Vec<Simd> {
-    match Simd::detect() {
-        Simd::Portable => vec![Simd::Portable],
-        Simd::Avx2 => vec![Simd::Portable, Simd::Avx2],
-        Simd::Avx512 => vec![Simd::Portable, Simd::Avx2, Simd::Avx512],
-    }
+    Simd::ALL.into_iter().filter(|path| *path <= Simd::current()).collect()
 }
 
 const SIZES: [(usize, usize, usize); 7] =
@@ -85,9 +81,9 @@ fn row_is_its_own<T: Float>() {
     let (n, k) = (70, 1600);
     let (a, b) = (random::<T>(200 * k, "a"), random::<T>(k * n, "b"));
     let rows = |from: usize| Matrix::rows(a[from * k..].as_ptr(), k);
-    let many = matmul(Simd::detect(), 2, (200, n, k), rows(0), Matrix::rows(b.as_ptr(), n));
+    let many = matmul(Simd::current(), 2, (200, n, k), rows(0), Matrix::rows(b.as_ptr(), n));
     for row in [0, 5, 96, 199] {
-        let one = matmul(Simd::detect(), 1, (1, n, k), rows(row), Matrix::rows(b.as_ptr(), n));
+        let one = matmul(Simd::current(), 1, (1, n, k), rows(row), Matrix::rows(b.as_ptr(), n));
         assert_eq!(one, many[row * n..(row + 1) * n], "{}", T::DTYPE);
     }
 }

@@ -24,7 +24,7 @@ pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, line
             }
         } else if source.row_stride == 1 {
             widen_rows(simd, source.ptr, source.column_stride, lines, depth, to, W);
-        } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd == Simd::Avx512 {
+        } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd >= Simd::Avx512 {
             let whole = depth / 16 * 16;
             for first in (0..lines).step_by(16) {
                 let here = 16.min(lines - first);
@@ -78,7 +78,7 @@ pub unsafe fn multiply(
                 let (a, b, c) = (a.add(i / MR * a_panel), b.add(j / NR * b_panel), c.part(i, j, true));
                 match (simd, c) {
                     #[cfg(target_arch = "x86_64")]
-                    (Simd::Avx512, Target::F32 { .. } | Target::Scaled { .. }) => {
+                    (Simd::Avx512 | Simd::Amx, Target::F32 { .. } | Target::Scaled { .. }) => {
                         // Few rows in few registers: the same sums without those of rows that are not there.
                         match rows {
                             0..=4 => avx512::tile::<4>(depth, a, b, c, rows, columns),
@@ -87,7 +87,7 @@ pub unsafe fn multiply(
                         }
                     }
                     #[cfg(target_arch = "x86_64")]
-                    (Simd::Avx512, Target::Bf16 { .. } | Target::F16 { .. }) => {
+                    (Simd::Avx512 | Simd::Amx, Target::Bf16 { .. } | Target::F16 { .. }) => {
                         let mut tile = [0.0f32; MR * NR];
                         let whole = Target::F32 { ptr: tile.as_mut_ptr(), stride: NR, add: false };
                         avx512::tile::<MR>(depth, a, b, whole, MR, NR);
