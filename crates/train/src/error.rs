@@ -434,7 +434,26 @@ impl TrainError {
 
     /// Whether nothing is wrong: the run was asked to stop, and the same command goes on.
     pub fn is_interrupt(&self) -> bool {
-        matches!(self, TrainError::Data(DataError::Interrupted))
+        matches!(self, TrainError::Data(DataError::Interrupted) | TrainError::Join(JoinError::Stopped))
+    }
+
+    /// Whether the same command again would end the same way, from the last checkpoint too: what it computes has failed, not what it
+    /// runs on.
+    pub fn recurs(&self) -> bool {
+        matches!(
+            self,
+            TrainError::Spikes { .. }
+                | TrainError::Diverged { .. }
+                | TrainError::ExpertBound { .. }
+                | TrainError::EvaluationBound { .. }
+                | TrainError::InStep { .. }
+                | TrainError::Plan(_)
+                | TrainError::NoSnapshot { .. }
+                | TrainError::Exec(ExecError::OutOfMemory(_) | ExecError::Internal(_))
+                | TrainError::Join(
+                    JoinError::OtherSize { .. } | JoinError::OtherBuild { .. } | JoinError::Twice { .. }
+                )
+        ) || self.is_request()
     }
 
     /// Whether the request was wrong, rather than the run.
