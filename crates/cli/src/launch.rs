@@ -51,11 +51,13 @@ const CHANGE: &str =
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
-    let given = args.train.config.set.len();
+    let given = args.train.config.set.clone();
+    // What is given with --set wins over what a cluster of this name has.
+    args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
     args.train.config.set.extend(args.slurm.overrides());
     let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
     // The job takes them from its script.
-    args.train.config.set.truncate(given);
+    args.train.config.set = given;
     let Some(ranks) = config.ranks().or(args.ranks) else {
         let text =
             "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";

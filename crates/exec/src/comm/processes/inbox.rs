@@ -205,6 +205,11 @@ impl Inbox {
         self.gate.announce();
     }
 
+    /// The host of a rank.
+    pub fn host(&self, rank: usize) -> &str {
+        &self.hosts[rank]
+    }
+
     /// Nothing more will come from a rank.
     pub fn cut(&self, from: usize, reason: String) {
         if !self.peers.has_left(from) {

@@ -144,11 +144,14 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
     inbox.cut(from, ended(&error));
 }
 
+/// What a connection that ends without a word says of the other end.
+pub const ENDED: &str = "its process has ended";
+
 /// What the end of a connection means.
 pub fn ended(error: &io::Error) -> String {
     match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
-            "its process has ended, and its connections with it".to_owned()
+            format!("{ENDED}, and its connections with it")
         }
         _ => format!("its connection was cut: {error}"),
     }

@@ -132,6 +132,20 @@ fn a_process_that_ends_without_a_word_is_named_to_all() {
 }
 
 #[test]
+fn two_ranks_that_live_and_lose_their_connection_are_both_named() {
+    let comms = sockets(3, SOME);
+    std::thread::sleep(Duration::from_millis(100));
+    // Rank 1 has lost rank 2, of which rank 0 hears as ever.
+    comms[1].inbox.cut(2, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
+    let expected =
+        format!("rank 1 on host {0} and rank 2 on host {0} cannot reach each other any more, and both", host());
+    for comm in &comms {
+        let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
+        assert!(text.starts_with(&expected) && text.contains(" live: their connection was closed\nhint: "), "{text}");
+    }
+}
+
+#[test]
 fn ranks_that_end_because_of_another_are_not_taken_for_the_cause() {
     let mut comms = sockets(3, SOME);
     let last = comms.pop().unwrap();

@@ -79,6 +79,13 @@ impl Writer {
                     to.place(place);
                 });
             }
+            CommError::Cut { ranks, hosts, reason } => {
+                self.u8(6);
+                self.size(ranks.0);
+                self.size(ranks.1);
+                hosts.iter().for_each(|host| self.text(host));
+                self.text(reason);
+            }
             CommError::Stalled { rank, place, other, other_place, seconds, other_waits_for } => {
                 self.u8(2);
                 self.size(*rank);
@@ -198,6 +205,11 @@ impl<'a> Reader<'a> {
                 CommError::Mismatch { ranks: (self.size()?, self.size()?), first: self.shown()?, second: self.shown()? }
             }
             5 => CommError::Refused { rank: self.size()?, place: self.place()?, reason: self.shown()? },
+            6 => CommError::Cut {
+                ranks: (self.size()?, self.size()?),
+                hosts: Box::new([self.shown()?, self.shown()?]),
+                reason: self.shown()?,
+            },
             _ => return None,
         })
     }
@@ -282,6 +294,7 @@ mod tests {
                 seconds: 1.5,
                 other_waits_for: Some(2),
             },
+            CommError::Cut { ranks: (1, 2), hosts: Box::new(["a".into(), "b".into()]), reason: "cut".into() },
             CommError::Left { rank: 0, place, other: 3 },
             CommError::Mismatch { ranks: (0, 4), first: "a".into(), second: "b".into() },
             CommError::Refused { rank: 5, place, reason: "u32".into() },
