@@ -443,7 +443,7 @@ fn wrong_variables_are_refused_at_once() {
     let check = |set: &[(&str, &str)], expected: &str| {
         let mut command = place.command(&args);
         command.env("MASTER_ADDR", "127.0.0.1").env("RANK", "0").env("WORLD_SIZE", "2");
-        set.iter().for_each(|(name, value)| drop(command.env(name, value)));
+        command.envs(set.iter().copied());
         let output = end(spawn(command), SOON);
         let text = said(&output);
         assert_eq!(output.status.code(), Some(2), "{text}");
