@@ -6,7 +6,7 @@ use crate::{Format, launch, processes};
 use lockstep_cuda::Gpu;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::measure::{MeasureError, Measured, Pattern, connections, measure};
-use lockstep_exec::comm::processes::{Over, host, join};
+use lockstep_exec::comm::processes::{Over, Waiting, host, join};
 use lockstep_exec::comm::{Communicator, Subject, threads};
 use lockstep_ir::units;
 use serde_json::{Value, json};
@@ -178,7 +178,8 @@ impl Progress {
 }
 
 fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
-    let comm = Arc::new(join(&place.start(args.timeout())?).map_err(lockstep_train::TrainError::from)?);
+    let start = place.start(args.timeout(), None, Waiting::default())?;
+    let comm = Arc::new(join(&start).map_err(lockstep_train::TrainError::from)?);
     let mut hosts: Vec<(String, usize)> = Vec::new();
     for member in comm.members() {
         match hosts.iter_mut().find(|(host, _)| *host == member.host) {

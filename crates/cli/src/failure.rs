@@ -14,11 +14,16 @@ Exit codes:
 /// Nothing is wrong: the run was asked to stop, and the same command goes on. Batch systems requeue on it (EX_TEMPFAIL).
 pub const INTERRUPTED: u8 = 75;
 
+/// How a rank ends that `lockstep launch` started, where the same command again would end the same way: no restart mends that. To
+/// everybody else such a run has failed like any other.
+pub const RECURS: u8 = 3;
+
 /// What to print, and whose fault it was.
 #[derive(Debug)]
 pub struct Failure {
     text: String,
     code: u8,
+    recurs: bool,
     reader_gone: bool,
 }
 
@@ -42,8 +47,10 @@ impl Failure {
         let text = crate::style::message(&format!("error: {}", self.text)) + "\n";
         // At once, as others may write there. Where nobody listens any more, the exit code still tells.
         let _ = std::io::stderr().write_all(text.as_bytes());
-        lockstep_cuda::end_if_abandoned(self.code);
-        ExitCode::from(self.code)
+        let launched = std::env::var_os(crate::processes::LAUNCHED).is_some();
+        let code = if self.recurs && launched { RECURS } else { self.code };
+        lockstep_cuda::end_if_abandoned(code);
+        ExitCode::from(code)
     }
 
     /// As told by a rank that is not the first.
@@ -53,7 +60,7 @@ impl Failure {
     }
 
     fn new(text: String, code: u8) -> Self {
-        Self { text, code, reader_gone: false }
+        Self { text, code, recurs: false, reader_gone: false }
     }
 }
 
@@ -76,7 +83,7 @@ impl From<lockstep_train::TrainError> for Failure {
             (false, true) => 2,
             (false, false) => 1,
         };
-        Self::new(error.to_string(), code)
+        Self { recurs: code == 1 && error.recurs(), ..Self::new(error.to_string(), code) }
     }
 }
 

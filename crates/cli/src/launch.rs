@@ -1,12 +1,12 @@
 //! `lockstep launch`: the ranks of a run as processes of this machine.
 
-use crate::failure::{Failure, INTERRUPTED};
-use crate::processes::LAUNCHED;
+use crate::failure::{Failure, INTERRUPTED, RECURS};
+use crate::processes::{ABANDONED, LAUNCHED, SECRET, STOP};
 use crate::{slurm, style, train};
 use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::processes::host;
+use lockstep_exec::comm::processes::{JobSecret, host};
 use lockstep_train::{SHARES_GPUS, TrainError};
 use std::ffi::OsString;
 use std::io::Write;
@@ -38,17 +38,26 @@ pub struct Args {
 
 /// The ranks that are left when one has failed end by themselves within 10 s; then they are killed.
 const ENDS_WITHIN: Duration = Duration::from_secs(12);
+/// How long a process may be stopped by a signal when others have ended.
+const STOPPED_FOR: Duration = Duration::from_secs(8);
+/// When rank 0 has ended well, the others have nothing left to do; those that are there after so long are killed.
+const LAST_WITHIN: Duration = Duration::from_secs(60);
 /// What to do when ranks have failed.
 const AGAIN: &str = "the same command again goes on from the last checkpoint; --restarts N does so by itself";
+/// And where that helps nothing.
+const CHANGE: &str =
+    "change what the message above says: the same command again would end the same way, so no restart helps";
 /// How often processes are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
-    let given = args.train.config.set.len();
+    let given = args.train.config.set.clone();
+    // What is given with --set wins over what a cluster of this name has.
+    args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
     args.train.config.set.extend(args.slurm.overrides());
     let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
     // The job takes them from its script.
-    args.train.config.set.truncate(given);
+    args.train.config.set = given;
     let Some(ranks) = config.ranks().or(args.ranks) else {
         let text =
             "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";
@@ -74,7 +83,7 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
         let end = Team::start(&arguments, ranks, args.share_gpus)?.wait(&signals)?;
-        let again = attempt < args.restarts && end.code != 2 && end.failed.is_some() && !end.asked_to_stop;
+        let again = attempt < args.restarts && !end.recurs && end.failed.is_some() && !end.asked_to_stop;
         if let Some(text) = &end.failed {
             tell(&format!("error: {text}"));
         }
@@ -117,6 +126,8 @@ struct Team {
     ended: Vec<Option<ExitStatus>>,
     /// Which of them were killed here, and why.
     killed: Vec<Option<Killed>>,
+    /// Since when each is stopped by a signal while others have ended.
+    stopped: Vec<Option<Instant>>,
 }
 
 /// Why a process had to be killed when others had failed.
@@ -131,6 +142,8 @@ enum Killed {
 /// How an attempt ended.
 struct End {
     code: u8,
+    /// The same again would end the same way.
+    recurs: bool,
     /// Which rank failed, and how.
     failed: Option<String>,
     asked_to_stop: bool,
@@ -139,12 +152,14 @@ struct End {
 impl Team {
     /// Starts this program again with these arguments, once for every rank.
     fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self, Failure> {
-        // Free now; should somebody else take it before rank 0 does, that says so.
+        // Free now; should somebody else take it before rank 0 does, that tells the others of another.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let mut team = Self { children: Vec::new(), ended: vec![None; ranks], killed: vec![None; ranks] };
+        let secret = JobSecret::random()?.to_hex();
+        let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
+        let mut team = Self { children: Vec::new(), ended, killed, stopped };
         for rank in 0..ranks {
             let mut command = Command::new(std::env::current_exe()?);
-            command.args(arguments).stdin(Stdio::piped()).env(LAUNCHED, "1");
+            command.args(arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, &secret);
             // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
             command.process_group(0);
             for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks)] {
@@ -162,16 +177,11 @@ impl Team {
     /// Waits for all. A signal is passed on to them: they stop after the same step.
     fn wait(mut self, signals: &AtomicBool) -> Result<End, Failure> {
         let mut asked_to_stop = false;
-        let mut deadline: Option<Instant> = None;
+        let (mut deadline, mut first_ended): (Option<Instant>, Option<Instant>) = (None, None);
         while self.ended.iter().any(Option::is_none) {
             if !asked_to_stop && signals.load(Ordering::SeqCst) {
                 asked_to_stop = true;
-                for child in &mut self.children {
-                    if let Some(pipe) = &mut child.stdin {
-                        // One that has ended needs no word.
-                        let _ = pipe.write_all(b"s");
-                    }
-                }
+                self.tell_all(STOP);
             }
             for (child, ended) in self.children.iter_mut().zip(&mut self.ended) {
                 if ended.is_none() {
@@ -180,9 +190,18 @@ impl Team {
             }
             if deadline.is_none() && self.ended.iter().flatten().any(|status| failed(*status)) {
                 deadline = Some(Instant::now() + ENDS_WITHIN);
+                // Those that still wait for all to come wait for nothing.
+                self.tell_all(ABANDONED);
             }
             if let Some(deadline) = deadline {
-                self.clear_away(Instant::now() > deadline);
+                self.clear_away_failed(Instant::now() > deadline);
+            }
+            if first_ended.is_none() && self.ended[0].is_some() {
+                first_ended = Some(Instant::now());
+            }
+            if self.ended.iter().any(Option::is_some) {
+                self.clear_away_stopped();
+                self.clear_away(first_ended.is_some_and(|since| since.elapsed() > LAST_WITHIN));
             }
             std::thread::sleep(LOOK_EVERY);
         }
@@ -199,37 +218,78 @@ impl Team {
             let how = match self.killed[*rank] {
                 None => format!("was killed by signal {}", status.signal().unwrap_or(0)),
                 Some(Killed::Stopped) => "was stopped by a signal; it was killed when the others had ended".to_owned(),
-                Some(Killed::StillThere) => {
-                    format!("did not end within {} s after the others, and was killed", ENDS_WITHIN.as_secs())
-                }
+                Some(Killed::StillThere) => "did not end when the others had, and was killed".to_owned(),
             };
             let text = format!("rank {rank} (process {pid}) {how}\nhint: {AGAIN}");
-            return End { code: 1, failed: Some(text), asked_to_stop };
+            return End { code: 1, recurs: false, failed: Some(text), asked_to_stop };
         }
         // Of those that ended by themselves, one that says that the request was wrong tells most.
         if let Some(code) = failures.iter().filter_map(|(_, status)| status.code()).max() {
             let who: Vec<usize> = failures.iter().map(|(rank, _)| *rank).collect();
+            let recurs = [2, i32::from(RECURS)].contains(&code);
+            let code = if code == i32::from(RECURS) { 1 } else { code };
+            let hint = if recurs { CHANGE } else { AGAIN };
             let text =
-                format!("{} ended with exit code {code}, see above\nhint: {AGAIN}", lockstep_ir::units::ranks(&who));
-            return End { code: u8::try_from(code).unwrap_or(1), failed: Some(text), asked_to_stop };
+                format!("{} ended with exit code {code}, see above\nhint: {hint}", lockstep_ir::units::ranks(&who));
+            return End { code: u8::try_from(code).unwrap_or(1), recurs, failed: Some(text), asked_to_stop };
         }
         let interrupted = ends().any(|(_, status)| status.code() == Some(i32::from(INTERRUPTED)));
-        End { code: if interrupted { INTERRUPTED } else { 0 }, failed: None, asked_to_stop }
+        End { code: if interrupted { INTERRUPTED } else { 0 }, recurs: false, failed: None, asked_to_stop }
+    }
+
+    /// Writes a word to all of them.
+    fn tell_all(&mut self, word: u8) {
+        for child in &mut self.children {
+            if let Some(pipe) = &mut child.stdin {
+                // One that has ended needs no word.
+                let _ = pipe.write_all(&[word]);
+            }
+        }
+    }
+
+    /// When others have ended well: kills processes that have been stopped for a while, which never end by themselves.
+    fn clear_away_stopped(&mut self) {
+        for (rank, child) in self.children.iter_mut().enumerate() {
+            if self.ended[rank].is_some() || !is_stopped(child.id()) {
+                self.stopped[rank] = None;
+                continue;
+            }
+            let since = self.stopped[rank].get_or_insert_with(Instant::now);
+            if self.killed[rank].is_none() && since.elapsed() > STOPPED_FOR && child.kill().is_ok() {
+                self.killed[rank] = Some(Killed::Stopped);
+            }
+        }
     }
 
     /// When others have failed: kills processes that are stopped, which nothing else ends, and when it is `late` all that are left.
-    fn clear_away(&mut self, late: bool) {
-        for ((child, ended), killed) in self.children.iter_mut().zip(&self.ended).zip(&mut self.killed) {
+    fn clear_away_failed(&mut self, late: bool) {
+        for (child, killed) in self.left() {
             let why = match (late, is_stopped(child.id())) {
                 (_, true) => Killed::Stopped,
                 (true, false) => Killed::StillThere,
                 (false, false) => continue,
             };
             // One that ends by itself meanwhile is as good.
-            if ended.is_none() && killed.is_none() && child.kill().is_ok() {
+            if child.kill().is_ok() {
                 *killed = Some(why);
             }
         }
+    }
+
+    /// When rank 0 has ended well and it is `late`: kills all that are left.
+    fn clear_away(&mut self, late: bool) {
+        for (child, killed) in self.left().filter(|_| late) {
+            if child.kill().is_ok() {
+                *killed = Some(Killed::StillThere);
+            }
+        }
+    }
+
+    /// Those that have neither ended nor been killed.
+    fn left(&mut self) -> impl Iterator<Item = (&mut Child, &mut Option<Killed>)> {
+        let all = self.children.iter_mut().zip(&self.ended).zip(&mut self.killed);
+        all.filter(|((_, ended), killed)| ended.is_none() && killed.is_none())
+            .map(|((child, _), killed)| (child, killed))
     }
 
     fn kill(&mut self) {

@@ -1,11 +1,13 @@
 //! How a process finds the others of its run: by the variables that whoever started it has set.
 
 use crate::failure::Failure;
+use crate::terminal::printable;
 use lockstep_cuda::{Device, Gpu};
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::processes::{MpiLibrary, Start, end_mpi};
+use lockstep_exec::comm::processes::{Board, JobSecret, MpiLibrary, Start, Waiting, end_early, end_mpi};
 use std::hash::Hasher;
 use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,11 +19,21 @@ pub const LAUNCHED: &str = "LOCKSTEP_LAUNCHED";
 /// Names the MPI library, where it is not found by itself or another one is; `none` for no MPI.
 const LIBRARY: &str = "LOCKSTEP_MPI_LIBRARY";
 
+/// The secret by which the processes of a job know each other; `lockstep launch` makes one.
+pub const SECRET: &str = "LOCKSTEP_JOB_SECRET";
+
+/// The file in which rank 0 says how it is found, in the run directory.
+const BOARD: &str = ".rendezvous";
+
+/// What a launcher writes to a process that is to stop, and where another has ended before all had come.
+pub const STOP: u8 = b's';
+pub const ABANDONED: u8 = b'a';
+
 /// The port where none is given, as with torchrun.
-const PORT: &str = "29500";
+const PORT: u16 = 29500;
 
 /// One process of several.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessPlace {
     /// Which it is.
     pub rank: usize,
@@ -33,21 +45,27 @@ pub struct ProcessPlace {
     pub local: Option<usize>,
     /// The MPI that started it, if one did.
     pub mpi: Option<MpiLibrary>,
+    /// The secret of the job, if whoever started it gave one.
+    pub secret: Option<JobSecret>,
+    /// What tells its job from others of the same folder.
+    pub job: String,
 }
 
 /// Where this process stands among others; `None` if it is alone.
 pub fn place() -> Result<Option<ProcessPlace>, Failure> {
-    find(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+    find(&|name| std::env::var(name).ok())
 }
 
 fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, Failure> {
     let number = |name: &str| -> Result<Option<usize>, Failure> {
-        let wrong =
-            |value: &str| Failure::request(format!("{name}={value} is no number\nhint: unset it, or set it right"));
+        let wrong = |value: &str| {
+            let what = if value.is_empty() { "is set and empty" } else { "is no number" };
+            Failure::request(format!("{name}={} {what}\nhint: unset it, or set it right", printable(value)))
+        };
         get(name).map(|value| value.parse().map_err(|_| wrong(&value))).transpose()
     };
-    let address = |host: Option<String>, port: String| host.map(|host| format!("{host}:{port}"));
-    let (host, port) = (get("MASTER_ADDR"), get("MASTER_PORT"));
+    let text = |name: &str| get(name).filter(|value| !value.is_empty());
+    let host = text("MASTER_ADDR");
     // srun's plugins for MPI are PMIx, which Open MPI speaks, and PMI-2, which MPICH speaks.
     let (pmix, pmi) = (get("PMIX_RANK").map(|_| MpiLibrary::OpenMpi), get("PMI_FD").map(|_| MpiLibrary::Mpich));
     let open_mpi = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"];
@@ -65,29 +83,76 @@ fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, Fa
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local(get, "MPI_LOCALNRANKS", "PMI_SIZE"), Some(MpiLibrary::Mpich)),
     ];
     for (rank_name, ranks_name, local_name, first, mpi) in started {
-        let (Some(rank), Some(ranks)) = (number(rank_name)?, number(ranks_name)?) else { continue };
-        if ranks <= 1 {
+        let (rank, ranks) = match (number(rank_name)?, number(ranks_name)?) {
+            (Some(rank), Some(ranks)) => (rank, ranks),
+            // One of the two says nothing where it stands alone, and torchrun sets both.
+            (Some(rank), None) if rank_name == "RANK" => {
+                return Err(Failure::request(format!(
+                    "RANK={rank} is set and WORLD_SIZE is not\nhint: set WORLD_SIZE to the number of processes, or unset RANK to train alone"
+                )));
+            }
+            (None, Some(ranks)) if rank_name == "RANK" && ranks > 1 => {
+                return Err(Failure::request(format!(
+                    "WORLD_SIZE={ranks} is set and RANK is not\nhint: give every process a RANK from 0 to {}, or unset WORLD_SIZE to \
+                     train alone",
+                    ranks - 1
+                )));
+            }
+            _ => continue,
+        };
+        if rank >= ranks {
+            return Err(Failure::request(match ranks {
+                0 => format!("{ranks_name}=0 leaves no process\nhint: set it to the number of processes, or unset it"),
+                _ => format!(
+                    "{rank_name}={rank} is not a rank of {ranks_name}={ranks}\nhint: ranks go from 0 to {}",
+                    ranks - 1
+                ),
+            }));
+        }
+        if ranks == 1 {
             return Ok(None);
         }
+        let port = match get("MASTER_PORT") {
+            None => None,
+            Some(port) => Some(port.parse::<u16>().ok().filter(|port| *port > 0).ok_or_else(|| {
+                let port = printable(&port);
+                Failure::request(format!(
+                    "MASTER_PORT={port} is no port\nhint: set it to a number from 1 to 65535, or unset it"
+                ))
+            })?),
+        };
         // Jobs that share a host need ports of their own.
         let job = match rank_name {
             "SLURM_PROCID" => number("SLURM_JOB_ID")?,
             "OMPI_COMM_WORLD_RANK" => get("PMIX_NAMESPACE").map(|name| xxh3_64(name.as_bytes()) as usize),
             _ => None,
         };
-        let port = port.or_else(|| job.map(|job| (20000 + job % 10000).to_string())).unwrap_or(PORT.to_owned());
-        let Some(address) = address(host.or(first), port) else {
+        let port = port.or_else(|| job.map(|job| 20000 + (job % 10000) as u16)).unwrap_or(PORT);
+        let Some(host) = host.or(first) else {
             return Err(Failure::request(format!(
                 "{rank_name}={rank} and {ranks_name}={ranks} say that this is one process of several, and MASTER_ADDR does not \
                  say where rank 0 is\nhint: set MASTER_ADDR to the host of rank 0, or unset {rank_name} to train alone"
             )));
         };
-        let mpi = mpi.and_then(|mpi| match get(LIBRARY) {
+        let address = format!("{host}:{port}");
+        let secret = match text(SECRET) {
+            None => None,
+            Some(secret) => Some(JobSecret::from_hex(&secret).ok_or_else(|| {
+                Failure::request(format!(
+                    "{SECRET} is not 64 hexadecimal digits\nhint: unset it, or give all ranks what `openssl rand -hex 32` prints"
+                ))
+            })?),
+        };
+        // Whatever names a job; where nothing does, the address that its processes were given.
+        let names = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID"];
+        let of = |name: &&str| text(name).map(|value| format!("{name}={value} "));
+        let job = names.iter().filter_map(of).chain([address.clone()]).collect();
+        let mpi = mpi.and_then(|mpi| match text(LIBRARY) {
             None => Some(mpi),
             Some(none) if none == "none" => None,
             Some(file) => Some(MpiLibrary::File(file.into())),
         });
-        return Ok(Some(ProcessPlace { rank, ranks, address, local: number(local_name)?, mpi }));
+        return Ok(Some(ProcessPlace { rank, ranks, address, local: number(local_name)?, mpi, secret, job }));
     }
     Ok(None)
 }
@@ -98,11 +163,25 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
 }
 
 impl ProcessPlace {
-    /// How it joins the others, and how long it waits for them.
-    pub fn start(&self, timeout: Duration) -> Result<Start, Failure> {
-        let ProcessPlace { rank, ranks, address, mpi, .. } = self;
-        let (address, mpi) = (address.clone(), mpi.clone());
-        Ok(Start { rank: *rank, ranks: *ranks, address, timeout, build: build()?, mpi })
+    /// How it joins the others, and how long it waits for them. They share the run directory `dir`; where there is none, the folder
+    /// that they were started in.
+    pub fn start(&self, timeout: Duration, dir: Option<&Path>, waiting: Waiting) -> Result<Start, Failure> {
+        let ProcessPlace { rank, ranks, address, mpi, secret, job, .. } = self.clone();
+        let path = match dir {
+            Some(dir) => dir.join(BOARD),
+            None => PathBuf::from(format!(".lockstep-rendezvous-{:016x}", xxh3_64(job.as_bytes()))),
+        };
+        let board = Some(Board { path, job });
+        Ok(Start { rank, ranks, address, timeout, build: build()?, mpi, secret, board, waiting })
+    }
+
+    /// Tells the others that this process ends before it could join them. A launcher tells them itself.
+    pub fn end_early(&self, dir: &Path, failure: &Failure) {
+        if std::env::var_os(LAUNCHED).is_none()
+            && let Ok(start) = self.start(Duration::from_secs(60), Some(dir), Waiting::default())
+        {
+            end_early(&start, &failure.to_string());
+        }
     }
 
     /// Its GPU; where there are fewer than processes they share.
@@ -125,25 +204,31 @@ fn build() -> Result<String, Failure> {
     Ok(format!("{} (binary {:016x})", env!("CARGO_PKG_VERSION"), hasher.finish()))
 }
 
-/// Sets `stop` when whoever launched this process asks for it, or is gone.
-pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<(), Failure> {
+/// Sets `stop` when whoever launched this process asks for it, or is gone. Gives what ends the waiting for other processes.
+pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<Waiting, Failure> {
+    let waiting = Waiting { stop: Some(stop.clone()), abandoned: None };
     if std::env::var_os(LAUNCHED).is_none() {
-        return Ok(());
+        return Ok(waiting);
     }
-    let stop = stop.clone();
+    let (stop, abandoned) = (stop.clone(), Arc::new(AtomicBool::new(false)));
+    let told = abandoned.clone();
     std::thread::Builder::new().name("lockstep-launcher".into()).spawn(move || {
-        // Whatever comes, and the end of the pipe, means the same.
-        let _ = std::io::stdin().read(&mut [0]);
+        let mut word = [STOP];
+        while matches!(std::io::stdin().read(&mut word), Ok(1..)) && word == [ABANDONED] {
+            told.store(true, Ordering::SeqCst);
+        }
+        // Whatever else comes, and the end of the pipe, means the same.
         stop.store(true, Ordering::SeqCst);
     })?;
-    Ok(())
+    Ok(Waiting { abandoned: Some(abandoned), ..waiting })
 }
 
 /// Ends this process when whoever launched it is gone.
 pub fn end_with_launcher() -> Result<(), Failure> {
     if std::env::var_os(LAUNCHED).is_some() {
         std::thread::Builder::new().name("lockstep-launcher".into()).spawn(move || {
-            let _ = std::io::stdin().read(&mut [0]);
+            let mut word = [STOP];
+            while matches!(std::io::stdin().read(&mut word), Ok(1..)) && word == [ABANDONED] {}
             std::process::exit(1);
         })?;
     }
@@ -179,7 +264,7 @@ mod tests {
         let place = found(variables).unwrap().unwrap();
         let local = variables.iter().find(|(n, _)| n.contains("LOCAL_RANK") || n.contains("LOCALID"));
         let local = local.map(|(_, value)| value.parse().unwrap());
-        let expected = ProcessPlace { rank, ranks, address: address.to_owned(), local, mpi: place.mpi.clone() };
+        let expected = ProcessPlace { rank, ranks, address: address.to_owned(), local, ..place.clone() };
         assert_eq!(place, expected, "{variables:?}");
         place.mpi
     }
@@ -228,6 +313,23 @@ mod tests {
         let text =
             found(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
         assert!(text.unwrap_err().contains("MASTER_ADDR"));
-        assert!(found(&[("RANK", "one"), ("WORLD_SIZE", "4")]).unwrap_err().contains("RANK=one is no number"));
+        let check = |variables: &[(&str, &str)], expected: &str| {
+            let with = [&[("MASTER_ADDR", "n1")], variables].concat();
+            let text = found(&with).unwrap_err();
+            assert!(text.contains(expected) && text.contains("hint: ") && text.contains("code: 2"), "{text}");
+        };
+        check(&[("RANK", "one"), ("WORLD_SIZE", "4")], "RANK=one is no number");
+        check(&[("RANK", ""), ("WORLD_SIZE", "4")], "RANK= is set and empty");
+        check(&[("RANK", "2"), ("WORLD_SIZE", "2")], "RANK=2 is not a rank of WORLD_SIZE=2");
+        check(&[("RANK", "0"), ("WORLD_SIZE", "0")], "WORLD_SIZE=0 leaves no process");
+        check(&[("RANK", "0")], "RANK=0 is set and WORLD_SIZE is not");
+        check(&[("WORLD_SIZE", "2")], "WORLD_SIZE=2 is set and RANK is not");
+        for port in ["99999", "x", "", "0", "-1", "80 "] {
+            let set = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", port)];
+            check(&set, &format!("MASTER_PORT={port} is no port"));
+        }
+        let secret = [("RANK", "0"), ("WORLD_SIZE", "2"), (SECRET, "tea for two")];
+        check(&secret, "LOCKSTEP_JOB_SECRET is not 64 hexadecimal digits");
+        assert!(!found(&[&[("MASTER_ADDR", "n1")], &secret[..]].concat()).unwrap_err().contains("tea"));
     }
 }

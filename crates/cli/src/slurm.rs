@@ -4,7 +4,7 @@
 //! back into the queue; in a chain, the next job goes on instead.
 
 use crate::failure::{Failure, INTERRUPTED};
-use crate::train;
+use crate::{hardware, train};
 use lockstep_config::{ClusterConfig, Config};
 use lockstep_train::shell_quoted;
 use std::io::Write;
@@ -34,9 +34,18 @@ pub struct Args {
     /// Account that the job is charged to, as cluster.account.
     #[arg(long, value_name = "NAME", requires = "slurm")]
     account: Option<String>,
+    /// The cluster of the catalogue that the job runs on (any wrong name lists them): its GPUs per node, as cluster.gpus_per_node.
+    #[arg(long, value_name = "NAME", requires = "slurm")]
+    cluster: Option<String>,
 }
 
 impl Args {
+    /// What the named cluster has, as an override of the config file.
+    pub fn cluster_overrides(&self) -> Result<Vec<String>, Failure> {
+        let found = hardware::named(None, self.cluster.as_deref(), None)?;
+        Ok(found.iter().map(|found| format!("cluster.gpus_per_node={}", found.cluster.gpus_per_node)).collect())
+    }
+
     /// What these say, as overrides of the config.
     pub fn overrides(&self) -> Vec<String> {
         let text = |key: &str, value: &Option<String>| value.as_ref().map(|value| format!("cluster.{key}={value:?}"));
@@ -52,9 +61,10 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
     let dir = &train.run_dir();
     let only_show = std::mem::take(&mut train.dry_run);
     let job = Job::of(config, ranks, &train, dir, args.chain.is_none())?;
-    let script = job.script();
+    let script = job.script()?;
     if only_show {
-        write!(std::io::stdout(), "{script}")?;
+        let chain = args.chain.map_or(String::new(), |jobs| chain(jobs, &dir.join(SCRIPT)));
+        write!(std::io::stdout(), "{script}{chain}")?;
         return Ok(());
     }
     std::fs::create_dir_all(dir).and_then(|()| std::fs::write(dir.join(SCRIPT), &script)).map_err(|e| {
@@ -66,9 +76,7 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
         let mut command = Command::new("sbatch");
         command.arg("--parsable");
         if link > 0 {
-            // Only if none before has come to the end: a job whose turn never comes is cancelled.
-            let before: Vec<String> = jobs.iter().map(|job| format!("afternotok:{job}")).collect();
-            command.arg(format!("--dependency={}", before.join(","))).arg("--kill-on-invalid-dep=yes");
+            command.args(after(&jobs));
         }
         match submitted(command.arg(&path)) {
             Ok(job) => jobs.push(job),
@@ -94,6 +102,24 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
         jobs.join(" ")
     );
     Ok(())
+}
+
+/// What sbatch is told of a job behind these: only if none of them has come to the end; a job whose turn never comes is cancelled.
+fn after(jobs: &[String]) -> [String; 2] {
+    let before: Vec<String> = jobs.iter().map(|job| format!("afternotok:{job}")).collect();
+    [format!("--dependency={}", before.join(",")), "--kill-on-invalid-dep=yes".to_owned()]
+}
+
+/// How the jobs of a chain would be submitted, as comments behind the script.
+fn chain(jobs: u32, script: &Path) -> String {
+    let script = shell_quoted(&script.display().to_string());
+    let mut text = format!("\n# Submitted {jobs} times:\n");
+    let names: Vec<String> = (1..jobs).map(|job| format!("$job{job}")).collect();
+    for job in 0..jobs as usize {
+        let after = if job == 0 { String::new() } else { after(&names[..job]).join(" ") + " " };
+        text += &format!("# job{}=$(sbatch --parsable {after}{script})\n", job + 1);
+    }
+    text
 }
 
 /// Calls sbatch and gives the number of the job.
@@ -132,7 +158,7 @@ struct Job<'a> {
     time: &'a str,
     /// The command of a rank, a word each.
     command: Vec<String>,
-    log: PathBuf,
+    log: String,
     requeue: bool,
 }
 
@@ -193,7 +219,8 @@ impl<'a> Job<'a> {
             ranks,
             time,
             command,
-            log: job_log(dir, "%j"),
+            // Slurm reads names behind a percent sign.
+            log: job_log(&PathBuf::from(dir.display().to_string().replace('%', "%%")), "%j").display().to_string(),
             requeue,
         })
     }
@@ -204,7 +231,8 @@ impl<'a> Job<'a> {
         format!("{ranks} rank{} on {nodes} node{}, time limit {time}", plural(*ranks), plural(*nodes))
     }
 
-    fn script(&self) -> String {
+    /// The script, unless what it asks for cannot be written there.
+    fn script(&self) -> Result<String, Failure> {
         let Self { cluster, name, nodes, ranks, time, command, log, requeue } = self;
         let per_node = ranks / nodes;
         let mut asks = vec![
@@ -212,7 +240,7 @@ impl<'a> Job<'a> {
             format!("--nodes={nodes}"),
             format!("--ntasks-per-node={per_node}"),
             format!("--time={time}"),
-            format!("--output={}", shell_quoted(&log.display().to_string())),
+            format!("--output={}", shell_quoted(&log)),
             // It reaches this script alone, which passes it on.
             format!("--signal=B:USR1@{}", cluster.signal_before),
         ];
@@ -225,6 +253,13 @@ impl<'a> Job<'a> {
         let again = if *requeue { ["--requeue", "--open-mode=append"] } else { ["--no-requeue", "--open-mode=append"] };
         asks.extend(again.map(str::to_owned));
         asks.extend(cluster.sbatch.iter().cloned());
+        if let Some(ask) = asks.iter().find(|ask| ask.contains(char::is_control)) {
+            let shown = ask.escape_debug();
+            return Err(Failure::request(format!(
+                "#SBATCH {shown} has a line break or another control character, which ends a line of the job's script\nhint: choose a \
+                 --run-dir, config file or value of [cluster] without it"
+            )));
+        }
         let mut text = "#!/bin/bash\n".to_owned();
         asks.iter().for_each(|ask| text += &format!("#SBATCH {ask}\n"));
         text += "# Written by `lockstep launch --slurm`.\n\n";
@@ -250,7 +285,7 @@ impl<'a> Job<'a> {
                  queue\"\n    scontrol requeue $SLURM_JOB_ID && sleep 60\nfi\n"
             );
         }
-        text + "exit $code\n"
+        Ok(text + "exit $code\n")
     }
 }
 

@@ -173,18 +173,20 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
 
 fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
-    let config = args.config.load_quietly()?;
     let dir = args.run_dir();
+    let config = args.config.load_quietly();
+    let config = config.inspect_err(|failure| place.iter().for_each(|place| place.end_early(&dir, failure)))?;
     if first {
         let goes_on = !args.fresh && list(&dir.join("checkpoints")).is_ok_and(|there| !there.is_empty());
         let is_news = |text: &&String| !goes_on || !config.cut_schedule().contains(text);
         warn(&config.warnings().iter().filter(is_news).cloned().collect::<Vec<_>>());
     }
     let stop = on_interrupt()?;
-    processes::stop_with_launcher(&stop)?;
+    let waiting = processes::stop_with_launcher(&stop)?;
     let devices = match &place {
         Some(place) => {
-            let start = place.start(Duration::from_secs_f64(config.parallel.timeout))?;
+            let timeout = Duration::from_secs_f64(config.parallel.timeout);
+            let start = place.start(timeout, Some(&dir), waiting)?;
             Devices::of_processes(Processes::join(&start, &config, place.local)?)
         }
         None => Devices::of(&config),

@@ -242,7 +242,7 @@ impl Check {
         let (first, text) = (place.is_none_or(|place| place.rank == 0), args.format == Format::Text);
         let devices = match place {
             Some(place) => {
-                let start = place.start(Duration::from_secs_f64(config.parallel.timeout))?;
+                let start = place.start(Duration::from_secs_f64(config.parallel.timeout), None, Waiting::default())?;
                 Devices::of_processes(Processes::join(&start, &config.at(&layouts[0]), place.local)?)
             }
             None => Devices::of(config),

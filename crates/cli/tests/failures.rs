@@ -310,6 +310,8 @@ struct Starts<'a> {
     binary: Option<&'a std::path::Path>,
 }
 
+const FOLDER: &str = "a folder of its own";
+
 #[test]
 fn bad_starts_are_one_clear_error_for_all() {
     let place = place();
@@ -327,9 +329,9 @@ fn bad_starts_are_one_clear_error_for_all() {
             "another config",
             pair(start(1, 2, train("run", &["optimizer.lr=1e-2"]))),
             2,
-            "do not have the same config: lr = 0.003",
+            "were told different things:\n  optimizer.lr: 0.003 against 0.01\nhint: ",
         ),
-        ("a folder of its own", pair(start(1, 2, train("other", &[]))), 2, "is not the folder of this name"),
+        (FOLDER, pair(start(1, 2, train("other", &[]))), 2, "/other on host "),
         (
             "another number of ranks",
             vec![
@@ -366,6 +368,15 @@ fn bad_starts_are_one_clear_error_for_all() {
             "rank 1 came twice: as process ",
         ),
         (
+            "other changes",
+            pair(Starts {
+                args: [&train("run", &[])[..], &["--change", "optimizer.lr=0.05", "--resume-from", "6"]].concat(),
+                ..start(1, 2, vec![])
+            }),
+            2,
+            "were told different things:\n  --change: none against optimizer.lr=0.05\n  --resume-from: none against 6\nhint: ",
+        ),
+        (
             "another binary",
             vec![start(0, 2, train("run", &[])), Starts { binary: Some(&other), ..start(1, 2, train("run", &[])) }],
             1,
@@ -376,6 +387,10 @@ fn bad_starts_are_one_clear_error_for_all() {
         let port = free_port();
         let spawned = starts.iter().map(|s| {
             let mut command = Command::new(s.binary.unwrap_or(env!("CARGO_BIN_EXE_lockstep").as_ref()));
+            if name == FOLDER {
+                // Else they look for the secret in two places, and never meet.
+                command.env("LOCKSTEP_JOB_SECRET", "5e".repeat(32));
+            }
             command.args(&s.args).current_dir(place.path("")).stdin(Stdio::null());
             spawn(as_rank(command, (s.rank, s.ranks), &port))
         });
@@ -392,16 +407,20 @@ fn bad_starts_are_one_clear_error_for_all() {
 }
 
 #[test]
-fn a_port_in_use_a_run_in_use_and_launches_that_cannot_be_meant_are_refused() {
+fn a_port_in_use_is_not_the_end_and_a_run_in_use_and_launches_that_cannot_be_meant_are_refused() {
     let place = place();
     let dp = ["parallel.dp=2", "parallel.timeout=0.5", "train.steps=4"];
     let launch = |more: &[&'static str]| [&command("launch", "run", &dp)[..], more].concat();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let child = spawn(rank_of(&place, (0, 2), &port, &command("train", "run", &dp)));
-    let text = said(&end(child, SOON));
-    assert!(text.contains(&format!("rank 0 cannot listen at 127.0.0.1:{port}")), "{text}");
-    assert!(text.contains("hint: another process uses this port: end it, or choose another MASTER_PORT"), "{text}");
+    let long = ["parallel.dp=2", "train.steps=4"];
+    let ranks = [1, 0].map(|rank| spawn(rank_of(&place, (rank, 2), &port, &command("train", "taken", &long))));
+    for child in ranks {
+        let output = end(child, Duration::from_secs(60));
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    assert_eq!(steps(&place, "taken"), 4);
+    assert!(!place.path("taken/.rendezvous").exists());
 
     let error = place.fails(2, &launch(&["--ranks", "4"]));
     assert!(error.contains("the config has 2 ranks (dp=2), and 4 processes were started\nhint: "), "{error}");
@@ -415,4 +434,90 @@ fn a_port_in_use_a_run_in_use_and_launches_that_cannot_be_meant_are_refused() {
     let error = place.fails(2, &command("launch", "held", &dp));
     assert!(error.contains("is in use by another process"), "{error}");
     drop(holder);
+}
+
+#[test]
+fn wrong_variables_are_refused_at_once() {
+    let place = place();
+    let args = command("train", "run", &["parallel.dp=2", "train.steps=4"]);
+    let check = |set: &[(&str, &str)], expected: &str| {
+        let mut command = place.command(&args);
+        command.env("MASTER_ADDR", "127.0.0.1").env("RANK", "0").env("WORLD_SIZE", "2");
+        command.envs(set.iter().copied());
+        let output = end(spawn(command), SOON);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(expected) && text.contains("\nhint: "), "{text}");
+    };
+    check(&[("RANK", "2")], "RANK=2 is not a rank of WORLD_SIZE=2");
+    check(&[("RANK", "")], "RANK= is set and empty");
+    check(&[("WORLD_SIZE", "0")], "WORLD_SIZE=0 leaves no process");
+    check(&[("MASTER_PORT", "99999")], "MASTER_PORT=99999 is no port");
+    check(&[("MASTER_PORT", "x")], "MASTER_PORT=x is no port");
+}
+
+#[test]
+fn a_rank_that_ends_before_all_have_come_ends_the_waiting_of_the_others() {
+    let place = place();
+    let (port, set) = (free_port(), ["parallel.dp=2", "train.steps=4"]);
+    let wrong = [&set[..], &["no.such=1"]].concat();
+    let ranks = [(0, &set[..]), (1, &wrong)];
+    let ranks = ranks.map(|(rank, set)| spawn(rank_of(&place, (rank, 2), &port, &command("train", "run", set))));
+    let [first, second] = ranks.map(|child| end(child, SOON));
+    let text = said(&first);
+    assert!(text.contains(&format!("rank 1 on host {} has ended before all had come: ", host())), "{text}");
+    assert_eq!((first.status.code(), second.status.code()), (Some(1), Some(2)), "{text}");
+
+    // Rank 0 is killed as soon as it is there.
+    for wait in [0, 10, 40] {
+        let launcher = begin(&place, "killed", &["parallel.dp=2"], &[]);
+        let until = Instant::now() + SOON;
+        let pid = loop {
+            match ranks_of(&launcher)[..] {
+                [first, _, ..] => break first,
+                _ => assert!(Instant::now() < until, "no ranks"),
+            }
+        };
+        sleep(Duration::from_millis(wait));
+        signal(pid, libc::SIGKILL);
+        let output = end(launcher, SOON);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(&format!("rank 0 (process {pid}) was killed by signal 9")), "{text}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_when_the_run_is_done_does_not_hold_up_the_others() {
+    let place = place();
+    let set = ["train.steps=4", "train.validate_every=0", "checkpoint.every=0", "parallel.dp=2"];
+    let launcher = spawn(place.command(&command("launch", "run", &set)));
+    let until = Instant::now() + Duration::from_secs(60);
+    let done = || fs::read_to_string(place.path("run/events.jsonl")).unwrap_or_default().contains("\"finish\"");
+    // Rank 0 writes a sample then; wherever in its end it is stopped, all must end.
+    while !done() {
+        assert!(Instant::now() < until, "the run makes no progress");
+        sleep(Duration::from_millis(1));
+    }
+    let stopped = ranks_of(&launcher).first().copied();
+    stopped.into_iter().for_each(|pid| signal(pid, libc::SIGSTOP));
+    let output = end(launcher, Duration::from_secs(30));
+    let text = said(&output);
+    if output.status.code() != Some(0) {
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("was stopped by a signal; it was killed when the others had ended"), "{text}");
+    }
+}
+
+#[test]
+fn a_run_that_ends_at_its_expert_bound_is_not_repeated() {
+    let place = place();
+    let experts = ["model.architecture=mixtral", "model.experts=4", "parallel.ep=2", "parallel.ep_bound=1.0"];
+    let set = [&experts[..], &["train.steps=40", "train.validate_every=0"]].concat();
+    let mut args = command("launch", "run", &set);
+    args.extend(["--restarts", "3"]);
+    let error = place.fails(1, &args);
+    assert!(error.contains("parallel.ep_bound = 1 times an even share"), "{error}");
+    assert!(!error.contains("starting again") && !error.contains("--restarts N"), "{error}");
+    assert!(error.contains("so no restart helps"), "{error}");
 }

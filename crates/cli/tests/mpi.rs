@@ -6,6 +6,7 @@ mod layouts;
 use common::{Place, free_port, signal, wait_for_steps};
 use std::fs;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// An MPI of this machine.
 #[derive(Clone, Copy, PartialEq)]
@@ -157,6 +158,33 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
         assert_eq!(output.status.code(), Some(75), "{shown}");
         assert!(said.contains("interrupted after step ") && shown.contains("resuming at step "), "{said}{shown}");
         assert_eq!(fs::read_to_string(&failures).unwrap(), causes);
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_when_the_run_is_done_does_not_hold_up_the_others() {
+    let place = layouts::place();
+    for mpi in &there() {
+        let set = ["train.steps=4", "train.validate_every=0", "checkpoint.every=0", "parallel.dp=4"];
+        let mut command = mpirun(&place, mpi, 4, &layouts::command("train", &mpi.1, &set));
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_for_steps(&place, &mpi.1, 1);
+        let victim = rank_of(&child, 2);
+        let events = place.path(&mpi.1).join("events.jsonl");
+        let until = Instant::now() + Duration::from_secs(60);
+        while !fs::read_to_string(&events).unwrap_or_default().contains("\"finish\"") && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        signal(victim, libc::SIGSTOP);
+        let until = Instant::now() + Duration::from_secs(40);
+        while child.try_wait().unwrap().is_none() {
+            if Instant::now() > until {
+                signal(victim, libc::SIGKILL);
+                child.kill().unwrap();
+                panic!("{}: still there", mpi.1);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 

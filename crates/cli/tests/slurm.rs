@@ -190,7 +190,22 @@ fn the_script_asks_for_what_the_config_says_and_wrong_requests_are_refused() {
     assert!(script.contains(srun) && !script.contains("--dry-run"), "{script}");
     let syntax = Command::new("bash").args(["-n", "-c", &script]).status().unwrap();
     assert!(syntax.success());
-    assert!(place.ok(&with(&["--dry-run", "--chain", "3"])).contains("#SBATCH --no-requeue\n"));
+    let chain = place.ok(&with(&["--dry-run", "--chain", "3"]));
+    assert!(chain.contains("#SBATCH --no-requeue\n"), "{chain}");
+    let last = "--dependency=afternotok:$job1,afternotok:$job2 --kill-on-invalid-dep=yes run/job.sh)\n";
+    assert!(chain.ends_with(last) && chain.contains("# job1=$(sbatch --parsable run/job.sh)\n"), "{chain}");
+    assert!(Command::new("bash").args(["-n", "-c", &chain]).status().unwrap().success());
+    // Slurm reads what is behind a percent sign, and a line ends at a line break.
+    let run_in = |dir: &'static str| with(&["--dry-run", "--run-dir", dir]);
+    assert!(place.ok(&run_in("50%j")).contains("#SBATCH --output=50%%j/slurm-%j.log\n"));
+    for dir in ["a\nrm -rf b", "a\rb"] {
+        let error = place.fails(2, &run_in(dir));
+        assert!(error.contains("has a line break") && error.contains("\nhint: choose a --run-dir"), "{error}");
+    }
+    assert!(place.ok(&with(&["--dry-run", "--cluster", "leonardo"])).contains("#SBATCH --gpus-per-node=4\n"));
+    let set = ["--dry-run", "--cluster", "leonardo", "--set", "cluster.gpus_per_node=2"];
+    assert!(place.ok(&with(&set)).contains("#SBATCH --gpus-per-node=2\n"));
+    assert!(place.fails(2, &with(&["--dry-run", "--cluster", "leonard"])).contains("leonardo"));
     assert!(!place.path("run").exists());
 
     let fails = |more: &[&'static str], expected: &str| {

@@ -129,17 +129,31 @@ pub enum TrainError {
     },
     /// The run directory of one host is not that of another.
     #[error(
-        "{} on host {} (rank {rank}) is not the folder of this name on host {} (rank 0)\nhint: choose a --run-dir on a file \
-         system that all hosts share",
-        dir.display(), .hosts[1], .hosts[0]
+        "the run directory of rank {rank}, {} on host {}, is not that of rank 0, {} on host {}\nhint: give all ranks the same \
+         --run-dir, on a file system that all hosts share",
+        .dirs[1], .hosts[1], .dirs[0], .hosts[0]
     )]
     NotShared {
-        /// The run directory.
-        dir: PathBuf,
         /// The rank that does not find it.
         rank: usize,
         /// The hosts of rank 0 and of that rank.
         hosts: Box<[String; 2]>,
+        /// Their run directories.
+        dirs: Box<[String; 2]>,
+    },
+    /// Processes were started with other configs, options or variables.
+    #[error(
+        "rank 0 on host {} and rank {rank} on host {} were told different things:{}\nhint: start all ranks with the same config file, \
+         options and variables",
+        .hosts[0], .hosts[1], differences.iter().map(|text| format!("\n  {text}")).collect::<String>()
+    )]
+    ToldOtherwise {
+        /// The rank that was told something else than the first.
+        rank: usize,
+        /// The hosts of both.
+        hosts: Box<[String; 2]>,
+        /// What differs, with both values.
+        differences: Vec<String>,
     },
     /// The vocabulary is too small for the tokenizer.
     #[error(
@@ -454,7 +468,26 @@ impl TrainError {
 
     /// Whether nothing is wrong: the run was asked to stop, and the same command goes on.
     pub fn is_interrupt(&self) -> bool {
-        matches!(self, TrainError::Data(DataError::Interrupted))
+        matches!(self, TrainError::Data(DataError::Interrupted) | TrainError::Join(JoinError::Stopped))
+    }
+
+    /// Whether the same command again would end the same way, from the last checkpoint too: what it computes has failed, not what it
+    /// runs on.
+    pub fn recurs(&self) -> bool {
+        matches!(
+            self,
+            TrainError::Spikes { .. }
+                | TrainError::Diverged { .. }
+                | TrainError::ExpertBound { .. }
+                | TrainError::EvaluationBound { .. }
+                | TrainError::InStep { .. }
+                | TrainError::Plan(_)
+                | TrainError::NoSnapshot { .. }
+                | TrainError::Exec(ExecError::OutOfMemory(_) | ExecError::Internal(_))
+                | TrainError::Join(
+                    JoinError::OtherSize { .. } | JoinError::OtherBuild { .. } | JoinError::Twice { .. }
+                )
+        ) || self.is_request()
     }
 
     /// Whether the request was wrong, rather than the run.
@@ -473,6 +506,7 @@ impl TrainError {
                 | TrainError::FewGpus { .. }
                 | TrainError::Disagree { .. }
                 | TrainError::NotShared { .. }
+                | TrainError::ToldOtherwise { .. }
                 | TrainError::Vocabulary { .. }
                 | TrainError::SharedData { .. }
                 | TrainError::ConfigChanged { .. }

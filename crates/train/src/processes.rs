@@ -5,14 +5,16 @@
 
 use crate::TrainError;
 use crate::gpus::{self, GpuOfRank};
+use crate::run::RunOptions;
 use crate::run_dir::FAILURES;
 use lockstep_config::Config;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};
-use lockstep_exec::comm::{Communicator, ProgramPlace};
+use lockstep_exec::comm::{CommError, Communicator, ProgramPlace};
 use lockstep_ir::counter;
 use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
@@ -125,11 +127,22 @@ impl Processes {
         })
     }
 
-    /// Every process gives some bytes, and all get everybody's, by rank.
+    /// Every process gives some bytes, and all get everybody's, by rank. They say for what, so that ranks which are elsewhere in the
+    /// program do not take one thing for another.
     fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, TrainError> {
         let place = ProgramPlace::outside(op);
         self.comm.at(place);
-        Ok(self.comm.exchange(place, mine).map_err(ExecError::from)?)
+        let named = [op.as_bytes(), &[0], mine].concat();
+        let all = self.comm.exchange(place, &named).map_err(ExecError::from)?;
+        let part = |(rank, bytes): (usize, &Vec<u8>)| {
+            let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+            if &bytes[..end] != op.as_bytes() {
+                let (first, second) = (op.to_owned(), String::from_utf8_lossy(&bytes[..end]).into_owned());
+                return Err(ExecError::from(CommError::Mismatch { ranks: (self.rank(), rank), first, second }).into());
+            }
+            Ok(bytes[end + 1..].to_vec())
+        };
+        all.iter().enumerate().map(part).collect()
     }
 }
 
@@ -156,6 +169,22 @@ impl<'a> Team<'a> {
         let (first, other) = difference(&text(0), &text(rank));
         let host = |rank: usize| processes.member(rank).host.clone();
         Err(TrainError::Disagree { what, rank, hosts: Box::new([host(0), host(rank)]), first, other })
+    }
+
+    /// Refuses processes that were told different things: the error names what differs, with both values.
+    pub(crate) fn agree_on_start(self, config: &Config, options: &RunOptions) -> Result<(), TrainError> {
+        let Some(processes) = self.0 else { return Ok(()) };
+        let mine = serde_json::to_vec(&told(config, options)).unwrap_or_default();
+        let all = processes.exchange("start", &mine)?;
+        let all: Vec<BTreeMap<String, String>> =
+            all.iter().map(|text| serde_json::from_slice(text).unwrap_or_default()).collect();
+        let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) else { return Ok(()) };
+        let names: BTreeSet<&String> = all[0].keys().chain(all[rank].keys()).collect();
+        let value = |rank: usize, name: &str| all[rank].get(name).map_or("none", String::as_str).to_owned();
+        let differ = names.iter().filter(|name| all[0].get(**name) != all[rank].get(**name));
+        let text = |name: &&&String| format!("{name}: {} against {}", value(0, name), value(rank, name));
+        let hosts = Box::new([0, rank].map(|rank| processes.member(rank).host.clone()));
+        Err(TrainError::ToldOtherwise { rank, hosts, differences: differ.take(MOST_SHOWN).map(|n| text(&n)).collect() })
     }
 
     /// What the first process finds out, told to all.
@@ -221,16 +250,20 @@ impl<'a> Team<'a> {
             }
             there()
         });
-        let all = processes.exchange("share", &[u8::from(found)])?;
+        // With where each is, for the error.
+        let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned()).display().to_string();
+        let all = processes.exchange("share", &[&[u8::from(found)], real.as_bytes()].concat())?;
         if self.is_first() {
             // Where it cannot be removed, it does no harm.
             let _ = std::fs::remove_file(&path);
         }
-        match all.iter().position(|found| found[..] != [1]) {
+        match all.iter().position(|found| found.first() != Some(&1)) {
             None => Ok(()),
             Some(rank) => {
-                let hosts = [0, rank].map(|rank| processes.member(rank).host.clone());
-                Err(TrainError::NotShared { dir: folder.to_owned(), rank, hosts: Box::new(hosts) })
+                let hosts = Box::new([0, rank].map(|rank| processes.member(rank).host.clone()));
+                let dirs =
+                    Box::new([0, rank].map(|rank| String::from_utf8_lossy(all[rank].get(1..).unwrap_or(&[])).into()));
+                Err(TrainError::NotShared { rank, hosts, dirs })
             }
         }
     }
@@ -254,8 +287,8 @@ impl<'a> Team<'a> {
 
     /// Tells the others that this process cannot go on. What all find out by themselves needs no telling.
     pub(crate) fn fail(self, error: &TrainError) {
-        use TrainError::{Disagree, FewGpus, NoGpu, NotShared};
-        if matches!(error, Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. }) {
+        use TrainError::{Disagree, FewGpus, NoGpu, NotShared, ToldOtherwise};
+        if matches!(error, ToldOtherwise { .. } | Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. }) {
             return;
         }
         if let Some(processes) = self.0 {
@@ -263,6 +296,39 @@ impl<'a> Team<'a> {
         }
     }
 }
+
+/// Differences that are shown.
+const MOST_SHOWN: usize = 4;
+
+/// All that a process was told and must have in common with the others, by name: keys of the config, options, variables.
+fn told(config: &Config, options: &RunOptions) -> BTreeMap<String, String> {
+    let (mut all, mut table) = (BTreeMap::new(), String::new());
+    for line in config.resolved_toml().lines().map(str::trim) {
+        match (line.strip_prefix('['), line.split_once(" = ")) {
+            (Some(heading), _) => table = heading.trim_end_matches(']').to_owned(),
+            (None, Some((key, value))) if !line.starts_with('#') => {
+                // Where a value comes from stands behind it.
+                let value = value.split("  #").next().unwrap_or(value).trim();
+                all.insert(format!("{table}.{key}"), value.to_owned());
+            }
+            _ => {}
+        }
+    }
+    let mut option = |name: &str, value: Option<String>| all.extend(value.map(|value| (name.to_owned(), value)));
+    let RunOptions { fresh, resume_from, change, profile_steps, debug_nans, .. } = options;
+    option("--fresh", fresh.then(|| "given".to_owned()));
+    option("--resume-from", resume_from.map(|step| step.to_string()));
+    option("--change", (!change.is_empty()).then(|| change.join(", ")));
+    option("--profile-steps", profile_steps.as_ref().map(|s| format!("{}:{}", s.start(), s.end())));
+    option("--debug-nans", debug_nans.then(|| "given".to_owned()));
+    for name in VARIABLES {
+        option(name, std::env::var(name).ok().filter(|value| !value.is_empty()));
+    }
+    all
+}
+
+/// Variables that change what ranks compute, or what NCCL expects of all of them.
+const VARIABLES: [&str; 3] = ["LOCKSTEP_CPU", "NCCL_ALGO", "NCCL_PROTO"];
 
 /// The file that shows that a folder is shared.
 const SHARED: &str = ".shared";

@@ -134,7 +134,7 @@ fn run_here(
 ) -> Result<Outcome, TrainError> {
     let team = devices.team();
     config.require_data()?;
-    team.agree("config", &config.resolved_toml())?;
+    team.agree_on_start(config, options)?;
     let mut planning = |small, whole| show(Event::Planning { small, whole });
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
     if let Some(how) = config.layout_planned() {

@@ -7,7 +7,7 @@ use crate::style;
 use crate::table::table;
 use lockstep_cuda::{device_count, device_name, survey_libraries};
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::processes::{Link, Over, ProcessCommunicator, conform, join, measure_link};
+use lockstep_exec::comm::processes::{Link, Over, ProcessCommunicator, Waiting, conform, join, measure_link};
 use lockstep_exec::comm::{Communicator, ProgramPlace, conformance};
 use lockstep_exec::cpu;
 use lockstep_ir::units;
@@ -45,7 +45,7 @@ pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
 }
 
 fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
-    let start = place.start(TIMEOUT)?;
+    let start = place.start(TIMEOUT, None, Waiting::default())?;
     let failed = |error: String| match error.contains("\nhint: ") {
         true => Failure::run(error),
         false => Failure::run(format!("{error}\nhint: please report this with the output of `lockstep doctor`")),

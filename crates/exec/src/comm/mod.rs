@@ -205,6 +205,20 @@ pub enum CommError {
         /// The rank that tells of it, and where it was.
         seen: Option<Box<(usize, ProgramPlace)>>,
     },
+    /// Two ranks that live have lost their connection.
+    #[error(
+        "rank {} on host {} and rank {} on host {} cannot reach each other any more, and both live: {reason}\n\
+         hint: look at the network between these hosts (a link, a firewall); the run goes on from its last checkpoint",
+        .ranks.0, .hosts[0], .ranks.1, .hosts[1]
+    )]
+    Cut {
+        /// The one that noticed it, and the other.
+        ranks: (usize, usize),
+        /// Their hosts.
+        hosts: Box<[String; 2]>,
+        /// How that was noticed.
+        reason: String,
+    },
     /// A rank waits for one that shows no sign of life.
     #[error(
         "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}\n\

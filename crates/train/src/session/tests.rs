@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{Existing, Processes, RunData};
-use lockstep_exec::comm::processes::Start;
+use lockstep_exec::comm::processes::{JobSecret, Start, Waiting};
 use lockstep_plan::plan;
 use std::net::TcpListener;
 use std::time::Duration;
@@ -24,7 +24,17 @@ fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let rank = |rank: usize| {
         let timeout = Duration::from_secs(20);
-        let start = Start { rank, ranks, address: address.clone(), timeout, build: "test".into(), mpi: None };
+        let start = Start {
+            rank,
+            ranks,
+            address: address.clone(),
+            timeout,
+            build: "test".into(),
+            mpi: None,
+            secret: JobSecret::from_hex(&"5e".repeat(32)),
+            board: None,
+            waiting: Waiting::default(),
+        };
         let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
         // No token has this number.
@@ -101,7 +111,17 @@ fn two_processes_never_read_the_same_sample_of_a_hundred_gigabytes() {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let rank = |rank: usize| {
         let timeout = Duration::from_secs(20);
-        let start = Start { rank, ranks: 2, address: address.clone(), timeout, build: "test".into(), mpi: None };
+        let start = Start {
+            rank,
+            ranks: 2,
+            address: address.clone(),
+            timeout,
+            build: "test".into(),
+            mpi: None,
+            secret: JobSecret::from_hex(&"5e".repeat(32)),
+            board: None,
+            waiting: Waiting::default(),
+        };
         let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
         // What is read of 16 sequences in 4 micro-batches: 2 of 4 each, tokens and targets.

@@ -36,7 +36,7 @@ fn fresh(all: &ProcessCommunicator, start: &Start, ranks: usize) -> Result<Optio
     };
     let told = all.exchange(PLACE, address.as_bytes()).map_err(|e| e.to_string())?;
     let address = String::from_utf8_lossy(&told[0]).into_owned();
-    let start = Start { ranks, address, ..start.clone() };
+    let start = Start { ranks, address, secret: Some(all.secret.clone()), board: None, ..start.clone() };
     let joined = match door {
         Some(door) => host_at(&start, door).map(Some),
         None if start.rank < ranks => join(&start).map(Some),

@@ -5,7 +5,7 @@
 //! the verdict for all. Where the first rank is the one that is gone, the others see that for themselves.
 
 use super::inbox::Inbox;
-use super::sockets::{CUT_AFTER, ended};
+use super::sockets::{CUT_AFTER, ENDED, ended};
 use super::wire::{Reader, Writer, read_note, write_note};
 use crate::comm::CommError;
 use lockstep_ir::units;
@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 const BEAT_EVERY: Duration = Duration::from_millis(500);
 /// How long a rank waits for the verdict of the first.
 const VERDICT_WITHIN: Duration = Duration::from_secs(2);
+
+/// A rank that lives is heard of within this time.
+const HEARD_WITHIN: Duration = Duration::from_millis(1200);
 
 /// Kinds of notes.
 const BEAT: u8 = 10;
@@ -147,7 +150,7 @@ impl Control {
                 }
                 Ok((PROPOSAL, body)) if self.rank == 0 => {
                     if let Some(error) = Reader(&body).error() {
-                        peers.end(self.inbox.completed(error));
+                        peers.end(self.inbox.completed(self.judged(other, error)));
                     }
                 }
                 Ok((VERDICT, body)) if other == 0 => {
@@ -170,6 +173,26 @@ impl Control {
                 }
             }
         }
+    }
+
+    /// What a rank proposes, as the first rank knows it: one that another has lost and this one hears is not gone.
+    fn judged(&self, by: usize, error: CommError) -> CommError {
+        let CommError::Lost { rank, host, reason, .. } = &error else { return error };
+        let Some(link) = self.links.get(*rank).and_then(Option::as_ref) else { return error };
+        let since = self.now();
+        let until = Instant::now() + HEARD_WITHIN;
+        while Instant::now() < until {
+            if link.ended.load(Ordering::Acquire) {
+                return error;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if link.heard.load(Ordering::Relaxed) < since {
+            return error;
+        }
+        let reason = if reason.starts_with(ENDED) { "their connection was closed" } else { reason.as_str() };
+        let hosts = Box::new([self.inbox.host(by).to_owned(), host.clone()]);
+        CommError::Cut { ranks: (by, *rank), hosts, reason: reason.to_owned() }
     }
 
     /// Tells that this rank lives, and looks who does not.

@@ -22,6 +22,16 @@ impl Buffer {
         self.bytes = bytes;
     }
 
+    /// The same where the system may not have the memory.
+    pub fn try_resize(&mut self, bytes: usize) -> bool {
+        let more = bytes.div_ceil(8).saturating_sub(self.words.len());
+        if self.words.try_reserve_exact(more).is_err() {
+            return false;
+        }
+        self.resize(bytes);
+        true
+    }
+
     pub fn clear(&mut self) {
         self.bytes = 0;
     }
@@ -146,13 +156,22 @@ impl Inbox {
 
     /// A buffer of so many bytes: the smallest that is free and large enough.
     pub fn buffer(&self, bytes: usize) -> Buffer {
+        let mut buffer = self.fitting(bytes);
+        buffer.resize(bytes);
+        buffer
+    }
+
+    /// A buffer for a frame that another process announces; none where there is no memory for it.
+    pub fn buffer_for(&self, bytes: usize) -> Option<Buffer> {
+        let mut buffer = self.fitting(bytes);
+        buffer.try_resize(bytes).then_some(buffer)
+    }
+
+    fn fitting(&self, bytes: usize) -> Buffer {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let fits = |(_, buffer): &(usize, &Buffer)| buffer.words.len() * 8 >= bytes;
         let best = free.iter().enumerate().filter(fits).min_by_key(|(_, buffer)| buffer.words.len()).map(|(i, _)| i);
-        let mut buffer = best.map_or_else(Buffer::default, |i| free.swap_remove(i));
-        drop(free);
-        buffer.resize(bytes);
-        buffer
+        best.map_or_else(Buffer::default, |i| free.swap_remove(i))
     }
 
     /// Gives a buffer back.
@@ -184,6 +203,11 @@ impl Inbox {
             None => state.frames.entry((from, stream)).or_default().push_back(frame),
         }
         self.gate.announce();
+    }
+
+    /// The host of a rank.
+    pub fn host(&self, rank: usize) -> &str {
+        &self.hosts[rank]
     }
 
     /// Nothing more will come from a rank.

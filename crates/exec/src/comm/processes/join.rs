@@ -1,17 +1,19 @@
 //! The rendezvous: processes that were started apart find each other.
 //!
-//! The first rank listens at an address that all were given. Every other connects there and says who it is; when all have come,
-//! the first tells them of each other, and its connections to them become the [failure channel](super::control). Whatever is wrong
-//! is told to all who have come.
+//! The first rank listens at an address that all were given, or where another program has that port, at one that it [posts](super::board).
+//! Every other connects there, [proves](super::secret) that it is of the job and says who it is; when all have come, the first tells them of
+//! each other, and its connections to them become the [failure channel](super::control). Whatever is wrong is told to all who have come.
 
 use super::ProcessCommunicator;
 use super::Transport;
+use super::board::{Board, Notice, Posted};
 use super::control::Control;
 use super::inbox::Inbox;
 use super::mpi::MpiLibrary;
 use super::over::{Meeting, Over, start_mpi};
+use super::secret::{Door, JobSecret};
 use super::sockets::{Mesh, Sockets, tune};
-use super::wire::{Reader, Writer, read_note, write_note};
+use super::wire::{Reader, Writer, plain, read_note, read_note_up_to, write_note};
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
 use lockstep_ir::{counter, units};
@@ -36,6 +38,32 @@ pub struct Start {
     pub build: String,
     /// The MPI library that it may use: whoever started it was an MPI.
     pub mpi: Option<MpiLibrary>,
+    /// The secret of the job, where whoever started the processes gave them one; else the first rank makes one, and posts it.
+    pub secret: Option<JobSecret>,
+    /// Where the first rank posts what the others were not given: the secret, and its port where that is another.
+    pub board: Option<Board>,
+    /// Ends the waiting for others.
+    pub waiting: Waiting,
+}
+
+/// What ends a process's waiting for the others before its time.
+#[derive(Clone, Debug, Default)]
+pub struct Waiting {
+    /// It is asked to stop.
+    pub stop: Option<Arc<AtomicBool>>,
+    /// Another process has ended, so that there will never be all.
+    pub abandoned: Option<Arc<AtomicBool>>,
+}
+
+impl Waiting {
+    fn check(&self, rank: usize) -> Result<(), JoinError> {
+        let set = |flag: &Option<Arc<AtomicBool>>| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire));
+        match (set(&self.abandoned), set(&self.stop)) {
+            (true, _) => Err(JoinError::Abandoned { rank }),
+            (false, true) => Err(JoinError::Stopped),
+            (false, false) => Ok(()),
+        }
+    }
 }
 
 /// A process of a run, as the others know it.
@@ -54,7 +82,8 @@ pub struct Member {
 pub enum JoinError {
     /// The first rank cannot listen.
     #[error("rank 0 cannot listen at {address}: {cause}\nhint: {}", match in_use {
-        true => "another process uses this port: end it, or choose another MASTER_PORT",
+        true => "another process uses this port, and there is no folder in which to tell the other ranks of another: choose another \
+                 MASTER_PORT",
         false => "MASTER_ADDR must be an address of the host of rank 0",
     })]
     Listen {
@@ -141,6 +170,41 @@ pub enum JoinError {
         /// Its build.
         theirs: String,
     },
+    /// A process has ended before all had come.
+    #[error(
+        "rank {rank}{} has ended before all had come: {reason}\nhint: look at the messages of rank {rank}",
+        host.as_ref().map_or_else(String::new, |host| format!(" on host {host}"))
+    )]
+    Early {
+        /// The rank.
+        rank: usize,
+        /// Its host, where that is known.
+        host: Option<String>,
+        /// What it said.
+        reason: String,
+    },
+    /// Whoever started the processes says that one of them has ended.
+    #[error(
+        "rank {rank} waits no longer: another rank has ended before all had come\nhint: look at the messages of the other ranks"
+    )]
+    Abandoned {
+        /// The rank that waited.
+        rank: usize,
+    },
+    /// The process is asked to stop.
+    #[error("interrupted before all ranks had come\nhint: the same command again starts the run, or goes on with it")]
+    Stopped,
+    /// There is no secret, and no folder to keep one in.
+    #[error(
+        "rank {rank} cannot prove to the others that it is of their job: {cause}\nhint: choose a folder that all ranks can use, or give \
+         all the same LOCKSTEP_JOB_SECRET: 64 hexadecimal digits, as `openssl rand -hex 32` prints"
+    )]
+    NoSecret {
+        /// The rank.
+        rank: usize,
+        /// What is wrong.
+        cause: String,
+    },
     /// The first rank has found something wrong.
     #[error("{0}")]
     Refused(String),
@@ -178,15 +242,17 @@ pub enum JoinError {
 pub fn host() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
-    if name.is_empty() { "unknown".to_owned() } else { name.to_owned() }
+    if name.is_empty() { "unknown".to_owned() } else { plain(name) }
 }
 
 /// Kinds of notes.
 const HELLO: u8 = 20;
 const ROSTER: u8 = 21;
 pub const REFUSAL: u8 = 22;
-/// Says that both ends are Lockstep, before anything else.
-const MAGIC: u64 = 0x6c6f_636b_7374_6570;
+/// The process of this rank has ended.
+const ENDED: u8 = 25;
+/// The most bytes that a process says of itself.
+const HELLO_BYTES: u32 = 64 << 10;
 /// How often a process looks again for one that is not there yet.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// The longest that a process that has connected may take to say who it is.
@@ -206,7 +272,6 @@ struct Hello {
 impl Hello {
     fn write(&self) -> Vec<u8> {
         let mut to = Writer::default();
-        to.u64(MAGIC);
         to.size(self.rank);
         to.size(self.ranks);
         to.text(&self.build);
@@ -217,10 +282,7 @@ impl Hello {
 
     fn read(body: &[u8]) -> Option<Self> {
         let mut from = Reader(body);
-        if from.u64()? != MAGIC {
-            return None;
-        }
-        let (rank, ranks, build) = (from.size()?, from.size()?, from.text()?.to_owned());
+        let (rank, ranks, build) = (from.size()?, from.size()?, from.shown()?);
         let (member, listens) = read_member(&mut from)?;
         Some(Self { rank, ranks, build, member, listens, offers: Over::read(&mut from)? })
     }
@@ -234,7 +296,7 @@ fn write_member(to: &mut Writer, member: &Member, listens: SocketAddr) {
 }
 
 fn read_member(from: &mut Reader<'_>) -> Option<(Member, SocketAddr)> {
-    let member = Member { host: from.text()?.to_owned(), pid: from.u32()?, cores: from.size()? };
+    let member = Member { host: from.shown()?, pid: from.u32()?, cores: from.size()? };
     Some((member, from.text()?.parse().ok()?))
 }
 
@@ -264,7 +326,7 @@ impl Roster {
         let mut members = Vec::new();
         for _ in 0..count {
             let (member, mut listens) = read_member(&mut from)?;
-            if listens.ip().is_loopback() {
+            if listens.ip().is_loopback() || listens.ip().is_unspecified() {
                 listens.set_ip(first);
             }
             members.push((member, listens));
@@ -275,21 +337,159 @@ impl Roster {
 
 /// Finds the other processes of a run and gives the communicator of this one.
 pub fn join(start: &Start) -> Result<ProcessCommunicator, JoinError> {
-    let refused = |e: std::io::Error| JoinError::Listen {
-        address: start.address.clone(),
-        cause: e.to_string(),
-        in_use: e.kind() == ErrorKind::AddrInUse,
-    };
     match start.rank {
-        0 => host_at(start, TcpListener::bind(&start.address).map_err(refused)?),
+        0 => {
+            let (listener, secret, notice) = open(start)?;
+            let mut comm = joined(start, meet(start, listener, secret, deadline_of(start))?)?;
+            // Who comes too late still finds it.
+            comm.notice = notice;
+            Ok(comm)
+        }
         _ => joined(start, visit(start, deadline_of(start))?),
     }
 }
 
-/// As [`join`], for the first rank, which listens already.
-pub fn host_at(start: &Start, door: TcpListener) -> Result<ProcessCommunicator, JoinError> {
-    joined(start, meet(start, door, deadline_of(start))?)
+/// As [`join`], for the first rank, which listens already; all were given the secret.
+pub fn host_at(start: &Start, listener: TcpListener) -> Result<ProcessCommunicator, JoinError> {
+    let secret = start.secret.clone().ok_or_else(|| no_secret(start, "it was given none"))?;
+    joined(start, meet(start, listener, secret, deadline_of(start))?)
 }
+
+/// Tells the others that this process ends before it has joined them, if they are there: they wait no longer.
+pub fn end_early(start: &Start, reason: &str) {
+    let reason = reason.split("\nhint: ").next().unwrap_or(reason);
+    if start.rank == 0 {
+        if let Some(board) = &start.board {
+            // Where it cannot be written, they wait.
+            let _ = board.post(&Posted::Failed(reason.to_owned()));
+        }
+        return;
+    }
+    let until = Instant::now() + END_WITHIN.min(start.timeout);
+    let mut search = Search::new(start);
+    while Instant::now() < until {
+        if let Ok((stream, _)) = search.look(until) {
+            let mut body = Writer::default();
+            body.size(start.rank);
+            body.text(&host());
+            body.text(reason);
+            let _ = tune(&stream).and_then(|()| write_note(&stream, ENDED, &body.0));
+            return;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// How long a process that ends looks for the others.
+const END_WITHIN: Duration = Duration::from_secs(2);
+
+fn no_secret(start: &Start, cause: impl Into<String>) -> JoinError {
+    JoinError::NoSecret { rank: start.rank, cause: cause.into() }
+}
+
+/// Where the first rank listens, the secret of the job, and what it has posted for the others, if that was needed.
+fn open(start: &Start) -> Result<(TcpListener, JobSecret, Option<Notice>), JoinError> {
+    let refused = |e: &std::io::Error| JoinError::Listen {
+        address: start.address.clone(),
+        cause: e.to_string(),
+        in_use: e.kind() == ErrorKind::AddrInUse,
+    };
+    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
+    let name = start.address.rsplit_once(':').map_or(start.address.as_str(), |(name, _)| name);
+    let (listener, taken) = match TcpListener::bind(&start.address) {
+        Ok(listener) => (listener, None),
+        Err(e) if e.kind() == ErrorKind::AddrInUse && start.board.is_some() => {
+            (TcpListener::bind((name, 0)).map_err(|_| refused(&e))?, Some(refused(&e)))
+        }
+        Err(e) => return Err(refused(&e)),
+    };
+    let secret = match &start.secret {
+        Some(secret) => secret.clone(),
+        None => JobSecret::random().map_err(|e| no_secret(start, format!("no random numbers: {e}")))?,
+    };
+    if taken.is_none() && start.secret.is_some() {
+        return Ok((listener, secret, None));
+    }
+    let Some(board) = &start.board else { return Err(no_secret(start, "it was given none")) };
+    let port = listener.local_addr().map_err(system)?.port();
+    let posted =
+        Posted::At { address: format!("{name}:{port}"), secret: start.secret.is_none().then(|| secret.clone()) };
+    match board.post(&posted) {
+        Ok(()) => Ok((listener, secret, Some(Notice { board: board.clone(), posted }))),
+        Err(e) => Err(match (taken, &start.secret) {
+            (Some(taken), Some(_)) => taken,
+            _ => no_secret(start, format!("cannot write {}: {e}", board.path.display())),
+        }),
+    }
+}
+
+/// How another rank looks for the first.
+struct Search<'a> {
+    start: &'a Start,
+    /// What stood on the board when it began to look.
+    before: Option<Posted>,
+}
+
+/// Why a rank has not found the first yet.
+enum NotFound {
+    /// It may come.
+    Yet(String),
+    /// It has ended.
+    Never(JoinError),
+}
+
+impl<'a> Search<'a> {
+    fn new(start: &'a Start) -> Self {
+        let before = start.board.as_ref().and_then(|board| board.read().ok().flatten());
+        Self { start, before }
+    }
+
+    /// Looks once: a connection to the first rank, and the secret.
+    fn look(&mut self, deadline: Instant) -> Result<(TcpStream, JobSecret), NotFound> {
+        let Start { rank, address, secret, board, .. } = self.start;
+        let yet = |cause: String| Err(NotFound::Yet(cause));
+        let posted = match board.as_ref().map(Board::read) {
+            Some(Ok(posted)) => posted,
+            Some(Err(cause)) if secret.is_none() => return yet(cause),
+            Some(Err(_)) | None => None,
+        };
+        let (address, secret) = match (posted, secret) {
+            (Some(Posted::Failed(reason)), _) => {
+                // One that was there before may be that of an earlier start.
+                return match self.before.as_ref() == Some(&Posted::Failed(reason.clone())) {
+                    true => yet(format!("it has ended before all had come: {reason}")),
+                    false => Err(NotFound::Never(JoinError::Early { rank: 0, host: None, reason })),
+                };
+            }
+            (Some(Posted::At { address, secret: Some(secret) }), _) => (address, secret),
+            (Some(Posted::At { address, secret: None }), Some(secret)) => (address, secret.clone()),
+            (_, Some(secret)) => (address.clone(), secret.clone()),
+            (_, None) => {
+                let Some(board) = board else {
+                    return Err(NotFound::Never(no_secret(self.start, "it was given none")));
+                };
+                return yet(format!("rank 0 has not written {} yet", board.path.display()));
+            }
+        };
+        let mut last = format!("{address} has no address");
+        let addresses = match address.to_socket_addrs() {
+            Ok(addresses) => addresses,
+            Err(e) => return yet(e.to_string()),
+        };
+        for at in addresses {
+            self.start.waiting.check(*rank).map_err(NotFound::Never)?;
+            let left = deadline.saturating_duration_since(Instant::now()).clamp(LOOK_EVERY, CONNECT_WITHIN);
+            match secret.connect(&at, left) {
+                Ok(stream) => return Ok((stream, secret)),
+                Err(error) => last = error.to_string(),
+            }
+        }
+        yet(last)
+    }
+}
+
+/// The longest that one attempt to connect takes.
+const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 
 fn deadline_of(start: &Start) -> Instant {
     Instant::now() + start.timeout
@@ -297,7 +497,7 @@ fn deadline_of(start: &Start) -> Instant {
 
 /// What follows the rendezvous.
 fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
-    let Met { roster, links, listener, gate } = met;
+    let Met { roster, links, listener, secret, gate } = met;
     let rank = start.rank;
     let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
     let peers = Arc::new(match rank {
@@ -323,13 +523,14 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
                 rank,
                 addresses: &addresses,
                 token,
+                secret: &secret,
                 deadline: deadline_of(start).max(Instant::now() + HELLO_WITHIN),
             };
-            Sockets::connect(&mesh, &listener, &inbox).map(|sockets| Box::new(sockets) as Box<dyn Transport>)
+            Sockets::connect(&mesh, listener, &inbox).map(|sockets| Box::new(sockets) as Box<dyn Transport>)
         }
     };
     match transport {
-        Ok(transport) => Ok(ProcessCommunicator::new(rank, inbox, (transport, over), control, members, gate)),
+        Ok(transport) => Ok(ProcessCommunicator::new(rank, inbox, (transport, over), control, members, (secret, gate))),
         Err(_) if inbox.peers.failure().is_some() => {
             let text = inbox.peers.failure().map_or_else(String::new, ToString::to_string);
             control.close();
@@ -350,6 +551,7 @@ struct Met {
     links: Vec<Option<TcpStream>>,
     /// Where this rank listens for others.
     listener: TcpListener,
+    secret: JobSecret,
     /// What tells latecomers that all have come.
     gate: Option<Arc<AtomicBool>>,
 }
@@ -358,16 +560,12 @@ fn myself() -> Member {
     Member { host: host(), pid: std::process::id(), cores: crate::cpu::cores() }
 }
 
-/// A listener for other ranks, at the address by which this rank is known.
+/// A listener for other ranks, at the address by which this rank is known and at no other.
 fn listen(ip: IpAddr, rank: usize) -> Result<(TcpListener, SocketAddr), JoinError> {
     let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
-    let any: IpAddr = match ip {
-        IpAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
-        IpAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let listener = TcpListener::bind((if ip.is_loopback() { ip } else { any }, 0)).map_err(system)?;
-    let port = listener.local_addr().map_err(system)?.port();
-    Ok((listener, SocketAddr::new(ip, port)))
+    let listener = TcpListener::bind((ip, 0)).map_err(system)?;
+    let address = listener.local_addr().map_err(system)?;
+    Ok((listener, address))
 }
 
 /// The part of a rank that is not the first.
@@ -375,23 +573,15 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     let Start { rank, ranks, address, timeout, build, .. } = start;
     let no_answer =
         |cause: String| JoinError::NoAnswer { rank: *rank, address: address.clone(), cause, within: *timeout };
-    let connect = || -> std::io::Result<TcpStream> {
-        let mut last = std::io::Error::new(ErrorKind::NotFound, "the name has no address");
-        for at in address.to_socket_addrs()? {
-            let left = deadline.saturating_duration_since(Instant::now()).max(LOOK_EVERY);
-            match TcpStream::connect_timeout(&at, left) {
-                Ok(stream) => return Ok(stream),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
-    };
-    let stream = loop {
-        match connect() {
-            Ok(stream) => break stream,
-            Err(error) if Instant::now() > deadline => return Err(no_answer(error.to_string())),
+    let mut search = Search::new(start);
+    let (stream, secret) = loop {
+        start.waiting.check(*rank)?;
+        match search.look(deadline) {
+            Ok(found) => break found,
+            Err(NotFound::Never(error)) => return Err(error),
+            Err(NotFound::Yet(cause)) if Instant::now() > deadline => return Err(no_answer(cause)),
             // It may start later than this one.
-            Err(_) => std::thread::sleep(LOOK_EVERY),
+            Err(NotFound::Yet(_)) => std::thread::sleep(LOOK_EVERY),
         }
     };
     let gone = |e: std::io::Error| {
@@ -414,28 +604,38 @@ fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
     };
     write_note(&stream, HELLO, &hello.write()).map_err(gone)?;
     // The first rank is the one that names those who are missing.
-    stream.set_read_timeout(Some(*timeout + HELLO_WITHIN)).map_err(gone)?;
+    let until = Instant::now() + *timeout + HELLO_WITHIN;
+    stream.set_read_timeout(Some(LOOK_EVERY)).map_err(gone)?;
+    loop {
+        start.waiting.check(*rank)?;
+        match stream.peek(&mut [0]) {
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) && Instant::now() < until => {}
+            Err(e) => return Err(gone(e)),
+            Ok(_) => break,
+        }
+    }
+    stream.set_read_timeout(Some(HELLO_WITHIN)).map_err(gone)?;
     let (kind, body) = read_note(&stream).map_err(gone)?;
     stream.set_read_timeout(None).map_err(gone)?;
     match kind {
         ROSTER => {}
-        REFUSAL => return Err(JoinError::Refused(String::from_utf8_lossy(&body).into_owned())),
+        REFUSAL => return Err(JoinError::Refused(plain(&String::from_utf8_lossy(&body)))),
         _ => return Err(no_answer("it speaks another language".to_owned())),
     }
     let roster = Roster::read(&body, theirs).filter(|roster| roster.members.len() == *ranks);
     let roster = roster.ok_or_else(|| no_answer("it speaks another language".to_owned()))?;
     let mut links: Vec<_> = (0..*ranks).map(|_| None).collect();
     links[0] = Some(stream);
-    Ok(Met { roster, links, listener, gate: None })
+    Ok(Met { roster, links, listener, secret, gate: None })
 }
 
-/// The part of the first rank, which has the door that others come to.
-fn meet(start: &Start, door: TcpListener, deadline: Instant) -> Result<Met, JoinError> {
+/// The part of the first rank, which has the listener that others come to.
+fn meet(start: &Start, listener: TcpListener, secret: JobSecret, deadline: Instant) -> Result<Met, JoinError> {
     let Start { ranks, timeout, .. } = start;
     let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
-    let ip = door.local_addr().map_err(system)?.ip();
+    let ip = listener.local_addr().map_err(system)?.ip();
+    let mut door = Door::new(listener, secret.clone()).map_err(system)?;
     let (listener, listens) = listen(ip, 0)?;
-    door.set_nonblocking(true).map_err(system)?;
     let first = myself();
     let mut members: Vec<Option<(Member, SocketAddr)>> = vec![None; *ranks];
     members[0] = Some((first.clone(), listens));
@@ -450,16 +650,17 @@ fn meet(start: &Start, door: TcpListener, deadline: Instant) -> Result<Met, Join
             let missing = (0..*ranks).filter(|&rank| members[rank].is_none()).collect();
             break Err((JoinError::Missing { missing, ranks: *ranks, within: *timeout }, None));
         }
-        while let Ok((stream, _)) = door.accept() {
-            let sender = sender.clone();
-            // One that says nothing holds up nobody. Where there is no thread for it, it will be missed.
-            let _ = std::thread::Builder::new().name("lockstep-hello".into()).spawn(move || {
-                if let Some(hello) = heard(&stream) {
-                    let _ = sender.send((hello, stream));
-                }
-            });
+        if let Err(error) = start.waiting.check(0) {
+            break Err((error, None));
         }
-        let Ok((hello, stream)) = hellos.recv_timeout(Duration::from_millis(1)) else { continue };
+        door.let_in().into_iter().for_each(|stream| hear(stream, &sender));
+        let (hello, stream) = match hellos.recv_timeout(Duration::from_millis(1)) {
+            Ok((Heard::Came(hello), stream)) => (hello, stream),
+            Ok((Heard::Ended { rank, host, reason }, _)) => {
+                break Err((JoinError::Early { rank, host: Some(host), reason }, None));
+            }
+            Err(_) => continue,
+        };
         match check(start, &first, &hello, &members) {
             Ok(()) => {
                 members[hello.rank] = Some((hello.member, hello.listens));
@@ -471,8 +672,13 @@ fn meet(start: &Start, door: TcpListener, deadline: Instant) -> Result<Met, Join
     };
     if let Err((error, stream)) = verdict {
         let text = error.to_string();
-        for link in links.iter().flatten().chain(&stream) {
-            let _ = write_note(link, REFUSAL, text.as_bytes());
+        let refuse = |link: &TcpStream| drop(write_note(link, REFUSAL, text.as_bytes()));
+        links.iter().flatten().chain(&stream).for_each(refuse);
+        // Those who are about to come are told as well.
+        let until = Instant::now() + REFUSES_FOR;
+        while members.iter().any(Option::is_none) && Instant::now() < until {
+            door.let_in().into_iter().for_each(|stream| hear(stream, &sender));
+            hellos.recv_timeout(Duration::from_millis(1)).iter().for_each(|(_, stream)| refuse(stream));
         }
         return Err(error);
     }
@@ -488,20 +694,45 @@ fn meet(start: &Start, door: TcpListener, deadline: Instant) -> Result<Met, Join
     }
     let gate = Arc::new(AtomicBool::new(false));
     let (closed, known, start) = (gate.clone(), roster.members.clone(), start.clone());
-    let late = move || refuse_latecomers(&door, &start, &known, &closed);
+    let late = move || refuse_latecomers(&mut door, &start, &known, &closed);
     let thread = std::thread::Builder::new().name("lockstep-latecomers".into()).spawn(late);
     thread.map_err(|e| JoinError::System { rank: 0, cause: e.to_string() })?;
-    Ok(Met { roster, links, listener, gate: Some(gate) })
+    Ok(Met { roster, links, listener, secret, gate: Some(gate) })
 }
 
-/// What a process that has connected says of itself.
-fn heard(stream: &TcpStream) -> Option<Hello> {
-    stream.set_nonblocking(false).ok()?;
+/// What a process of the job says.
+enum Heard {
+    Came(Hello),
+    Ended { rank: usize, host: String, reason: String },
+}
+
+/// How long the first rank tells who comes why it has ended.
+const REFUSES_FOR: Duration = Duration::from_millis(500);
+
+/// Hears what a process says without waiting for it. Where there is no thread for that, it will be missed.
+fn hear(stream: TcpStream, to: &mpsc::Sender<(Heard, TcpStream)>) {
+    let to = to.clone();
+    let _ = std::thread::Builder::new().name("lockstep-hello".into()).spawn(move || {
+        if let Some(heard) = heard(&stream) {
+            let _ = to.send((heard, stream));
+        }
+    });
+}
+
+/// What a process that has proven itself says.
+fn heard(stream: &TcpStream) -> Option<Heard> {
     tune(stream).ok()?;
     stream.set_read_timeout(Some(HELLO_WITHIN)).ok()?;
-    let (kind, body) = read_note(stream).ok()?;
+    let (kind, body) = read_note_up_to(stream, HELLO_BYTES).ok()?;
     stream.set_read_timeout(None).ok()?;
-    Hello::read(&body).filter(|_| kind == HELLO)
+    match kind {
+        HELLO => Hello::read(&body).map(Heard::Came),
+        ENDED => {
+            let mut from = Reader(&body);
+            Some(Heard::Ended { rank: from.size()?, host: from.shown()?, reason: from.shown()? })
+        }
+        _ => None,
+    }
 }
 
 /// Whether the first rank can take a process.
@@ -527,15 +758,15 @@ fn check(
 }
 
 /// Tells whoever comes when all are there that it is one too many.
-fn refuse_latecomers(door: &TcpListener, start: &Start, members: &[(Member, SocketAddr)], closed: &AtomicBool) {
+fn refuse_latecomers(door: &mut Door, start: &Start, members: &[(Member, SocketAddr)], closed: &AtomicBool) {
     let known: Vec<_> = members.iter().cloned().map(Some).collect();
     while !closed.load(Ordering::Acquire) {
-        if let Ok((stream, _)) = door.accept()
-            && let Some(hello) = heard(&stream)
-            && let Err(error) = check(start, &members[0].0, &hello, &known)
-        {
-            let _ = write_note(&stream, REFUSAL, error.to_string().as_bytes());
-            continue;
+        for stream in door.let_in() {
+            if let Some(Heard::Came(hello)) = heard(&stream)
+                && let Err(error) = check(start, &members[0].0, &hello, &known)
+            {
+                let _ = write_note(&stream, REFUSAL, error.to_string().as_bytes());
+            }
         }
         std::thread::sleep(LOOK_EVERY);
     }

@@ -11,6 +11,7 @@
 //! **Messages** are kept by the receiver, which tells the sender when it takes one; so no more are on their way than the send buffer
 //! has room for, which itself is not used.
 
+mod board;
 mod collective;
 mod conformance;
 mod control;
@@ -19,16 +20,19 @@ mod join;
 mod measure;
 mod mpi;
 mod over;
+mod secret;
 mod sockets;
 #[cfg(test)]
 mod tests;
 mod wire;
 
+pub use board::Board;
 pub use conformance::conform;
-pub use join::{JoinError, Member, Start, host, host_at, join};
+pub use join::{JoinError, Member, Start, Waiting, end_early, host, host_at, join};
 pub use measure::{Link, measure_link};
 pub use mpi::{MpiLibrary, end as end_mpi};
 pub use over::Over;
+pub use secret::JobSecret;
 
 use crate::comm::peers::Peers;
 use crate::comm::{
@@ -72,6 +76,10 @@ pub struct ProcessCommunicator {
     exchanging: Mutex<()>,
     /// What tells latecomers that all have come; the first rank's.
     gate: Option<Arc<AtomicBool>>,
+    /// What the first rank has posted for the others.
+    notice: Option<board::Notice>,
+    /// What all of them know.
+    secret: JobSecret,
     device: Mutex<Option<DevicePlace>>,
 }
 
@@ -85,10 +93,24 @@ impl ProcessCommunicator {
         (transport, over): (Box<dyn Transport>, Over),
         control: Arc<Control>,
         members: Vec<Member>,
-        gate: Option<Arc<AtomicBool>>,
+        (secret, gate): (JobSecret, Option<Arc<AtomicBool>>),
     ) -> Self {
+        let notice = None;
         let (channels, exchanging, device) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { rank, inbox, transport: Some(transport), over, control, members, channels, exchanging, gate, device }
+        Self {
+            rank,
+            inbox,
+            transport: Some(transport),
+            over,
+            control,
+            members,
+            channels,
+            exchanging,
+            gate,
+            notice,
+            secret,
+            device,
+        }
     }
 
     /// The processes, by rank.
@@ -291,6 +313,7 @@ impl ProcessCommunicator {
         if let Some(gate) = &self.gate {
             gate.store(true, Ordering::Release);
         }
+        self.notice = None;
     }
 }
 

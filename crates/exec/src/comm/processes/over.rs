@@ -40,8 +40,8 @@ impl Over {
 
     pub(super) fn read(from: &mut Reader<'_>) -> Option<Self> {
         Some(match from.u8()? {
-            0 => Over::Tcp(from.option(|from| from.text().map(str::to_owned))?),
-            1 => Over::Mpi(from.text()?.to_owned()),
+            0 => Over::Tcp(from.option(|from| from.shown())?),
+            1 => Over::Mpi(from.shown()?),
             _ => return None,
         })
     }
@@ -98,7 +98,7 @@ pub fn start_mpi(
             let note = link.set_read_timeout(Some(left())).and_then(|()| read_note(link));
             match note {
                 Ok((READY, body)) => {
-                    let told = Reader(&body).option(|from| from.text().map(str::to_owned)).flatten();
+                    let told = Reader(&body).option(|from| from.shown()).flatten();
                     why = why.or(told.map(|told| failed(other, &told)));
                 }
                 Ok(_) => why = why.or(Some(failed(other, "it speaks another language"))),
@@ -133,7 +133,7 @@ pub fn start_mpi(
         Ok(note)
     };
     match answer().map_err(|e| lost(0, &e))? {
-        (CHOSEN, body) => match Reader(&body).option(|from| from.text().map(str::to_owned)) {
+        (CHOSEN, body) => match Reader(&body).option(|from| from.shown()) {
             Some(Some(why)) => Ok(Err(why)),
             Some(None) => Ok(attached),
             None => Err(JoinError::MpiStart { failed: failed(0, "it speaks another language") }),

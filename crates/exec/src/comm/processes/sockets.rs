@@ -5,7 +5,8 @@
 
 use super::Transport;
 use super::inbox::{Inbox, Stream};
-use super::wire::{Reader, Writer, read_note, write_note};
+use super::secret::{Door, JobSecret};
+use super::wire::{Reader, Writer, read_note_up_to, write_note};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -20,8 +21,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const ACCEPT_EVERY: Duration = Duration::from_millis(1);
 /// Bytes before each frame: its stream and its length.
 const HEAD: usize = 16;
-/// The note that opens a connection.
+/// The most bytes of one frame.
+const MOST: usize = 1 << 40;
+/// The note that opens a connection, and its bytes.
 const OPEN: u8 = 1;
+const OPEN_BYTES: u32 = 16;
 
 /// The connections of one rank, by rank; none to itself.
 pub struct Sockets {
@@ -35,13 +39,14 @@ pub struct Mesh<'a> {
     pub addresses: &'a [SocketAddr],
     /// Tells this run from others.
     pub token: u64,
+    pub secret: &'a JobSecret,
     pub deadline: Instant,
 }
 
 impl Sockets {
     /// Connects to all ranks before this one, and waits for those behind it. Whatever comes goes to the inbox from then on.
-    pub fn connect(mesh: &Mesh<'_>, listener: &TcpListener, inbox: &Arc<Inbox>) -> Result<Self, String> {
-        let Mesh { rank, addresses, token, deadline } = *mesh;
+    pub fn connect(mesh: &Mesh<'_>, listener: TcpListener, inbox: &Arc<Inbox>) -> Result<Self, String> {
+        let Mesh { rank, addresses, token, secret, deadline } = *mesh;
         let mut connections: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
         let mut body = Writer::default();
         body.u64(token);
@@ -49,7 +54,7 @@ impl Sockets {
         for (other, address) in addresses.iter().enumerate().take(rank) {
             let left = deadline.saturating_duration_since(Instant::now()).max(LOOK_EVERY);
             let open = || {
-                let stream = TcpStream::connect_timeout(address, left.min(CUT_AFTER))?;
+                let stream = secret.connect(address, left.min(CUT_AFTER))?;
                 tune(&stream)?;
                 write_note(&stream, OPEN, &body.0)?;
                 Ok(stream)
@@ -57,23 +62,20 @@ impl Sockets {
             let text = |e: io::Error| format!("rank {other} cannot be reached at {address}: {e}");
             connections[other] = Some(open().map_err(text)?);
         }
-        listener.set_nonblocking(true).map_err(|e| format!("cannot listen: {e}"))?;
+        let mut door = Door::new(listener, secret.clone()).map_err(|e| format!("cannot listen: {e}"))?;
         while let Some(missing) = (rank + 1..addresses.len()).find(|&other| connections[other].is_none()) {
             if let Some(error) = inbox.peers.failure() {
                 return Err(error.to_string());
             }
-            match listener.accept() {
-                // A stranger, or a connection that broke at once: whoever is missing is told of below.
-                Ok((stream, _)) => {
-                    if let Some(other) = opened(&stream, token)
-                        && (rank + 1..addresses.len()).contains(&other)
-                    {
-                        connections[other] = Some(stream);
-                    }
+            // A connection that broke at once: whoever is missing is told of below.
+            for stream in door.let_in() {
+                if let Some(other) = opened(&stream, token)
+                    && (rank + 1..addresses.len()).contains(&other)
+                {
+                    connections[other] = Some(stream);
                 }
-                Err(e) if e.kind() == ErrorKind::WouldBlock => std::thread::sleep(ACCEPT_EVERY),
-                Err(e) => return Err(format!("cannot accept connections: {e}")),
             }
+            std::thread::sleep(ACCEPT_EVERY);
             if Instant::now() > deadline {
                 return Err(format!("rank {missing} has not connected"));
             }
@@ -91,10 +93,9 @@ impl Sockets {
 
 /// The rank that opened a connection, if it is one of this run.
 fn opened(stream: &TcpStream, token: u64) -> Option<usize> {
-    stream.set_nonblocking(false).ok()?;
     tune(stream).ok()?;
     stream.set_read_timeout(Some(Duration::from_secs(2))).ok()?;
-    let (kind, body) = read_note(stream).ok()?;
+    let (kind, body) = read_note_up_to(stream, OPEN_BYTES).ok()?;
     stream.set_read_timeout(None).ok()?;
     let mut body = Reader(&body);
     let (theirs, rank) = (body.u64()?, body.size()?);
@@ -132,7 +133,9 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
         }
         let mut fields = Reader(&head);
         let (Some(kind), Some(bytes)) = (fields.u64(), fields.size()) else { continue };
-        let mut frame = inbox.buffer(bytes);
+        let Some(mut frame) = (bytes <= MOST).then(|| inbox.buffer_for(bytes)).flatten() else {
+            break io::Error::other(format!("there is no memory for a frame of {bytes} bytes"));
+        };
         if let Err(error) = stream.read_exact(frame.bytes_mut()) {
             break error;
         }
@@ -141,11 +144,14 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
     inbox.cut(from, ended(&error));
 }
 
+/// What a connection that ends without a word says of the other end.
+pub const ENDED: &str = "its process has ended";
+
 /// What the end of a connection means.
 pub fn ended(error: &io::Error) -> String {
     match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
-            "its process has ended, and its connections with it".to_owned()
+            format!("{ENDED}, and its connections with it")
         }
         _ => format!("its connection was cut: {error}"),
     }

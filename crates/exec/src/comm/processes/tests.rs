@@ -12,7 +12,17 @@ fn free_address() -> String {
 }
 
 fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
-    Start { rank, ranks, address: address.to_owned(), timeout, build: "0.1 (test)".to_owned(), mpi: None }
+    Start {
+        rank,
+        ranks,
+        address: address.to_owned(),
+        timeout,
+        build: "0.1 (test)".to_owned(),
+        mpi: None,
+        secret: JobSecret::from_hex(&"5e".repeat(32)),
+        board: None,
+        waiting: Waiting::default(),
+    }
 }
 
 /// Joins these, each from a thread of its own.
@@ -118,6 +128,20 @@ fn a_process_that_ends_without_a_word_is_named_to_all() {
                 assert!(text.contains(&waited), "{text}");
             }
         });
+    }
+}
+
+#[test]
+fn two_ranks_that_live_and_lose_their_connection_are_both_named() {
+    let comms = sockets(3, SOME);
+    std::thread::sleep(Duration::from_millis(100));
+    // Rank 1 has lost rank 2, of which rank 0 hears as ever.
+    comms[1].inbox.cut(2, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
+    let expected =
+        format!("rank 1 on host {0} and rank 2 on host {0} cannot reach each other any more, and both", host());
+    for comm in &comms {
+        let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
+        assert!(text.starts_with(&expected) && text.contains(" live: their connection was closed\nhint: "), "{text}");
     }
 }
 
@@ -255,34 +279,188 @@ fn bad_starts_are_named_to_all_who_came() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let error = join(&start(0, 2, &address, short)).err().unwrap();
-    assert!(error.to_string().contains("another process uses this port"), "{error}");
+    assert!(error.to_string().contains("another process uses this port, and there is no folder"), "{error}");
     let error = join(&start(1, 2, &free_address(), short)).err().unwrap();
     assert!(error.to_string().starts_with("rank 1 found no rank 0 at 127.0.0.1:"), "{error}");
     let error = join(&start(1, 2, "no.such.host.invalid:1", short)).err().unwrap();
     assert!(error.to_string().contains("found no rank 0 at no.such.host.invalid:1"), "{error}");
 }
 
+/// A connection to somebody who will listen soon.
+fn connected(address: &str) -> TcpStream {
+    loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => return stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+/// The memory that this process has in use, in bytes.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
 #[test]
 fn strangers_and_latecomers_do_no_harm() {
     let address = free_address();
-    let first = start(0, 2, &address, SOME);
-    let comms = scope(|s| {
+    // Long enough that a start which waits for strangers is seen.
+    let first = start(0, 2, &address, Duration::from_secs(60));
+    let began = Instant::now();
+    let (comms, strangers) = scope(|s| {
         let first = s.spawn(|| join(&first));
-        let mut stranger = loop {
-            match TcpStream::connect(&address) {
-                Ok(stream) => break stream,
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
+        let mut strangers = Vec::new();
+        let mut say = |bytes: &[u8]| {
+            let mut stream = connected(&address);
+            // It may be cut off before it has said everything.
+            let _ = std::io::Write::write_all(&mut stream, bytes);
+            strangers.push(stream);
         };
-        std::io::Write::write_all(&mut stranger, b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        [join(&start(1, 2, &address, SOME)), first.join().unwrap()].map(|comm| comm.unwrap())
+        say(b"GET / HTTP/1.1\r\n\r\n");
+        say(b"");
+        // What ranks said before they had a secret: a greeting of another size, one of another build with escapes, and a length of 2^62.
+        let greeting = |ranks: usize, build: &str| {
+            let mut hello = Writer::default();
+            hello.size(1);
+            hello.size(ranks);
+            hello.text(build);
+            hello.text("\x1b]0;evil\x07\x1b[2Jhost");
+            let mut note = Vec::new();
+            wire::write_note(&mut note, 20, &hello.0).unwrap();
+            note
+        };
+        say(&greeting(3, "0.1 (test)"));
+        say(&greeting(2, "0.2 (another build)"));
+        say(&[&[20][..], &(1u64 << 62).to_le_bytes(), &[0; 64]].concat());
+        // An opening that is right, and then a length instead of a proof.
+        say(&[b"lockstep", &[7; 32][..], &[20], &u32::MAX.to_le_bytes(), &[0; 64]].concat());
+        let before = resident();
+        for _ in 0..120 {
+            say(&[&[20][..], &(16u32 << 20).to_le_bytes(), &[0; 1000]].concat());
+        }
+        let comms = [join(&start(1, 2, &address, SOME)), first.join().unwrap()].map(|comm| comm.unwrap());
+        assert!(resident().saturating_sub(before) < 256 << 20, "strangers cost {} bytes", resident() - before);
+        (comms, strangers)
     });
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     let error = join(&start(1, 2, &address, Duration::from_secs(2))).err().unwrap();
     assert!(error.to_string().contains("rank 1 came twice"), "{error}");
+    // One that was given another secret is a stranger too, and is told nothing.
+    let other =
+        Start { secret: Some(JobSecret::random().unwrap()), ..start(1, 2, &address, Duration::from_millis(500)) };
+    let error = join(&other).err().unwrap().to_string();
+    assert!(error.contains("no process of this job") && !error.contains("0.1 (test)"), "{error}");
     scope(|s| {
         s.spawn(|| all_reduce(&comms[0], place("sum", 0)).unwrap());
         all_reduce(&comms[1], place("sum", 0)).unwrap();
     });
+    drop(strangers);
+}
+
+/// A folder that goes when the test ends.
+struct Folder(std::path::PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("lockstep-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn a_port_that_is_taken_is_not_the_end_and_a_secret_is_made_where_none_was_given() {
+    let folder = Folder::new("taken");
+    let board = Board { path: folder.0.join(".rendezvous"), job: "7".into() };
+    // One that listens and says nothing, and a notice of an earlier start that leads to nobody.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    for given in [None, JobSecret::from_hex(&"5e".repeat(32))] {
+        let stale = board::Posted::At { address: free_address(), secret: Some(JobSecret::random().unwrap()) };
+        board.post(&stale).unwrap();
+        let of = |rank| Start { board: Some(board.clone()), secret: given.clone(), ..start(rank, 3, &address, SOME) };
+        let comms: Vec<_> = join_all(&[of(0), of(1), of(2)]).into_iter().map(|comm| comm.unwrap()).collect();
+        scope(|s| {
+            let sums: Vec<_> = comms.iter().map(|comm| s.spawn(|| all_reduce(comm, place("sum", 0)))).collect();
+            sums.into_iter().for_each(|sum| sum.join().unwrap().unwrap());
+        });
+        assert!(board.path.exists());
+        drop(comms);
+        assert!(!board.path.exists(), "the notice of the first rank was left");
+    }
+    // Neither a secret nor a folder for one.
+    for rank in [0, 1] {
+        let none = Start { secret: None, ..start(rank, 2, &free_address(), SOME) };
+        let error = join(&none).err().unwrap().to_string();
+        assert!(error.contains("LOCKSTEP_JOB_SECRET") && error.contains("\nhint: "), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
+    let long = Duration::from_secs(60);
+    let soon = |began: Instant| assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let folder = Folder::new("early");
+    let board = Board { path: folder.0.join(".rendezvous"), job: "7".into() };
+    let of = |rank, address: &str| Start { board: Some(board.clone()), ..start(rank, 3, address, long) };
+    let (began, address) = (Instant::now(), free_address());
+    let texts = scope(|s| {
+        let waiting = [0, 1].map(|rank| {
+            s.spawn({
+                let start = of(rank, &address);
+                move || join(&start).err().unwrap().to_string()
+            })
+        });
+        end_early(&of(2, &address), "no such file\nhint: none");
+        waiting.map(|thread| thread.join().unwrap())
+    });
+    for text in texts {
+        let expected = format!("rank 2 on host {} has ended before all had come: no such file\nhint: look", host());
+        assert!(text.starts_with(&expected), "{text}");
+    }
+    soon(began);
+    // The first rank, which nobody can reach then.
+    let (began, address) = (Instant::now(), free_address());
+    let text = scope(|s| {
+        let waiting = s.spawn(|| join(&of(1, &address)).err().unwrap().to_string());
+        std::thread::sleep(Duration::from_millis(200));
+        end_early(&of(0, &address), "no such file");
+        waiting.join().unwrap()
+    });
+    assert!(text.starts_with("rank 0 has ended before all had come: no such file\n"), "{text}");
+    soon(began);
+    // Whoever started them asks them to stop, or says that one is gone: whether they wait for the first or for its answer.
+    for (abandoned, expected) in [(false, "interrupted before all ranks had come"), (true, "another rank has ended")] {
+        let (began, address, flag) = (Instant::now(), free_address(), Arc::new(AtomicBool::new(false)));
+        let some = Some(flag.clone());
+        let waiting = match abandoned {
+            true => Waiting { abandoned: some, stop: None },
+            false => Waiting { abandoned: None, stop: some },
+        };
+        scope(|s| {
+            let alone = free_address();
+            let starts = [start(0, 3, &address, long), start(1, 3, &address, long), start(1, 3, &alone, long)];
+            let threads = starts.map(|start| {
+                let start = Start { waiting: waiting.clone(), ..start };
+                s.spawn(move || join(&start).err().unwrap().to_string())
+            });
+            std::thread::sleep(Duration::from_millis(300));
+            flag.store(true, Ordering::Release);
+            for thread in threads {
+                let text = thread.join().unwrap();
+                assert!(text.contains(expected), "{text}");
+            }
+        });
+        soon(began);
+    }
 }
 
 #[test]

@@ -79,6 +79,13 @@ impl Writer {
                     to.place(place);
                 });
             }
+            CommError::Cut { ranks, hosts, reason } => {
+                self.u8(6);
+                self.size(ranks.0);
+                self.size(ranks.1);
+                hosts.iter().for_each(|host| self.text(host));
+                self.text(reason);
+            }
             CommError::Stalled { rank, place, other, other_place, seconds, other_waits_for } => {
                 self.u8(2);
                 self.size(*rank);
@@ -144,6 +151,11 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(text).ok()
     }
 
+    /// A text that may be shown.
+    pub fn shown(&mut self) -> Option<String> {
+        self.text().map(plain)
+    }
+
     /// `Some(None)` where nothing was written.
     pub fn option<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
         match self.u8()? {
@@ -169,15 +181,15 @@ impl<'a> Reader<'a> {
         Some(match self.u8()? {
             0 => CommError::Failed {
                 rank: self.size()?,
-                host: self.option(|from| from.text().map(str::to_owned))?,
+                host: self.option(|from| from.shown())?,
                 place: self.option(Self::place)?,
-                reason: self.text()?.to_owned(),
+                reason: self.shown()?,
             },
             1 => CommError::Lost {
                 rank: self.size()?,
-                host: self.text()?.to_owned(),
+                host: self.shown()?,
                 place: self.option(Self::place)?,
-                reason: self.text()?.to_owned(),
+                reason: self.shown()?,
                 seen: self.option(|from| Some(Box::new((from.size()?, from.place()?))))?,
             },
             2 => CommError::Stalled {
@@ -189,15 +201,27 @@ impl<'a> Reader<'a> {
                 other_waits_for: self.option(Self::size)?,
             },
             3 => CommError::Left { rank: self.size()?, place: self.place()?, other: self.size()? },
-            4 => CommError::Mismatch {
+            4 => {
+                CommError::Mismatch { ranks: (self.size()?, self.size()?), first: self.shown()?, second: self.shown()? }
+            }
+            5 => CommError::Refused { rank: self.size()?, place: self.place()?, reason: self.shown()? },
+            6 => CommError::Cut {
                 ranks: (self.size()?, self.size()?),
-                first: self.text()?.to_owned(),
-                second: self.text()?.to_owned(),
+                hosts: Box::new([self.shown()?, self.shown()?]),
+                reason: self.shown()?,
             },
-            5 => CommError::Refused { rank: self.size()?, place: self.place()?, reason: self.text()?.to_owned() },
             _ => return None,
         })
     }
+}
+
+/// A text of another process as it may be shown: control characters, which a terminal would obey, are escaped.
+pub fn plain(text: &str) -> String {
+    let escaped = |c: char| match c.is_control() && c != '\n' {
+        true => c.escape_default().collect::<String>(),
+        false => c.to_string(),
+    };
+    text.chars().map(escaped).collect()
 }
 
 /// The name of an op as a text that lasts. Few are ever heard of.
@@ -226,12 +250,17 @@ pub fn write_note(mut to: impl Write, kind: u8, body: &[u8]) -> io::Result<()> {
 }
 
 /// Reads a note.
-pub fn read_note(mut from: impl Read) -> io::Result<(u8, Vec<u8>)> {
+pub fn read_note(from: impl Read) -> io::Result<(u8, Vec<u8>)> {
+    read_note_up_to(from, MOST)
+}
+
+/// Reads a note of at most so many bytes.
+pub fn read_note_up_to(mut from: impl Read, most: u32) -> io::Result<(u8, Vec<u8>)> {
     let mut head = [0; 5];
     from.read_exact(&mut head)?;
     let [kind, length @ ..] = head;
     let length = u32::from_le_bytes(length);
-    if length > MOST {
+    if length > most {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "a note that is too long"));
     }
     let mut body = vec![0; length as usize];
@@ -265,6 +294,7 @@ mod tests {
                 seconds: 1.5,
                 other_waits_for: Some(2),
             },
+            CommError::Cut { ranks: (1, 2), hosts: Box::new(["a".into(), "b".into()]), reason: "cut".into() },
             CommError::Left { rank: 0, place, other: 3 },
             CommError::Mismatch { ranks: (0, 4), first: "a".into(), second: "b".into() },
             CommError::Refused { rank: 5, place, reason: "u32".into() },
@@ -284,6 +314,21 @@ mod tests {
         let mut writer = Writer::default();
         writer.pulse(pulse);
         assert_eq!(Reader(&writer.0).pulse(), Some(pulse));
+    }
+
+    #[test]
+    fn escapes_of_others_are_shown_escaped() {
+        let mut writer = Writer::default();
+        writer.error(&CommError::Lost {
+            rank: 1,
+            host: "\x1b[2Jn1\u{9b}31m".into(),
+            place: None,
+            reason: "\x07 cut\nhint".into(),
+            seen: None,
+        });
+        let text = Reader(&writer.0).error().unwrap().to_string();
+        assert!(text.contains("host \\u{1b}[2Jn1\\u{9b}31m is gone: \\u{7} cut\nhint"), "{text}");
+        assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
     }
 
     #[test]

@@ -24,8 +24,17 @@ const SLOTS: usize = 8;
 const TAG_HEAD: c_int = 1;
 const TAG_BODY: c_int = 2;
 
-/// The number of no communicator: the sender sends no more.
-const BYE: u64 = 0;
+/// The number of no communicator: what drivers tell each other, by stream.
+const DRIVER: u64 = 0;
+/// The sender sends no more.
+const BYE: Stream = Stream(0);
+/// It waits for the receiver to say so, and asks whether that lives; the answer.
+const ASK: Stream = Stream(1);
+const ALIVE: Stream = Stream(2);
+
+/// How often a process that waits for another to end asks whether it lives, and how long it goes on without an answer.
+const ASK_EVERY: Duration = Duration::from_secs(2);
+const SILENT_FOR: Duration = Duration::from_secs(9);
 
 /// How long the thread sleeps while somebody waits, and while nobody does.
 const SHORT_SLEEP: Duration = Duration::from_micros(30);
@@ -97,7 +106,7 @@ impl Engine {
     /// Sends a small frame, which may be changed at once.
     pub fn send_copy(&self, token: u64, to: usize, stream: Stream, frame: &[u8]) -> Result<(), String> {
         let mut driver = lock(&self.shared.driver);
-        if driver.stopped {
+        if driver.stopped || driver.finalizing.is_some() {
             // The run has ended: what is sent now is for nobody.
             return Ok(());
         }
@@ -118,7 +127,7 @@ impl Engine {
         grace: Duration,
     ) -> Result<(), String> {
         let mut driver = lock(&self.shared.driver);
-        if driver.stopped {
+        if driver.stopped || driver.finalizing.is_some() {
             return Ok(());
         }
         let head = driver.head(token, stream, frame.len());
@@ -154,7 +163,13 @@ impl Engine {
     pub fn finish(&self) -> Result<(), String> {
         let mut driver = lock(&self.shared.driver);
         driver.finishing = true;
+        driver.heard.fill(Instant::now());
         while driver.ended.is_none() && !driver.stopped {
+            // All have said that they come to it; one may be stopped on the way.
+            if driver.finalizing.is_some_and(|since| since.elapsed() > SILENT_FOR) {
+                let seconds = SILENT_FOR.as_secs();
+                return Err(format!("MPI does not end within {seconds} s: a rank has stopped just before its end"));
+            }
             driver = self.shared.ended.wait_timeout(driver, LONG_SLEEP).unwrap_or_else(PoisonError::into_inner).0;
         }
         driver.ended.clone().unwrap_or(Ok(()))
@@ -168,7 +183,19 @@ fn drive(shared: &Shared) {
         let mut driver = lock(&shared.driver);
         let moved = driver.progress();
         if driver.finishing && !driver.stopped {
-            driver.ended = driver.finish();
+            match driver.finish() {
+                None => {}
+                Some(Err(reason)) => driver.ended = Some(Err(reason)),
+                Some(Ok(())) => {
+                    // It waits for all others, and whoever waits for it looks at the time.
+                    driver.finalizing = Some(Instant::now());
+                    let library = driver.library.clone();
+                    drop(driver);
+                    let ended = library.finalize();
+                    driver = lock(&shared.driver);
+                    driver.ended = Some(ended);
+                }
+            }
         }
         if driver.stopped || driver.ended.is_some() {
             driver.stopped = true;
@@ -211,7 +238,7 @@ struct Sending {
 
 /// What is under way. Whoever has the lock around it may call MPI.
 struct Driver {
-    library: Library,
+    library: Arc<Library>,
     me: usize,
     ranks: usize,
     /// By the number of their communicator.
@@ -232,7 +259,12 @@ struct Driver {
     /// This process sends no more, and waits for the others to say the same.
     finishing: bool,
     said_bye: bool,
-    byes: usize,
+    /// By rank: who has said so, and when each was last heard of.
+    byes: Vec<bool>,
+    heard: Vec<Instant>,
+    asked: Instant,
+    /// Since when MPI is being ended.
+    finalizing: Option<Instant>,
     /// How MPI has ended.
     ended: Option<Result<(), String>>,
 }
@@ -240,7 +272,7 @@ struct Driver {
 impl Driver {
     fn new(library: Library, (me, ranks): (usize, usize)) -> Result<Self, String> {
         let mut driver = Self {
-            library,
+            library: Arc::new(library),
             me,
             ranks,
             inboxes: Vec::new(),
@@ -254,7 +286,10 @@ impl Driver {
             stopped: false,
             finishing: false,
             said_bye: false,
-            byes: 0,
+            byes: vec![false; ranks],
+            heard: vec![Instant::now(); ranks],
+            asked: Instant::now(),
+            finalizing: None,
             ended: None,
         };
         for slot in 0..SLOTS {
@@ -268,7 +303,7 @@ impl Driver {
 
     /// Moves what can be moved, and says whether anything was.
     fn progress(&mut self) -> bool {
-        if self.stopped || self.ended.is_some() {
+        if self.stopped || self.finalizing.is_some() || self.ended.is_some() {
             return false;
         }
         let sent = self.progress_sends();
@@ -390,8 +425,16 @@ impl Driver {
         if from >= self.ranks {
             return Err(format!("a message of rank {from} of {}", self.ranks));
         }
-        if token == BYE {
-            self.byes += 1;
+        if token == DRIVER {
+            self.heard[from] = Instant::now();
+            match stream {
+                BYE => self.byes[from] = true,
+                ASK => {
+                    let head = self.head(DRIVER, ALIVE, 0);
+                    self.begin(from, head, None)?;
+                }
+                _ => {}
+            }
             return Ok(());
         }
         let inbox = self.inboxes.iter().find(|(other, _)| *other == token).map(|(_, inbox)| inbox.clone());
@@ -410,25 +453,39 @@ impl Driver {
         Ok(())
     }
 
-    /// Ends MPI, once everything has gone and all have said that nothing more comes.
+    /// Whether MPI can be ended: everything has gone, and all have said that nothing more comes. An error where one does not live to
+    /// say so. One that still has work to do answers meanwhile.
     fn finish(&mut self) -> Option<Result<(), String>> {
-        if !self.sending.is_empty() {
-            return None;
+        let others = (0..self.ranks).filter(|to| *to != self.me);
+        let missing: Vec<usize> = others.clone().filter(|other| !self.byes[*other]).collect();
+        let silent = |other: &&usize| self.heard[**other].elapsed() > SILENT_FOR;
+        if let Some(other) = missing.iter().find(silent) {
+            let seconds = SILENT_FOR.as_secs();
+            return Some(Err(format!(
+                "nothing was heard of rank {other} for {seconds} s, and MPI ends with all ranks"
+            )));
         }
-        if !self.said_bye {
+        let (word, to) = match (self.said_bye, self.asked.elapsed() > ASK_EVERY) {
+            (false, _) if self.sending.is_empty() => (BYE, others.collect()),
+            (_, true) => (ASK, missing.clone()),
+            _ => (ASK, Vec::new()),
+        };
+        if word == BYE {
             self.said_bye = true;
-            for to in (0..self.ranks).filter(|to| *to != self.me).collect::<Vec<_>>() {
-                let head = self.head(BYE, Stream::LEFT, 0);
-                if let Err(reason) = self.begin(to, head, None) {
-                    return Some(Err(reason));
-                }
+        }
+        if !to.is_empty() {
+            self.asked = Instant::now();
+        }
+        for to in to {
+            let head = self.head(DRIVER, word, 0);
+            if let Err(reason) = self.begin(to, head, None) {
+                return Some(Err(reason));
             }
         }
-        if self.byes + 1 < self.ranks {
+        if !self.said_bye || !missing.is_empty() || !self.sending.is_empty() {
             return None;
         }
-        let cancelled = self.slots.iter_mut().try_for_each(|slot| self.library.cancel(&mut slot.request));
-        Some(cancelled.and_then(|()| self.library.finalize()))
+        Some(self.slots.iter_mut().try_for_each(|slot| self.library.cancel(&mut slot.request)))
     }
 }
 
