@@ -5,7 +5,6 @@ use crate::checkpoint_list;
 use crate::checkpoint_tools;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::style::message;
 use lockstep_ir::{DType, units};
 use lockstep_train::{ExportOptions, Exported, Imported, export, import, shell_quoted};
 use serde_json::json;
@@ -94,7 +93,8 @@ pub fn run(command: Command) -> Result<(), Failure> {
 }
 
 fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
-    let Imported { config, parameters, context, tokenizer } = result;
+    let Imported { config, parameters, context, tokenizer, warnings } = result;
+    crate::warn(warnings);
     let (model, out) = (&config.model, args.out.display());
     let quoted = shell_quoted(&args.out.display().to_string());
     let mut stdout = std::io::stdout().lock();
@@ -127,9 +127,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
 
 fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
     let Exported { step, parameters, dtype, warnings } = result;
-    for warning in warnings {
-        writeln!(std::io::stderr(), "{}", message(&format!("warning: {warning}")))?;
-    }
+    crate::warn(warnings);
     let mut stdout = std::io::stdout().lock();
     match args.format {
         Format::Json => {

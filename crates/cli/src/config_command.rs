@@ -4,7 +4,7 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::style;
 use crate::table::wrapped;
-use lockstep_config::{FoundKey, KeyDoc, keys_at, nearest, presets, schema, search};
+use lockstep_config::{FoundKey, KeyDoc, MissingFeature, keys_at, nearest, presets, schema, search};
 use std::io::Write;
 
 #[derive(clap::Args)]
@@ -32,8 +32,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         writeln!(out, "{:#}", serde_json::json!(keys))?;
         return Ok(());
     }
-    for what in missing {
-        writeln!(out, "{what} is not there yet")?;
+    for MissingFeature { what, instead } in missing {
+        write!(out, "{}", wrapped(&format!("{what} is not there yet: {instead}"), "    "))?;
     }
     let mut table = "";
     for key in &keys {
@@ -72,8 +72,10 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     let keys = schema();
     let names = keys.iter().flat_map(|key| [Some(key.path), key.path.split('.').next_back()].into_iter().flatten());
     let (whole, last) = (search(path), search(path.rsplit('.').next().unwrap_or(path)));
-    if let Some(what) = whole.missing.first().or(last.missing.first()) {
-        return Err(Failure::request(format!("{path} is not a key of the config: {what} is not there yet")));
+    if let Some(MissingFeature { what, instead }) = whole.missing.first().or(last.missing.first()) {
+        return Err(Failure::request(format!(
+            "{path} is not a key of the config: {what} is not there yet\nhint: {instead}"
+        )));
     }
     let called = whole.keys.first().map(|key| key.path);
     let guess = called.or_else(|| nearest(path, names));
@@ -86,7 +88,7 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     Err(Failure::request(format!("{path} is not a key of the config\nhint: {hint}")))
 }
 
-fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<&'static str>), Failure> {
+fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<MissingFeature>), Failure> {
     let FoundKey { keys, missing } = search(words);
     match keys.is_empty() && missing.is_empty() {
         false => Ok((keys, missing)),

@@ -56,7 +56,7 @@ pub use schema::{
     CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, ParallelConfig,
     PrecisionConfig, RecomputeConfig, SpikesConfig, TelemetryConfig, TrainConfig,
 };
-pub use search::{FoundKey, keys_at, schema, search};
+pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
 pub use words::{

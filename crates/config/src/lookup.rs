@@ -28,8 +28,8 @@ pub(crate) fn key(table: &str, name: &str) -> Result<Named, Problem> {
     let shown = quoted(name);
     let list =
         || format!("the keys of [{table}] are {}", siblings().map(|key| key.name).collect::<Vec<_>>().join(", "));
-    if let Some(what) = search::missing(table, name) {
-        return Err(Problem::new(format!("{table}.{shown}: {what} is not there yet"), list()));
+    if let Some(missing) = search::missing(table, name) {
+        return Err(Problem::new(format!("{table}.{shown}: {} is not there yet", missing.what), missing.instead));
     }
     let problem = format!("{table}.{shown} is not a key of [{table}]");
     let hint = if let Some(key) = search::meant(table, name) {

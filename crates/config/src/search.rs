@@ -8,8 +8,99 @@ pub fn schema() -> Vec<KeyDoc> {
     KEYS.iter().map(Key::doc).collect()
 }
 
-/// What keys a user may look for, and what is not there yet: table, names, what they stand for.
-const MISSING: &[(&str, &[&str], &str)] = &[("precision", &["fp8", "mxfp8", "nvfp4"], "fp8 and narrower")];
+/// What a user may look for and is not there yet.
+struct Missing {
+    /// The table that its keys would be in.
+    table: &'static str,
+    names: &'static [&'static str],
+    what: &'static str,
+    /// What to do instead.
+    instead: &'static str,
+}
+
+impl Missing {
+    const fn new(
+        table: &'static str,
+        names: &'static [&'static str],
+        what: &'static str,
+        instead: &'static str,
+    ) -> Self {
+        Missing { table, names, what, instead }
+    }
+}
+
+const MISSING: &[Missing] = &[
+    Missing::new(
+        "precision",
+        &["fp8", "mxfp8", "nvfp4"],
+        "fp8 and narrower",
+        "precision.policy = \"bf16\" is the narrowest",
+    ),
+    Missing::new(
+        "model",
+        &["lora", "qlora", "peft", "adapter", "adapters", "lora_rank"],
+        "LoRA",
+        "train.init_from starts from weights and trains all of them",
+    ),
+    Missing::new(
+        "data",
+        &["chat", "chat_template", "conversations", "messages", "sft"],
+        "a chat template",
+        "write each chat as a prompt and its completion: data.prompt_field and data.text_field",
+    ),
+    Missing::new(
+        "model",
+        &["mla", "multi-head latent attention", "kv_lora_rank", "q_lora_rank"],
+        "multi-head latent attention (MLA)",
+        "model.kv_heads below model.heads (GQA) makes keys and values smaller",
+    ),
+    Missing::new(
+        "data",
+        &["s3", "gcs", "gs", "object storage", "streaming", "cloud storage"],
+        "reading from object storage",
+        "copy the files to a folder, or mount the bucket, and name the folder in data.paths",
+    ),
+    Missing::new(
+        "train",
+        &["hub", "hugging face hub", "huggingface hub", "push_to_hub", "hub_model_id", "download"],
+        "the Hugging Face Hub",
+        "fetch a model with `hf download NAME --local-dir DIR` and name DIR in train.init_from; `lockstep checkpoint export` writes \
+         a folder that `hf upload` takes",
+    ),
+    Missing::new(
+        "model",
+        &["yarn", "longrope", "dynamic ntk", "ntk"],
+        "YaRN",
+        "model.rope_scaling is that of Llama 3, and a larger model.rope_theta extends the context too",
+    ),
+    Missing::new(
+        "parallel",
+        &["offload", "cpu offload", "cpu_offload", "zero-offload", "zero-infinity", "offload_optimizer"],
+        "offloading to host memory",
+        "parallel.zero = 3 shards parameters, gradients and moments over ranks, and recompute.policy saves fewer activations",
+    ),
+    Missing::new(
+        "telemetry",
+        &["wandb", "weights and biases", "weights & biases", "mlflow", "comet", "report_to"],
+        "logging to Weights & Biases",
+        "telemetry.tensorboard and telemetry.csv write files for others, and `lockstep watch` shows runs live",
+    ),
+    Missing::new(
+        "optimizer",
+        &["ema", "exponential moving average", "weight averaging", "ema_decay"],
+        "an exponential moving average of the weights (EMA)",
+        "the checkpoints that a run keeps can be evaluated and exported one by one",
+    ),
+];
+
+/// Something that is not there yet, and what to do instead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissingFeature {
+    /// What it is.
+    pub what: &'static str,
+    /// What to do instead.
+    pub instead: &'static str,
+}
 
 /// What a search found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,16 +108,17 @@ pub struct FoundKey {
     /// Keys, the nearest first.
     pub keys: Vec<KeyDoc>,
     /// What the words stand for and is not there yet.
-    pub missing: Vec<&'static str>,
+    pub missing: Vec<MissingFeature>,
 }
 
 /// The keys that go by these words: by name, synonym or old name, else by their meaning.
 pub fn search(words: &str) -> FoundKey {
     let wanted = plain(words);
-    let missing = MISSING.iter().filter(|(_, names, what)| {
-        names.iter().any(|name| plain(name) == wanted) || (wanted.len() > 2 && plain(what).contains(&wanted))
+    let missing = MISSING.iter().filter(|missing| {
+        missing.names.iter().any(|name| plain(name) == wanted)
+            || (wanted.len() > 2 && begins_word(&plain(missing.what), &wanted))
     });
-    let missing = missing.map(|(_, _, what)| *what).collect();
+    let missing = missing.map(|missing| MissingFeature { what: missing.what, instead: missing.instead }).collect();
     let mut ranked: Vec<(u8, KeyDoc)> =
         KEYS.iter().zip(schema()).filter_map(|(key, doc)| Some((rank(key, &wanted)?, doc))).collect();
     // What is called so hides what only mentions it.
@@ -53,10 +145,16 @@ fn rank(key: &Key, wanted: &str) -> Option<u8> {
     match () {
         _ if wanted.is_empty() => None,
         _ if names.iter().any(|name| name == wanted) => Some(0),
-        _ if wanted.len() > 2 && names.iter().any(|name| name.contains(wanted)) => Some(1),
-        _ if wanted.len() > 2 && plain(key.meaning).contains(wanted) => Some(MENTIONED),
+        _ if names.iter().any(|name| name.split(' ').any(|word| word == wanted)) => Some(1),
+        _ if wanted.len() > 2 && names.iter().any(|name| begins_word(name, wanted)) => Some(1),
+        _ if wanted.len() > 2 && begins_word(&plain(key.meaning), wanted) => Some(MENTIONED),
         _ => None,
     }
+}
+
+/// Whether a word of a text, or several in a row, begin with these.
+fn begins_word(text: &str, wanted: &str) -> bool {
+    text.match_indices(wanted).any(|(at, _)| !text[..at].ends_with(char::is_alphanumeric))
 }
 
 fn names(key: &Key) -> impl Iterator<Item = &'static str> {
@@ -77,9 +175,9 @@ pub(crate) fn meant(table: &str, name: &str) -> Option<&'static Key> {
 }
 
 /// What `table.name` would be about, where that is not there yet.
-pub(crate) fn missing(table: &str, name: &str) -> Option<&'static str> {
-    debug_assert!(MISSING.iter().all(|(table, _, _)| TABLES.contains(table)));
+pub(crate) fn missing(table: &str, name: &str) -> Option<MissingFeature> {
+    debug_assert!(MISSING.iter().all(|missing| TABLES.contains(&missing.table)));
     let wanted = plain(name);
-    let found = MISSING.iter().find(|(of, names, _)| *of == table && names.iter().any(|name| plain(name) == wanted));
-    found.map(|(_, _, what)| *what)
+    let is_it = |m: &&Missing| m.table == table && m.names.iter().any(|name| plain(name) == wanted);
+    MISSING.iter().find(is_it).map(|m| MissingFeature { what: m.what, instead: m.instead })
 }

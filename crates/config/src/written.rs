@@ -94,6 +94,11 @@ impl Config {
         !matches!(self.provenance.origins.get(path), Some(Origin::Default) | None)
     }
 
+    /// Whether the folder that `train.init_from` names gave the key its value.
+    pub fn is_inherited(&self, path: &str) -> bool {
+        matches!(self.provenance.origins.get(path), Some(Origin::InitFrom))
+    }
+
     /// The value of the key `table.key` as TOML; `not set` where it has none.
     pub fn value(&self, path: &str) -> String {
         text(KEYS.iter().find(|key| key.path == path).and_then(|key| self.written(key)))

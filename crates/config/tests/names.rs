@@ -125,10 +125,39 @@ fn a_name_from_elsewhere_suggests_the_key_that_is_meant() {
 
 #[test]
 fn what_is_not_there_yet_is_said_so() {
-    assert_eq!(search("fp8").missing, ["fp8 and narrower"]);
+    assert_eq!(search("fp8").missing[0].what, "fp8 and narrower");
     let error = parse(TINY, &["precision.fp8=true"]).unwrap_err();
     let said = "precision.fp8: fp8 and narrower is not there yet";
-    assert!(error.starts_with(said) && error.contains("\nhint: the keys of ["), "{error}");
+    assert!(error.starts_with(said) && error.contains("\nhint: precision.policy = "), "{error}");
+    // Each with what to do instead.
+    for (words, what) in [
+        ("lora", "LoRA"),
+        ("chat", "a chat template"),
+        ("MLA", "multi-head latent attention (MLA)"),
+        ("s3", "reading from object storage"),
+        ("hub", "the Hugging Face Hub"),
+        ("yarn", "YaRN"),
+        ("offload", "offloading to host memory"),
+        ("wandb", "logging to Weights & Biases"),
+        ("ema", "an exponential moving average of the weights (EMA)"),
+    ] {
+        let found = search(words);
+        let whats: Vec<_> = found.missing.iter().map(|missing| missing.what).collect();
+        assert_eq!(whats, [what], "{words}");
+        assert!(!found.missing[0].instead.is_empty());
+    }
+    let error = parse(TINY, &["model.lora_rank=8"]).unwrap_err();
+    assert!(error.starts_with("model.lora_rank: LoRA is not there yet\n"), "{error}");
+    assert!(error.contains("\nhint: train.init_from starts from weights"), "{error}");
+}
+
+#[test]
+fn words_are_found_whole_or_by_their_beginning() {
+    let paths = |words: &str| search(words).keys.iter().map(|key| key.path).collect::<Vec<_>>();
+    assert_eq!(paths("kv")[0], "model.kv_heads");
+    assert_eq!(paths("remat"), ["recompute.policy"]);
+    assert!(!paths("ema").contains(&"recompute.policy"));
+    assert!(paths("checkpoint").contains(&"checkpoint.every"));
 }
 
 #[test]

@@ -32,6 +32,7 @@ mod shard;
 mod shard_writer;
 mod source;
 mod spec;
+mod special;
 mod stop;
 mod stream;
 mod token_file;
@@ -49,9 +50,10 @@ pub use sampler::{Corpus, SamplePlace, Sampler};
 pub use shard::Shard;
 pub use shard_writer::ShardSummary;
 pub use spec::PrepareSpec;
+pub use special::SpecialInText;
 pub use stream::TokenStream;
 pub use token_file::{Document, Origin, TokenFile};
-pub use tokenizer::{Tokenizer, TokenizerSpec};
+pub use tokenizer::{TokenNames, Tokenizer, TokenizerSpec};
 
 /// Number of distinct tokens of byte-level text.
 pub const BYTE_VOCABULARY: u32 = 256;

@@ -80,8 +80,8 @@ const SAMPLE_BLOCKS: u64 = 4;
 const SAMPLE_BYTES: u64 = 16 << 10;
 
 impl SourceFile {
-    /// Adds its form, its length and samples of its content; short files count in full.
-    fn sample(&self, hasher: &mut Xxh3) -> io::Result<()> {
+    /// Adds its form, its length and samples of its content; short files count in full. Gives its first bytes.
+    fn sample(&self, hasher: &mut Xxh3) -> io::Result<[u8; 6]> {
         let form = match self.form {
             Form::Text => 0,
             Form::Lines { compressed: false } => 1,
@@ -91,16 +91,47 @@ impl SourceFile {
         hasher.update(&[form]);
         hasher.update(&self.bytes.to_le_bytes());
         let mut file = File::open(&self.path)?;
-        let mut block = Vec::new();
+        let (mut block, mut begins) = (Vec::new(), [0; 6]);
         for (from, length) in sample_blocks(self.bytes) {
             file.seek(SeekFrom::Start(from))?;
             block.clear();
             file.by_ref().take(length).read_to_end(&mut block)?;
             hasher.update(&block);
+            if from == 0 {
+                begins.iter_mut().zip(&block).for_each(|(to, byte)| *to = *byte);
+            }
         }
-        Ok(())
+        Ok(begins)
+    }
+
+    /// Refuses a compressed file where text is expected: its bytes would be trained on.
+    fn refuse_compressed(&self, begins: &[u8; 6]) -> Result<(), DataError> {
+        let Some((name, _)) = COMPRESSED.iter().find(|(_, magic)| begins.starts_with(magic)) else { return Ok(()) };
+        match self.form {
+            Form::Text | Form::Lines { compressed: false } => Err(DataError::source(
+                &self.path,
+                format!("the file is compressed ({name}), and is read as text"),
+                "decompress it; of compressed files, JSON lines in zstd (.jsonl.zst) and Parquet are read",
+            )),
+            Form::Lines { compressed: true } if *name != "zstd" => Err(DataError::source(
+                &self.path,
+                format!("the file is compressed by {name}, and its name says zstd"),
+                "compress it with zstd, or decompress it and call it .jsonl",
+            )),
+            Form::Lines { compressed: true } | Form::Rows => Ok(()),
+        }
     }
 }
+
+/// How compressed files begin.
+const COMPRESSED: [(&str, &[u8]); 6] = [
+    ("gzip", &[0x1f, 0x8b]),
+    ("zstd", &[0x28, 0xb5, 0x2f, 0xfd]),
+    ("xz", &[0xfd, b'7', b'z', b'X', b'Z', 0]),
+    ("bzip2", b"BZh"),
+    ("lz4", &[0x04, 0x22, 0x4d, 0x18]),
+    ("zip", b"PK\x03\x04"),
+];
 
 /// Where the samples of so many bytes begin, and how long each is; all of it where it is short.
 pub(crate) fn sample_blocks(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -119,7 +150,8 @@ impl Found {
         let mut hasher = Xxh3::new();
         for file in &self.files {
             go_on(stop)?;
-            file.sample(&mut hasher).map_err(|cause| DataError::unreadable(&file.path, cause))?;
+            let begins = file.sample(&mut hasher).map_err(|cause| DataError::unreadable(&file.path, cause))?;
+            file.refuse_compressed(&begins)?;
         }
         Ok(hasher.digest())
     }

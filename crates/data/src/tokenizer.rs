@@ -99,13 +99,8 @@ impl Tokenizer {
     }
 
     fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
-        const HINT: &str = "give a tokenizer.json as Hugging Face's tokenizers library saves it";
-        let refuse = |cause: String| DataError::tokenizer(path, format!("not a tokenizer: {cause}"), HINT);
-        // The library promises errors, but a file made up to hurt may still meet a panic in it.
-        let loaded = caught(|| tokenizers::Tokenizer::from_bytes(&source));
-        let mut tokenizer = loaded
-            .ok_or_else(|| refuse("the library that reads it gave up".into()))?
-            .map_err(|error| refuse(short(&error)))?;
+        let refuse = |cause: String| not_a_tokenizer(path, &cause);
+        let mut tokenizer = load(path, &source)?;
         // Padding and truncation are for batches of sentences, and text is never to stand for a special token.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| refuse(short(&error)))?;
@@ -121,7 +116,7 @@ impl Tokenizer {
                 let problem = format!("it has no token {token:?}, which data.eos_token names");
                 DataError::tokenizer(path, problem, "name a token of its vocabulary")
             })?,
-            None => END_TOKENS.iter().find_map(|token| tokenizer.token_to_id(token)).ok_or_else(|| {
+            None => usual_eos(&tokenizer).ok_or_else(|| {
                 let problem = format!("it has none of the usual tokens to end a document ({})", END_TOKENS.join(", "));
                 DataError::tokenizer(path, problem, "name the token to use in data.eos_token; of a model to import, as eos_token in tokenizer_config.json")
             })?,
@@ -138,6 +133,26 @@ impl Tokenizer {
     /// The token after each document.
     pub fn eos(&self) -> u32 {
         self.eos
+    }
+
+    /// A token by its number, as the vocabulary spells it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        match &self.model {
+            Model::Bytes => None,
+            Model::File { tokenizer, .. } => tokenizer.id_to_token(id),
+        }
+    }
+
+    /// Its special tokens with their numbers.
+    pub(crate) fn special_tokens(&self) -> Vec<(u32, String)> {
+        let Model::File { tokenizer, .. } = &self.model else { return Vec::new() };
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let mut special: Vec<(u32, String)> = added
+            .filter(|(_, token)| token.special && !token.content.is_empty())
+            .map(|(id, token)| (id, token.content))
+            .collect();
+        special.sort();
+        special
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
@@ -254,6 +269,47 @@ impl Tokenizer {
             }
         }
     }
+}
+
+/// The tokens of a `tokenizer.json` by their names, whether or not one of them can end a document.
+pub struct TokenNames(Box<tokenizers::Tokenizer>);
+
+impl TokenNames {
+    /// Those of a `tokenizer.json` that was read from `path`.
+    pub fn of_json(path: &Path, source: &[u8]) -> Result<Self, DataError> {
+        Ok(TokenNames(Box::new(load(path, source)?)))
+    }
+
+    /// The number of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.0.token_to_id(token)
+    }
+
+    /// The token of a number.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.0.id_to_token(id)
+    }
+
+    /// The EOS token where nobody names one: the first that has one of the usual names.
+    pub fn usual_eos(&self) -> Option<u32> {
+        usual_eos(&self.0)
+    }
+}
+
+fn load(path: &Path, source: &[u8]) -> Result<tokenizers::Tokenizer, DataError> {
+    // The library promises errors, but a file made up to hurt may still meet a panic in it.
+    caught(|| tokenizers::Tokenizer::from_bytes(source))
+        .ok_or_else(|| not_a_tokenizer(path, "the library that reads it gave up"))?
+        .map_err(|error| not_a_tokenizer(path, &short(&error)))
+}
+
+fn not_a_tokenizer(path: &Path, cause: &str) -> DataError {
+    const HINT: &str = "give a tokenizer.json as Hugging Face's tokenizers library saves it";
+    DataError::tokenizer(path, format!("not a tokenizer: {cause}"), HINT)
+}
+
+fn usual_eos(tokenizer: &tokenizers::Tokenizer) -> Option<u32> {
+    END_TOKENS.iter().find_map(|token| tokenizer.token_to_id(token))
 }
 
 /// The largest token accepted, far above any vocabulary in use: it bounds what a made-up file can ask for.

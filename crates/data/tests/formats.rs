@@ -288,3 +288,23 @@ fn a_tokenizer_that_changed_is_refused() {
     let error = case.prepare(&PrepareSpec { tokenizer, ..case.spec(&["a.txt"]) }).unwrap_err();
     assert!(matches!(error, DataError::Tokenizer { .. }), "{error}");
 }
+
+#[test]
+fn compressed_text_is_refused_by_its_first_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, begins, said) in [
+        ("a.txt.gz", &[0x1f, 0x8b, 8, 0][..], "the file is compressed (gzip), and is read as text"),
+        ("a.txt", &[0x1f, 0x8b, 8, 0], "the file is compressed (gzip), and is read as text"),
+        ("a.jsonl", &[0x28, 0xb5, 0x2f, 0xfd], "the file is compressed (zstd), and is read as text"),
+        ("a.txt.xz", &[0xfd, b'7', b'z', b'X', b'Z', 0], "the file is compressed (xz), and is read as text"),
+        ("a.txt.bz2", b"BZh9", "the file is compressed (bzip2), and is read as text"),
+        ("a.zip", b"PK\x03\x04", "the file is compressed (zip), and is read as text"),
+        ("a.jsonl.zst", &[0x1f, 0x8b, 8, 0], "the file is compressed by gzip, and its name says zstd"),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, [begins, &[7; 100]].concat()).unwrap();
+        let spec = lockstep_data::PrepareSpec { paths: vec![path.clone()], ..Default::default() };
+        let error = lockstep_data::prepare(&spec, &folder.path().join("out"), &mut |_| ()).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{}: {said}\nhint: ", path.display())), "{name}: {error}");
+    }
+}

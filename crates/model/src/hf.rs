@@ -1,14 +1,20 @@
 //! Hugging Face's `config.json` and the `[model]` table: one row for each family of models, read in both directions.
 //!
-//! A field that would change what the model computes, and that `[model]` has no key for, is refused by its name. Fields that
-//! only matter to other programs are not looked at.
+//! Every field of a family's config class is read, refused by its name where the model would compute something else, or listed as
+//! without effect; of others a reader hears the names. Two fields that say the same must not differ. A test asks `transformers`
+//! what each field does (`tests/hf_keys`).
 
 mod families;
+mod fields;
+mod without_effect;
 
-use families::{Absent, FAMILIES, Family, Fixed};
+use families::{Absent, FAMILIES, Family, Fixed, NEVER, SAME};
+use fields::{Fields, contradiction, is_same};
 use lockstep_config::ModelConfig;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 use std::fmt::Write;
+use without_effect::WITHOUT_EFFECT;
 
 /// What a `config.json` says.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +25,8 @@ pub struct HfConfig {
     pub layers: usize,
     /// Positions that it was made for.
     pub context: usize,
+    /// Fields that no config class of its family has: what they mean is not known.
+    pub unknown: Vec<String>,
 }
 
 impl HfConfig {
@@ -52,21 +60,20 @@ pub struct HfExtras<'a> {
     pub end_token: Option<u32>,
 }
 
-/// The largest extent that a config accepts.
-const MOST: u64 = 1 << 24;
-
 /// Reads a `config.json`.
 pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     let Some(fields) = config.as_object() else {
         return Err(refused("it is not a JSON object", "name the folder of a model"));
     };
-    let fields = Fields(fields);
     let names: Vec<&str> = FAMILIES.iter().map(|family| family.name).collect();
     let known = format!("the model types are {}", names.join(", "));
-    let name = fields.text("model_type")?.ok_or_else(|| refused("`model_type` is not set", &known))?;
+    let outer = Fields(fields);
+    let name = outer.text("model_type")?.ok_or_else(|| refused("`model_type` is not set", &known))?;
     let family = FAMILIES.iter().find(|family| family.name == name);
-    let family = family.ok_or_else(|| fields.unsupported("model_type", &known))?;
-    for (field, fixed) in family.fixed {
+    let family = family.ok_or_else(|| outer.unsupported("model_type", &known))?;
+    let joined = join(family, fields)?;
+    let fields = Fields(&joined);
+    for (field, fixed) in family.fixed.iter().chain(NEVER) {
         let as_expected = match (fields.get(field), fixed) {
             (None, _) => true,
             (Some(found), Fixed::Is(expected)) => *found == expected.json(),
@@ -83,17 +90,8 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     if fields.flag("is_causal")? == Some(false) {
         return Err(fields.unsupported("is_causal", "only models whose tokens see no later tokens are supported"));
     }
-    let window = match family.window {
-        Some((field, default)) if !fields.0.contains_key(field) => Some(default),
-        Some((field, _)) => fields.count(field)?,
-        None => None,
-    };
-    if let Some(Value::Array(types)) = fields.get("layer_types") {
-        let expected = if window.is_some() { "sliding_attention" } else { "full_attention" };
-        if types.iter().any(|kind| kind != expected) {
-            return Err(refused("`layer_types` is not supported", &format!("only layers of {expected} are")));
-        }
-    }
+    let window = window(family, &fields)?;
+    check_head_dim(family, &fields)?;
 
     let mut table = format!("[model]\narchitecture = \"{}\"\n", family.name);
     let mut layers = 0;
@@ -117,9 +115,8 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let _ = writeln!(table, "{} = {}", switch.ours, fields.flag(switch.theirs)?.unwrap_or(switch.absent));
     }
     for number in family.numbers {
-        if let Some(found) = fields.number(number.theirs)? {
-            let _ = writeln!(table, "{} = {found:?}", number.ours);
-        }
+        let found = if number.zero { fields.number_or_zero(number.theirs)? } else { fields.number(number.theirs)? };
+        let _ = writeln!(table, "{} = {:?}", number.ours, found.unwrap_or(number.absent));
     }
     if let Some(window) = window {
         let _ = writeln!(table, "sliding_window = {window}");
@@ -131,59 +128,179 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let _ = writeln!(table, "init_std = {std:?}");
     }
     if family.rotary {
-        table += &rotary(&fields)?;
+        table += &rotary(&fields, family.theta)?;
     }
+    let meant = known_fields(family);
+    let unknown = joined.keys().filter(|name| !meant.contains(name.as_str())).cloned().collect();
     let (field, default) = family.context;
-    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default) })
+    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), unknown })
 }
+
+/// The fields by one name each, where a class takes several for the same.
+fn join(family: &Family, fields: &Map<String, Value>) -> Result<Map<String, Value>, HfError> {
+    let mut joined = fields.clone();
+    for (other, name) in family.same.iter().chain(SAME) {
+        let Some(value) = joined.remove(*other).filter(|value| !value.is_null()) else { continue };
+        match joined.get(*name).filter(|found| !found.is_null()) {
+            Some(found) if !is_same(found, &value) => return Err(contradiction((name, found), (other, &value))),
+            Some(_) => {}
+            None => drop(joined.insert((*name).to_owned(), value)),
+        }
+    }
+    Ok(joined)
+}
+
+/// The names of all fields whose meaning for a family is known.
+fn known_fields(family: &Family) -> BTreeSet<&'static str> {
+    let mut known =
+        BTreeSet::from(["model_type", "is_causal", "layer_types", "tie_word_embeddings", "initializer_range"]);
+    known.extend(family.counts.iter().copied().flatten().map(|count| count.theirs));
+    known.extend(family.switches.iter().map(|switch| switch.theirs));
+    known.extend(family.numbers.iter().map(|number| number.theirs));
+    known.extend(family.fixed.iter().chain(NEVER).map(|(field, _)| *field));
+    known.extend(family.dropout.iter().map(|(field, _)| *field));
+    known.extend(family.window.map(|(field, _)| field));
+    known.extend([family.norm_eps.0, family.context.0]);
+    if family.sliding_from.is_some() {
+        known.extend(["sliding_window", "max_window_layers"]);
+    }
+    if family.rotary {
+        known.extend(ROPE_OBJECTS);
+        known.extend([THETA, PARTIAL, ORIGINAL, HEAD_DIM]);
+    }
+    known.extend(family.without_effect.iter().chain(WITHOUT_EFFECT));
+    known
+}
+
+/// How many tokens each layer sees, if not all.
+fn window(family: &Family, fields: &Fields) -> Result<Option<usize>, HfError> {
+    let window = match family.window {
+        Some((field, default)) if !fields.0.contains_key(field) => Some(default),
+        Some((field, _)) => fields.count(field)?,
+        None => None,
+    };
+    if let Some(Value::Array(types)) = fields.get("layer_types") {
+        let expected = if window.is_some() { "sliding_attention" } else { "full_attention" };
+        if types.iter().any(|kind| kind != expected) {
+            return Err(refused("`layer_types` is not supported", &format!("only layers of {expected} are")));
+        }
+    } else if let Some(default) = family.sliding_from {
+        let slides = !matches!(fields.0.get("sliding_window"), Some(Value::Null));
+        let first = fields.count_from(0, "max_window_layers")?.unwrap_or(default);
+        if slides && fields.count("num_hidden_layers")?.is_some_and(|layers| layers > first) {
+            let problem = format!("layers from {first} on have a sliding window, which is not supported");
+            return Err(refused(
+                &problem,
+                "only models whose `sliding_window` is null are, or whose layers are all before \
+                                          `max_window_layers`",
+            ));
+        }
+    }
+    Ok(window)
+}
+
+/// Families without a field for the width of a head derive it; transformers looks for one all the same.
+fn check_head_dim(family: &Family, fields: &Fields) -> Result<(), HfError> {
+    let has_field = family.counts.iter().copied().flatten().any(|count| count.theirs == HEAD_DIM);
+    if !family.rotary || has_field {
+        return Ok(());
+    }
+    match (fields.count(HEAD_DIM)?, fields.count("hidden_size")?, fields.count("num_attention_heads")?) {
+        (Some(head), Some(dim), Some(heads)) if head != dim / heads => {
+            Err(fields.unsupported(HEAD_DIM, "only `hidden_size` / `num_attention_heads` is"))
+        }
+        _ => Ok(()),
+    }
+}
+
+const HEAD_DIM: &str = "head_dim";
 
 /// The keys of the rotary embedding. Version 5 of transformers writes `rope_parameters`, others `rope_theta` and
-/// `rope_scaling`.
-fn rotary(fields: &Fields) -> Result<String, HfError> {
-    let name = if fields.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
-    let empty = Map::new();
-    let inner = match fields.get(name) {
-        None => Fields(&empty),
-        Some(Value::Object(inner)) => Fields(inner),
-        Some(_) => return Err(fields.unsupported(name, "it should be an object")),
-    };
-    for fields in [fields, &inner] {
-        if fields.number("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
-            return Err(fields.unsupported("partial_rotary_factor", "only 1.0 is supported"));
+/// `rope_scaling`; of a file that has both, both must say the same.
+fn rotary(fields: &Fields, default: f64) -> Result<String, HfError> {
+    let mut thetas: Vec<(String, &Value)> = Vec::new();
+    let mut scalings: Vec<(&str, Option<String>)> = Vec::new();
+    check_partial(fields)?;
+    for name in ROPE_OBJECTS {
+        let inner = match fields.get(name) {
+            None => continue,
+            Some(Value::Object(inner)) if inner.is_empty() => continue,
+            Some(Value::Object(inner)) => Fields(inner),
+            Some(_) => return Err(fields.unsupported(name, "it should be an object")),
+        };
+        if inner.0.values().all(Value::is_object) {
+            return Err(refused(&format!("`{name}` differs between layers"), "one for all layers is supported"));
         }
+        check_partial(&inner)?;
+        inner.number(THETA)?;
+        thetas.extend(inner.get(THETA).map(|theta| (format!("{name}.{THETA}"), theta)));
+        scalings.push((name, scaling(name, &inner, fields)?));
     }
-    let theta = match inner.number("rope_theta")? {
-        Some(theta) => theta,
-        None => fields.number("rope_theta")?.unwrap_or(10_000.0),
-    };
-    let mut text = format!("rope_theta = {theta:?}\n");
-    let field = if inner.get("rope_type").is_some() { "rope_type" } else { "type" };
-    if !inner.0.is_empty() && inner.0.values().all(Value::is_object) {
-        return Err(refused(&format!("`{name}` differs between layers"), "one for all layers is supported"));
+    if let [(_, first), (_, second)] = &scalings[..]
+        && first != second
+    {
+        let values = ROPE_OBJECTS.map(|name| fields.get(name).unwrap_or(&Value::Null));
+        return Err(contradiction((ROPE_OBJECTS[0], values[0]), (ROPE_OBJECTS[1], values[1])));
     }
-    match inner.text(field)?.unwrap_or("default") {
-        "default" => {}
-        "llama3" => {
-            let needed = |field: &str| {
-                let set = inner.number(field)?;
-                set.ok_or_else(|| refused(&format!("`{name}.{field}` is not set"), "a llama3 scaling needs it"))
-            };
-            let original = inner.count(ORIGINAL)?;
-            let original = original
-                .ok_or_else(|| refused(&format!("`{name}.{ORIGINAL}` is not set"), "a llama3 scaling needs it"))?;
-            let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
-            let _ = writeln!(
-                text,
-                "rope_scaling = {{ factor = {:?}, low_freq_factor = {low:?}, high_freq_factor = {high:?}, \
-                 original_context = {original} }}",
-                needed("factor")?
-            );
-        }
-        _ => return Err(inner.unsupported(field, "default and llama3 are supported")),
+    fields.number(THETA)?;
+    thetas.extend(fields.get(THETA).map(|theta| (THETA.to_owned(), theta)));
+    if let [first, others @ ..] = &thetas[..]
+        && let Some(other) = others.iter().find(|other| !is_same(other.1, first.1))
+    {
+        return Err(contradiction((&first.0, first.1), (&other.0, other.1)));
     }
-    Ok(text)
+    let theta = thetas.first().and_then(|(_, theta)| theta.as_f64()).unwrap_or(default);
+    let scaling = scalings.into_iter().find_map(|(_, scaling)| scaling).unwrap_or_default();
+    Ok(format!("{THETA} = {theta:?}\n{scaling}"))
 }
 
+fn check_partial(fields: &Fields) -> Result<(), HfError> {
+    match fields.number(PARTIAL)? {
+        Some(factor) if factor != 1.0 => Err(fields.unsupported(PARTIAL, "only 1.0 is supported")),
+        _ => Ok(()),
+    }
+}
+
+/// The `rope_scaling` of an object with the parameters of a rotary embedding, which has this name in `outer`.
+fn scaling(name: &str, inner: &Fields, outer: &Fields) -> Result<Option<String>, HfError> {
+    let (new, old) = (inner.text("rope_type")?, inner.text("type")?);
+    if let (Some(new), Some(old)) = (new, old)
+        && new != old
+    {
+        let field = |field| format!("{name}.{field}");
+        return Err(contradiction((&field("rope_type"), &json!(new)), (&field("type"), &json!(old))));
+    }
+    match new.or(old).unwrap_or("default") {
+        "default" => Ok(None),
+        "llama3" => {
+            let unset = |field: &str| refused(&format!("`{name}.{field}` is not set"), "a llama3 scaling needs it");
+            let needed = |field: &str| inner.number(field)?.ok_or_else(|| unset(field));
+            let originals = (inner.count(ORIGINAL)?, outer.count(ORIGINAL)?);
+            if let (Some(own), Some(outside)) = originals
+                && own != outside
+            {
+                let own = (&*format!("{name}.{ORIGINAL}"), &json!(own));
+                return Err(contradiction(own, (ORIGINAL, &json!(outside))));
+            }
+            let original = originals.0.or(originals.1).ok_or_else(|| unset(ORIGINAL))?;
+            let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
+            Ok(Some(format!(
+                "rope_scaling = {{ factor = {:?}, low_freq_factor = {low:?}, high_freq_factor = {high:?}, \
+                 original_context = {original} }}\n",
+                needed("factor")?
+            )))
+        }
+        _ => {
+            let field = if new.is_some() { "rope_type" } else { "type" };
+            Err(inner.unsupported(field, "default and llama3 are supported"))
+        }
+    }
+}
+
+/// Objects with the parameters of the rotary embedding, by the version that writes them: 5, and 4.
+const ROPE_OBJECTS: [&str; 2] = ["rope_parameters", "rope_scaling"];
+const THETA: &str = "rope_theta";
+const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// Writes the `config.json` of a model, in the form that transformers 4 and 5 read.
@@ -227,6 +344,9 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     }
     if let Some((field, _)) = family.window {
         set(field, json!(model.sliding_window));
+    }
+    if family.sliding_from.is_some() {
+        set("sliding_window", Value::Null);
     }
     for (field, ours) in family.dropout {
         set(field, json!(if *ours { model.dropout } else { 0.0 }));
@@ -291,55 +411,4 @@ fn family(model: &ModelConfig) -> Option<&'static Family> {
 
 fn refused(problem: &str, hint: &str) -> HfError {
     HfError { problem: problem.to_owned(), hint: hint.to_owned() }
-}
-
-/// The fields of a JSON object; null is as good as not there.
-struct Fields<'a>(&'a Map<String, Value>);
-
-impl<'a> Fields<'a> {
-    fn get(&self, name: &str) -> Option<&'a Value> {
-        self.0.get(name).filter(|value| !value.is_null())
-    }
-
-    fn text(&self, name: &str) -> Result<Option<&'a str>, HfError> {
-        self.typed(name, "a string", Value::as_str)
-    }
-
-    fn flag(&self, name: &str) -> Result<Option<bool>, HfError> {
-        self.typed(name, "true or false", Value::as_bool)
-    }
-
-    fn number(&self, name: &str) -> Result<Option<f64>, HfError> {
-        self.typed(name, "a number greater than 0", |value| value.as_f64().filter(|x| x.is_finite() && *x > 0.0))
-    }
-
-    fn count(&self, name: &str) -> Result<Option<usize>, HfError> {
-        self.count_from(1, name)
-    }
-
-    fn count_from(&self, least: u64, name: &str) -> Result<Option<usize>, HfError> {
-        let accepted = format!("an integer from {least} to {MOST}");
-        let count = |value: &Value| value.as_u64().filter(|n| (least..=MOST).contains(n)).map(|n| n as usize);
-        self.typed(name, &accepted, count)
-    }
-
-    fn typed<T>(&self, name: &str, kind: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>, HfError> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let wrong =
-            || refused(&format!("`{name}` is {}, which is wrong", shown(value)), &format!("it should be {kind}"));
-        read(value).map(Some).ok_or_else(wrong)
-    }
-
-    fn unsupported(&self, name: &str, hint: &str) -> HfError {
-        let value = self.get(name).map_or(String::new(), |value| format!(" = {}", shown(value)));
-        refused(&format!("`{name}`{value} is not supported"), hint)
-    }
-}
-
-/// A value on one line, shortened.
-fn shown(value: &Value) -> String {
-    const SHOWN: usize = 60;
-    let text = value.to_string();
-    let short: String = text.chars().take(SHOWN).collect();
-    if short.len() < text.len() { short + "…" } else { short }
 }

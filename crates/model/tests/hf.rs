@@ -74,6 +74,23 @@ fn what_is_written_reads_back_as_the_same_model() {
 }
 
 #[test]
+fn the_weight_of_the_balance_loss_goes_both_ways() {
+    for (family, field, default) in [
+        ("mixtral", "router_aux_loss_coef", 0.001),
+        ("qwen3_moe", "router_aux_loss_coef", 0.001),
+        ("olmoe", "router_aux_loss_coef", 0.01),
+        ("deepseek", "aux_loss_alpha", 0.001),
+    ] {
+        assert_eq!(read(&theirs(family)).1.model.balance_loss, default, "{family}");
+        for value in [0.0, 0.25] {
+            let (_, config) = read(&with(family, json!({ field: value })));
+            assert_eq!(config.model.balance_loss, value, "{family}");
+            assert_eq!(write_config(&config.model, BESIDE).unwrap()[field], value, "{family}");
+        }
+    }
+}
+
+#[test]
 fn what_transformers_would_refuse_is_not_written() {
     let odd = json!({ "hidden_size": 26, "head_dim": 6 });
     for family in ["mistral", "qwen2", "qwen3"] {
@@ -152,7 +169,15 @@ fn what_cannot_be_represented_is_refused_by_field() {
         ("olmoe", json!({ "clip_qkv": 8.0 }), "`clip_qkv` = 8.0 is not supported"),
         ("deepseek", json!({ "scoring_func": "sigmoid" }), "`scoring_func` = \"sigmoid\" is not supported"),
         ("deepseek", json!({ "n_shared_experts": null }), "`n_shared_experts` is not set"),
-        ("dots1", json!({ "sliding_window": 64 }), "`sliding_window` = 64 is not supported"),
+        (
+            "dots1",
+            json!({ "sliding_window": 64, "max_window_layers": 1 }),
+            "layers from 1 on have a sliding window, which is not supported",
+        ),
+        ("olmoe", json!({ "head_dim": 16 }), "`head_dim` = 16 is not supported"),
+        ("llama", json!({ "per_layer_config": { "1": {} } }), "`per_layer_config` = {\"1\":{}} is not supported"),
+        ("mixtral", json!({ "num_experts": 4 }), "`num_local_experts` = 6 contradicts `num_experts` = 4"),
+        ("mixtral", json!({ "router_aux_loss_coef": -1.0 }), "`router_aux_loss_coef` is -1.0, which is wrong"),
         ("dots1", json!({ "routed_scaling_factor": 0.0 }), "`routed_scaling_factor` is 0.0, which is wrong"),
         ("mistral", json!({ "num_key_value_heads": null }), "`num_key_value_heads` is not set"),
         ("mistral", json!({ "sliding_window": 0 }), "`sliding_window` is 0, which is wrong"),

@@ -4,8 +4,8 @@ use crate::{RunDir, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
-    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, Survey, TokenStream, Tokenizer,
-    TokenizerSpec, is_current, is_same_text, prepare_with, survey, token_files,
+    Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, SpecialInText, Survey, TokenStream,
+    Tokenizer, TokenizerSpec, is_current, is_same_text, prepare_with, survey, token_files,
 };
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -107,6 +107,7 @@ impl RunData {
             require_vocabulary(config, data.vocabulary())?;
             return Ok(data);
         }
+        refuse_addresses(config)?;
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
@@ -349,6 +350,37 @@ impl RunData {
         (sampler.samples_before_repeat() > 0).then_some((sampler, names))
     }
 
+    /// What the user should know of the data before training on them, a line each: special tokens that stand in the text, and a share of
+    /// validation text far above the one that was asked for. Looks at samples, so that it takes about a second at most.
+    pub fn warnings(&self) -> Result<Vec<String>, DataError> {
+        let mut warnings = Vec::new();
+        for RunCorpus { name, data, .. } in &self.corpora {
+            let of = if name.is_empty() { String::new() } else { format!(" of {name}") };
+            if let Some(SpecialInText { tokens, documents, looked_at }) = data.special_in_text()? {
+                let (shown, share) = (&tokens[..tokens.len().min(5)], 100.0 * documents as f64 / looked_at as f64);
+                let more = if tokens.len() > 5 { format!(" and {} more", tokens.len() - 5) } else { String::new() };
+                let shown: Vec<String> = shown.iter().map(|token| format!("{token:?}")).collect();
+                warnings.push(format!(
+                    "the text{of} spells special tokens of the tokenizer, which become ordinary tokens: {}{more}, in {share:.1}% of \
+                     {looked_at} documents that were looked at",
+                    shown.join(", ")
+                ));
+            }
+            let (fraction, train) = (data.spec().validation_fraction, data.train_summary());
+            let Some(held) = data.validation_summary().filter(|_| fraction > 0.0) else { continue };
+            let share = held.tokens as f64 / (held.tokens + train.tokens).max(1) as f64;
+            if share > 2.0 * fraction && share > fraction + 0.02 {
+                warnings.push(format!(
+                    "data.validation_fraction = {fraction}, and {:.1}% of the tokens{of} are held out: {} of {} documents",
+                    100.0 * share,
+                    held.documents,
+                    held.documents + train.documents
+                ));
+            }
+        }
+        Ok(warnings)
+    }
+
     pub(crate) fn vocabulary(&self) -> u32 {
         self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
     }
@@ -398,6 +430,16 @@ fn settings(spec: &PrepareSpec) -> String {
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     match config.tokenizer_path() {
         None => Ok(TokenizerSpec::Bytes),
+        Some(path) if !path.exists() && path.extension().is_none_or(|extension| extension != "json") => {
+            Err(DataError::Source {
+                path: config.data.tokenizer.clone().into(),
+                problem:
+                    "no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub"
+                        .into(),
+                hint: "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set data.tokenizer = \
+                       \"tokenizer/tokenizer.json\"",
+            })
+        }
         Some(path) => TokenizerSpec::file(&path, config.data.eos_token.clone()),
     }
 }
@@ -423,6 +465,17 @@ pub(crate) fn require_vocabulary(config: &Config, needed: u32) -> Result<(), Tra
     }
     let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
     Err(TrainError::Vocabulary { vocab, tokenizer, needed })
+}
+
+/// Refuses addresses in the place of paths.
+fn refuse_addresses(config: &Config) -> Result<(), DataError> {
+    let paths = config.data.paths.iter().chain(config.data.corpora.iter().flat_map(|corpus| &corpus.paths));
+    let Some(address) = paths.into_iter().find(|path| path.contains("://")) else { return Ok(()) };
+    Err(DataError::Source {
+        path: address.into(),
+        problem: "this is an address, and data.paths names files and folders".into(),
+        hint: "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder",
+    })
 }
 
 fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {

@@ -4,7 +4,7 @@ use crate::TrainError;
 use crate::hf::{self, quoted};
 use crate::trained::{TOKENIZER, Trained};
 use lockstep_checkpoint::list;
-use lockstep_config::{Inherited, NotInherited};
+use lockstep_config::{Inherited, NotInherited, PrecisionPolicy};
 use std::path::Path;
 
 /// The keys of a config that the weights in a folder decide (a Hugging Face model, a run directory or a checkpoint), for
@@ -12,6 +12,13 @@ use std::path::Path;
 pub fn inherited(folder: &Path) -> Result<Option<Inherited>, NotInherited> {
     if !folder.exists() {
         let problem = format!("train.init_from: {}: no such folder", folder.display());
+        if let Some(name) = hub_name(folder) {
+            let hint = format!(
+                "a name on the Hugging Face Hub is not a path: `hf download {name} --local-dir models/{}` fetches the folder",
+                name.rsplit('/').next().unwrap_or_default()
+            );
+            return Err(NotInherited { problem, hint });
+        }
         let hint = "name a Hugging Face folder, a run or a checkpoint; a run that has begun goes on without it by the run.toml \
                     in its own folder";
         return Err(NotInherited { problem, hint: hint.into() });
@@ -41,5 +48,18 @@ fn keys(folder: &Path) -> Result<Inherited, TrainError> {
     if let Some(token) = &config.data.eos_token {
         text += &format!("eos_token = {}\n", quoted(token));
     }
+    // Weights that were trained, or came, in 16 bits go on in them.
+    if config.precision.policy != PrecisionPolicy::Fp32 {
+        text += &format!("[precision]\npolicy = {}\n", quoted(config.precision.policy.word()));
+    }
     Ok(Inherited { name: folder.display().to_string(), text })
+}
+
+/// The last two parts of a path that nobody made, where they look like an owner and a model: `meta-llama/Llama-3.2-1B`.
+fn hub_name(folder: &Path) -> Option<String> {
+    let name = folder.file_name()?.to_str()?;
+    let owner = folder.parent()?;
+    let owner = owner.file_name()?.to_str().filter(|_| !owner.exists())?;
+    let plain = |part: &str| part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    (plain(name) && plain(owner) && owner != "..").then(|| format!("{owner}/{name}"))
 }

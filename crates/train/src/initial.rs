@@ -34,7 +34,9 @@ impl InitialWeights {
         if hf::is_foreign(&path) {
             let folder = HfFolder::open(&path)?;
             copies = folder.copies(model, hint)?;
-            (theirs, warnings) = (Config::parse(&folder.config.to_toml(), "config.json", &[])?, Vec::new());
+            theirs = Config::parse(&folder.config.to_toml(), "config.json", &[])?;
+            warnings = folder.warnings();
+            warnings.extend(hf::special_warnings(&path)?);
             origin = Origin::Folder(folder);
         } else {
             let Some((config, checkpoint, notes)) = Trained::open(&path)?.into_parts() else {

@@ -35,6 +35,7 @@ use lockstep_exec::{DeviceTime, ExecError};
 use lockstep_ir::{StepLimits, StepScalars, units};
 use lockstep_plan::{LayoutChoice, Plan, plan};
 use serde_json::json;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -225,6 +226,8 @@ struct Run<'a> {
     profile_steps: Option<RangeInclusive<u64>>,
     debug_nans: bool,
     profiled: Vec<ProfiledStep>,
+    /// Whether it was said that a step had prompts only.
+    warned_of_prompts: bool,
     /// The step whose instructions are timed for what was predicted of it.
     observed_step: Option<u64>,
     /// Where checkpoints go: the run directory, and the mirror if there is one.
@@ -265,8 +268,16 @@ impl Run<'_> {
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
             }
+            let targets = current.targets;
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
+            if targets == 0 && !self.warned_of_prompts {
+                self.warned_of_prompts = true;
+                show(Event::Warning(&format!(
+                    "step {step} has no target: all of its tokens are prompts, so its loss is 0 and nothing is learned from it; a longer \
+                     train.seq or a larger train.global_batch holds completions too"
+                )));
+            }
             if let Some(rows) = metrics.line.rows_beyond {
                 show(Event::Stepped(&metrics.line));
                 self.record(&metrics.line, show)?;
@@ -423,7 +434,9 @@ impl Run<'_> {
         let limits = self.spikes.limits(&self.config.spikes, before + 1);
         self.session.limit(limits)?;
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
+        let counted = Cell::new(0);
         let scalars = |targets| {
+            counted.set(targets);
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
             StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
         };
@@ -449,7 +462,19 @@ impl Run<'_> {
         // step's bias correction counts one update too many.
         self.updates += 1;
         let (lr, queued) = (learning_rate(self.config, before), Instant::now());
-        Ok(Queued { step: before + 1, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s })
+        Ok(Queued {
+            targets: counted.get(),
+            step: before + 1,
+            work,
+            start,
+            queued,
+            behind,
+            batch,
+            loss_scale,
+            limits,
+            lr,
+            data_wait_s,
+        })
     }
 
     /// An error with the step that it came in, where numbers are looked at.
@@ -461,7 +486,8 @@ impl Run<'_> {
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s } = queued;
+        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, targets: _ } =
+            queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
         self.updates -= u64::from(!result.applied);
@@ -531,6 +557,8 @@ struct Queued {
     /// Whether the executor had another to finish then.
     behind: bool,
     batch: Batch,
+    /// Tokens that it is to predict.
+    targets: u64,
     loss_scale: Option<LossScale>,
     limits: StepLimits,
     lr: f64,

@@ -53,6 +53,14 @@ impl RunTokenizer {
         }
     }
 
+    /// The same as the vocabulary spells it; none for a byte.
+    pub fn eos_text(&self) -> Option<String> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.token(tokenizer.eos()),
+        }
+    }
+
     /// Text as tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TrainError> {
         match self {

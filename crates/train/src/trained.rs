@@ -141,10 +141,10 @@ impl Trained {
             return Ok(Self { config, model, warnings: Vec::new(), data });
         }
         if hf::is_foreign(path) {
-            let FolderModel { folder, copies, text } = hf::read_folder(path)?;
+            let FolderModel { folder, copies, text, warnings } = hf::read_folder(path)?;
             let config = Config::parse(&text, &path.join(hf::CONFIG).display().to_string(), &[])?;
             let model = Model::Folder(InitialWeights::of_folder(path, folder, copies).into());
-            return Ok(Self { config, model, warnings: Vec::new(), data: path.to_owned() });
+            return Ok(Self { config, model, warnings, data: path.to_owned() });
         }
         if !run_config.exists() && !path.join("checkpoints").exists() {
             return Err(TrainError::NotTrained { path: path.to_owned() });

@@ -320,7 +320,7 @@ fn instruct_model(place: &Place, folder: &str) {
 }
 
 const BESIDE: [(&str, &str); 4] = [
-    ("generation_config.json", "{ \"eos_token_id\": [7, 11], \"temperature\": 0.6 }"),
+    ("generation_config.json", "{ \"eos_token_id\": [0, 7, 11], \"temperature\": 0.6 }"),
     ("tokenizer_config.json", "{ \"eos_token\": \"<|endoftext|>\", \"padding_side\": \"left\" }"),
     ("special_tokens_map.json", "{ \"pad_token\": \"!\" }"),
     ("chat_template.jinja", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"),
@@ -347,10 +347,14 @@ fn check_instruct(place: &Place, run: &str) {
     );
 }
 
-/// A config that says what to read and where to start from, and no more.
-fn fine_tuning(place: &Place, more: &str) -> Config {
+fn fine_tuning_text(place: &Place) {
     std::fs::create_dir_all(place.at("text")).unwrap();
     std::fs::write(place.at("text/a.txt"), "let the square of the number be a number. ".repeat(200)).unwrap();
+}
+
+/// A config that says what to read and where to start from, and no more.
+fn fine_tuning(place: &Place, more: &str) -> Config {
+    fine_tuning_text(place);
     let text = format!(
         "[data]\npaths = [\"text\"]\n[train]\nseq = 8\nglobal_batch = 4\nsteps = 2\nvalidate_every = 1\n{more}"
     );
@@ -440,4 +444,160 @@ fn a_folder_is_used_as_it_is() {
     std::fs::remove_file(place.at("hf/tokenizer.json")).unwrap();
     let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().to_string();
     assert!(error.contains("no tokenizer.json\nhint: "), "{error}");
+}
+
+/// Warnings and notes of a run.
+fn heard(config: &Config, dir: &Path) -> Vec<String> {
+    let mut heard = Vec::new();
+    let outcome = run_with(config, dir, &mut |event| match event {
+        lockstep_train::Event::Warning(text) => heard.push(text.to_owned()),
+        lockstep_train::Event::Note(note) => heard.push(note.to_string()),
+        _ => {}
+    });
+    outcome.unwrap_or_else(|e| panic!("{e}"));
+    heard
+}
+
+#[test]
+fn a_folder_says_which_token_ends_a_text() {
+    let place = Place::new();
+    instruct_model(&place, "hf");
+    std::fs::remove_file(place.at("hf/generation_config.json")).unwrap();
+    let own = "{ \"eos_token\": { \"content\": \"!\" }, \"bos_token\": \"no such token\" }";
+    std::fs::write(place.at("hf/tokenizer_config.json"), own).unwrap();
+    let tokenizer = read(place.at("hf/tokenizer.json")).unwrap();
+    let eos = lockstep_data::Tokenizer::of_json(Path::new("t"), tokenizer, Some("!")).unwrap().eos();
+    let imported = import(&place.at("hf"), &place.at("imported"), &mut |_, _| {}).unwrap();
+    let named = imported.warnings.join("\n");
+    let expected = format!(
+        "tokenizer_config.json ends a text with \"!\" (token {eos}), config.json with \"<|endoftext|>\" (token 0), "
+    );
+    assert!(named.contains(&expected) && named.contains("data.eos_token another"), "{named}");
+    assert!(named.contains("begins a text with \"no such token\", which tokenizer.json does not have"), "{named}");
+    // What was not trained goes out as it came.
+    place.export("imported", "untouched", ExportOptions::default()).unwrap();
+    assert_eq!(std::fs::read_to_string(place.at("untouched/tokenizer_config.json")).unwrap(), own);
+    for (run, from) in [("a", "hf"), ("b", "imported")] {
+        let config = fine_tuning(&place, &format!("init_from = \"{from}\"\n"));
+        assert_eq!(config.data.eos_token.as_deref(), Some("!"), "{from}");
+        let heard = heard(&config, &place.at(run));
+        assert_eq!(heard.iter().any(|text| text.contains(&expected)), from == "hf", "{heard:?}");
+        place.export(run, &format!("{run}-out"), ExportOptions::default()).unwrap();
+        let out = |name: &str| json_of(&place.at(&format!("{run}-out/{name}")));
+        assert_eq!(out("config.json")["eos_token_id"], json!([eos, 0, 7, 9]), "{from}");
+        assert_eq!(out("generation_config.json")["eos_token_id"], json!([eos, 0, 7, 9]), "{from}");
+        assert_eq!(out("tokenizer_config.json")["eos_token"]["content"], "!", "{from}");
+    }
+    // Another one that the user names is trained with, and goes out.
+    let config = fine_tuning(&place, "init_from = \"hf\"\n").resolved_toml();
+    let config = Config::parse(&config, "run.toml", &["data.eos_token=<|endoftext|>".to_owned()]).unwrap();
+    run_with(&config, &place.at("c"), &mut |_| {}).unwrap();
+    place.export("c", "c-out", ExportOptions::default()).unwrap();
+    assert_eq!(json_of(&place.at("c-out/tokenizer_config.json"))["eos_token"], "<|endoftext|>");
+    assert_eq!(json_of(&place.at("c-out/config.json"))["eos_token_id"], json!([0, 7, 9]));
+}
+
+#[test]
+fn a_run_follows_the_type_of_the_weights_that_it_starts_from() {
+    let place = Place::new();
+    narrowed(byte_model(), Dtype::BF16, bf16::from_f32).write(&place.at("bf16"));
+    byte_model().write(&place.at("f32"));
+    place.import("bf16", "imported");
+    for (run, from, dtype) in [("a", "bf16", "bfloat16"), ("b", "imported", "bfloat16"), ("c", "f32", "float32")] {
+        let config = fine_tuning(&place, &format!("init_from = \"{from}\"\n"));
+        let is_bf16 = dtype == "bfloat16";
+        assert_eq!(config.precision.policy == PrecisionPolicy::Bf16, is_bf16, "{from}");
+        let heard = heard(&config, &place.at(run));
+        let said = "precision.policy = \"bf16\", as these weights are";
+        assert_eq!(heard.iter().any(|text| text.starts_with(said)), is_bf16, "{heard:?}");
+        let out = format!("{run}-out");
+        place.export(run, &out, ExportOptions::default()).unwrap();
+        assert_eq!(json_of(&place.at(&out).join("config.json"))["torch_dtype"], dtype, "{from}");
+    }
+    let config = fine_tuning(&place, "init_from = \"bf16\"\n[precision]\npolicy = \"fp32\"\n");
+    assert_eq!(config.precision.policy, PrecisionPolicy::Fp32);
+}
+
+#[test]
+fn a_model_that_cannot_be_exported_is_told_of_when_it_starts() {
+    let place = Place::new();
+    fine_tuning_text(&place);
+    for (ffn, told) in [(32, false), (48, true)] {
+        let text = format!(
+            "[model]\narchitecture = \"mixtral\"\nvocab_size = 256\nlayers = 1\ndim = 16\nheads = 2\nffn = {ffn}\nexperts = 4\n\
+             expert_ffn = 32\n[data]\npaths = [\"text\"]\n[train]\nseq = 8\nglobal_batch = 4\nsteps = 1\n"
+        );
+        let config = Config::parse(&text, place.at("run.toml").to_str().unwrap(), &[]).unwrap();
+        let heard = heard(&config, &place.at(&format!("run-{ffn}")));
+        let said = "what this run trains cannot be exported as a Hugging Face model: Hugging Face's mixtral has no model.ffn = 48";
+        assert_eq!(heard.iter().any(|text| text == said), told, "{heard:?}");
+    }
+}
+
+#[test]
+fn data_that_are_not_what_one_thinks_are_told_of() {
+    let place = Place::new();
+    instruct_model(&place, "hf");
+    let lines =
+        |texts: &[&str]| texts.iter().map(|text| json!({ "text": text }).to_string() + "\n").collect::<String>();
+    let long = "let the square of the number be a number. ".repeat(40);
+    let chat = format!("{long}<|endoftext|>{long}");
+    let config = |name: &str, lines: String, more: &str| {
+        std::fs::write(place.at(name), lines).unwrap();
+        let text = format!(
+            "[data]\npaths = [\"{name}\"]\n{more}[train]\ninit_from = \"hf\"\nseq = 8\nglobal_batch = 1\nsteps = 3\nvalidate_every = 0\n"
+        );
+        std::fs::write(place.at("run.toml"), text).unwrap();
+        Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited).unwrap_or_else(|e| panic!("{e}"))
+    };
+    let many = [&*long; 39];
+    let plain = heard(&config("plain.jsonl", lines(&many), ""), &place.at("plain"));
+    assert!(!plain.iter().any(|text| text.contains("special tokens") || text.contains("held out")), "{plain:?}");
+    // A special token in the text of one of four documents.
+    let found = heard(
+        &config("chat.jsonl", lines(&[&long, &chat, &long, &long]), "validation_fraction = 0\n"),
+        &place.at("chat"),
+    );
+    let said = "become ordinary tokens: \"<|endoftext|>\", in 25.0% of 4 documents that were looked at";
+    assert!(found.iter().any(|text| text.ends_with(said)), "{found:?}");
+    let found = heard(&config("few.jsonl", lines(&[&long, &long]), ""), &place.at("few"));
+    let said = "data.validation_fraction = 0.05, and 50.0% of the tokens are held out: 1 of 2 documents";
+    assert!(found.iter().any(|text| text == said), "{found:?}");
+    // A prompt that is longer than the sequences.
+    let prompts = json!({ "prompt": long, "text": "yes" }).to_string() + "\n";
+    let found =
+        heard(&config("p.jsonl", prompts, "validation_fraction = 0\nprompt_field = \"prompt\"\n"), &place.at("p"));
+    let told = found.iter().filter(|text| text.contains("has no target: all of its tokens are prompts")).count();
+    assert_eq!(told, 1, "{found:?}");
+}
+
+#[test]
+fn names_and_addresses_are_not_paths() {
+    let place = Place::new();
+    let error = |text: &str| {
+        std::fs::write(place.at("run.toml"), text).unwrap();
+        let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited);
+        match config {
+            Err(error) => error.to_string(),
+            Ok(config) => run_with(&config, &place.at("run"), &mut |_| {}).unwrap_err().to_string(),
+        }
+    };
+    let hub = error("[train]\ninit_from = \"meta-llama/Llama-3.2-1B\"\n[data]\npaths = [\"x\"]\n");
+    assert!(
+        hub.contains(
+            "hint: a name on the Hugging Face Hub is not a path: `hf download meta-llama/Llama-3.2-1B --local-dir"
+        ),
+        "{hub}"
+    );
+    let model = "[model]\npreset = \"llama-15m\"\n";
+    let bucket = error(&format!("{model}[data]\npaths = [\"s3://bucket/text\"]\n"));
+    assert!(
+        bucket.starts_with("s3://bucket/text: this is an address") && bucket.contains("\nhint: copy the files"),
+        "{bucket}"
+    );
+    let tokenizer = error(&format!("{model}[data]\npaths = [\"run.toml\"]\ntokenizer = \"gpt2\"\n"));
+    assert!(
+        tokenizer.starts_with("gpt2: no such file") && tokenizer.contains("hint: fetch the file: `hf download"),
+        "{tokenizer}"
+    );
 }

@@ -99,6 +99,12 @@ impl WeightsFolder {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Whether all tensors that count are bf16.
+    pub fn is_bf16(&self, counts: impl Fn(&str) -> bool) -> bool {
+        let mut counted = self.tensors.iter().filter(|(name, _)| counts(name)).peekable();
+        counted.peek().is_some() && counted.all(|(_, found)| found.dtype == FileDType::BF16)
+    }
+
     /// Reads a JSON file of a folder, which is no larger than a few MB and not a link to somewhere else.
     pub fn json(path: &Path, name: &str) -> Result<serde_json::Value, CheckpointError> {
         let wrong = |cause: String| CheckpointError::unfit(&path.join(name), cause, AGAIN);

@@ -7,7 +7,7 @@ use crate::train::default_run_dir;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_ir::units::thousands;
-use lockstep_train::{RunCorpus, RunData, data_folder, left_out};
+use lockstep_train::{RunCorpus, RunData, data_folder, left_out, shell_quoted};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         ));
     }
     let Inspected { config, run_dir, folder, data } = open(&args.path)?;
+    crate::warn(&data.warnings()?);
     let statistics = statistics::of(&folder, data.corpora());
     let order = match (&config, args.sample.is_some() || args.step.is_some()) {
         (_, false) => None,
@@ -93,20 +94,24 @@ pub(super) struct Inspected {
 
 /// Finds the data that a path stands for.
 pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
-    let missing = |folder: &Path| {
-        Failure::request(format!(
-            "{}: no prepared data here\nhint: give a run directory or a folder that `lockstep data prepare` wrote",
-            folder.display()
-        ))
+    let missing = |folder: &Path, config: Option<&Path>| {
+        let hint = match config {
+            Some(file) => {
+                format!("prepare them first: lockstep data prepare {}", shell_quoted(&file.display().to_string()))
+            }
+            None => "give a run directory or a folder that `lockstep data prepare` wrote".to_owned(),
+        };
+        Failure::request(format!("{}: no prepared data here\nhint: {hint}", folder.display()))
     };
     let (config, run_dir) = match path.is_dir() {
         false => (Some(path.to_owned()), default_run_dir(path)),
         true => (Some(path.join("run.toml")).filter(|file| file.exists()), path.to_owned()),
     };
     if let Some(config) = config {
-        let config = Config::load(&config, &[])?;
+        let file = (!path.is_dir()).then_some(path);
+        let config = Config::load_with(&config, &[], &lockstep_train::inherited)?;
         let folder = data_folder(&config, &run_dir);
-        let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder))?;
+        let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder, file))?;
         return Ok(Inspected { config: Some(config), run_dir, folder, data });
     }
     for folder in [path.to_owned(), path.join("data")] {
@@ -114,7 +119,7 @@ pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
             return Ok(Inspected { config: None, run_dir, folder, data });
         }
     }
-    Err(missing(path))
+    Err(missing(path, None))
 }
 
 /// The samples of a run, and what their documents are called.

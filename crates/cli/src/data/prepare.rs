@@ -35,6 +35,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     });
     progress.clear();
     let (data, folder) = result?;
+    crate::warn(&data.warnings()?);
     let statistics = statistics::of(&folder, data.corpora());
     let mut out = std::io::stdout().lock();
     match args.format {

@@ -16,10 +16,17 @@ pub(super) struct Family {
     /// Whether embeddings are tied where nothing is said.
     pub tied: bool,
     pub rotary: bool,
+    /// The base of the rotary embedding where nothing is said.
+    pub theta: f64,
+    /// Other names of fields, each with the one that is used here: a file may have either.
+    pub same: &'static [(&'static str, &'static str)],
     /// Whether transformers refuses a width that is no multiple of the heads.
     pub whole_heads: bool,
     /// How many tokens each layer sees: the field, and its value where it is not there. Null is all.
     pub window: Option<(&'static str, usize)>,
+    /// Where `sliding_window` is that of the layers from `max_window_layers` on, unless `layer_types` says which: the value of
+    /// `max_window_layers` where it is not there. No such layer is supported.
+    pub sliding_from: Option<usize>,
     /// Positions: the field, and its value where it is not there.
     pub context: (&'static str, usize),
     /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
@@ -29,6 +36,8 @@ pub(super) struct Family {
     pub numbers: &'static [Number],
     /// Fields that have one value only, which is also their value where they are not there.
     pub fixed: &'static [(&'static str, Fixed)],
+    /// Fields of its class that change nothing in what a model computes, besides those of every class.
+    pub without_effect: &'static [&'static str],
     /// What names of tensors begin with.
     pub prefix: &'static str,
     /// How the names of matrices end whose rows are inputs.
@@ -52,6 +61,10 @@ pub(super) struct Number {
     pub theirs: &'static str,
     pub ours: &'static str,
     pub get: fn(&ModelConfig) -> f64,
+    /// Whether it may be 0.
+    pub zero: bool,
+    /// What it is where the field is not there.
+    pub absent: f64,
 }
 
 /// Something that is or is not.
@@ -82,8 +95,6 @@ pub(super) enum Word {
     Number(u64),
     /// A list of nothing.
     Nothing,
-    /// Null, where a field that is not there stands for something.
-    Null,
 }
 
 impl Word {
@@ -93,7 +104,6 @@ impl Word {
             Word::Text(text) => json!(text),
             Word::Number(number) => json!(number),
             Word::Nothing => json!([]),
-            Word::Null => Value::Null,
         }
     }
 }
@@ -129,8 +139,25 @@ const DEEPSEEK: [Count; 2] =
 const NORM_TOPK: &[Switch] =
     &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }];
 
+/// How much the load-balancing loss counts.
+const fn balance_loss(theirs: &'static str, absent: f64) -> Number {
+    Number { theirs, ours: "balance_loss", get: |m| m.balance_loss, zero: true, absent }
+}
+
+const NUM_LOCAL_EXPERTS: &str = "num_local_experts";
+/// What a model with experts returns, and noise of its training.
+const ROUTER_OUTPUT: &[&str] = &["output_router_logits", "router_jitter_noise"];
+/// The sliding window of models that say by `use_sliding_window` that they have none.
+const UNUSED_WINDOW: &[&str] = &["sliding_window", "max_window_layers"];
+
+/// Names that every config class takes for others.
+pub(super) const SAME: &[(&str, &str)] = &[("torch_dtype", "dtype")];
+
+/// Fields that any class may have, and no model here.
+pub(super) const NEVER: &[(&str, Fixed)] =
+    &[("quantization_config", Fixed::Absent), ("per_layer_config", Fixed::Absent)];
+
 const OFF: Fixed = Fixed::Is(Word::Flag(false));
-const NOT_QUANTIZED: (&str, Fixed) = ("quantization_config", Fixed::Absent);
 const SILU: Fixed = Fixed::Is(Word::Text("silu"));
 
 /// The extents of Llama and its relatives.
@@ -167,13 +194,17 @@ const LLAMA: Family = Family {
     norm_eps: ("rms_norm_eps", 1e-6),
     tied: false,
     rotary: true,
+    theta: 10_000.0,
+    same: &[],
     whole_heads: true,
     window: None,
+    sliding_from: None,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
     switches: &[],
     numbers: &[],
-    fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), NOT_QUANTIZED],
+    fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF)],
+    without_effect: &[],
     prefix: "model.",
     transposed: &[],
     embedding: "model.embed_tokens.weight",
@@ -188,7 +219,7 @@ pub(super) const FAMILIES: &[Family] = &[
         whole_heads: false,
         window: Some(("sliding_window", 4096)),
         context: ("max_position_embeddings", 131_072),
-        fixed: &[("hidden_act", SILU), NOT_QUANTIZED],
+        fixed: &[("hidden_act", SILU)],
         ..LLAMA
     },
     Family {
@@ -197,7 +228,8 @@ pub(super) const FAMILIES: &[Family] = &[
         counts: &[&extents(Absent::Refused), &head_dim(Absent::Derived), &FFN],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
-        fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        fixed: &[("hidden_act", SILU), ("use_sliding_window", OFF)],
+        without_effect: UNUSED_WINDOW,
         ..LLAMA
     },
     Family {
@@ -206,21 +238,27 @@ pub(super) const FAMILIES: &[Family] = &[
         counts: &[&extents(Absent::Refused), &head_dim(Absent::Refused), &FFN],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
-        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF), NOT_QUANTIZED],
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("use_sliding_window", OFF)],
+        without_effect: UNUSED_WINDOW,
         ..LLAMA
     },
     Family {
         name: "mixtral",
         class: "MixtralForCausalLM",
         counts: &[
-            &experts("num_local_experts", Absent::Derived),
+            &experts(NUM_LOCAL_EXPERTS, Absent::Derived),
             &extents(Absent::Refused),
             &head_dim(Absent::Derived),
             &FFN_OF_EXPERTS,
         ],
+        norm_eps: ("rms_norm_eps", 1e-5),
+        theta: 1_000_000.0,
+        same: &[("num_experts", NUM_LOCAL_EXPERTS)],
         whole_heads: false,
         context: ("max_position_embeddings", 131_072),
-        fixed: &[("hidden_act", SILU), ("sliding_window", Fixed::Absent), NOT_QUANTIZED],
+        numbers: &[balance_loss("router_aux_loss_coef", 0.001)],
+        fixed: &[("hidden_act", SILU), ("sliding_window", Fixed::Absent)],
+        without_effect: ROUTER_OUTPUT,
         ..LLAMA
     },
     Family {
@@ -233,17 +271,19 @@ pub(super) const FAMILIES: &[Family] = &[
             &head_dim(Absent::Derived),
             &FFN,
         ],
+        same: &[(NUM_LOCAL_EXPERTS, "num_experts")],
         whole_heads: false,
         context: ("max_position_embeddings", 32_768),
         switches: NORM_TOPK,
+        numbers: &[balance_loss("router_aux_loss_coef", 0.001)],
         fixed: &[
             ("hidden_act", SILU),
             ("attention_bias", OFF),
             ("use_sliding_window", OFF),
             ("decoder_sparse_step", Fixed::Is(Word::Number(1))),
             ("mlp_only_layers", Fixed::Is(Word::Nothing)),
-            NOT_QUANTIZED,
         ],
+        without_effect: &["sliding_window", "max_window_layers", "output_router_logits"],
         ..LLAMA
     },
     Family {
@@ -251,9 +291,12 @@ pub(super) const FAMILIES: &[Family] = &[
         class: "OlmoeForCausalLM",
         counts: &[&experts("num_experts", Absent::Refused), &extents(Absent::Derived), &FFN_OF_EXPERTS],
         norm_eps: ("rms_norm_eps", 1e-5),
+        same: &[(NUM_LOCAL_EXPERTS, "num_experts")],
         context: ("max_position_embeddings", 4096),
         switches: NORM_TOPK,
-        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("clip_qkv", Fixed::Absent), NOT_QUANTIZED],
+        numbers: &[balance_loss("router_aux_loss_coef", 0.01)],
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("clip_qkv", Fixed::Absent)],
+        without_effect: ROUTER_OUTPUT,
         ..LLAMA
     },
     Family {
@@ -272,8 +315,9 @@ pub(super) const FAMILIES: &[Family] = &[
             ("attention_bias", OFF),
             ("moe_layer_freq", Fixed::Is(Word::Number(1))),
             ("scoring_func", Fixed::Is(Word::Text("softmax"))),
-            NOT_QUANTIZED,
         ],
+        numbers: &[balance_loss("aux_loss_alpha", 0.001)],
+        without_effect: &["seq_aux"],
         ..LLAMA
     },
     Family {
@@ -284,19 +328,23 @@ pub(super) const FAMILIES: &[Family] = &[
             &MOE_WIDTH,
             &DEEPSEEK,
             &GROUPS,
-            &extents(Absent::Derived),
+            &extents(Absent::Refused),
             &head_dim(Absent::Derived),
             &FFN,
         ],
+        same: &[(NUM_LOCAL_EXPERTS, "n_routed_experts")],
         whole_heads: false,
+        sliding_from: Some(62),
         switches: NORM_TOPK,
-        numbers: &[Number { theirs: "routed_scaling_factor", ours: "router_scale", get: |m| m.router_scale }],
-        fixed: &[
-            ("hidden_act", SILU),
-            ("attention_bias", OFF),
-            ("sliding_window", Fixed::Is(Word::Null)),
-            NOT_QUANTIZED,
-        ],
+        numbers: &[Number {
+            theirs: "routed_scaling_factor",
+            ours: "router_scale",
+            get: |m| m.router_scale,
+            zero: false,
+            absent: 1.0,
+        }],
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF)],
+        without_effect: ROUTER_OUTPUT,
         ..LLAMA
     },
     Family {
@@ -313,8 +361,16 @@ pub(super) const FAMILIES: &[Family] = &[
         norm_eps: ("layer_norm_epsilon", 1e-5),
         tied: true,
         rotary: false,
+        theta: 10_000.0,
+        same: &[
+            ("hidden_size", "n_embd"),
+            ("max_position_embeddings", POSITIONS.0),
+            ("num_attention_heads", "n_head"),
+            ("num_hidden_layers", "n_layer"),
+        ],
         whole_heads: false,
         window: None,
+        sliding_from: None,
         context: POSITIONS,
         switches: &[],
         numbers: &[],
@@ -324,7 +380,15 @@ pub(super) const FAMILIES: &[Family] = &[
             ("scale_attn_weights", Fixed::Is(Word::Flag(true))),
             ("scale_attn_by_inverse_layer_idx", OFF),
             ("add_cross_attention", OFF),
-            NOT_QUANTIZED,
+        ],
+        without_effect: &[
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
         ],
         prefix: "transformer.",
         transposed: &["c_attn.weight", "c_proj.weight", "c_fc.weight"],

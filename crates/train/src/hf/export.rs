@@ -1,5 +1,6 @@
 //! A checkpoint becomes a Hugging Face folder.
 
+use super::special::put_eos_text;
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
 use crate::{Part, RunTokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
@@ -73,6 +74,13 @@ pub fn export(
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
         end_token: tokenizer.as_ref().map(RunTokenizer::eos),
     };
+    // What was only imported goes out as it came; what was trained ends texts with the token that it was trained with.
+    let kept = match &tokenizer {
+        Some(tokenizer) if checkpoint.state["imported"].is_null() => {
+            kept.ended_by(tokenizer.eos(), tokenizer.eos_text().as_deref())
+        }
+        _ => kept,
+    };
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
 
@@ -111,6 +119,14 @@ pub fn export(
     Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })
 }
 
+/// Why the model of a config cannot be exported, if it cannot.
+pub(crate) fn export_problem(config: &Config) -> Option<String> {
+    let beside = HfExtras { context: config.train.seq, dtype: "float32", end_token: None };
+    let text = describe(config, beside, Path::new("")).err()?.to_string();
+    let problem = text.split("\nhint: ").next().unwrap_or_default();
+    Some(problem.trim_start_matches(": ").to_owned())
+}
+
 /// The `config.json` of a model, which must read back as the same model.
 fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value, TrainError> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
@@ -143,11 +159,19 @@ fn tokenizer_files(
     };
     let bytes = tokenizer.json().unwrap_or_default().to_vec();
     let folder = path.parent().unwrap_or(Path::new("."));
+    let eos = file.token(file.eos());
     let beside = match kept.file(TOKENIZER_CONFIG) {
         Some(text) => text.as_bytes().to_vec(),
-        None if folder.join(TOKENIZER_CONFIG).exists() => WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?,
+        None if folder.join(TOKENIZER_CONFIG).exists() => {
+            let bytes = WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?;
+            let mut file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+            match &eos {
+                Some(eos) if file.is_object() && put_eos_text(&mut file, eos) => format!("{file:#}\n").into_bytes(),
+                _ => bytes,
+            }
+        }
         None => {
-            described["eos_token"] = json!(file.decode(&[file.eos()]));
+            described["eos_token"] = json!(eos);
             format!("{described:#}\n").into_bytes()
         }
     };

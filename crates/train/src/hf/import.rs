@@ -1,10 +1,10 @@
 //! A Hugging Face folder becomes a run directory of no steps.
 
-use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, TOKENIZER_CONFIG, unfit};
+use super::special::SpecialTokens;
+use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, unfit};
 use crate::TrainError;
 use lockstep_checkpoint::{About, NewFolder, TensorCopy, TensorSource, WeightsFolder, save_copies};
 use lockstep_config::{Config, Inherited};
-use lockstep_data::{Tokenizer, TokenizerSpec};
 use lockstep_ir::DType;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -20,6 +20,8 @@ pub struct Imported {
     pub context: usize,
     /// Whether the folder has a tokenizer.
     pub tokenizer: bool,
+    /// What the files of the folder contradict each other in, and what was passed over.
+    pub warnings: Vec<String>,
 }
 
 /// The largest `tokenizer.json` that is copied.
@@ -30,7 +32,7 @@ const MOST_TOKENIZER_BYTES: u64 = 256 << 20;
 ///
 /// Weights pass in chunks. `progress` hears the bytes written and the bytes in all.
 pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Imported, TrainError> {
-    let FolderModel { folder: theirs, copies, text } = read_folder(folder)?;
+    let FolderModel { folder: theirs, copies, text, warnings } = read_folder(folder)?;
     let config = Config::parse(&text, &out.join("run.toml").display().to_string(), &[])?;
     let (kept, tokenizer) = (Kept::of_folder(folder)?.to_json(), tokenizer_bytes(folder)?);
 
@@ -53,7 +55,7 @@ pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> 
     save_copies(&new.contents().join("checkpoints"), 0, "model", source, &copies, about, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
-    Ok(Imported { config, parameters, context, tokenizer: tokenizer.is_some() })
+    Ok(Imported { config, parameters, context, tokenizer: tokenizer.is_some(), warnings })
 }
 
 /// A Hugging Face folder that was understood.
@@ -63,6 +65,7 @@ pub(crate) struct FolderModel {
     pub(crate) copies: Vec<TensorCopy>,
     /// Its config, with the tokenizer by its name in the folder.
     pub(crate) text: String,
+    pub(crate) warnings: Vec<String>,
 }
 
 /// Reads all of a Hugging Face folder but the weights.
@@ -71,29 +74,41 @@ pub(crate) fn read_folder(path: &Path) -> Result<FolderModel, TrainError> {
     // Twice: whether all weights are bf16 can only be asked when it is known which they are.
     let plain = Config::parse(&folder.config.to_toml(), CONFIG, &[])?;
     let copies = folder.copies(&plain.model, SAME_FOLDER)?;
-    let mut text = folder.config.to_toml() + &tokenizer_keys(path, TOKENIZER)?;
+    let (tokenizer, special) = tokenizer_keys(path, TOKENIZER)?;
+    let mut text = folder.config.to_toml() + &tokenizer;
     if TensorSource::Folder(&folder.weights).all_are(&copies, DType::BF16) {
-        text += "\n[precision]\npolicy = \"bf16\"\n";
+        text += BF16;
     }
-    Ok(FolderModel { folder, copies, text })
+    let warnings = [folder.warnings(), special].concat();
+    Ok(FolderModel { folder, copies, text, warnings })
 }
 
-/// The keys of a config that a Hugging Face folder decides: the model, and where it has one the tokenizer, by its whole path.
+const BF16: &str = "\n[precision]\npolicy = \"bf16\"\n";
+
+/// The keys of a config that a Hugging Face folder decides: the model, where it has one the tokenizer, by its whole path, and the
+/// precision, where all weights are bf16.
 pub(crate) fn keys(path: &Path) -> Result<Inherited, TrainError> {
     let config = lockstep_model::hf::read_config(&WeightsFolder::json(path, CONFIG)?)
         .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
     let tokenizer = path.join(TOKENIZER);
-    let text = config.table + &tokenizer_keys(path, &tokenizer.to_string_lossy())?;
+    let mut text = config.table + &tokenizer_keys(path, &tokenizer.to_string_lossy())?.0;
+    if WeightsFolder::open(path)?.is_bf16(|name| !lockstep_model::hf::is_buffer(name)) {
+        text += BF16;
+    }
     Ok(Inherited { name: path.join(CONFIG).display().to_string(), text })
 }
 
-/// The `[data]` table of a folder with a tokenizer.
-fn tokenizer_keys(folder: &Path, name: &str) -> Result<String, TrainError> {
-    if !folder.join(TOKENIZER).exists() {
-        return Ok(String::new());
-    }
-    let end = end_token(folder)?.map_or(String::new(), |token| format!("eos_token = {}\n", quoted(&token)));
-    Ok(format!("\n[data]\ntokenizer = {}\n{end}", quoted(name)))
+/// The `[data]` table of a folder with a tokenizer, and what its files contradict each other in.
+fn tokenizer_keys(folder: &Path, name: &str) -> Result<(String, Vec<String>), TrainError> {
+    let Some(tokenizer) = tokenizer_bytes(folder)? else { return Ok(Default::default()) };
+    let SpecialTokens { eos, warnings } = SpecialTokens::read(folder, &tokenizer, &Kept::of_folder(folder)?)?;
+    let eos = eos.map_or(String::new(), |token| format!("eos_token = {}\n", quoted(&token)));
+    Ok((format!("\n[data]\ntokenizer = {}\n{eos}", quoted(name)), warnings))
+}
+
+/// What the files beside the tokenizer of a folder contradict each other in.
+pub(crate) fn special_warnings(folder: &Path) -> Result<Vec<String>, TrainError> {
+    Ok(tokenizer_keys(folder, TOKENIZER)?.1)
 }
 
 /// The tokenizer of a folder, if it has one.
@@ -102,37 +117,6 @@ pub(crate) fn tokenizer_bytes(folder: &Path) -> Result<Option<Vec<u8>>, TrainErr
         true => Ok(Some(WeightsFolder::bytes(folder, TOKENIZER, MOST_TOKENIZER_BYTES)?)),
         false => Ok(None),
     }
-}
-
-/// The token that ends a document, where it has none of the usual names: what `tokenizer_config.json`, or else
-/// `config.json`, says it is.
-fn end_token(folder: &Path) -> Result<Option<String>, TrainError> {
-    // Read from a copy: the library takes any path, also one that leads out of the folder.
-    let copy = tempfile::tempdir().map_err(|e| TrainError::io("create", &std::env::temp_dir(), e))?;
-    let path = copy.path().join(TOKENIZER);
-    let bytes = WeightsFolder::bytes(folder, TOKENIZER, MOST_TOKENIZER_BYTES)?;
-    std::fs::write(&path, bytes).map_err(|e| TrainError::io("write", &path, e))?;
-    let open = |end| TokenizerSpec::file(&path, end).and_then(|spec| Tokenizer::open(&spec));
-    let Err(error) = open(None) else { return Ok(None) };
-    let said = match folder.join(TOKENIZER_CONFIG).exists() {
-        true => WeightsFolder::json(folder, TOKENIZER_CONFIG)?["eos_token"].clone(),
-        false => Value::Null,
-    };
-    let said = said.as_str().or_else(|| said["content"].as_str()).map(str::to_owned);
-    let candidates = [said, token_of(&WeightsFolder::json(folder, CONFIG)?["eos_token_id"], &path)];
-    match candidates.into_iter().flatten().find(|token| open(Some(token.clone())).is_ok()) {
-        Some(token) => Ok(Some(token)),
-        None => Err(error.into()),
-    }
-}
-
-/// The token that a tokenizer has for a number, or for the first of a list of them.
-fn token_of(id: &Value, tokenizer: &Path) -> Option<String> {
-    let id = id.as_u64().or_else(|| id[0].as_u64())?;
-    let file: Value = serde_json::from_slice(&std::fs::read(tokenizer).ok()?).ok()?;
-    let added = file["added_tokens"].as_array().into_iter().flatten().find(|token| token["id"] == id);
-    let vocabulary = file["model"]["vocab"].as_object().into_iter().flatten().find(|(_, of)| **of == id);
-    added.and_then(|token| token["content"].as_str()).or(vocabulary.map(|(token, _)| token.as_str())).map(str::to_owned)
 }
 
 pub(crate) fn quoted(text: &str) -> String {

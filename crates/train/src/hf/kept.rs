@@ -1,6 +1,7 @@
 //! The files beside the weights of a Hugging Face model: they go with it through import, training and export.
 
-use super::{CONFIG, GENERATION, TOKENIZER_CONFIG, unfit};
+use super::special::{ids_of, put_eos_id, put_eos_text};
+use super::{CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, unfit};
 use crate::{RunTokenizer, TrainError};
 use lockstep_checkpoint::{Loaded, WeightsFolder};
 use serde_json::Value;
@@ -16,7 +17,7 @@ const FILES: [&str; 7] = [
     CONFIG,
     GENERATION,
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -83,14 +84,26 @@ impl Kept {
         }
     }
 
+    /// These files for a model that was trained to end texts with a token: those that name others name it too.
+    pub(crate) fn ended_by(mut self, id: u32, token: Option<&str>) -> Self {
+        for (name, text) in &mut self.0 {
+            let Ok(mut file @ Value::Object(_)) = serde_json::from_str(text) else { continue };
+            let changed = match (name.as_str(), token) {
+                (CONFIG | GENERATION, _) => put_eos_id(&mut file, id),
+                (TOKENIZER_CONFIG | SPECIAL_TOKENS, Some(token)) => put_eos_text(&mut file, token),
+                _ => false,
+            };
+            if changed {
+                *text = format!("{file:#}\n");
+            }
+        }
+        self
+    }
+
     /// Tokens that end a text.
     pub(crate) fn end_tokens(&self) -> Vec<u32> {
-        let mut tokens = Vec::new();
-        for name in [GENERATION, CONFIG] {
-            let ids = &self.json(name)["eos_token_id"];
-            let ids = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
-            tokens.extend(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()));
-        }
+        let mut tokens: Vec<u32> =
+            [GENERATION, CONFIG].iter().flat_map(|name| ids_of(&self.json(name)["eos_token_id"])).collect();
         tokens.sort_unstable();
         tokens.dedup();
         tokens

@@ -4,9 +4,11 @@ mod byte_tokenizer;
 mod export;
 mod import;
 mod kept;
+mod special;
 
+pub(crate) use export::export_problem;
 pub use export::{ExportOptions, Exported, export};
-pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, tokenizer_bytes};
+pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, special_warnings, tokenizer_bytes};
 pub use import::{Imported, import};
 pub(crate) use kept::{ATTACHMENT, Kept};
 
@@ -22,6 +24,7 @@ pub(crate) const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 
 /// Most layers of a model that is read: a graph is built before every tensor's name is known to be there.
 const MOST_LAYERS: usize = 2048;
@@ -54,6 +57,20 @@ impl HfFolder {
             return Err(unfit(&path.join(CONFIG), cause, SAME_FOLDER.into()).into());
         }
         Ok(Self { config, weights })
+    }
+
+    /// Warnings of its `config.json`.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        let unknown = &self.config.unknown;
+        if unknown.is_empty() {
+            return Vec::new();
+        }
+        let path = self.weights.path().join(CONFIG);
+        vec![format!(
+            "{}: fields of unknown meaning are passed over: {}",
+            path.display(),
+            unknown.iter().map(|name| format!("`{}`", name.escape_debug())).collect::<Vec<_>>().join(", ")
+        )]
     }
 
     /// How the tensors of a model are copied from the folder, which must have them all and no others.

@@ -7,7 +7,7 @@ use crate::changes::Course;
 use crate::data::{unused_vocabulary, way};
 use crate::event::Event;
 use crate::feed::Sequences;
-use crate::hf::Kept;
+use crate::hf::{self, Kept};
 use crate::initial::InitialWeights;
 use crate::processes::{Processes, Stop};
 use crate::provenance::{Circumstances, RunStart};
@@ -100,6 +100,12 @@ pub(super) fn start<'a>(
     if let Some(weights) = &initial {
         weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
     }
+    // Before days of training, not after them.
+    if found.loaded.is_none()
+        && let Some(why) = hf::export_problem(config)
+    {
+        show(Event::Warning(&format!("what this run trains cannot be exported as a Hugging Face model: {why}")));
+    }
     // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
     let started = found.loaded.is_some() || list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
     let existing = if started { Existing::Keep } else { Existing::Refresh };
@@ -125,6 +131,9 @@ pub(super) fn start<'a>(
     let tokenizer = RunTokenizer::from(data.tokenizer()?);
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
         show(Event::Warning(&text));
+    }
+    if team.is_first() && found.loaded.is_none() {
+        data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
     }
     let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
     let requests = TaskRequests::new(&tasks, &tokenizer, config.train.seq)?;
@@ -175,6 +184,13 @@ pub(super) fn start<'a>(
     if let Some(weights) = &initial {
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
+        if config.is_inherited("precision.policy") {
+            let policy = config.precision.policy.word();
+            let text = format!(
+                "precision.policy = \"{policy}\", as these weights are; an export keeps it unless it is given --dtype"
+            );
+            show(Event::Note(&Note::Cost(text)));
+        }
     }
     let read_ahead = session.read_ahead(&train, config.batches().at(step).first_sample)?;
     let places = saves::places(config, &options.dir);
@@ -321,6 +337,7 @@ pub(super) fn start<'a>(
         profile_steps: None,
         debug_nans: false,
         profiled: Vec::new(),
+        warned_of_prompts: false,
         // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
         observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
         places,
