@@ -240,7 +240,7 @@ impl<'a> Job<'a> {
             format!("--nodes={nodes}"),
             format!("--ntasks-per-node={per_node}"),
             format!("--time={time}"),
-            format!("--output={}", shell_quoted(&log)),
+            format!("--output={}", shell_quoted(log)),
             // It reaches this script alone, which passes it on.
             format!("--signal=B:USR1@{}", cluster.signal_before),
         ];

@@ -6,6 +6,7 @@ use crate::processes::{self, ProcessPlace};
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format, launch};
 use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_exec::comm::processes::Waiting;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout};
 use lockstep_train::{Comparison, Criterion, Devices, Processes, Promise, compare, shrink};

@@ -253,3 +253,24 @@ fn ranks_that_do_not_get_on_end_after_the_timeout_and_name_op_and_layer() {
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains(" waits in all_reduce, layer ") && text.contains("raise parallel.timeout"), "{text}");
 }
+
+#[test]
+fn a_rank_that_does_the_wrong_thing_is_named_by_the_strict_nccl() {
+    for (wrong, said) in [
+        ("1:absent", "rank 0 waits for rank 1, which never came"),
+        ("1:size", "is ncclAllGather of 256 of type 1 on rank 0 and ncclAllGather of 257 of type 1 on rank 1"),
+        ("1:skip", "collective 4 is ncclAllGather of "),
+        ("1:turn", "collective 4 is ncclAllGather of "),
+    ] {
+        let fake = Fake::new();
+        let faults = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LIMIT", "2"), ("FAKE_NCCL_WRONG", wrong)];
+        let args =
+            ["verify", "run.toml", "--steps", "1", "--processes", "--device", "cuda", "--layouts", "dp=2,zero=3"];
+        let output = fake.command(&args, &faults).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{wrong}: {text}");
+        assert!(text.contains("failed: ") && !text.contains("panicked"), "{wrong}: {text}");
+        let errors = std::fs::read_to_string(fake.place.path("world.errors")).unwrap();
+        assert!(errors.contains(said), "{wrong}: {errors}");
+    }
+}

@@ -2,10 +2,6 @@
 //! The strict NCCL (`fake_cuda/nccl.c`) runs the whole path of the GPU executor without a GPU: who connects to whom, in which order,
 //! and what is sent.
 
-mod common;
-mod fake_cuda;
-
-use fake_cuda::Fake;
 use std::path::Path;
 use std::process::Command;
 
@@ -37,25 +33,4 @@ fn layouts_ask_a_strict_nccl_for_what_fits_together() {
 fn layouts_over_sockets_compute_what_one_rank_computes() {
     let kept = layouts(EVERY, "sockets");
     assert!(kept > 120, "{kept}");
-}
-
-#[test]
-fn a_rank_that_does_the_wrong_thing_is_named_by_the_strict_nccl() {
-    for (wrong, said) in [
-        ("1:absent", "rank 0 waits for rank 1, which never came"),
-        ("1:size", "is ncclAllGather of 256 of type 1 on rank 0 and ncclAllGather of 257 of type 1 on rank 1"),
-        ("1:skip", "collective 4 is ncclAllGather of "),
-        ("1:turn", "collective 4 is ncclAllGather of "),
-    ] {
-        let fake = Fake::new();
-        let faults = [("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LIMIT", "2"), ("FAKE_NCCL_WRONG", wrong)];
-        let args =
-            ["verify", "run.toml", "--steps", "1", "--processes", "--device", "cuda", "--layouts", "dp=2,zero=3"];
-        let output = fake.command(&args, &faults).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{wrong}: {text}");
-        assert!(text.contains("failed: ") && !text.contains("panicked"), "{wrong}: {text}");
-        let errors = std::fs::read_to_string(fake.place.path("world.errors")).unwrap();
-        assert!(errors.contains(said), "{wrong}: {errors}");
-    }
 }
