@@ -347,8 +347,8 @@ fn as_json(name: &str, result: &BenchResult) -> Value {
 fn as_text(name: &str, r: &BenchResult) -> String {
     let micro_batch = if r.micro_batch == r.batch { String::new() } else { format!(" ({} at once)", r.micro_batch) };
     let mut text = format!(
-        "{name} on {}, batch {}{micro_batch}, seq {}, {}\n{:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s\nMFU {:.0}% of the \
-         {} ({:.3} TFLOP/s)\narena {:.2} GiB, peak {:.2} GiB, loss {:.4} nats\nfirst step done {:.1} s after the start\n",
+        "{name} on {}, batch {}{micro_batch}, seq {}, {}\n{:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s\nMFU {:.0}% of {:.3} TFLOP/s: \
+         {}\narena {:.2} GiB, peak {:.2} GiB, loss {:.4} nats\nfirst step done {:.1} s after the start\n",
         r.device,
         r.batch,
         r.seq,
@@ -357,8 +357,8 @@ fn as_text(name: &str, r: &BenchResult) -> String {
         r.step_s * 1e3,
         r.tflops,
         100.0 * r.mfu,
-        r.peak,
         r.peak_tflops,
+        r.peak,
         r.arena_gib,
         r.peak_gib,
         r.loss,

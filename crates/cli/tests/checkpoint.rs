@@ -54,7 +54,9 @@ fn a_trained_model_goes_out_comes_in_and_is_trained_on() {
             "train.validation_sequences=10",
         ]);
         let text = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.success() && text.contains("weights from ") && !text.contains("warning"), "{text}");
+        // Of eight documents one is more than was asked for.
+        let warned = text.lines().any(|line| line.starts_with("warning") && !line.contains("validation_fraction"));
+        assert!(output.status.success() && text.contains("weights from ") && !warned, "{text}");
         let first = text.lines().find(|line| line.starts_with("step 0: validation loss")).unwrap();
         let last: f64 = place.trajectory("run").last().unwrap().rsplit(' ').next().unwrap().parse().unwrap();
         assert!(first.contains(&format!("{last:.4} nats")), "{from}: {first}, {last}");

@@ -115,7 +115,7 @@ fn a_full_disk_in_every_place_that_is_written_is_told_and_costs_nothing() {
         subject.check(&dir, (path, *room), &command("train", &dir, set), end, said);
     }
     // What a machine with a profile measures.
-    std::fs::create_dir(place.path("machines")).unwrap();
+    std::fs::create_dir_all(place.path("machines")).unwrap();
     std::fs::write(place.path("machines/planted.toml"), planted().to_toml()).unwrap();
     let said = ["cannot write ", "measured.json: No space left", "hint: "];
     let args = command("train", "measured", &["train.device=cpu", "train.threads=1"]);

@@ -83,8 +83,8 @@ fn a_changed_config_is_refused_with_the_differences_and_fresh_keeps_the_old_run(
         "error: run holds a run with another config:\n  \
          train.seq: 32 before, 16 now\n  \
          optimizer.lr: 0.003 before, 0.001 now\n\
-         hint: a run cannot change train.seq: undo that; with the rest it goes on: --change optimizer.lr=0.001; or choose \
-         another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)\n"
+         hint: a run cannot change train.seq: undo that; with the rest it goes on: --change train.steps=N --change optimizer.lr=0.001 \
+         (it is finished: N must be more than 20); or choose another --run-dir, or give --fresh to start over (the old run is kept in a folder inside)\n"
     );
     place.ok(&[&changed[..], &["--fresh"]].concat());
     assert!(place.path("run/old-1/checkpoints/step-00000020").exists());

@@ -251,7 +251,12 @@ impl<'a> Team<'a> {
             there()
         });
         // With where each is, for the error.
-        let real = folder.canonicalize().unwrap_or_else(|_| folder.to_owned()).display().to_string();
+        let real = folder
+            .canonicalize()
+            .or_else(|_| std::path::absolute(folder))
+            .unwrap_or_else(|_| folder.to_owned())
+            .display()
+            .to_string();
         let all = processes.exchange("share", &[&[u8::from(found)], real.as_bytes()].concat())?;
         if self.is_first() {
             // Where it cannot be removed, it does no harm.
