@@ -353,6 +353,8 @@ fn a_quiet_run_says_its_last_line_and_warnings_only() {
     let (out, err) = shown(&place, &with(&["--quiet", "--set", "train.steps=3"]));
     assert_eq!(out, "finished 3 steps; checkpoint run/checkpoints/step-00000003, metrics run/metrics.jsonl\n");
     // Of eight documents one is more than was asked for.
+    let held_out = "data.validation_fraction = 0.05, and 12.5% of the tokens are held out: 1 of 8 documents";
+    assert!(err.contains(held_out), "{err}");
     let warnings: Vec<&str> = err.lines().filter(|line| !line.contains("data.validation_fraction")).collect();
     assert!(err.starts_with("warning: optimizer.warmup_steps = 4") && warnings.len() == 1, "{err}");
 }

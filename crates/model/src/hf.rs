@@ -275,14 +275,14 @@ fn scaling(name: &str, inner: &Fields, outer: &Fields) -> Result<Option<String>,
         "llama3" => {
             let unset = |field: &str| refused(&format!("`{name}.{field}` is not set"), "a llama3 scaling needs it");
             let needed = |field: &str| inner.number(field)?.ok_or_else(|| unset(field));
-            let originals = (inner.count(ORIGINAL)?, outer.count(ORIGINAL)?);
-            if let (Some(own), Some(outside)) = originals
+            let original_contexts = (inner.count(ORIGINAL)?, outer.count(ORIGINAL)?);
+            if let (Some(own), Some(outside)) = original_contexts
                 && own != outside
             {
                 let own = (&*format!("{name}.{ORIGINAL}"), &json!(own));
                 return Err(contradiction(own, (ORIGINAL, &json!(outside))));
             }
-            let original = originals.0.or(originals.1).ok_or_else(|| unset(ORIGINAL))?;
+            let original = original_contexts.0.or(original_contexts.1).ok_or_else(|| unset(ORIGINAL))?;
             let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
             Ok(Some(format!(
                 "rope_scaling = {{ factor = {:?}, low_freq_factor = {low:?}, high_freq_factor = {high:?}, \

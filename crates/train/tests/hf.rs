@@ -560,9 +560,6 @@ fn data_that_are_not_what_one_thinks_are_told_of() {
     );
     let said = "become ordinary tokens: \"<|endoftext|>\", in 25.0% of 4 documents that were looked at";
     assert!(found.iter().any(|text| text.ends_with(said)), "{found:?}");
-    let found = heard(&config("few.jsonl", lines(&[&long, &long]), ""), &place.at("few"));
-    let said = "data.validation_fraction = 0.05, and 50.0% of the tokens are held out: 1 of 2 documents";
-    assert!(found.iter().any(|text| text == said), "{found:?}");
     // A prompt that is longer than the sequences.
     let prompts = json!({ "prompt": long, "text": "yes" }).to_string() + "\n";
     let found =

@@ -90,7 +90,9 @@ impl Kept {
             let Ok(mut file @ Value::Object(_)) = serde_json::from_str(text) else { continue };
             let changed = match (name.as_str(), token) {
                 (CONFIG | GENERATION, _) => put_eos_id(&mut file, id),
-                (TOKENIZER_CONFIG | SPECIAL_TOKENS, Some(token)) => put_eos_text(&mut file, token),
+                (TOKENIZER_CONFIG, Some(token)) => put_eos_text(&mut file, token),
+                // It need not name one.
+                (SPECIAL_TOKENS, Some(token)) => !file["eos_token"].is_null() && put_eos_text(&mut file, token),
                 _ => false,
             };
             if changed {
