@@ -35,7 +35,6 @@ use lockstep_exec::{DeviceTime, ExecError};
 use lockstep_ir::{StepLimits, StepScalars, units};
 use lockstep_plan::{LayoutChoice, Plan, plan};
 use serde_json::json;
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -268,10 +267,10 @@ impl Run<'_> {
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
                 ahead = Some(self.queue(current.step, true)?);
             }
-            let targets = current.targets;
+            let prompts_alone = current.prompts_alone;
             let mut metrics = self.finish(current)?;
             let step = metrics.step;
-            if targets == 0 && !self.warned_of_prompts {
+            if prompts_alone && !self.warned_of_prompts {
                 self.warned_of_prompts = true;
                 show(Event::Warning(&format!(
                     "step {step} has no target: all of its tokens are prompts, so its loss is 0 and nothing is learned from it; a longer \
@@ -434,9 +433,7 @@ impl Run<'_> {
         let limits = self.spikes.limits(&self.config.spikes, before + 1);
         self.session.limit(limits)?;
         let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
-        let counted = Cell::new(0);
         let scalars = |targets| {
-            counted.set(targets);
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
             StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
         };
@@ -463,7 +460,7 @@ impl Run<'_> {
         self.updates += 1;
         let (lr, queued) = (learning_rate(self.config, before), Instant::now());
         Ok(Queued {
-            targets: counted.get(),
+            prompts_alone: self.session.has_prompts_alone(),
             step: before + 1,
             work,
             start,
@@ -486,7 +483,7 @@ impl Run<'_> {
     }
 
     fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, targets: _ } =
+        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, prompts_alone: _ } =
             queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
@@ -557,8 +554,8 @@ struct Queued {
     /// Whether the executor had another to finish then.
     behind: bool,
     batch: Batch,
-    /// Tokens that it is to predict.
-    targets: u64,
+    /// Whether none of its targets counts.
+    prompts_alone: bool,
     loss_scale: Option<LossScale>,
     limits: StepLimits,
     lr: f64,

@@ -47,6 +47,8 @@ pub struct Session {
     results: Vec<(String, usize)>,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
+    /// Whether none counts: all tokens are prompts.
+    prompts_alone: bool,
     /// What reads the samples of the steps to come, and how long the last step waited for it.
     read_ahead: Option<ReadAhead>,
     data_wait: Duration,
@@ -159,6 +161,7 @@ impl Session {
             executor,
             micro_batches: plan.layout.micro_batches,
             targets: plan.tokens_per_step,
+            prompts_alone: false,
             smaller: plan.smaller_steps.iter().map(|count| (*count, StepProgram::train_of(*count))).collect(),
             read_ahead: None,
             data_wait: Duration::ZERO,
@@ -353,6 +356,11 @@ impl Session {
         self.queue_micro_batches(micro_batches, scalars(self.targets))
     }
 
+    /// Whether no target of the step that was queued last counts.
+    pub(crate) fn has_prompts_alone(&self) -> bool {
+        self.prompts_alone
+    }
+
     /// Gives the executor the inputs of a step, and says in how many micro-batches.
     fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
         let micro_batches = batch.sequences / self.feed.batch();
@@ -373,7 +381,7 @@ impl Session {
         }
         self.data_wait = waited;
         // A step of prompts alone has a loss and a gradient of 0.
-        self.targets = targets.max(1);
+        (self.targets, self.prompts_alone) = (targets.max(1), targets == 0);
         Ok(micro_batches)
     }
 
