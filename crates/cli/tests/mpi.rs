@@ -155,8 +155,12 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
         signal(child.id() as i32, libc::SIGUSR1);
         let output = child.wait_with_output().unwrap();
         let (said, shown) = texts(&output);
-        assert_eq!(output.status.code(), Some(75), "{shown}");
-        assert!(said.contains("interrupted after step ") && shown.contains("resuming at step "), "{said}{shown}");
+        // Beside a load MPICH's mpirun has ended with 0 here, though its ranks were interrupted.
+        let code = output.status.code();
+        assert!(code == Some(75) || (code == Some(0) && dir.contains("mpich")), "{code:?}: {shown}");
+        // Where it was killed before its first checkpoint was written, it starts again.
+        let begins = ["resuming at step ", "starting, files in "].iter().any(|text| shown.contains(text));
+        assert!(said.contains("interrupted after step ") && begins, "{said}{shown}");
         assert_eq!(fs::read_to_string(&failures).unwrap(), causes);
     }
 }
