@@ -127,6 +127,12 @@ fn shared_data_move_with_a_project_and_are_not_overwritten_by_another() {
 
 #[test]
 fn runs_that_start_together_on_unprepared_data_all_finish() {
+    // On a busy machine the first may be done before the others come.
+    assert!((0..6).any(|_| starts_of_which_one_waits() >= 1));
+}
+
+/// Starts four runs at once, and gives how many said that they wait for another.
+fn starts_of_which_one_waits() -> usize {
     let place = Place::new();
     // Enough text that the others come while the first one works.
     let long: String = (0..400_000).map(|i| format!("line {i} of a longer text\n")).collect();
@@ -142,7 +148,7 @@ fn runs_that_start_together_on_unprepared_data_all_finish() {
     let texts: Vec<_> = outputs.iter().map(|o| String::from_utf8_lossy(&o.stderr).into_owned()).collect();
     assert!(outputs.iter().all(|output| output.status.success()), "{texts:#?}");
     let waited = texts.iter().filter(|text| text.contains("waiting for another process that prepares data")).count();
-    assert!(waited >= 1, "{texts:#?}");
     let whole = place.trajectory("run-0");
     assert!((1..4).all(|n| place.trajectory(&format!("run-{n}")) == whole));
+    waited
 }

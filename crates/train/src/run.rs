@@ -107,6 +107,8 @@ impl Outcome {
     }
 }
 
+/// So many steps faster than the measured peak are no chance.
+const STEPS_BEYOND_PEAK: u32 = 20;
 /// Sequences of a validation after which it is seen whether the run is to stop.
 const LOOK_EVERY: u64 = 16;
 
@@ -207,8 +209,8 @@ struct Run<'a> {
     validation_samples: Option<(Sampler, u64)>,
     /// What MFU is a share of.
     peak: Peak,
-    /// Whether a step has been faster than that.
-    beyond_peak: bool,
+    /// Steps that were faster than the peak that MFU is a share of.
+    beyond_peak: u32,
     data: u64,
     /// The way from the run directory to data that it shares.
     prepared: Option<PathBuf>,
@@ -379,10 +381,10 @@ impl Run<'_> {
         self.dir.event("slow_rank", fields)
     }
 
-    /// Says once that a step was faster than the peak that MFU is a share of: that was measured while the machine was busy.
+    /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.
     fn name_low_peak(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) {
-        if line.mfu > 1.0 && !self.beyond_peak {
-            self.beyond_peak = true;
+        self.beyond_peak += u32::from(line.mfu > 1.0);
+        if line.mfu > 1.0 && self.beyond_peak == STEPS_BEYOND_PEAK {
             show(Event::Warning(&format!(
                 "MFU is {:.0}% of the {}: it was measured while the machine was busy; `lockstep bench` measures it again",
                 100.0 * line.mfu,

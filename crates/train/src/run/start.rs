@@ -324,7 +324,7 @@ pub(super) fn start<'a>(
         train,
         validation_samples,
         peak,
-        beyond_peak: false,
+        beyond_peak: 0,
         data,
         prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
         tokenizer,
