@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Most bytes of a request.
@@ -66,19 +66,23 @@ pub(crate) fn serve(
             // Those that have asked get their answer.
             let Some(silent) = open.iter().position(|waiting| waiting.state.give_up()) else { continue };
             if let Some(waiting) = open.remove(silent) {
-                let _ = waiting.stream.shutdown(Shutdown::Both);
+                if let Some(stream) = waiting.stream.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
             }
         }
         let Ok(other) = stream.try_clone() else { continue };
+        let other = Arc::new(Mutex::new(Some(other)));
         let state = Arc::new(State::default());
-        open.push_back(Waiting { stream: other, state: state.clone() });
+        open.push_back(Waiting { stream: other.clone(), state: state.clone() });
         let (gate, answer) = (gate.clone(), answer.clone());
         let done = state.clone();
         let spawned = std::thread::Builder::new().stack_size(512 << 10).spawn(move || {
             // Whoever hangs up gets nothing.
             let _ = one(&mut stream, &state, &gate, answer.as_ref());
-            // There is a second handle to it.
             let _ = stream.shutdown(Shutdown::Both);
+            // Only when both handles are gone does a client that still sends hear of it.
+            drop(other.lock().unwrap_or_else(PoisonError::into_inner).take());
             state.0.store(DONE, Ordering::SeqCst);
         });
         if spawned.is_err() {
@@ -89,7 +93,8 @@ pub(crate) fn serve(
 
 /// A connection that is open, in the order in which they came.
 struct Waiting {
-    stream: TcpStream,
+    /// A second handle, for as long as the connection is open.
+    stream: Arc<Mutex<Option<TcpStream>>>,
     state: Arc<State>,
 }
 
