@@ -223,6 +223,11 @@ pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<Waiting, Failure> {
     Ok(Waiting { abandoned: Some(abandoned), ..waiting })
 }
 
+/// Whether Lockstep itself started this process for one of several ranks.
+pub fn is_launched() -> bool {
+    std::env::var_os(LAUNCHED).is_some()
+}
+
 /// Ends this process when whoever launched it is gone.
 pub fn end_with_launcher() -> Result<(), Failure> {
     if std::env::var_os(LAUNCHED).is_some() {

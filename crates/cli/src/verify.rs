@@ -144,7 +144,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     if let Some(place) = &place {
         processes::end_with_launcher()?;
         let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
-        let result = Check::new(&args, Some(place.ranks)).and_then(|check| check.run(&args, Some(place)));
+        let result = Check::new(&args, Some(place)).and_then(|check| check.run(&args, Some(place)));
         return processes::end_well(result.map(|()| ExitCode::SUCCESS).map_err(of_rank));
     }
     let check = Check::new(&args, None)?;
@@ -193,9 +193,12 @@ struct Check {
 }
 
 impl Check {
-    /// What these arguments ask for; where there are `processes`, of layouts of as many ranks.
-    fn new(args: &Args, processes: Option<usize>) -> Result<Self, Failure> {
-        let mut config = divided(args.config.load()?, &args.layouts)?;
+    /// What these arguments ask for; where this is one of several processes, of layouts of as many ranks. Whoever is asked first warns.
+    fn new(args: &Args, place: Option<&ProcessPlace>) -> Result<Self, Failure> {
+        let aloud = place.is_none_or(|place| place.rank == 0 && !processes::is_launched());
+        let config = if aloud { args.config.load()? } else { args.config.load_quietly()? };
+        let processes = place.map(|place| place.ranks);
+        let mut config = divided(config, &args.layouts)?;
         config.train.device = args.device.choice();
         // Bits are compared.
         config.train.deterministic = args.device == Where::Cuda;

@@ -97,12 +97,6 @@ void fake_write_down(const char *what, const char *more, unsigned long long n) {
     fclose(file);
 }
 
-#define TRY                            \
-    do {                               \
-        int status = fake_called(__func__); \
-        if (status)                    \
-            return status;             \
-    } while (0)
 /* Does nothing, whatever it is given. */
 #define OK(name) \
     int name() { return fake_called(__func__); }

@@ -10,6 +10,13 @@
 size_t fake_number(const char *variable, size_t otherwise);
 /* Counts a call of a function, and gives the status that the environment wants it to have. */
 int fake_called(const char *function);
+/* Ends a function with that status, if there is one. */
+#define TRY                                 \
+    do {                                    \
+        int status = fake_called(__func__); \
+        if (status)                         \
+            return status;                  \
+    } while (0)
 /* Writes a line to the file of this rank. */
 void fake_write_down(const char *what, const char *more, unsigned long long n);
 

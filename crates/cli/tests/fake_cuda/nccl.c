@@ -266,13 +266,6 @@ int fake_group_done(struct group *group) {
 
 /* ---- communicators ---- */
 
-#define TRY                                 \
-    do {                                    \
-        int status = fake_called(__func__); \
-        if (status)                         \
-            return status;                  \
-    } while (0)
-
 int ncclGetVersion(int *version) {
     TRY;
     *version = (int)fake_number("FAKE_NCCL_VERSION", 22809);

@@ -65,10 +65,10 @@ pub(crate) fn serve(
         if open.len() >= MOST_AT_ONCE {
             // Those that have asked get their answer.
             let Some(silent) = open.iter().position(|waiting| waiting.state.give_up()) else { continue };
-            if let Some(waiting) = open.remove(silent) {
-                if let Some(stream) = waiting.stream.lock().unwrap_or_else(PoisonError::into_inner).take() {
-                    let _ = stream.shutdown(Shutdown::Both);
-                }
+            let handle = open.remove(silent);
+            let handle = handle.and_then(|w| w.stream.lock().unwrap_or_else(PoisonError::into_inner).take());
+            if let Some(stream) = handle {
+                let _ = stream.shutdown(Shutdown::Both);
             }
         }
         let Ok(other) = stream.try_clone() else { continue };
