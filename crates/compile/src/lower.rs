@@ -483,26 +483,42 @@ fn is_gathered(node: &Node) -> bool {
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
     let overlaps = !node.op.over().within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
-    if overlaps { Stream::Communication } else { Stream::Compute }
+    match node.op.transfer() {
+        Some(Transfer::AllToAll { .. }) if overlaps => Stream::Exchange,
+        _ if overlaps => Stream::Communication,
+        _ => Stream::Compute,
+    }
 }
 
-/// Lets every instruction wait for the collectives of the other stream that have made what it reads, or work on what it writes.
+/// What runs beside kernels on one stream: by buffer the last instruction that made it, and the last that touched it.
+#[derive(Default)]
+struct Beside {
+    made: BTreeMap<usize, usize>,
+    touched: BTreeMap<usize, usize>,
+    /// The last that a kernel has waited for.
+    ended: Option<usize>,
+}
+
+/// Lets every instruction wait for the collectives of other streams that have made what it reads, or work on what it writes.
 fn wait(segment: &mut Segment) {
-    let (mut made, mut touched): (BTreeMap<usize, usize>, BTreeMap<usize, usize>) = Default::default();
-    let mut ended: Option<usize> = None;
-    for t in 0..segment.instrs.len() {
-        let instr = &mut segment.instrs[t];
-        let reads = instr.inputs.iter().map(|a| a.buffer.0);
-        let writes = instr.outputs.iter().flatten().map(|a| a.buffer.0);
-        if instr.stream == Stream::Communication {
-            made.extend(writes.clone().map(|b| (b, t)));
-            touched.extend(reads.chain(writes).map(|b| (b, t)));
-        } else if let Some(last) =
-            reads.filter_map(|b| made.get(&b)).chain(writes.filter_map(|b| touched.get(&b))).max().copied()
-            && ended.is_none_or(|e| e < last)
-        {
-            instr.waits = vec![last];
-            ended = Some(last);
+    let mut streams = Stream::BESIDE.map(|stream| (stream, Beside::default()));
+    for (t, instr) in segment.instrs.iter_mut().enumerate() {
+        let reads: Vec<usize> = instr.inputs.iter().map(|a| a.buffer.0).collect();
+        let writes: Vec<usize> = instr.outputs.iter().flatten().map(|a| a.buffer.0).collect();
+        for (stream, beside) in &mut streams {
+            if instr.stream == *stream {
+                beside.made.extend(writes.iter().map(|b| (*b, t)));
+                beside.touched.extend(reads.iter().chain(&writes).map(|b| (*b, t)));
+                continue;
+            }
+            let made = reads.iter().filter_map(|b| beside.made.get(b));
+            let last = made.chain(writes.iter().filter_map(|b| beside.touched.get(b))).max().copied();
+            if let Some(last) = last.filter(|last| beside.ended.is_none_or(|ended| ended < *last)) {
+                instr.waits.push(last);
+                if instr.stream == Stream::Compute {
+                    beside.ended = Some(last);
+                }
+            }
         }
     }
 }

@@ -45,8 +45,8 @@ pub struct CudaExecutor {
     /// Seconds that the device computed for the entry that was read last, where it waits for other processes.
     busy_s: Option<f64>,
     stream: Arc<Stream>,
-    /// That of the program's communication stream, where it has one.
-    second: Option<Second>,
+    /// Those of the program's streams beside kernels that it uses, in the order of [`program::Stream::BESIDE`].
+    beside: [Option<Beside>; program::Stream::BESIDE.len()],
     /// Whether ranks capture a graph together now.
     capturing: bool,
     turn: CaptureTurn,
@@ -63,7 +63,7 @@ pub struct CudaExecutor {
 }
 
 /// A stream beside the kernels.
-struct Second {
+struct Beside {
     stream: Arc<Stream>,
     /// Behind the instructions of the segment that were queued there, by index.
     marks: Vec<Option<Arc<Event>>>,
@@ -133,24 +133,17 @@ impl CudaExecutor {
             other => other,
         })?;
         let stream = Arc::new(Stream::new(device)?);
-        let overlaps = |i: &Instr| i.stream == program::Stream::Communication;
-        let second = match program.segments.iter().any(|s| s.instrs.iter().any(overlaps)) {
-            false => None,
-            true => {
-                let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
-                Some(Second {
-                    stream: Arc::new(Stream::with_priority(device, Priority::Collectives)?),
-                    marks: vec![None; longest],
-                    last: None,
-                    used: false,
-                })
-            }
-        };
+        let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
+        let mut beside = [const { None }; program::Stream::BESIDE.len()];
+        for (made, _) in beside.iter_mut().zip(program::Stream::BESIDE).filter(|(_, on)| program.uses(*on)) {
+            let stream = Arc::new(Stream::with_priority(device, Priority::Collectives)?);
+            *made = Some(Beside { stream, marks: vec![None; longest], last: None, used: false });
+        }
         let turn = match &neighbours {
             Some(Neighbours::Threads(_, turn)) => turn.clone(),
             Some(Neighbours::Processes(..)) | None => CaptureTurn::default(),
         };
-        let streams = (&stream, second.as_ref().map(|s| &s.stream));
+        let streams = (&stream, beside.each_ref().map(|beside| beside.as_ref().map(|b| &b.stream)));
         let lane = match &neighbours {
             Some(Neighbours::Processes(..)) => None,
             Some(Neighbours::Threads(..)) | None => gpu.watchdog.lane(device, &program)?,
@@ -176,7 +169,7 @@ impl CudaExecutor {
             queued: None,
             busy_s: None,
             stream,
-            second,
+            beside,
             capturing: false,
             turn,
             profiled: None,
@@ -243,23 +236,26 @@ impl CudaExecutor {
 
     /// Queues an instruction on its stream, behind what it waits for.
     fn issue(&mut self, slot: Slot, index: usize) -> Result<(), ExecError> {
-        let instr = &self.program.segments[slot.segment].instrs[index];
-        let (op, layer, on, last) = (instr.op.name(), instr.layer, instr.stream, instr.waits.iter().max().copied());
+        let instrs = &self.program.segments[slot.segment].instrs;
+        let instr = &instrs[index];
+        let (op, layer, on) = (instr.op.name(), instr.layer, instr.stream);
         if let Some(linked) = &self.linked {
             linked.at(op, layer, slot.micro_batch);
         }
-        if let (Some(second), Some(last)) = (&self.second, last) {
-            let waited = second.marks[last].as_ref().map_or(Ok(()), |mark| self.wait_for(mark));
-            self.behind(waited)?;
-        }
-        let stream = match (on, &self.second) {
-            (program::Stream::Communication, Some(second)) => {
+        let beside = |on: program::Stream| on.beside().and_then(|at| self.beside[at].as_ref());
+        let marks = instr.waits.iter().filter_map(|last| beside(instrs[*last].stream)?.marks[*last].as_ref());
+        let stream = match beside(on) {
+            Some(own) => {
                 // It starts behind all kernels that were queued before it.
                 let _turn = self.turn.take(self.capturing);
-                self.behind(Event::mark(&self.stream).and_then(|mark| second.stream.wait_for(&mark)))?;
-                second.stream.clone()
+                self.behind(Event::mark(&self.stream).and_then(|mark| own.stream.wait_for(&mark)))?;
+                self.behind(marks.into_iter().try_for_each(|mark| own.stream.wait_for(mark)))?;
+                own.stream.clone()
             }
-            _ => self.stream.clone(),
+            None => {
+                self.behind(marks.into_iter().try_for_each(|mark| self.wait_for(mark)))?;
+                self.stream.clone()
+            }
         };
         if let (Some(lane), program::Stream::Compute) = (&self.lane, on) {
             let _turn = self.turn.take(self.capturing);
@@ -279,14 +275,14 @@ impl CudaExecutor {
             let end = self.clocked(&stream)?;
             self.profiled.get_or_insert_default().push(Profiled { slot, instr: index, start, end });
         }
-        if on == program::Stream::Communication {
+        if let Some(at) = on.beside() {
             let mark = {
                 let _turn = self.turn.take(self.capturing);
                 self.behind(Event::mark(&stream))?
             };
-            if let Some(second) = &mut self.second {
-                second.marks[index] = Some(mark.clone());
-                (second.last, second.used) = (Some(mark), true);
+            if let Some(own) = &mut self.beside[at] {
+                own.marks[index] = Some(mark.clone());
+                (own.last, own.used) = (Some(mark), true);
             }
         }
         Ok(())
@@ -310,14 +306,14 @@ impl CudaExecutor {
         self.linked.as_ref().and_then(Linked::progress)
     }
 
-    /// A segment ends when both streams have.
+    /// A segment ends when all streams have.
     fn join(&mut self) -> Result<(), ExecError> {
-        let last = self.second.as_mut().and_then(|second| second.last.take());
-        self.behind(last.map_or(Ok(()), |mark| self.wait_for(&mark)))
+        let last = self.beside.each_mut().map(|beside| beside.as_mut().and_then(|own| own.last.take()));
+        self.behind(last.iter().flatten().try_for_each(|mark| self.wait_for(mark)))
     }
 
     fn issue_all(&mut self, schedule: &[Slot]) -> Result<(), ExecError> {
-        self.second.iter_mut().for_each(|second| second.used = false);
+        self.beside.iter_mut().flatten().for_each(|own| own.used = false);
         for slot in schedule {
             (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
             self.join()?;
@@ -326,8 +322,8 @@ impl CudaExecutor {
             linked.settle()?;
         }
         let _turn = self.turn.take(self.capturing);
-        if let Some(second) = self.second.as_ref().filter(|second| second.used) {
-            self.behind(Event::mark(&second.stream).and_then(|mark| self.stream.wait_for(&mark)))?;
+        for own in self.beside.iter().flatten().filter(|own| own.used) {
+            self.behind(Event::mark(&own.stream).and_then(|mark| self.stream.wait_for(&mark)))?;
         }
         self.behind(self.lane.as_ref().map_or(Ok(()), |lane| lane.ended((&self.gpu.kernels, &self.stream))))
     }

@@ -40,22 +40,19 @@ pub struct Linked {
     kind: Kind,
 }
 
-/// The queues of the program's streams: that of kernels, and the other where the program uses it.
+/// The queues of the program's streams: that of kernels, and those of [`program::Stream::BESIDE`] that the program uses.
 struct Queues<Q> {
     compute: Q,
-    communication: Option<Q>,
+    beside: [Option<Q>; program::Stream::BESIDE.len()],
 }
 
 impl<Q> Queues<Q> {
     fn of(&mut self, on: program::Stream) -> &mut Q {
-        match (on, &mut self.communication) {
-            (program::Stream::Communication, Some(queue)) => queue,
-            (program::Stream::Communication | program::Stream::Compute, _) => &mut self.compute,
-        }
+        on.beside().and_then(|at| self.beside[at].as_mut()).unwrap_or(&mut self.compute)
     }
 
     fn each(&mut self) -> impl Iterator<Item = &mut Q> {
-        [Some(&mut self.compute), self.communication.as_mut()].into_iter().flatten()
+        std::iter::once(&mut self.compute).chain(self.beside.iter_mut().flatten())
     }
 }
 
@@ -95,7 +92,7 @@ impl Linked {
         gpu: &Arc<Gpu>,
         program: &StepProgram,
         neighbours: Neighbours,
-        (stream, second): (&Arc<Stream>, Option<&Arc<Stream>>),
+        (stream, beside): (&Arc<Stream>, [Option<&Arc<Stream>>; program::Stream::BESIDE.len()]),
         ordered: bool,
     ) -> Result<Self, ExecError> {
         let coordinates = neighbours.coordinates();
@@ -103,14 +100,16 @@ impl Linked {
         let kind = match neighbours {
             Neighbours::Threads(link, turn) => {
                 let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream, &turn);
-                let queues = Queues { compute: queue(stream), communication: second.map(queue) };
+                let queues = Queues { compute: queue(stream), beside: beside.map(|stream| stream.map(queue)) };
                 Kind::Threads(link.comm, queues)
             }
             Neighbours::Processes(link, connections) => {
                 let world = Arc::new(NcclWorld::connect(gpu, &link.comm, &connections)?);
                 let queue = |stream, holds_kernels| NcclQueue::new(gpu, &world, stream, (ordered, holds_kernels));
-                let communication = second.map(|stream| queue(stream, false)).transpose()?;
-                let queues = Queues { compute: queue(stream, true)?, communication };
+                let mut queues = Queues { compute: queue(stream, true)?, beside: [const { None }; _] };
+                for (made, stream) in queues.beside.iter_mut().zip(beside) {
+                    *made = stream.map(|stream| queue(stream, false)).transpose()?;
+                }
                 Kind::Processes(queues, world)
             }
         };

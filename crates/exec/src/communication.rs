@@ -9,7 +9,7 @@ pub use thread::CommunicationThread;
 use crate::bound::At;
 use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
-use lockstep_ir::program::{Instr, Slot, StepProgram, Stream};
+use lockstep_ir::program::{Instr, Slot, StepProgram};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType, gathered};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -66,7 +66,7 @@ impl CommunicationCall {
     /// Resolves an instruction for the rank at `here`; `None` if a rank runs it alone.
     pub fn new(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
         let mesh = &program.mesh;
-        let channel = u32::from(instr.stream == Stream::Communication);
+        let channel = instr.stream as u32;
         let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let transfer = instr.op.transfer()?;

@@ -183,7 +183,8 @@ pub struct Instr {
     pub layer: Option<usize>,
     /// Who runs it: the others go on meanwhile.
     pub stream: Stream,
-    /// Instructions of this segment, on the other stream, that must have ended before it starts.
+    /// Instructions of this segment, on other streams, that must have ended before it starts, and all before them on theirs: at most one of
+    /// each stream.
     pub waits: Vec<usize>,
     /// Where ranks split the dimension whose entries the op numbers: which entries each has.
     pub offsets: Option<Offsets>,
@@ -221,13 +222,38 @@ impl Instr {
     }
 }
 
-/// Who runs an instruction. Each stream keeps its order; a segment ends when both have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Who runs an instruction. Each stream keeps its order; a segment ends when all have. What overlaps with kernels starts behind those that
+/// stand before it, and its operands stay untouched until an instruction waits for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stream {
     /// Kernels, and collectives that the next kernel waits for.
     Compute,
-    /// Collectives that overlap with kernels. Their operands stay untouched until an instruction waits for them.
+    /// Collectives that overlap with kernels.
     Communication,
+    /// All-to-alls, which overlap with kernels too and which the layer soon waits for: they do not queue behind weights that are gathered
+    /// ahead or gradients that are summed.
+    Exchange,
+}
+
+impl Stream {
+    /// All of them.
+    pub const ALL: [Stream; 3] = [Stream::Compute, Stream::Communication, Stream::Exchange];
+    /// Those that run beside kernels.
+    pub const BESIDE: [Stream; 2] = [Stream::Communication, Stream::Exchange];
+
+    /// Its place in [`Stream::BESIDE`]; `None` for that of kernels.
+    pub fn beside(self) -> Option<usize> {
+        Stream::BESIDE.iter().position(|stream| *stream == self)
+    }
+
+    /// Name, for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stream::Compute => "kernels",
+            Stream::Communication => "communication",
+            Stream::Exchange => "all-to-alls",
+        }
+    }
 }
 
 /// A linear list of kernel calls, compiled once and run for any micro-batch.
@@ -293,17 +319,17 @@ impl Segment {
         moment(i).start..=moment(self.held_until(i)).end - 1
     }
 
-    /// The first instruction that waits for instruction `i` of another stream (or for one issued after it), or the last; itself where
-    /// none overlaps with it.
+    /// The first kernel that waits for instruction `i` of another stream (or for one issued there after it), or the last instruction;
+    /// itself where none overlaps with it. All streams start behind the kernels before: what a kernel has waited for has ended for all.
     fn held_until(&self, i: usize) -> usize {
-        match self.instrs[i].stream {
-            Stream::Compute => i,
-            Stream::Communication => {
-                let waited = |instr: &Instr| instr.waits.iter().any(|w| *w >= i);
-                let later = self.instrs.iter().enumerate().skip(i + 1);
-                later.into_iter().find(|(_, instr)| waited(instr)).map_or(self.instrs.len() - 1, |(t, _)| t)
-            }
+        let stream = self.instrs[i].stream;
+        if stream == Stream::Compute {
+            return i;
         }
+        let ended = |w: &usize| *w >= i && self.instrs[*w].stream == stream;
+        let waited = |instr: &Instr| instr.stream == Stream::Compute && instr.waits.iter().any(ended);
+        let mut later = self.instrs.iter().enumerate().skip(i + 1);
+        later.find(|(_, instr)| waited(instr)).map_or(self.instrs.len() - 1, |(t, _)| t)
     }
 }
 
@@ -413,6 +439,11 @@ impl StepProgram {
     /// The entry that reads one token into the cache and yields the logits after it.
     pub const DECODE: &'static str = "decode";
 
+    /// Whether any instruction runs on a stream.
+    pub fn uses(&self, stream: Stream) -> bool {
+        self.segments.iter().flat_map(|s| &s.instrs).any(|i| i.stream == stream)
+    }
+
     /// What an entry's own input or output is called in a program of several forward passes.
     pub fn name_in(entry: &str, name: &str) -> String {
         format!("{entry}.{name}")
@@ -478,7 +509,7 @@ impl std::fmt::Display for StepProgram {
             for (n, i) in s.instrs.iter().enumerate() {
                 let outputs: Vec<String> = i.outputs.iter().map(|o| o.as_ref().map_or("_".to_owned(), arg)).collect();
                 let inputs: Vec<String> = i.inputs.iter().map(arg).collect();
-                let stream = if i.stream == Stream::Communication { format!("[{n}] ") } else { String::new() };
+                let stream = if i.stream == Stream::Compute { String::new() } else { format!("[{n}] ") };
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
                 let (name, attributes) = (i.op.name(), i.op.attributes());
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;

@@ -4,6 +4,7 @@ use crate::place::{Marks, Placed, Workload};
 use crate::work::{Demand, TimeClass};
 use crate::{Constants, Framework, Hardware, SimError, Terms};
 use lockstep_ir::StepProgram;
+use lockstep_ir::program::Stream;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -150,18 +151,17 @@ impl Placed<'_> {
         })
     }
 
-    /// By role and segment: when its instructions run, from the start of the segment: start, end, what is asked, and whether on the
-    /// communication stream.
+    /// By role and segment: when its instructions run, from the start of the segment: start, end, what is asked, and on which stream.
     pub fn instructions(&self, terms: &Terms) -> Vec<Vec<Vec<InstructionTime>>> {
         let mut marks: Vec<Vec<Marks>> = Vec::new();
         self.priced(terms, Some(&mut marks));
         let role = |(r, role): (usize, &Vec<Marks>)| {
             let segment = |marks: &Marks| {
-                let mark = |&(start_s, end_s, demand, overlaps): &(f64, f64, usize, bool)| InstructionTime {
+                let mark = |&(start_s, end_s, demand, stream): &(f64, f64, usize, Stream)| InstructionTime {
                     start_s,
                     end_s,
                     demand: self.demand(r, demand).clone(),
-                    overlaps,
+                    stream,
                 };
                 marks.all.iter().map(mark).collect()
             };
@@ -180,6 +180,6 @@ pub struct InstructionTime {
     pub end_s: f64,
     /// What it asks of the hardware.
     pub demand: Demand,
-    /// Whether it is on the communication stream.
-    pub overlaps: bool,
+    /// Where it runs.
+    pub stream: Stream,
 }

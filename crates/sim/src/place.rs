@@ -21,10 +21,14 @@ enum Kind {
     Gather,
     /// A collective that sums, and overlaps.
     Reduce,
+    /// An all-to-all, which overlaps with kernels and with other collectives.
+    Exchange,
     Receive(usize),
     Send(usize),
     Meet,
 }
+
+const BESIDE: usize = Stream::BESIDE.len();
 
 /// An instruction of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,8 +36,9 @@ struct Step {
     /// Index of its demand.
     demand: usize,
     kind: Kind,
-    /// How far back among the overlapping collectives that were started is the one that it waits for: 1 is the last; 0 waits for none.
-    waits: usize,
+    /// By stream beside kernels: how far back among the collectives that were started there is the one that it waits for: 1 is the last; 0
+    /// waits for none.
+    waits: [usize; BESIDE],
 }
 
 /// Instructions of one layer that follow each other: what the host launches as one.
@@ -172,16 +177,18 @@ impl RoleWork {
         for segment in &program.segments {
             let mut list = Vec::new();
             let mut run = Run { steps: Vec::new() };
-            let (mut started, mut layer): (Vec<usize>, Option<usize>) = (Vec::new(), None);
+            let (mut started, mut layer): ([Vec<usize>; BESIDE], Option<usize>) = Default::default();
             for (i, instr) in segment.instrs.iter().enumerate() {
                 if instr.layer != layer && !run.steps.is_empty() {
                     list.push(runs.index(std::mem::replace(&mut run, Run { steps: Vec::new() })));
                 }
                 layer = instr.layer;
                 let demand = Demand::of(program, segment, i, framework.fuses_groups)?;
-                let last = instr.waits.iter().max();
-                // Those that stand before the one that is waited for have ended with it.
-                let waits = last.map_or(0, |last| started.len() - started.partition_point(|s| s <= last) + 1);
+                let mut waits = [0; BESIDE];
+                for (at, last) in instr.waits.iter().filter_map(|w| Some((segment.instrs[*w].stream.beside()?, w))) {
+                    // Those that stand before the one that is waited for have ended with it.
+                    waits[at] = started[at].len() - started[at].partition_point(|s| s <= last) + 1;
+                }
                 let kind = match &demand {
                     Demand::Receive { stage, tag } => Kind::Receive(wire(*stage, here, *tag)),
                     Demand::Send { stage, tag, .. } => Kind::Send(wire(here, *stage, *tag)),
@@ -197,8 +204,8 @@ impl RoleWork {
                         if group.is_some_and(|g| g.instrs.start < i) { Kind::Part } else { Kind::Kernel }
                     }
                 };
-                if matches!(kind, Kind::Gather | Kind::Reduce) {
-                    started.push(i);
+                if let Some(at) = kind.stream().beside() {
+                    started[at].push(i);
                 }
                 run.steps.push(Step { demand: demands.index((demand, Kernel::of(instr))), kind, waits });
             }
@@ -224,6 +231,20 @@ fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern)
         (Stream::Compute, _) => Kind::Blocking,
         (Stream::Communication, Pattern::AllGather | Pattern::Shift | Pattern::AllToAll) => Kind::Gather,
         (Stream::Communication, Pattern::AllReduce | Pattern::ReduceScatter) => Kind::Reduce,
+        (Stream::Exchange, _) => Kind::Exchange,
+    }
+}
+
+impl Kind {
+    /// Where it runs.
+    fn stream(self) -> Stream {
+        match self {
+            Kind::Gather | Kind::Reduce => Stream::Communication,
+            Kind::Exchange => Stream::Exchange,
+            Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => {
+                Stream::Compute
+            }
+        }
     }
 }
 
@@ -283,8 +304,8 @@ pub(crate) struct Parts {
 
 /// When the instructions of a segment run, from its start.
 pub(crate) struct Marks {
-    /// Start, end and index of the demand; whether on the other stream.
-    pub all: Vec<(f64, f64, usize, bool)>,
+    /// Start, end and index of the demand, and the stream.
+    pub all: Vec<(f64, f64, usize, Stream)>,
 }
 
 /// The price list of a workload under some constants.
@@ -370,7 +391,7 @@ impl<'a> Placed<'a> {
     /// Whether an overlapping collective overlaps in this framework.
     fn overlaps(&self, kind: Kind) -> bool {
         match kind {
-            Kind::Gather => self.framework.overlaps_gathers,
+            Kind::Gather | Kind::Exchange => self.framework.overlaps_gathers,
             Kind::Reduce => self.framework.overlaps_reductions,
             Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => false,
         }
@@ -394,7 +415,7 @@ impl<'a> Placed<'a> {
                         host += if self.crowded { terms.host_crowd * collective.crowd() } else { 0.0 };
                     }
                 }
-                Kind::Gather | Kind::Reduce => {
+                Kind::Gather | Kind::Reduce | Kind::Exchange => {
                     plain = false;
                     host += terms.host_collective;
                 }
@@ -404,7 +425,7 @@ impl<'a> Placed<'a> {
                 }
                 Kind::Meet => plain = false,
             }
-            plain &= step.waits == 0;
+            plain &= step.waits == [0; BESIDE];
         }
         let sharp = terms.host_sharpness;
         let both = match gpu > 0.0 && host > 0.0 {
@@ -432,9 +453,8 @@ impl<'a> Placed<'a> {
         terms: &Terms,
         mut marks: Option<&mut Marks>,
     ) -> (SegmentTime, Parts) {
-        let (mut now, mut other) = (0.0f64, 0.0f64);
-        // Ends of the overlapping collectives.
-        let mut ends: Vec<f64> = Vec::new();
+        let mut now = 0.0f64;
+        let mut beside: [Ends; BESIDE] = Default::default();
         let (mut overlapping, mut parts) = (0.0, Parts::default());
         let mut deferred: Vec<(usize, f64)> = Vec::new();
         let mut points = Vec::new();
@@ -448,8 +468,8 @@ impl<'a> Placed<'a> {
             }
             for step in &role.runs[r].steps {
                 let seconds = demands[step.demand];
-                if step.waits > 0 {
-                    let until = ends.len().checked_sub(step.waits).map_or(0.0, |at| ends[at]);
+                for (ends, back) in beside.iter().zip(step.waits).filter(|(_, back)| *back > 0) {
+                    let until = ends.all.len().checked_sub(back).map_or(0.0, |at| ends.all[at].0);
                     parts.exposed += (until - now).max(0.0);
                     now = now.max(until);
                 }
@@ -458,27 +478,30 @@ impl<'a> Placed<'a> {
                         let seconds = if step.kind == Kind::Kernel { with_gap(seconds, terms) } else { seconds };
                         let end = now + seconds * stretch.factor;
                         if let Some(marks) = &mut marks {
-                            marks.all.push((now, end, step.demand, false));
+                            marks.all.push((now, end, step.demand, Stream::Compute));
                         }
                         now = end;
                     }
                     // Sums that do not overlap wait until the segment has sent what others wait for.
                     Kind::Reduce if !self.framework.overlaps_reductions => {
                         deferred.push((step.demand, seconds));
-                        ends.push(now);
+                        beside[0].all.push((now, None));
                     }
-                    Kind::Gather | Kind::Reduce => {
-                        let start = other.max(now);
-                        other = start + seconds;
-                        if let Some(marks) = &mut marks {
-                            marks.all.push((start, other, step.demand, true));
-                        }
+                    Kind::Gather | Kind::Reduce | Kind::Exchange => {
+                        let own = usize::from(step.kind == Kind::Exchange);
+                        let start = beside[own].last().max(now);
+                        let shared = beside[1 - own].share(start, seconds, marks.as_deref_mut());
+                        let end = start + seconds + shared;
+                        let mark = marks.as_mut().map(|marks| {
+                            marks.all.push((start, end, step.demand, step.kind.stream()));
+                            marks.all.len() - 1
+                        });
+                        beside[own].all.push((end, mark));
                         overlapping += seconds;
                         if !self.overlaps(step.kind) {
-                            parts.exposed += (other - now).max(0.0);
-                            now = now.max(other);
+                            parts.exposed += (end - now).max(0.0);
+                            now = now.max(end);
                         }
-                        ends.push(other);
                     }
                     Kind::Receive(channel) => points.push((now, Point::Receive(channel))),
                     Kind::Send(channel) => points.push((now, Point::Send(channel))),
@@ -486,11 +509,12 @@ impl<'a> Placed<'a> {
                 }
             }
         }
-        parts.exposed += (other - now).max(0.0);
-        now = now.max(other);
+        let last = beside.iter().map(Ends::last).fold(0.0, f64::max);
+        parts.exposed += (last - now).max(0.0);
+        now = now.max(last);
         for (demand, seconds) in deferred {
             if let Some(marks) = &mut marks {
-                marks.all.push((now, now + seconds, demand, true));
+                marks.all.push((now, now + seconds, demand, Stream::Communication));
             }
             parts.exposed += seconds;
             now += seconds;
@@ -528,6 +552,32 @@ impl<'a> Placed<'a> {
     }
 }
 
+/// When the collectives of a stream beside kernels end, and where each is marked.
+#[derive(Default)]
+struct Ends {
+    all: Vec<(f64, Option<usize>)>,
+}
+
+impl Ends {
+    /// When the last ends.
+    fn last(&self) -> f64 {
+        self.all.last().map_or(0.0, |(end, _)| *end)
+    }
+
+    /// Another stream's collective starts, of so many seconds by itself: while both run each has half of the links, so that both end later by
+    /// what they share. Says how much that is.
+    fn share(&mut self, start: f64, seconds: f64, mut marks: Option<&mut Marks>) -> f64 {
+        let shared = seconds.min(self.last() - start).max(0.0);
+        for (end, mark) in self.all.iter_mut().rev().take_while(|(end, _)| *end > start) {
+            *end += shared.min(*end - start);
+            if let (Some(marks), Some(mark)) = (&mut marks, mark) {
+                marks.all[*mark].1 = *end;
+            }
+        }
+        shared
+    }
+}
+
 #[derive(Clone, Copy)]
 struct Stretch {
     /// How many times as long its kernels take.
@@ -538,4 +588,26 @@ struct Stretch {
     gpu: f64,
     /// Whether nothing in it overlaps, waits or meets.
     plain: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn collectives_of_two_streams_share_the_links_and_end_as_late_together_as_one_after_the_other() {
+        let of = |ends: &[f64]| Ends { all: ends.iter().map(|end| (*end, None)).collect() };
+        let after = |ends: &[f64], start: f64, seconds: f64| {
+            let mut ends = of(ends);
+            let shared = ends.share(start, seconds, None);
+            (shared, ends.all.iter().map(|(end, _)| *end).collect::<Vec<_>>())
+        };
+        // A short one beside a backlog of six seconds takes twice as long, and the backlog ends that much later.
+        assert_eq!(after(&[2.0, 4.0, 10.0], 4.0, 1.0), (1.0, vec![2.0, 4.0, 11.0]));
+        // A long one shares until the backlog is done.
+        assert_eq!(after(&[2.0, 6.0], 4.0, 5.0), (2.0, vec![2.0, 8.0]));
+        // Nothing else runs.
+        assert_eq!(after(&[2.0], 4.0, 5.0), (0.0, vec![2.0]));
+        assert_eq!(after(&[], 0.0, 5.0), (0.0, vec![]));
+    }
 }

@@ -49,11 +49,13 @@ pub(crate) fn profile(
 ) -> Result<Profile, TrainError> {
     let program = plan.program();
     let mut ops: Vec<OpTime> = Vec::new();
-    let mut trace: Vec<Value> = [(Stream::Compute, "kernels"), (Stream::Communication, "communication")]
-        .map(|(stream, name)| {
+    let streams = Stream::ALL.into_iter().filter(|stream| program.uses(*stream));
+    let mut trace: Vec<Value> = streams
+        .map(|stream| {
+            let name = stream.name();
             json!({ "name": "thread_name", "ph": "M", "pid": 0, "tid": stream as u8, "args": { "name": name } })
         })
-        .into();
+        .collect();
     let mut begin = 0.0;
     for ProfiledStep { step, timings } in steps {
         for t in timings {

@@ -4,7 +4,10 @@
 mod common;
 
 use lockstep_config::Config;
-use lockstep_train::{Comparison, TrainError};
+use lockstep_ir::program::{Instr, Stream};
+use lockstep_ir::{Layout, Op};
+use lockstep_plan::plan;
+use lockstep_train::{Comparison, Devices, TrainError};
 
 /// Two of four experts for every token, and three of eight, narrower than the block that they take the place of.
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
@@ -258,4 +261,29 @@ fn tasks_that_need_more_rows_than_are_planned_have_no_scores_and_the_run_goes_on
     let (scored, warned) = found.expect("a seed whose tasks alone have no room");
     assert_eq!(scored + warned.len(), 3);
     assert!(warned[0].contains("go on with --set parallel.ep_bound=3.5"), "{warned:?}");
+}
+
+#[test]
+fn rows_of_experts_do_not_queue_behind_weights_that_are_gathered() {
+    let layout: Layout = "dp=2,zero=3,ep=2".parse().unwrap();
+    let plan = plan(&Devices::new(), &config(MIXTRAL, "").at(&layout)).unwrap();
+    let (mut exchanges, mut beside_gathers) = (0, 0);
+    for segment in &plan.program().segments {
+        for (at, instr) in segment.instrs.iter().enumerate().filter(|(_, i)| matches!(i.op, Op::AllToAll { .. })) {
+            assert_eq!(instr.stream, Stream::Exchange);
+            exchanges += 1;
+            let made: Vec<usize> = instr.outputs.iter().flatten().map(|o| o.value).collect();
+            let reads = |i: &Instr| i.inputs.iter().any(|x| made.contains(&x.value));
+            let reader = at + 1 + segment.instrs[at + 1..].iter().position(reads).unwrap();
+            // Of the other stream the reader waits for what it reads alone: what was begun since is still under way.
+            let stream = |on: Stream| (0..=reader).rev().find(|i| segment.instrs[*i].stream == on);
+            let waited = |on: Stream| {
+                let waits = segment.instrs[at..=reader].iter().flat_map(|i| &i.waits);
+                waits.copied().filter(|w| segment.instrs[*w].stream == on).max()
+            };
+            assert!(waited(Stream::Exchange) >= Some(at), "{at} of {segment}");
+            beside_gathers += usize::from(stream(Stream::Communication) > waited(Stream::Communication));
+        }
+    }
+    assert!(exchanges > 0 && beside_gathers > 0, "{beside_gathers} of {exchanges}");
 }

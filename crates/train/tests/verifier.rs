@@ -1,8 +1,8 @@
 //! The static verifier accepts every program that the compiler makes, and refuses planted faults.
 
 use lockstep_config::Config;
-use lockstep_ir::program::{BufferId, Lifetime};
-use lockstep_ir::{StepProgram, counter, verify};
+use lockstep_ir::program::{BufferId, Instr, Lifetime, Stream};
+use lockstep_ir::{Op, StepProgram, counter, verify};
 use lockstep_plan::plan;
 use lockstep_train::Devices;
 
@@ -202,4 +202,30 @@ fn a_sum_that_was_not_begun_is_refused() {
     let first = outputs.find(|a| program.values[a.value].ends_with(".here")).unwrap();
     first.sum = lockstep_ir::program::Sum::Always;
     assert!(verify::program(&program, ALIGNMENT).is_err());
+}
+
+#[test]
+fn collectives_of_two_streams_that_touch_the_same_bytes_wait_for_each_other() {
+    let model = "[model]\nvocab_size = 67\nlayers = 2\ndim = 16\nheads = 2\nffn = 24\n";
+    let mut p = program(&format!("{model}[train]\nseq = 32\nglobal_batch = 2\n[parallel]\ncp = 4"));
+    let forward = segment(&mut p, "forward");
+    let is_shift = |i: &Instr| matches!(i.op, Op::Shift { .. });
+    // A ring passes on what it has received.
+    let first = forward.instrs.iter().position(is_shift).unwrap();
+    let next = first + 1 + forward.instrs[first + 1..].iter().position(is_shift).unwrap();
+    assert!(forward.instrs[next].waits.is_empty() && forward.instrs[next].stream == Stream::Communication);
+    forward.instrs[next].stream = Stream::Exchange;
+    // A kernel behind it waits for the stream on which it was.
+    let waiting = forward.instrs.iter_mut().filter(|i| i.waits.contains(&next));
+    waiting.for_each(|i| i.waits.push(first));
+    let refused = verify::program(&p, ALIGNMENT).unwrap_err().to_string();
+    assert!(refused.contains(&format!("touches what instruction {first} still works on")), "{refused}");
+    let forward = segment(&mut p, "forward");
+    forward.instrs[next].waits.push(first);
+    let last = next + 1 + forward.instrs[next + 1..].iter().position(is_shift).unwrap();
+    forward.instrs[last].waits.push(next);
+    verify::program(&p, ALIGNMENT).unwrap();
+    segment(&mut p, "forward").instrs[next].waits.push(0);
+    let refused = verify::program(&p, ALIGNMENT).unwrap_err().to_string();
+    assert!(refused.contains("waits for instruction 0"), "{refused}");
 }

@@ -5,6 +5,7 @@ use crate::table::{table, wrapped};
 use crate::timeline::wrote;
 use lockstep_config::Config;
 use lockstep_ir::Axes;
+use lockstep_ir::program::Stream;
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands, trace_span};
 use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
@@ -160,7 +161,7 @@ impl Predicted {
         Timeline { slots, total }
     }
 
-    /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels and overlapping collectives.
+    /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels, and the streams of overlapping collectives.
     pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
         let failed =
             |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --trace", path.display()));
@@ -178,7 +179,9 @@ impl Predicted {
             let name = format!("stage {}: ranks {first} to {last}", role.stage);
             events.push(json!({ "name": "process_name", "ph": "M", "pid": r, "args": { "name": name } }));
             events.push(json!({ "name": "process_sort_index", "ph": "M", "pid": r, "args": { "sort_index": r } }));
-            for (thread, name) in ["segments", "kernels", "communication"].into_iter().enumerate() {
+            let used = |on: &Stream| self.instructions[r].iter().flatten().any(|instr| instr.stream == *on);
+            let streams = Stream::ALL.into_iter().filter(used).map(|on| (1 + on as usize, on.name()));
+            for (thread, name) in [(0, "segments")].into_iter().chain(streams) {
                 events.push(json!({
                     "name": "thread_name", "ph": "M", "pid": r, "tid": thread, "args": { "name": name },
                 }));
@@ -199,7 +202,7 @@ impl Predicted {
                 for instr in &self.instructions[r][slot.index] {
                     let times = (slot.start_s + instr.start_s, slot.start_s + instr.end_s);
                     let Some(class) = instr.demand.class() else { continue };
-                    let thread = if instr.overlaps { 2 } else { 1 };
+                    let thread = 1 + instr.stream as usize;
                     events.push(event(class.to_string(), slot.segment, thread, times, asked(&instr.demand)));
                 }
             }

@@ -38,7 +38,7 @@ use crate::{ExecError, Executor, Rank, Timing, numbers};
 use arena::Arena;
 use call::{Bound, Call};
 use float::{Bf16, F16, Float};
-use lockstep_ir::program::{Instr, Segment, Slot, Stream, Tensor};
+use lockstep_ir::program::{Instr, Slot, Stream, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, OpKind, StepProgram, Workspace, units};
 use pool::Pool;
 use std::borrow::Cow;
@@ -138,8 +138,8 @@ pub fn available_bytes() -> Option<u64> {
 /// A loaded program on the CPU.
 pub struct CpuExecutor {
     program: StepProgram,
-    /// Ended before the arena goes.
-    communication: Option<CommunicationThread>,
+    /// Those of [`Stream::BESIDE`] that the program uses. Ended before the arena goes.
+    communication: [Option<CommunicationThread>; Stream::BESIDE.len()],
     arena: Arena,
     pool: Pool,
     simd: Simd,
@@ -148,7 +148,7 @@ pub struct CpuExecutor {
     link: Option<Link<dyn HostCommunicator>>,
     /// What the compute stream has of communication.
     inline: Option<Inline>,
-    /// The communication thread's numbers of the instructions of a segment.
+    /// The communication threads' numbers of the instructions of a segment.
     numbers: Vec<Enqueued>,
     names: Names,
     busy_s: Option<f64>,
@@ -185,14 +185,13 @@ impl CpuExecutor {
         let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
         let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
-        let overlaps = |s: &Segment| s.instrs.iter().any(|i| i.stream == Stream::Communication);
-        let communication = match &link {
-            Some(link) if program.segments.iter().any(overlaps) => {
-                let thread = CommunicationThread::start(link.comm.clone());
-                Some(thread.map_err(|e| ExecError::Threads(1, e))?)
+        let mut communication = Stream::BESIDE.map(|_| None);
+        for (thread, stream) in communication.iter_mut().zip(Stream::BESIDE) {
+            if let Some(link) = link.as_ref().filter(|_| program.uses(stream)) {
+                let started = CommunicationThread::start(link.comm.clone());
+                *thread = Some(started.map_err(|e| ExecError::Threads(1, e))?);
             }
-            _ => None,
-        };
+        }
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
         Ok(Self {
             pool,
@@ -223,20 +222,23 @@ impl CpuExecutor {
         Ok((tensor, unsafe { self.arena.base().add(offset as usize) }, tensor.ty.bytes() as usize))
     }
 
-    /// Runs one instruction, or hands it to the communication thread.
+    /// Runs one instruction, or hands it to the communication thread of its stream.
     fn instr(&mut self, index: usize, slot: Slot) -> Result<(), ExecError> {
-        let instr = &self.program.segments[slot.segment].instrs[index];
-        if let (Some(communication), Some(last)) = (&mut self.communication, instr.waits.iter().max()) {
-            communication.wait(self.numbers[*last])?;
+        let instrs = &self.program.segments[slot.segment].instrs;
+        let instr = &instrs[index];
+        for last in &instr.waits {
+            let thread = instrs[*last].stream.beside().and_then(|at| self.communication[at].as_mut());
+            thread.map_or(Ok(()), |thread| thread.wait(self.numbers[*last]))?;
         }
         let Some(call) = &self.communication_calls[slot.segment][index] else {
             self.kernel(index, slot);
             return if self.checks { self.look(index, slot) } else { Ok(()) };
         };
-        let queue: &mut dyn CommunicationQueue = match (&mut self.communication, &mut self.inline, instr.stream) {
-            (Some(communication), _, Stream::Communication) => communication,
-            (_, Some(inline), _) => inline,
-            (_, None, _) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
+        let thread = instr.stream.beside().and_then(|at| self.communication[at].as_mut());
+        let queue: &mut dyn CommunicationQueue = match (thread, &mut self.inline) {
+            (Some(thread), _) => thread,
+            (None, Some(inline)) => inline,
+            (None, None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
         };
         // SAFETY: the arena is this program's and is dropped behind the queues; the verifier has checked what runs at the same
         // time, and ranks leave before their arenas go.
@@ -269,12 +271,10 @@ impl CpuExecutor {
         }
     }
 
-    /// A segment ends when both streams have.
+    /// A segment ends when all streams have.
     fn join(&mut self) -> Result<(), ExecError> {
-        match &mut self.communication {
-            Some(communication) => Ok(communication.finish()?),
-            None => Ok(()),
-        }
+        let threads = self.communication.iter_mut().flatten();
+        Ok(threads.map(CommunicationThread::finish).fold(Ok(()), Result::and)?)
     }
 
     fn schedule(&self, entry: &str) -> Result<Vec<Slot>, ExecError> {
@@ -456,12 +456,13 @@ impl Executor for CpuExecutor {
 }
 
 impl Rank for CpuExecutor {
-    /// Waits until the communication thread has ended what it was handed.
+    /// Waits until the communication threads have ended what they were handed.
     fn drain(&mut self) {
-        if let (Some(communication), Some(link)) = (&mut self.communication, &self.link) {
-            link.comm.fail("ended by another error");
+        let Some(link) = self.link.as_ref().filter(|_| self.communication.iter().any(Option::is_some)) else { return };
+        link.comm.fail("ended by another error");
+        for thread in self.communication.iter_mut().flatten() {
             // What went wrong is known.
-            let _ = communication.finish();
+            let _ = thread.finish();
         }
     }
 }

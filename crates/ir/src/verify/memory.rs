@@ -88,11 +88,17 @@ struct Pending {
 /// Keeps what runs at the same time apart.
 fn keep_apart(event: &Event, pending: &mut Vec<Pending>) -> Result<(), String> {
     let instr = event.instr;
-    if let Some(&last) = instr.waits.iter().max() {
-        if last >= event.index || event.segment().instrs[last].stream != Stream::Communication {
+    let instrs = &event.segment().instrs;
+    for &last in &instr.waits {
+        let another = |stream: Stream| stream != Stream::Compute && stream != instr.stream;
+        if last >= event.index || !another(instrs[last].stream) {
             return Err(format!("waits for instruction {last}"));
         }
-        pending.retain(|p| p.instr > last);
+    }
+    let stream = |p: &Pending| instrs[p.instr].stream;
+    let waited = |p: &Pending| instr.waits.iter().any(|&w| instrs[w].stream == stream(p) && w >= p.instr);
+    if instr.stream == Stream::Compute {
+        pending.retain(|p| !waited(p));
     }
     if pending.is_empty() && instr.stream == Stream::Compute {
         return Ok(());
@@ -100,18 +106,18 @@ fn keep_apart(event: &Event, pending: &mut Vec<Pending>) -> Result<(), String> {
     let reads: Vec<ByteRange> = instr.inputs.iter().map(|a| event.operand(a)).collect();
     let mut writes: Vec<ByteRange> = instr.outputs.iter().flatten().map(|a| event.operand(a)).collect();
     writes.extend(instr.workspace.map(|w| event.buffer(w)));
-    if instr.stream == Stream::Communication {
-        // Collectives of one stream follow each other.
-        pending.push(Pending { instr: event.index, reads, writes });
-        return Ok(());
-    }
     let overlap = |a: &[ByteRange], b: &[ByteRange]| a.iter().any(|x| b.iter().any(|y| x.overlaps(y)));
     let touched =
         |p: &&Pending| overlap(&writes, &p.reads) || overlap(&writes, &p.writes) || overlap(&reads, &p.writes);
-    match pending.iter().find(touched) {
-        Some(p) => Err(format!("touches what instruction {} still works on", p.instr)),
-        None => Ok(()),
+    // Collectives of one stream follow each other.
+    let beside = |p: &&Pending| stream(p) != instr.stream && !waited(p);
+    if let Some(p) = pending.iter().filter(beside).find(touched) {
+        return Err(format!("touches what instruction {} still works on", p.instr));
     }
+    if instr.stream != Stream::Compute {
+        pending.push(Pending { instr: event.index, reads, writes });
+    }
+    Ok(())
 }
 
 /// Keeps what one instruction touches apart.
