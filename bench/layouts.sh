@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every way to split a step, held against one rank: all mixtures of HSDP, ZeRO, context, tensor, sequence and pipeline
+# Every way to split a step, held against one rank: all mixtures of HSDP, ZeRO, context, expert, tensor, sequence and pipeline
 # parallelism on 2 to 8 ranks. Prints a line per layout; fails where one breaks its promise.
 # usage: bench/layouts.sh LOCKSTEP [EVERY [TRANSPORT]] > bench/layouts.txt
 #   EVERY      every n-th of the mixtures (1)
@@ -147,6 +147,37 @@ check ulysses-window-bf16 2 <<< "[model]
 architecture = \"mistral\"
 $heads
 sliding_window = 9
+$train
+[precision]
+policy = \"bf16\""
+
+# Rows of tokens go to the ranks of their experts.
+data=("2:ep=2" "4:ep=4" "2:ep=2,zero=1" "2:ep=2,zero=3" "4:dp=2,ep=2" "4:dp=2,zero=2,ep=2" "4:dp=2,zero=3,ep=2" "4:dp_replicate=2,zero=3,ep=2")
+context=("1:" "2:cp=2")
+mix
+check mixtral 1 <<< "[model]
+architecture = \"mixtral\"
+$sizes
+kv_heads = 2
+experts = 4
+$train"
+check qwen3-moe-bound-recompute 3 <<< "[model]
+architecture = \"qwen3_moe\"
+$sizes
+kv_heads = 2
+experts = 8
+experts_per_token = 3
+expert_ffn = 24
+$train
+[parallel]
+ep_bound = 3.0
+[recompute]
+policy = \"full\""
+check mixtral-bf16 4 <<< "[model]
+architecture = \"mixtral\"
+$sizes
+kv_heads = 2
+experts = 4
 $train
 [precision]
 policy = \"bf16\""

@@ -293,12 +293,14 @@ fn sum_tied_gradients(
     rank: usize,
     made_on: &[Option<usize>],
 ) {
-    let maker = |state: ValueId| {
-        let sums = |i: usize| g.values[i].source == (Source::Node { into: Some(state) });
-        (0..made_on.len()).find(|i| sums(*i)).and_then(|i| made_on[i])
+    let maker = |v: ValueId| {
+        let sums = |i: usize| g.values[i].source == (Source::Node { into: Some(v) });
+        made_on.get(v.0).copied().flatten().or_else(|| (0..made_on.len()).find(|i| sums(*i)).and_then(|i| made_on[i]))
     };
-    // The second operand is the accumulator of one use, the first that of the first use or the sum so far.
-    let Source::State(State::Gradient { of }) = g.get(node.inputs[1]).source else { return };
+    // The second operand is the accumulator of one use, the first that of the first use or the sum so far; or both are copies of these.
+    let makes = |n: &&Node| n.outputs.contains(&Some(node.inputs[1]));
+    let copied = g.nodes.iter().find(makes).map(|n| n.inputs[0]);
+    let Source::State(State::Gradient { of }) = g.get(copied.unwrap_or(node.inputs[1])).source else { return };
     let holders: BTreeSet<usize> = g.gradients_of(of).into_iter().filter_map(maker).collect();
     if !holders.contains(&rank) {
         return;
@@ -326,8 +328,8 @@ fn sum_tied_gradients(
         has.insert(received);
         *input = received;
     }
-    // A sum lives where its first operand does; where that is no state of this rank, where its second does.
-    let Some(home) = home.filter(|home| *home != first) else { return };
+    // A sum lives where its first operand does; where that is no state of this rank, where its second does. That of copies is temporary.
+    let Some(home) = home.filter(|home| *home != first && copied.is_none()) else { return };
     for pair in out.updates.iter_mut().filter(|(state, value)| *state == first && Some(*value) == sum) {
         pair.0 = home;
     }

@@ -481,13 +481,6 @@ fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
             format!("needs gradients of a rank's own tokens, and parallel.ep = {experts} ranks have those of all");
         return conflict("parallel.ep", reason, "remove train.noise_scale, or use ep = 1");
     }
-    let stages = values.count("parallel.pp")?;
-    if stages > 1 && values.switch("model.tied_embeddings")? {
-        let reason = format!(
-            "needs both gradients of a tied table on one rank, and parallel.pp = {stages} has them on the first stage and the last"
-        );
-        return conflict("parallel.pp", reason, "remove train.noise_scale, or use pp = 1");
-    }
     let [global, micro] = ["train.global_batch", "train.micro_batch"].map(|key| values.count(key));
     if global? < micro?.saturating_mul(data_parallel_ranks(values)?).saturating_mul(2) {
         let reason = format!("needs two micro-batches per step and rank, and train.micro_batch = {} makes one", micro?);

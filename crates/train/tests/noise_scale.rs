@@ -89,7 +89,7 @@ fn ranks_that_split_matrices_and_layers_measure_the_same() {
         groups.iter().map(|group| square(tied, group)).sum::<f64>() / groups.len() as f64
     };
     // A layout, and the sequences whose gradients are measured, each group's on its own. On four ranks neighbours share a key head.
-    let layouts: [(&str, bool, &[&[u64]]); 18] = [
+    let layouts: [(&str, bool, &[&[u64]]); 31] = [
         ("tp = 2", true, &[&[0]]),
         ("tp = 4\nsequence_parallel = true", true, &[&[0]]),
         ("tp = 4", false, &[&[0]]),
@@ -108,6 +108,20 @@ fn ranks_that_split_matrices_and_layers_measure_the_same() {
         ("dp = 2\nzero = 2\npp = 2", false, &[&[0, 1]]),
         ("dp_replicate = 2\ndp = 2\nzero = 3\npp = 2", false, &[&[0, 1], &[2, 3]]),
         ("tp = 4\nsequence_parallel = true\npp = 2", false, &[&[0]]),
+        // A table whose two gradients lie on two stages, or with zb-v on one.
+        ("pp = 2", true, &[&[0]]),
+        ("pp = 4", true, &[&[0]]),
+        ("pp = 2\nschedule = \"gpipe\"", true, &[&[0]]),
+        ("pp = 2\nschedule = \"interleaved\"", true, &[&[0]]),
+        ("pp = 2\nschedule = \"zb-h1\"", true, &[&[0]]),
+        ("pp = 2\nschedule = \"zb-v\"", true, &[&[0]]),
+        ("dp = 2\nzero = 1\npp = 2", true, &[&[0], &[1]]),
+        ("dp = 2\nzero = 2\npp = 2", true, &[&[0, 1]]),
+        ("dp = 2\nzero = 1\ncp = 2\npp = 2", true, &[&[0], &[1]]),
+        ("dp = 2\nzero = 2\npp = 2\nschedule = \"zb-v\"", true, &[&[0, 1]]),
+        ("dp = 2\nzero = 3\ncp = 2\npp = 2", true, &[&[0, 1]]),
+        ("cp = 2\npp = 2", true, &[&[0]]),
+        ("tp = 4\nsequence_parallel = true\npp = 2", true, &[&[0]]),
     ];
     for (layout, tied, groups) in layouts {
         let keys = format!("noise_scale = true\n[parallel]\n{layout}");

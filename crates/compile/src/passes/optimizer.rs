@@ -200,35 +200,51 @@ fn probe(g: &mut Graph, context: &Context, trained: &[Trained], scalars: ValueId
     type Group = (Option<(usize, ValueId)>, usize, usize);
     let mut squares = Vec::new();
     let mut groups: BTreeMap<Group, Vec<ValueId>> = BTreeMap::new();
-    let count = |g: &mut Graph, (alone, sharers, tail): Group, mut read: Vec<ValueId>| {
+    let count = |g: &mut Graph, phase: Phase, (alone, sharers, tail): Group, mut read: Vec<ValueId>| {
         read.push(scalars);
         let (op, layer) = (Op::SquareSum { sharers, tail }, alone.map(|(layer, _)| layer));
-        Ok::<_, TypeError>(g.node(op, &read, "first_squares", Phase::Probe, layer)?[0])
+        Ok::<_, TypeError>(g.node(op, &read, "first_squares", phase, layer)?[0])
     };
+    // Uses on several stages have their gradients at other times: each is kept until the end of the step.
+    let mut kept: Vec<(&Trained, Vec<ValueId>)> = Vec::new();
     for t in trained {
-        if t.copies > 1 {
-            let reason = "the first micro-batch's gradient of what two stages share is not added up".to_owned();
-            return Err(TypeError { op: "gradient", reason });
-        }
         let uses = g.gradients_of(t.parameter);
-        let layer = made.as_ref().and_then(|made| made[uses[0].0]);
+        let layer_of = |v: &ValueId| made.as_ref().and_then(|made| made[v.0]);
+        if made.is_some() && uses.len() > 1 {
+            let keep = |v: &ValueId| keep_first(g, *v, Phase::Probe, layer_of(v));
+            kept.push((t, uses.iter().map(keep).collect::<Result<_, _>>()?));
+            continue;
+        }
+        let layer = layer_of(&uses[0]);
         let sums = add_uses(g, &uses, "first", Phase::Probe)?;
         let sum = sums.last().copied().unwrap_or(uses[0]);
-        let whole = whole_sequences(g, context, sum, layer)?;
+        let whole = whole_sequences(g, context, sum, Phase::Probe, layer)?;
         let (sharers, tail) = zero::sharers(g, context, t.parameter);
         let group = (layer.map(|layer| (layer, t.parameter)), sharers, tail);
         match whole == sum {
             true => groups.entry(group).or_default().push(whole),
-            false => squares.push(count(g, group, vec![whole])?),
+            false => squares.push(count(g, Phase::Probe, group, vec![whole])?),
         }
     }
     for (group, read) in groups {
-        squares.push(count(g, group, read)?);
+        squares.push(count(g, Phase::Probe, group, read)?);
+    }
+    g.outputs.extend(kept.iter().flat_map(|(_, uses)| uses));
+    g.nodes.extend(after);
+    for (t, uses) in &kept {
+        let sums = add_uses(g, uses, "sum", Phase::Update)?;
+        let sum = sums.last().copied().unwrap_or(uses[0]);
+        // Ranks that have other sequences look at their own.
+        let sharding = g.get(sum).sharding;
+        let own = sharding.axes(Placement::Partial).within(Axes::TOKENS).without(MeshAxis::Cp.into());
+        g.values[sum.0].sharding = sharding.with(own, Placement::Replicated);
+        let whole = whole_sequences(g, context, sum, Phase::Update, None)?;
+        let (sharers, tail) = zero::sharers(g, context, t.parameter);
+        squares.push(count(g, Phase::Update, (None, sharers * t.copies, tail), vec![whole])?);
     }
     for (i, v) in squares.iter().enumerate().skip(1) {
         g.values[v.0].name = format!("first_squares.{i}");
     }
-    g.nodes.extend(after);
     let counted = match squares[..] {
         [one] if made.is_none() => one,
         _ => g.node(Op::MergeSums, &squares, "first_squares.merged", Phase::Update, None)?[0],
@@ -258,23 +274,35 @@ fn made(g: &Graph) -> Vec<Option<usize>> {
 
 /// The first micro-batch's gradient of whole sequences: what ranks have of other positions of them, or share, is added up, and the sum
 /// over micro-batches left as it is.
-fn whole_sequences(g: &mut Graph, context: &Context, sum: ValueId, layer: Option<usize>) -> Result<ValueId, TypeError> {
+fn whole_sequences(
+    g: &mut Graph,
+    context: &Context,
+    sum: ValueId,
+    phase: Phase,
+    layer: Option<usize>,
+) -> Result<ValueId, TypeError> {
     let mesh = context.layout.mesh;
     let positions = g.get(sum).sharding.axes(Placement::Partial).within(mesh.wide(MeshAxis::Cp.into()));
     let mut whole = sum;
     if !positions.is_empty() {
-        whole = g.relay(Op::AllReduce { over: positions }, &[whole], "positions", Phase::Probe, layer)?[0];
+        whole = g.relay(Op::AllReduce { over: positions }, &[whole], "positions", phase, layer)?[0];
     }
     let sharding = g.get(whole).sharding;
     let cut = !sharding.axes(Placement::Flat).is_empty();
     let split = sharding.over(MeshAxis::Tp) == Placement::Split(0);
     if whole == sum && !cut && split && zero::sharers(g, context, whole).0 > 1 {
         // Neighbours add in place.
-        let name = format!("{}.first", g.get(sum).name);
-        whole = g.node(Op::Accumulate, &[sum], &name, Phase::Probe, layer)?[0];
-        g.values[whole.0].sharding = sharding;
+        whole = keep_first(g, sum, phase, layer)?;
     }
-    Ok(zero::sum_over_tensor_parallel(g, context, &[whole], Phase::Probe, layer)?[0])
+    Ok(zero::sum_over_tensor_parallel(g, context, &[whole], phase, layer)?[0])
+}
+
+/// A copy of a gradient as it is after the first micro-batch.
+fn keep_first(g: &mut Graph, sum: ValueId, phase: Phase, layer: Option<usize>) -> Result<ValueId, TypeError> {
+    let name = format!("{}.first", g.get(sum).name);
+    let copy = g.node(Op::Accumulate, &[sum], &name, phase, layer)?[0];
+    g.values[copy.0].sharding = g.get(sum).sharding;
+    Ok(copy)
 }
 
 /// The sum of all losses of the step over all ranks, and what it and the norm may be.
