@@ -88,6 +88,44 @@ fn the_largest_micro_batch_that_fits_is_shown_under_every_policy() {
 }
 
 #[test]
+fn ranks_of_one_machine_share_its_memory_and_every_output_says_so() {
+    let place = Place::new();
+    let ranks = ["--set", "parallel.dp=4", "--set", "train.global_batch=4", "--set", "train.micro_batch=1"];
+    let text = |more: &[&str]| place.ok(&[&["explain", "run.toml"], &ranks[..], more].concat());
+    let found = |more: &[&str]| json(&place, &[&ranks[..], more].concat());
+    // On the CPU of one machine, all ranks together.
+    assert!(text(&[]).contains(" free on this machine, for all 4 ranks together\n"), "{}", text(&[]));
+    let here = found(&[]);
+    let one = here["memory"]["total_bytes"].as_u64().unwrap();
+    assert_eq!(here["fits"]["planned_bytes"].as_u64(), Some(4 * one));
+    assert_eq!((here["fits"]["ranks"].as_u64(), here["fits"]["shared"].as_bool()), (Some(4), Some(true)));
+    let layouts = ["--layouts", "dp=4;dp=2"];
+    let shown = text(&layouts);
+    assert!(shown.ends_with(" free on this machine, for all ranks of a layout together\n"), "{shown}");
+    assert_eq!(found(&layouts)["layouts"][0]["verdict"]["planned_bytes"], here["fits"]["planned_bytes"]);
+    let shown = text(&["--fit", "64MiB"]);
+    assert!(shown.contains(" in 64.0 MiB per rank\n"), "{shown}");
+    assert!(shown.contains(" free on this machine, for all 4 ranks together: "), "{shown}");
+    // On several nodes, as much for each of them.
+    let nodes = ["--set", "cluster.nodes=2"];
+    let there = found(&nodes);
+    let memory = |found: &Value| found["memory_bytes"].as_f64().unwrap();
+    assert_eq!(there["fits"]["place"], "free on 2 nodes such as this machine");
+    assert!((1.5..2.5).contains(&(memory(&there["fits"]) / memory(&here["fits"]))), "{there}");
+    let of_nodes = found(&["--set", "cluster.gpus_per_node=2", "--layouts", "dp=4;dp=2"]);
+    let places = [0, 1].map(|row| of_nodes["layouts"][row]["verdict"]["place"].as_str().unwrap());
+    assert_eq!(places, ["free on 2 nodes such as this machine", "free on this machine"]);
+    // On GPUs, each rank has its own.
+    let gpus = ["--gpu", "h100"];
+    assert!(text(&gpus).contains(" of 78.5 GiB on an H100 80GB, for the rank that needs most\n"), "{}", text(&gpus));
+    let on_gpus = found(&gpus);
+    assert_eq!(on_gpus["fits"]["planned_bytes"], on_gpus["memory"]["total_bytes"]);
+    let shown = text(&[&layouts[..], &gpus].concat());
+    assert!(shown.ends_with("memory: 78.5 GiB on an H100 80GB, for each rank\n"), "{shown}");
+    assert!(!text(&["--fit", "64MiB", "--gpu", "h100"]).contains("together"));
+}
+
+#[test]
 fn layouts_are_shown_side_by_side() {
     let place = Place::new();
     let text = place.ok(&["explain", "run.toml", "--layouts", "dp=2; dp=2,zero=3", "--layouts", "tp=2,pp=2"]);

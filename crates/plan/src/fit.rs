@@ -29,12 +29,16 @@ pub struct Room {
 pub struct Verdict {
     /// Whether it does.
     pub fits: bool,
-    /// Bytes that are planned.
+    /// Bytes that are planned: of all ranks where they share the memory, else of the rank that needs most.
     pub planned_bytes: u64,
     /// Bytes that there are.
     pub memory_bytes: u64,
     /// Where.
     pub place: String,
+    /// The plan's ranks.
+    pub ranks: usize,
+    /// Whether all of them share the memory; else each has as much.
+    pub shared: bool,
 }
 
 impl Room {
@@ -61,6 +65,8 @@ impl Room {
             planned_bytes,
             memory_bytes: self.bytes,
             place: self.place.clone(),
+            ranks,
+            shared: self.shared,
         }
     }
 }
@@ -69,8 +75,13 @@ impl std::fmt::Display for Verdict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [planned, memory] = [self.planned_bytes, self.memory_bytes].map(units::bytes);
         match self.fits {
-            true => write!(f, "fits: {planned} of {memory} {}", self.place),
-            false => write!(f, "does NOT fit: {planned} planned, {memory} {}", self.place),
+            true => write!(f, "fits: {planned} of {memory} {}", self.place)?,
+            false => write!(f, "does NOT fit: {planned} planned, {memory} {}", self.place)?,
+        }
+        match (self.ranks, self.shared) {
+            (1, _) => Ok(()),
+            (ranks, true) => write!(f, ", for all {ranks} ranks together"),
+            (_, false) => write!(f, ", for the rank that needs most"),
         }
     }
 }
