@@ -88,6 +88,24 @@ fn the_largest_micro_batch_that_fits_is_shown_under_every_policy() {
 }
 
 #[test]
+fn a_typed_size_is_decimal_and_where_a_gpu_is_called_so_a_hint_says_what_it_has() {
+    let place = Place::new();
+    let fit = |args: &[&str]| place.ok(&[&["explain", "run.toml", "--fit"], args].concat());
+    let text = fit(&["80GB"]);
+    assert!(text.starts_with("largest train.micro_batch in 74.5 GiB per rank\n"), "{text}");
+    let hint = "hint: 80GB is 74.5 GiB; an H100 80GB has 78.5 GiB by its driver, less what a\n  context takes: --fit 78.5GiB, or --gpu h100\n";
+    assert!(text.ends_with(hint), "{text}");
+    assert_eq!(json(&place, &["--fit", "80GB"])["fit"]["memory_bytes"], 80_000_000_000u64);
+    // Of a GPU that was named.
+    assert!(fit(&["80 GB", "--gpu", "a100"]).contains("an A100 80GB has 78.9 GiB by its driver"));
+    assert!(fit(&["80 GB", "--gpu", "a100"]).ends_with(" --fit 78.8GiB\n"));
+    // No GPU is called so; and an MI325X has what it is called by, as far as is known.
+    for size in ["78.5GiB", "81GB", "256GB"] {
+        assert!(!fit(&[size]).contains("hint"), "{size}");
+    }
+}
+
+#[test]
 fn ranks_of_one_machine_share_its_memory_and_every_output_says_so() {
     let place = Place::new();
     let ranks = ["--set", "parallel.dp=4", "--set", "train.global_batch=4", "--set", "train.micro_batch=1"];

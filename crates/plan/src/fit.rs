@@ -44,8 +44,13 @@ pub struct Verdict {
 impl Room {
     /// The memory of a GPU, of which every rank has one.
     pub fn of(gpu: &GpuSpec) -> Self {
-        let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
-        Self { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) }
+        let place = format!("on {} {}", Self::article(gpu), gpu.label());
+        Self { bytes: gpu.memory_bytes, shared: false, place }
+    }
+
+    /// The article of a GPU's label: an H100, a B200.
+    pub fn article(gpu: &GpuSpec) -> &'static str {
+        if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" }
     }
 
     /// What a plan of these stages needs of it.

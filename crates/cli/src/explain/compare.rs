@@ -11,14 +11,15 @@ use lockstep_plan::{
     LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
-use lockstep_sim::GpuSpec;
+use lockstep_sim::{Catalogue, GpuSpec};
 use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
 
 #[derive(clap::Args)]
 pub struct CompareArgs {
-    /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB, 74GiB.
+    /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB (10⁹ bytes each),
+    /// 74GiB.
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     fit: Option<String>,
     /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
@@ -85,9 +86,15 @@ impl CompareArgs {
                 ))
             })?;
             let rows = largest_micro_batches(devices, config, size)?;
+            let catalogue = lockstep_train::catalogue()?;
             let ranks = config.layout().mesh.ranks();
-            let notes = room.and_then(|room| shared_by(room, ranks)).into_iter().collect();
-            return Ok(Some(Shown::Fit { bytes: size, seq: config.train.seq, rows, notes }));
+            let notes = [nominal_size(text, size, gpu, &catalogue), room.and_then(|room| shared_by(room, ranks))];
+            return Ok(Some(Shown::Fit {
+                bytes: size,
+                seq: config.train.seq,
+                rows,
+                notes: notes.into_iter().flatten().collect(),
+            }));
         }
         if self.layouts.is_empty() {
             return Ok(None);
@@ -122,6 +129,22 @@ impl Shown {
         };
         Ok(write!(std::io::stdout(), "{text}")?)
     }
+}
+
+/// A hint where a size is what a GPU is called by: it has more, or less, than that many 10⁹ bytes. Of several, the one with least.
+fn nominal_size(text: &str, bytes: u64, named: Option<&GpuSpec>, catalogue: &Catalogue) -> Option<String> {
+    let so_called = |gpu: &&GpuSpec| gpu.nominal_memory_bytes == bytes && gpu.memory_bytes != bytes;
+    let of_catalogue = || catalogue.gpus.iter().filter(so_called).min_by_key(|gpu| gpu.memory_bytes);
+    let gpu = named.filter(so_called).or_else(of_catalogue)?;
+    let [typed, has] = [bytes, gpu.memory_bytes].map(units::bytes);
+    let (article, label) = (Room::article(gpu), gpu.label());
+    // Rounded down, to fit.
+    let tenths = (gpu.memory_bytes * 10) >> 30;
+    let fit = format!("--fit {}.{}GiB", tenths / 10, tenths % 10);
+    let instead = if named.is_some() { String::new() } else { format!(", or --gpu {}", gpu.name) };
+    Some(format!(
+        "hint: {text} is {typed}; {article} {label} has {has} by its driver, less what a context takes: {fit}{instead}"
+    ))
 }
 
 /// What each rank has of a memory that all share.
