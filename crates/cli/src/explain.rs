@@ -70,7 +70,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let config = args.cost.load(&args.config)?;
     let devices = Devices::of(&config);
     let (config, room) = compare::placed(&devices, config, gpu)?;
-    if let Some(shown) = args.compare.instead(&devices, &config, room.as_ref())? {
+    if let Some(shown) = args.compare.instead(&devices, &config, gpu, room.as_ref())? {
         return shown.print(args.format);
     }
     let plan = plan(&devices, &config)?;

@@ -149,6 +149,15 @@ fn job_log(dir: &Path, job: &str) -> PathBuf {
     dir.join(format!("slurm-{job}.log"))
 }
 
+/// Nodes of a job of so many ranks, if they can be spread evenly.
+pub fn nodes(cluster: &ClusterConfig, ranks: usize) -> usize {
+    match (cluster.nodes, cluster.gpus_per_node) {
+        (Some(nodes), _) => nodes,
+        (None, Some(gpus)) => ranks.div_ceil(gpus),
+        (None, None) => 1,
+    }
+}
+
 /// A job as its script asks for it.
 struct Job<'a> {
     cluster: &'a ClusterConfig,
@@ -187,11 +196,7 @@ impl<'a> Job<'a> {
             )));
         }
         let per_node = cluster.gpus_per_node;
-        let nodes = match (cluster.nodes, per_node) {
-            (Some(nodes), _) => nodes,
-            (None, Some(gpus)) => ranks.div_ceil(gpus),
-            (None, None) => 1,
-        };
+        let nodes = nodes(cluster, ranks);
         if !ranks.is_multiple_of(nodes) || per_node.is_some_and(|gpus| ranks / nodes > gpus) {
             let why = match per_node.filter(|gpus| ranks.is_multiple_of(nodes) && ranks / nodes > *gpus) {
                 Some(gpus) => format!(", {} on each, and cluster.gpus_per_node = {gpus}", ranks / nodes),

@@ -18,12 +18,12 @@ const RANKS: &str = "[model]\nvocab_size = 512\nlayers = 2\ndim = 64\nheads = 8\
 fn a_named_gpu_fits_or_does_not() {
     let place = Place::new();
     let fits = &json(&place, &["--gpu", "h100"])["fits"];
-    assert_eq!((fits["fits"].as_bool(), fits["memory_bytes"].as_u64()), (Some(true), Some(80_000_000_000)));
+    assert_eq!((fits["fits"].as_bool(), fits["memory_bytes"].as_u64()), (Some(true), Some((81_559 - 1_160) << 20)));
     let text = place.ok(&["explain", "run.toml", "--gpu", "h100"]);
-    assert!(text.contains("\nfits: ") && text.contains(" of 74.5 GiB on an H100 80GB\n"), "{text}");
+    assert!(text.contains("\nfits: ") && text.contains(" of 78.5 GiB on an H100 80GB\n"), "{text}");
     place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 512\nmicro_batch = 8\n");
     let text = place.ok(&["explain", "run.toml", "--gpu", "a100"]);
-    assert!(text.contains("\ndoes NOT fit: ") && text.contains(" planned, 74.5 GiB on an A100 80GB\n"), "{text}");
+    assert!(text.contains("\ndoes NOT fit: ") && text.contains(" planned, 78.9 GiB on an A100 80GB\n"), "{text}");
     let found = json(&place, &["--gpu", "a100"]);
     assert_eq!(found["fits"]["fits"], false);
     assert_eq!(found["fits"]["planned_bytes"], found["memory"]["total_bytes"]);
@@ -85,6 +85,62 @@ fn the_largest_micro_batch_that_fits_is_shown_under_every_policy() {
     assert_eq!(explained["memory"]["total_bytes"], found[0]["arena_bytes"]);
     let error = place.fails(2, &["explain", "run.toml", "--fit", "lots"]);
     assert!(error.contains("--fit lots is not a size\nhint: "), "{error}");
+}
+
+#[test]
+fn a_typed_size_is_decimal_and_where_a_gpu_is_called_so_a_hint_says_what_it_has() {
+    let place = Place::new();
+    let fit = |args: &[&str]| place.ok(&[&["explain", "run.toml", "--fit"], args].concat());
+    let text = fit(&["80GB"]);
+    assert!(text.starts_with("largest train.micro_batch in 74.5 GiB per rank\n"), "{text}");
+    let hint = "hint: 80GB is 74.5 GiB; an H100 80GB has 78.5 GiB by its driver, less what a\n  context takes: --fit 78.5GiB, or --gpu h100\n";
+    assert!(text.ends_with(hint), "{text}");
+    assert_eq!(json(&place, &["--fit", "80GB"])["fit"]["memory_bytes"], 80_000_000_000u64);
+    // Of a GPU that was named.
+    assert!(fit(&["80 GB", "--gpu", "a100"]).contains("an A100 80GB has 78.9 GiB by its driver"));
+    assert!(fit(&["80 GB", "--gpu", "a100"]).ends_with(" --fit 78.8GiB\n"));
+    // No GPU is called so; and an MI325X has what it is called by, as far as is known.
+    for size in ["78.5GiB", "81GB", "256GB"] {
+        assert!(!fit(&[size]).contains("hint"), "{size}");
+    }
+}
+
+#[test]
+fn ranks_of_one_machine_share_its_memory_and_every_output_says_so() {
+    let place = Place::new();
+    let ranks = ["--set", "parallel.dp=4", "--set", "train.global_batch=4", "--set", "train.micro_batch=1"];
+    let text = |more: &[&str]| place.ok(&[&["explain", "run.toml"], &ranks[..], more].concat());
+    let found = |more: &[&str]| json(&place, &[&ranks[..], more].concat());
+    // On the CPU of one machine, all ranks together.
+    assert!(text(&[]).contains(" free on this machine, for all 4 ranks together\n"), "{}", text(&[]));
+    let here = found(&[]);
+    let one = here["memory"]["total_bytes"].as_u64().unwrap();
+    assert_eq!(here["fits"]["planned_bytes"].as_u64(), Some(4 * one));
+    assert_eq!((here["fits"]["ranks"].as_u64(), here["fits"]["shared"].as_bool()), (Some(4), Some(true)));
+    let layouts = ["--layouts", "dp=4;dp=2"];
+    let shown = text(&layouts);
+    assert!(shown.ends_with(" free on this machine, for all ranks of a layout together\n"), "{shown}");
+    assert_eq!(found(&layouts)["layouts"][0]["verdict"]["planned_bytes"], here["fits"]["planned_bytes"]);
+    let shown = text(&["--fit", "64MiB"]);
+    assert!(shown.contains(" in 64.0 MiB per rank\n"), "{shown}");
+    assert!(shown.contains(" free on this machine, for all 4 ranks together: "), "{shown}");
+    // On several nodes, as much for each of them.
+    let nodes = ["--set", "cluster.nodes=2"];
+    let there = found(&nodes);
+    let memory = |found: &Value| found["memory_bytes"].as_f64().unwrap();
+    assert_eq!(there["fits"]["place"], "free on 2 nodes such as this machine");
+    assert!((1.5..2.5).contains(&(memory(&there["fits"]) / memory(&here["fits"]))), "{there}");
+    let of_nodes = found(&["--set", "cluster.gpus_per_node=2", "--layouts", "dp=4;dp=2"]);
+    let places = [0, 1].map(|row| of_nodes["layouts"][row]["verdict"]["place"].as_str().unwrap());
+    assert_eq!(places, ["free on 2 nodes such as this machine", "free on this machine"]);
+    // On GPUs, each rank has its own.
+    let gpus = ["--gpu", "h100"];
+    assert!(text(&gpus).contains(" of 78.5 GiB on an H100 80GB, for the rank that needs most\n"), "{}", text(&gpus));
+    let on_gpus = found(&gpus);
+    assert_eq!(on_gpus["fits"]["planned_bytes"], on_gpus["memory"]["total_bytes"]);
+    let shown = text(&[&layouts[..], &gpus].concat());
+    assert!(shown.ends_with("memory: 78.5 GiB on an H100 80GB, for each rank\n"), "{shown}");
+    assert!(!text(&["--fit", "64MiB", "--gpu", "h100"]).contains("together"));
 }
 
 #[test]

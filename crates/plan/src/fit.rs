@@ -29,19 +29,28 @@ pub struct Room {
 pub struct Verdict {
     /// Whether it does.
     pub fits: bool,
-    /// Bytes that are planned.
+    /// Bytes that are planned: of all ranks where they share the memory, else of the rank that needs most.
     pub planned_bytes: u64,
     /// Bytes that there are.
     pub memory_bytes: u64,
     /// Where.
     pub place: String,
+    /// The plan's ranks.
+    pub ranks: usize,
+    /// Whether all of them share the memory; else each has as much.
+    pub shared: bool,
 }
 
 impl Room {
     /// The memory of a GPU, of which every rank has one.
     pub fn of(gpu: &GpuSpec) -> Self {
-        let article = if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" };
-        Self { bytes: gpu.memory_bytes, shared: false, place: format!("on {article} {}", gpu.label()) }
+        let place = format!("on {} {}", Self::article(gpu), gpu.label());
+        Self { bytes: gpu.memory_bytes, shared: false, place }
+    }
+
+    /// The article of a GPU's label: an H100, a B200.
+    pub fn article(gpu: &GpuSpec) -> &'static str {
+        if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" }
     }
 
     /// What a plan of these stages needs of it.
@@ -61,6 +70,8 @@ impl Room {
             planned_bytes,
             memory_bytes: self.bytes,
             place: self.place.clone(),
+            ranks,
+            shared: self.shared,
         }
     }
 }
@@ -69,8 +80,13 @@ impl std::fmt::Display for Verdict {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [planned, memory] = [self.planned_bytes, self.memory_bytes].map(units::bytes);
         match self.fits {
-            true => write!(f, "fits: {planned} of {memory} {}", self.place),
-            false => write!(f, "does NOT fit: {planned} planned, {memory} {}", self.place),
+            true => write!(f, "fits: {planned} of {memory} {}", self.place)?,
+            false => write!(f, "does NOT fit: {planned} planned, {memory} {}", self.place)?,
+        }
+        match (self.ranks, self.shared) {
+            (1, _) => Ok(()),
+            (ranks, true) => write!(f, ", for all {ranks} ranks together"),
+            (_, false) => write!(f, ", for the rank that needs most"),
         }
     }
 }

@@ -20,8 +20,11 @@ pub struct GpuSpec {
     pub fp32_flops_per_s: f64,
     /// FLOP per second of dense fp8 matmuls, where it has them.
     pub fp8_flops_per_s: Option<f64>,
-    /// Memory in bytes.
+    /// Bytes of its memory that a program can have: what the driver reports, less what the driver and a context take; where that is not
+    /// known, the nominal size.
     pub memory_bytes: u64,
+    /// Bytes of its memory by its name: 80 · 10⁹ for an H100 80GB.
+    pub nominal_memory_bytes: u64,
     /// Memory bandwidth in bytes per second.
     pub bytes_per_s: f64,
     /// Streaming multiprocessors or compute units: how many tiles of a matmul run at a time.
@@ -61,6 +64,11 @@ pub struct ClusterSpec {
     pub unverified: Vec<String>,
 }
 
+/// MiB of what nvidia-smi reports as a GPU's total that no arena can have. Measured on an H200 with driver 580: the driver reserves 616
+/// (`nvidia-smi -q -d MEMORY`; cuMemGetInfo leaves them out of its total), a context with our kernels and cuBLASLt takes 0.53 GiB.
+/// Other GPUs differ by some tens of MiB; AMD's were not measured.
+const TAKEN_MIB: u64 = 616 + 544;
+
 /// A GPU as a data file has it: decimal units, as published.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -71,6 +79,8 @@ struct GpuEntry {
     tflops_fp32: f64,
     tflops_fp8: Option<f64>,
     memory_gb: f64,
+    memory_mib: Option<u64>,
+    memory_source: Option<String>,
     memory_tb_per_s: f64,
     units: usize,
     link_gb_per_s: f64,
@@ -137,9 +147,8 @@ impl Catalogue {
             )
         })?;
         for entry in parsed.gpu {
-            let gpu = entry.spec().map_err(|(name, key)| {
-                refuse(format!("gpu {name}: {key} is not above 0"), "give the figure in the unit that the key names")
-            })?;
+            let gpu =
+                entry.spec().map_err(|reason| refuse(reason, "give the figure in the unit that the key names"))?;
             self.gpus.retain(|known| !known.name.eq_ignore_ascii_case(&gpu.name));
             self.gpus.push(gpu);
         }
@@ -185,7 +194,8 @@ impl Catalogue {
 }
 
 impl GpuEntry {
-    fn spec(self) -> Result<GpuSpec, (String, &'static str)> {
+    /// The GPU, or why it cannot be one.
+    fn spec(self) -> Result<GpuSpec, String> {
         let figures = [
             ("tflops", self.tflops),
             ("tflops_fp32", self.tflops_fp32),
@@ -196,19 +206,29 @@ impl GpuEntry {
             ("link_gb_per_s", self.link_gb_per_s),
         ];
         if let Some((key, _)) = figures.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
-            return Err((self.name, key));
+            return Err(format!("gpu {}: {key} is not above 0", self.name));
         }
+        if self.memory_mib.is_some_and(|mib| mib <= TAKEN_MIB) {
+            let name = &self.name;
+            return Err(format!("gpu {name}: memory_mib is not above what the driver and a context take, {TAKEN_MIB}"));
+        }
+        let nominal_memory_bytes = (self.memory_gb * 1e9) as u64;
+        let source = match self.memory_source {
+            Some(memory) => format!("{}; memory: {memory}", self.source),
+            None => self.source,
+        };
         Ok(GpuSpec {
             family: self.family.unwrap_or_else(|| self.name.clone()),
             name: self.name,
             peak_flops_per_s: self.tflops * 1e12,
             fp32_flops_per_s: self.tflops_fp32 * 1e12,
             fp8_flops_per_s: self.tflops_fp8.map(|tflops| tflops * 1e12),
-            memory_bytes: (self.memory_gb * 1e9) as u64,
+            memory_bytes: self.memory_mib.map_or(nominal_memory_bytes, |mib| (mib - TAKEN_MIB).saturating_mul(1 << 20)),
+            nominal_memory_bytes,
             bytes_per_s: self.memory_tb_per_s * 1e12,
             units: self.units,
             link_bytes_per_s: self.link_gb_per_s * 1e9,
-            source: self.source,
+            source,
             unverified: self.unverified,
         })
     }
@@ -251,7 +271,7 @@ impl GpuSpec {
 
     /// As people write it: `H100 80GB`.
     pub fn label(&self) -> String {
-        let memory = format!("{}GB", self.memory_bytes / 1_000_000_000);
+        let memory = format!("{}GB", self.nominal_memory_bytes / 1_000_000_000);
         let name = self.name.to_uppercase();
         format!("{} {memory}", name.strip_suffix(&format!("-{memory}")).unwrap_or(&name))
     }
@@ -317,6 +337,25 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_what_the_driver_reports_less_what_it_takes_and_names_stay_nominal() {
+        let all = Catalogue::builtin();
+        let gib = |name: &str| all.gpu(name).map(|gpu| format!("{:.1}", gpu.memory_bytes as f64 / f64::from(1 << 30)));
+        assert_eq!(gib("h100"), Some("78.5".into()));
+        assert_eq!(gib("a100-40gb"), Some("38.9".into()));
+        // cuMemGetInfo of an H200 whose process has a context: 149,557,477,376 bytes are free.
+        let h200 = all.gpu("h200").unwrap();
+        assert!((149_000_000_000..=149_557_477_376).contains(&h200.memory_bytes), "{}", h200.memory_bytes);
+        assert_eq!((h200.nominal_memory_bytes, h200.label()), (141_000_000_000, "H200 141GB".into()));
+        assert!(h200.source.contains("; memory: nvidia-smi"), "{}", h200.source);
+        for gpu in &all.gpus {
+            // Nobody sells more than there is, but for rounding and what a context takes.
+            let share = gpu.memory_bytes as f64 / gpu.nominal_memory_bytes as f64;
+            assert!((0.99..1.1).contains(&share), "{}: {share}", gpu.name);
+        }
+        assert_eq!(all.gpu("mi325x").map(|gpu| gpu.memory_bytes), Some(256_000_000_000));
+    }
+
+    #[test]
     fn the_european_clusters_are_there_with_what_nobody_verified() {
         let all = Catalogue::builtin();
         for name in ["leonardo", "lumi", "marenostrum5", "jupiter", "alps", "meluxina", "vega", "karolina", "berzelius"]
@@ -344,6 +383,18 @@ mod tests {
         all.add("mine.toml", &gpu("mine", 5.0)).unwrap();
         all.add("mine.toml", &gpu("mine", 6.0)).unwrap();
         assert_eq!((all.gpus.len(), all.gpu("mine").map(|g| g.peak_flops_per_s)), (count + 1, Some(6e12)));
+        // As typed, where the driver's figure is not given.
+        let mine = all.gpu("mine").unwrap();
+        assert_eq!((mine.memory_bytes, mine.nominal_memory_bytes), (8_000_000_000, 8_000_000_000));
+        let driver = |mib: u64| gpu("mine", 6.0) + &format!("memory_mib = {mib}\n");
+        all.add("mine.toml", &driver(8192)).unwrap();
+        let mine = all.gpu("mine").unwrap();
+        assert_eq!((mine.memory_bytes, mine.label()), ((8192 - TAKEN_MIB) << 20, "MINE 8GB".into()));
+        let error = all.add("mine.toml", &driver(1024)).unwrap_err().to_string();
+        assert!(
+            error.contains("gpu mine: memory_mib is not above what the driver and a context take, 1160"),
+            "{error}"
+        );
         let error = all.add("mine.toml", &gpu("other", -1.0)).unwrap_err().to_string();
         assert!(error.contains("mine.toml: gpu other: tflops is not above 0"), "{error}");
         let cluster = "[[cluster]]\nname = \"c\"\ngpu = \"h1000\"\ngpus_per_node = 4\nnode_gbit_per_s = 1.0\nfabric = \"efa\"\nsource = \"\"\n";

@@ -196,6 +196,7 @@ impl Setting {
             fp32_flops_per_s: self.peak(DType::F32),
             fp8_flops_per_s: None,
             memory_bytes: 0,
+            nominal_memory_bytes: 0,
             bytes_per_s: self.bytes_per_s,
             units: self.units,
             link_bytes_per_s: self.bytes_per_s,

@@ -160,6 +160,7 @@ fn processor_of(cores: f64) -> Hardware {
         fp32_flops_per_s: 50e9 * cores,
         fp8_flops_per_s: None,
         memory_bytes: u64::MAX,
+        nominal_memory_bytes: u64::MAX,
         bytes_per_s: 10e9 * cores,
         units: (cores.ceil() as usize).max(1),
         link_bytes_per_s: 5e9 * cores,

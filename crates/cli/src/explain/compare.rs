@@ -1,8 +1,8 @@
 //! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
 
 use crate::failure::Failure;
-use crate::table::{columns, table};
-use crate::{Format, verify};
+use crate::table::{columns, table, wrapped};
+use crate::{Format, slurm, verify};
 use lockstep_config::{Config, bytes};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
@@ -11,14 +11,15 @@ use lockstep_plan::{
     LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
-use lockstep_sim::GpuSpec;
+use lockstep_sim::{Catalogue, GpuSpec};
 use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
 
 #[derive(clap::Args)]
 pub struct CompareArgs {
-    /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB, 74GiB.
+    /// Instead, show the largest micro-batch that fits so much memory per rank, under every recompute policy: 80GB (10⁹ bytes each),
+    /// 74GiB.
     #[arg(long, value_name = "SIZE", conflicts_with_all = ["layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     fit: Option<String>,
     /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
@@ -28,27 +29,45 @@ pub struct CompareArgs {
 
 /// What is shown instead of the plan.
 pub(super) enum Shown {
-    Fit { bytes: u64, seq: usize, rows: Vec<LargestMicroBatch> },
+    Fit { bytes: u64, seq: usize, rows: Vec<LargestMicroBatch>, notes: Vec<String> },
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
 }
 
-/// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given: that of a GPU
-/// that was named, for each rank, else what this machine has free.
+/// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given.
 pub(crate) fn placed(
     devices: &Devices,
     config: Config,
     gpu: Option<&GpuSpec>,
 ) -> Result<(Config, Option<Room>), PlanError> {
-    if let Some(gpu) = gpu {
-        let (config, room) = (Target::on_gpus(config), Room::of(gpu));
-        return Ok((with_fitting_micro_batch(devices, &config, &room)?, Some(room)));
-    }
-    let room = devices.room(&config);
+    let config = if gpu.is_some() { Target::on_gpus(config) } else { config };
+    let room = memory(devices, &config, gpu);
     let config = match &room {
         Some(room) => with_fitting_micro_batch(devices, &config, room)?,
         None => config,
     };
     Ok((config, room))
+}
+
+/// The memory of a GPU that was named, for each rank; else what this machine has free, for all ranks together. Ranks on the CPUs of
+/// several nodes, by the config's [cluster], find as much on each: so train judges them there.
+fn memory(devices: &Devices, config: &Config, gpu: Option<&GpuSpec>) -> Option<Room> {
+    if let Some(gpu) = gpu {
+        return Some(Room::of(gpu));
+    }
+    let room = devices.room(config)?;
+    match (nodes(config), Target::of(devices, config)) {
+        (1, _) | (_, Target::Cuda { .. }) => Some(room),
+        (nodes, Target::Cpu) => {
+            let place = format!("free on {nodes} nodes such as this machine");
+            Some(Room { bytes: room.bytes.saturating_mul(nodes as u64), place, ..room })
+        }
+    }
+}
+
+/// Nodes that a config's ranks run on, by its [cluster].
+fn nodes(config: &Config) -> usize {
+    let ranks = config.layout().mesh.ranks();
+    slurm::nodes(&config.cluster, ranks).min(ranks)
 }
 
 impl CompareArgs {
@@ -57,6 +76,7 @@ impl CompareArgs {
         &self,
         devices: &Devices,
         config: &Config,
+        gpu: Option<&GpuSpec>,
         room: Option<&Room>,
     ) -> Result<Option<Shown>, Failure> {
         if let Some(text) = &self.fit {
@@ -66,14 +86,32 @@ impl CompareArgs {
                 ))
             })?;
             let rows = largest_micro_batches(devices, config, size)?;
-            return Ok(Some(Shown::Fit { bytes: size, seq: config.train.seq, rows }));
+            let catalogue = lockstep_train::catalogue()?;
+            let ranks = config.layout().mesh.ranks();
+            let notes = [nominal_size(text, size, gpu, &catalogue), room.and_then(|room| shared_by(room, ranks))];
+            return Ok(Some(Shown::Fit {
+                bytes: size,
+                seq: config.train.seq,
+                rows,
+                notes: notes.into_iter().flatten().collect(),
+            }));
         }
         if self.layouts.is_empty() {
             return Ok(None);
         }
         let config = verify::divided(config.clone(), &self.layouts)?;
         let layouts = verify::named(&self.layouts, &config)?;
-        let rows = layout_costs(devices, &config, &layouts, room)?;
+        let mut rows = Vec::new();
+        for layout in &layouts {
+            // Of one number of nodes, all are held against what was free once.
+            let at = config.at(layout);
+            let of_its_nodes = match nodes(&at) == nodes(&config) {
+                true => None,
+                false => memory(devices, &at, gpu),
+            };
+            let room = of_its_nodes.as_ref().or(room);
+            rows.extend(layout_costs(devices, &config, std::slice::from_ref(layout), room)?);
+        }
         let tokens = (config.batches().largest() * config.train.seq) as u64;
         Ok(Some(Shown::Layouts { tokens, rows }))
     }
@@ -86,14 +124,37 @@ impl Shown {
                 format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
             }
             (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
-            (Shown::Fit { bytes, seq, rows }, Format::Text) => fit_text(*bytes, *seq, rows),
+            (Shown::Fit { bytes, seq, rows, notes }, Format::Text) => fit_text(*bytes, *seq, rows, notes),
             (Shown::Layouts { tokens, rows }, Format::Text) => layouts_text(*tokens, rows),
         };
         Ok(write!(std::io::stdout(), "{text}")?)
     }
 }
 
-fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch]) -> String {
+/// A hint where a size is what a GPU is called by: it has more, or less, than that many 10⁹ bytes. Of several, the one with least.
+fn nominal_size(text: &str, bytes: u64, named: Option<&GpuSpec>, catalogue: &Catalogue) -> Option<String> {
+    let so_called = |gpu: &&GpuSpec| gpu.nominal_memory_bytes == bytes && gpu.memory_bytes != bytes;
+    let of_catalogue = || catalogue.gpus.iter().filter(so_called).min_by_key(|gpu| gpu.memory_bytes);
+    let gpu = named.filter(so_called).or_else(of_catalogue)?;
+    let [typed, has] = [bytes, gpu.memory_bytes].map(units::bytes);
+    let (article, label) = (Room::article(gpu), gpu.label());
+    // Rounded down, to fit.
+    let tenths = (gpu.memory_bytes * 10) >> 30;
+    let fit = format!("--fit {}.{}GiB", tenths / 10, tenths % 10);
+    let instead = if named.is_some() { String::new() } else { format!(", or --gpu {}", gpu.name) };
+    Some(format!(
+        "hint: {text} is {typed}; {article} {label} has {has} by its driver, less what a context takes: {fit}{instead}"
+    ))
+}
+
+/// What each rank has of a memory that all share.
+fn shared_by(room: &Room, ranks: usize) -> Option<String> {
+    let [all, each] = [room.bytes, room.bytes / ranks as u64].map(units::bytes);
+    let place = &room.place;
+    (room.shared && ranks > 1).then(|| format!("{all} {place}, for all {ranks} ranks together: {each} for each"))
+}
+
+fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch], notes: &[String]) -> String {
     let row = |r: &LargestMicroBatch| {
         let (size, tokens) = match r.micro_batch {
             Some(n) => (thousands(n as u64), thousands((n * seq) as u64)),
@@ -104,7 +165,8 @@ fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch]) -> String {
     };
     let header = ["recompute.policy", "largest micro-batch", "tokens at once", "arena", "FLOPs added"];
     let rows: Vec<_> = rows.iter().map(row).collect();
-    format!("largest train.micro_batch in {} per rank\n{}", units::bytes(bytes), table(&header, &rows))
+    let notes: String = notes.iter().map(|note| wrapped(note, "  ")).collect();
+    format!("largest train.micro_batch in {} per rank\n{}{notes}", units::bytes(bytes), table(&header, &rows))
 }
 
 /// A column for each layout, as many beside each other as the screen has room for.
@@ -143,8 +205,15 @@ fn layouts_text(tokens: u64, rows: &[LayoutCost]) -> String {
         text.push('\n');
         text.push_str(&table(&header, &lines));
     }
-    if let Some(verdict) = rows.iter().find_map(|r| r.verdict.as_ref()) {
-        text.push_str(&format!("\nmemory: {} {}\n", units::bytes(verdict.memory_bytes), verdict.place));
+    let mut places: Vec<&str> = Vec::new();
+    for verdict in rows.iter().filter_map(|r| r.verdict.as_ref()) {
+        if !places.contains(&verdict.place.as_str()) {
+            let whose = if verdict.shared { "all ranks of a layout together" } else { "each rank" };
+            let memory = format!("memory: {} {}, for {whose}", units::bytes(verdict.memory_bytes), verdict.place);
+            text.push_str(if places.is_empty() { "\n" } else { "" });
+            text.push_str(&wrapped(&memory, "  "));
+            places.push(&verdict.place);
+        }
     }
     text
 }

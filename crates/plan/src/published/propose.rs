@@ -2,14 +2,14 @@
 //! and held against what they measured.
 
 use super::peer::{Described, Description, Peer, describe};
-use super::predict::{Case, Work};
+use super::predict::{self, Case, Work};
 use super::program::{Built, PeerMachine, built};
 use super::report::{LEAST_CELL, Regret, cell};
 use super::row::{Row, Split};
 use super::stats::quantile;
 use crate::evaluate::evaluated;
 use crate::search::{LayoutChoice, SearchRequest, Trainer, search};
-use crate::{Evaluated, NoLayout, PlanError, Room};
+use crate::{Evaluated, NoLayout, PlanError};
 use lockstep_config::Config;
 use lockstep_ir::{Layout, MeshAxis};
 use lockstep_sim::{Constants, Framework, Hardware, Terms};
@@ -101,7 +101,7 @@ fn proposed(cases: &[&Case], constants: &Constants, threads: usize) -> Result<Pr
     }
     let fastest = measured.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, s)| (name.clone(), *s));
     let fastest = fastest.unwrap_or_default();
-    let (config, room) = (trainer.config()?, Room::of(&hardware.gpu));
+    let (config, room) = (trainer.config()?, predict::room(&hardware.gpu));
     let mut wanted = PROPOSALS;
     let found = loop {
         let request = SearchRequest {
@@ -259,7 +259,7 @@ mod tests {
         let Case { row, peer, framework, hardware, .. } = &cases[0];
         let terms = Constants::builtin().terms(framework, hardware);
         let trainer = PeerTrainer { row, peer: *peer, framework, hardware, terms };
-        let (config, room) = (trainer.config().unwrap(), Room::of(&hardware.gpu));
+        let (config, room) = (trainer.config().unwrap(), predict::room(&hardware.gpu));
         let request = SearchRequest {
             machine: &PeerMachine,
             config: &config,
