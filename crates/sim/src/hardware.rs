@@ -143,7 +143,8 @@ impl Catalogue {
         let parsed: CatalogueFile = toml::from_str(text).map_err(|error| {
             refuse(
                 error.to_string().trim_end().to_owned(),
-                "write it as the entries of [[gpu]] and [[cluster]] that explain --catalogue prints",
+                "a [[gpu]] has name, tflops, tflops_fp32, memory_gb, memory_tb_per_s, units, link_gb_per_s and source; a [[cluster]] \
+                 has name, gpu, gpus_per_node, node_gbit_per_s, fabric and source",
             )
         })?;
         for entry in parsed.gpu {
