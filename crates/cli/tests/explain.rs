@@ -259,3 +259,52 @@ fn hardware_of_the_users_own_is_known_by_name() {
     let error = place.fails(2, &["explain", "run.toml", "--gpu", "mine"]);
     assert!(error.contains("mine.toml: gpu mine: tflops is not above 0"), "{error}");
 }
+
+/// The names of all presets, as their table has them.
+fn presets() -> Vec<String> {
+    let table = include_str!("../../config/src/presets.rs");
+    let name = |line: &str| Some(line.trim().strip_prefix("name: \"")?.strip_suffix("\",")?.to_owned());
+    table.lines().filter_map(name).collect()
+}
+
+#[test]
+fn every_line_fits_80_columns() {
+    let check = |place: &Place, args: &[&str]| {
+        let args = [&["explain", "run.toml"], args].concat();
+        for line in place.ok(&args).lines() {
+            assert!(line.chars().count() <= 80, "{args:?}: {} columns: {line}", line.chars().count());
+        }
+    };
+    let names = presets();
+    assert!(names.len() > 20, "{names:?}");
+    std::thread::scope(|scope| {
+        for half in names.chunks(names.len().div_ceil(2)) {
+            scope.spawn(move || {
+                for name in half {
+                    let place = Place::new();
+                    place.config(&format!("[model]\npreset = \"{name}\"\n"));
+                    check(&place, &["--gpu", "h100"]);
+                }
+            });
+        }
+    });
+    let place = Place::new();
+    place.config(include_str!("../../../examples/quickstart.toml"));
+    check(&place, &[]);
+    for more in ["parallel.dp=4,parallel.zero=3", "parallel.pp=2", "parallel.tp=2,parallel.sequence_parallel=true"] {
+        let set: Vec<&str> = more.split(',').flat_map(|key| ["--set", key]).collect();
+        check(&place, &[&set[..], &["--set", "train.micro_batch=2", "--gpu", "h100", "--tokens", "1T"]].concat());
+    }
+    check(&place, &["--fit", "16MiB"]);
+}
+
+#[test]
+fn recomputation_is_named_only_where_there_is_some() {
+    let place = Place::new();
+    let hardware = |policy: &str| {
+        let text = place.ok(&["explain", "run.toml", "--set", &format!("recompute.policy={policy}")]);
+        text.lines().find(|line| line.starts_with("  hardware ")).unwrap().to_owned()
+    };
+    assert!(hardware("none").ends_with("the same: nothing is recomputed"), "{}", hardware("none"));
+    assert!(hardware("full").ends_with("with recomputation"), "{}", hardware("full"));
+}

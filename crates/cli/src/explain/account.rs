@@ -51,10 +51,8 @@ fn reshard(costs: &[ReshardCost]) -> String {
     };
     let rows: Vec<_> = costs.iter().map(row).collect();
     let header = ["reshard_after_forward", "arena", "sent by a rank"];
-    format!(
-        "\nZeRO 3: parameters gathered again for backward, or kept; one step (* this config's)\n{}",
-        table(&header, &rows)
-    )
+    let title = "ZeRO 3: parameters gathered again for backward, or kept; one step (* this config's)";
+    format!("\n{}{}", wrapped(title, "  "), table(&header, &rows))
 }
 
 fn scaling(scaling: &[Scaling]) -> String {

@@ -1,7 +1,7 @@
 //! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
 
 use crate::failure::Failure;
-use crate::table::{table, wrapped};
+use crate::table::{beside, table, wrapped};
 use crate::timeline::wrote;
 use lockstep_config::Config;
 use lockstep_ir::Axes;
@@ -78,7 +78,7 @@ impl Predicted {
         let ranks = plan.layout.mesh.ranks() as u64;
         let title = format!("forecast of a step: {} × {}", thousands(ranks), self.place());
         let mut text = format!("\n{}\n", wrapped(&title, "  "));
-        let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<22}{value}\n"));
+        let mut line = |name: &str, value: String| text.push_str(&beside(&format!("  {name:<22}"), &value));
         line("step time", exact(f.step_s));
         line(
             "tokens/s",
