@@ -241,6 +241,14 @@ fn the_predicted_step_is_a_trace_of_all_stages() {
             assert!(end > 0.5 * step && end <= step + 1e-3, "{end} of {step}");
         }
         assert_eq!(of(0).filter(|e| e["name"].as_str().unwrap().starts_with("forward")).count(), 64);
+        // An event is named after its op, is of its class, and says what it is about.
+        let matmul = of(1).find(|e| e["name"] == "linear").unwrap();
+        assert_eq!((&matmul["cat"], &matmul["args"]["segment"]), (&"matmul".into(), &"forward".into()), "{matmul}");
+        let (layer, tensor) = (matmul["args"]["layer"].as_u64().unwrap(), matmul["args"]["tensor"].as_str().unwrap());
+        assert_eq!(tensor, format!("layers.{layer}.wqkv"), "{matmul}");
+        let update = of(1).find(|e| e["name"] == "adamw").unwrap();
+        assert_eq!(update["cat"], "optimizer", "{update}");
+        assert!(update["args"]["tensor"].is_string(), "{update}");
     }
     assert!(std::fs::read_to_string(place.path("s.svg")).unwrap().contains("time as predicted for H100 80GB"));
 }

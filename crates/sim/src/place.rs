@@ -283,8 +283,8 @@ pub(crate) struct Parts {
 
 /// When the instructions of a segment run, from its start.
 pub(crate) struct Marks {
-    /// Start, end and index of the demand; whether on the other stream.
-    pub all: Vec<(f64, f64, usize, bool)>,
+    /// Start, end, index of the instruction and of its demand; whether on the other stream.
+    pub all: Vec<(f64, f64, usize, usize, bool)>,
 }
 
 /// The price list of a workload under some constants.
@@ -436,8 +436,10 @@ impl<'a> Placed<'a> {
         // Ends of the overlapping collectives.
         let mut ends: Vec<f64> = Vec::new();
         let (mut overlapping, mut parts) = (0.0, Parts::default());
-        let mut deferred: Vec<(usize, f64)> = Vec::new();
+        let mut deferred: Vec<(usize, usize, f64)> = Vec::new();
         let mut points = Vec::new();
+        // Runs have all instructions of the segment, in order; the count holds where marks are wanted.
+        let mut next = 0;
         for &r in &code.runs {
             let stretch = stretches[r];
             now += stretch.alone;
@@ -447,7 +449,8 @@ impl<'a> Placed<'a> {
                 continue;
             }
             for step in &role.runs[r].steps {
-                let seconds = demands[step.demand];
+                let (seconds, instr) = (demands[step.demand], next);
+                next += 1;
                 if step.waits > 0 {
                     let until = ends.len().checked_sub(step.waits).map_or(0.0, |at| ends[at]);
                     parts.exposed += (until - now).max(0.0);
@@ -458,20 +461,20 @@ impl<'a> Placed<'a> {
                         let seconds = if step.kind == Kind::Kernel { with_gap(seconds, terms) } else { seconds };
                         let end = now + seconds * stretch.factor;
                         if let Some(marks) = &mut marks {
-                            marks.all.push((now, end, step.demand, false));
+                            marks.all.push((now, end, instr, step.demand, false));
                         }
                         now = end;
                     }
                     // Sums that do not overlap wait until the segment has sent what others wait for.
                     Kind::Reduce if !self.framework.overlaps_reductions => {
-                        deferred.push((step.demand, seconds));
+                        deferred.push((instr, step.demand, seconds));
                         ends.push(now);
                     }
                     Kind::Gather | Kind::Reduce => {
                         let start = other.max(now);
                         other = start + seconds;
                         if let Some(marks) = &mut marks {
-                            marks.all.push((start, other, step.demand, true));
+                            marks.all.push((start, other, instr, step.demand, true));
                         }
                         overlapping += seconds;
                         if !self.overlaps(step.kind) {
@@ -488,9 +491,9 @@ impl<'a> Placed<'a> {
         }
         parts.exposed += (other - now).max(0.0);
         now = now.max(other);
-        for (demand, seconds) in deferred {
+        for (instr, demand, seconds) in deferred {
             if let Some(marks) = &mut marks {
-                marks.all.push((now, now + seconds, demand, true));
+                marks.all.push((now, now + seconds, instr, demand, true));
             }
             parts.exposed += seconds;
             now += seconds;

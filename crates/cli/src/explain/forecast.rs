@@ -4,9 +4,10 @@ use crate::failure::Failure;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::wrote;
 use lockstep_config::Config;
-use lockstep_ir::Axes;
+use lockstep_ir::program::{Arg, Class, Instr};
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands, trace_span};
+use lockstep_ir::{Axes, StepProgram};
 use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use lockstep_train::{Devices, machine_profile};
@@ -200,7 +201,13 @@ impl Predicted {
                     let times = (slot.start_s + instr.start_s, slot.start_s + instr.end_s);
                     let Some(class) = instr.demand.class() else { continue };
                     let thread = if instr.overlaps { 2 } else { 1 };
-                    events.push(event(class.to_string(), slot.segment, thread, times, asked(&instr.demand)));
+                    let program = &plan.compiled.programs[r];
+                    let ran = &program.segments[slot.index].instrs[instr.instr];
+                    let mut args = asked(&instr.demand);
+                    args["segment"] = json!(slot.segment);
+                    args["layer"] = json!(ran.layer);
+                    args["tensor"] = json!(tensor(program, ran));
+                    events.push(event(ran.op.name().to_owned(), &class.to_string(), thread, times, args));
                 }
             }
         }
@@ -234,6 +241,17 @@ impl Predicted {
     }
 }
 
+/// The tensor that an instruction is about: the parameter or gradient that it reads or writes, else its first result.
+fn tensor<'a>(program: &'a StepProgram, instr: &Instr) -> Option<&'a str> {
+    let args = || instr.inputs.iter().chain(instr.outputs.iter().flatten());
+    let state = |arg: &&Arg| {
+        matches!(program.buffers[arg.buffer.0].class, Class::Parameters | Class::Gradients | Class::Optimizer)
+    };
+    let result = instr.outputs.iter().flatten().next();
+    let about = args().find(state).or(result).or(instr.inputs.first())?;
+    Some(&program.values[about.value])
+}
+
 /// What an instruction asks of the hardware, for people.
 fn asked(demand: &Demand) -> Value {
     match demand {
@@ -247,7 +265,7 @@ fn asked(demand: &Demand) -> Value {
             json!({ "collective": format!("{pattern:?}"), "over": over.to_string(), "bytes": bytes })
         }
         Demand::Send { bytes, .. } => json!({ "bytes": bytes }),
-        Demand::Nothing | Demand::Receive { .. } => Value::Null,
+        Demand::Nothing | Demand::Receive { .. } => json!({}),
     }
 }
 
