@@ -1,7 +1,7 @@
 //! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
 
 use crate::failure::Failure;
-use crate::table::{columns, table};
+use crate::table::{columns, table, wrapped};
 use crate::{Format, verify};
 use lockstep_config::{Config, bytes};
 use lockstep_ir::program::Class;
@@ -28,7 +28,7 @@ pub struct CompareArgs {
 
 /// What is shown instead of the plan.
 pub(super) enum Shown {
-    Fit { bytes: u64, seq: usize, rows: Vec<LargestMicroBatch> },
+    Fit { bytes: u64, batch: usize, seq: usize, rows: Vec<LargestMicroBatch> },
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
 }
 
@@ -66,7 +66,8 @@ impl CompareArgs {
                 ))
             })?;
             let rows = largest_micro_batches(devices, config, size)?;
-            return Ok(Some(Shown::Fit { bytes: size, seq: config.train.seq, rows }));
+            let batch = config.train.micro_batch * config.accumulation_steps();
+            return Ok(Some(Shown::Fit { bytes: size, batch, seq: config.train.seq, rows }));
         }
         if self.layouts.is_empty() {
             return Ok(None);
@@ -86,25 +87,38 @@ impl Shown {
                 format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
             }
             (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
-            (Shown::Fit { bytes, seq, rows }, Format::Text) => fit_text(*bytes, *seq, rows),
+            (Shown::Fit { bytes, batch, seq, rows }, Format::Text) => fit_text(*bytes, *batch, *seq, rows),
             (Shown::Layouts { tokens, rows }, Format::Text) => layouts_text(*tokens, rows),
         };
         Ok(write!(std::io::stdout(), "{text}")?)
     }
 }
 
-fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch]) -> String {
+fn fit_text(bytes: u64, batch: usize, seq: usize, rows: &[LargestMicroBatch]) -> String {
+    let count = |n: Option<usize>| n.map_or("-".to_owned(), |n| thousands(n as u64));
     let row = |r: &LargestMicroBatch| {
-        let (size, tokens) = match r.micro_batch {
-            Some(n) => (thousands(n as u64), thousands((n * seq) as u64)),
-            None => ("does not fit".to_owned(), "-".to_owned()),
-        };
+        let size = if r.micro_batch.is_some() { count(r.dividing_micro_batch) } else { "does not fit".to_owned() };
         let added = format!("{:+.1}%", 100.0 * (r.hardware_flops - 1.0));
-        vec![r.policy.clone(), size, tokens, units::bytes(r.arena_bytes), added]
+        vec![
+            r.policy.clone(),
+            size,
+            count(r.micro_batch),
+            count(r.global_batch),
+            count(r.micro_batch.map(|n| n * seq)),
+            units::bytes(r.arena_bytes),
+            added,
+        ]
     };
-    let header = ["recompute.policy", "largest micro-batch", "tokens at once", "arena", "FLOPs added"];
+    let header =
+        ["recompute.policy", "micro-batch", "at most", "global batch", "~tokens at once", "arena", "FLOPs added"];
     let rows: Vec<_> = rows.iter().map(row).collect();
-    format!("largest train.micro_batch in {} per rank\n{}", units::bytes(bytes), table(&header, &rows))
+    let what = format!(
+        "  micro-batch: divides a rank's batch of {}; at most: the largest that fits, with the train.global_batch that goes \
+         with it, its tokens, arena and FLOPs",
+        units::counted(batch, "sequence")
+    );
+    let title = format!("largest train.micro_batch in {} per rank\n", units::bytes(bytes));
+    [title, table(&header, &rows), wrapped(&what, "    ")].concat()
 }
 
 /// A column for each layout, as many beside each other as the screen has room for.
