@@ -126,6 +126,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Json => {
             let mut value = as_json(&config, &plan, &ops, args.verbose);
             value["recompute"] = json!({ "policies": account.policies });
+            value["projections"] = json!(account.projections);
             value["scaling"] = json!(account.scaling);
             value["formulas"] = json!(account.formulas);
             // The names that these had before.

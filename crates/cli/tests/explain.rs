@@ -268,6 +268,57 @@ fn hardware_of_the_users_own_is_known_by_name() {
     assert!(error.contains("mine.toml: gpu mine: tflops is not above 0"), "{error}");
 }
 
+/// The projections of a config as explain has them, and all that it has of the model.
+fn projections(config: &str) -> (Vec<Value>, Value) {
+    let place = Place::new();
+    place.config(config);
+    let explained = json(&place, &[]);
+    (explained["projections"].as_array().unwrap().clone(), explained)
+}
+
+#[test]
+fn parameters_and_flops_by_projection_sum_to_those_of_the_model() {
+    let small = "layers = 3\n[train]\nseq = 64\nglobal_batch = 2\n";
+    for preset in ["llama-3.2-1b", "gpt2", "olmoe-1b-7b", "deepseek-moe-16b", "mixtral-8x7b"] {
+        let (found, explained) = projections(&format!("[model]\npreset = \"{preset}\"\n{small}"));
+        let sum = |key: &str| found.iter().map(|p| p[key].as_f64().unwrap()).sum::<f64>();
+        let model = &explained["model"];
+        assert_eq!(sum("parameters"), model["parameters"].as_f64().unwrap(), "{preset}");
+        assert_eq!(sum("active_parameters"), model["active_parameters"].as_f64().unwrap(), "{preset}");
+        let all = explained["flops"]["model_per_token"].as_f64().unwrap();
+        assert!((sum("flops_per_token") / all - 1.0).abs() < 1e-12, "{preset}: {} of {all}", sum("flops_per_token"));
+        let of = |name: &str| found.iter().find(|p| p["name"] == name).unwrap_or_else(|| panic!("{preset}: {name}"));
+        assert!(found.iter().all(|p| p["part"] != "other"), "{preset}: {found:?}");
+        // Six FLOPs for every element of a matrix that a token meets; biases have none.
+        if preset != "gpt2" {
+            for p in found.iter().filter(|p| ["attention", "MLP"].contains(&p["part"].as_str().unwrap())) {
+                let elements = p["active_parameters"].as_f64().unwrap();
+                let six = p["name"] == "scores (QKᵀ, PV)" || p["flops_per_token"].as_f64().unwrap() == 6.0 * elements;
+                assert!(six, "{preset}: {p}");
+            }
+        }
+        assert!(of("q")["parameters"].as_u64() >= of("k")["parameters"].as_u64(), "{preset}");
+        assert!(of("head")["flops_per_token"].as_f64().unwrap() > 0.0, "{preset}");
+    }
+    let (found, _) = projections(&format!("[model]\npreset = \"deepseek-moe-16b\"\n{small}"));
+    let names: Vec<&str> = found.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    for name in ["gate", "router", "expert gate", "expert down", "shared expert up"] {
+        assert!(names.contains(&name), "{name}: {names:?}");
+    }
+}
+
+#[test]
+fn parts_of_the_model_are_shown_with_their_projections() {
+    let place = Place::new();
+    let text = place.ok(&["explain", "run.toml"]);
+    for part in ["\n  attention ", "\n    q ", "\n    scores (QKᵀ, PV) ", "\n  MLP ", "\n    down ", "\n  head "] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    // A table that is also the head counts once.
+    let head = text.lines().find(|line| line.starts_with("  head ")).unwrap();
+    assert!(head.split_whitespace().nth(1) == Some("-") && head.contains("FLOP"), "{head}");
+}
+
 /// The names of all presets, as their table has them.
 fn presets() -> Vec<String> {
     let table = include_str!("../../config/src/presets.rs");

@@ -17,6 +17,7 @@ pub mod laws;
 mod parallel;
 mod pipeline;
 mod plan;
+mod projections;
 pub mod published;
 mod recipe;
 mod saves;
@@ -37,6 +38,7 @@ pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
+pub use projections::Projection;
 pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
 pub use saves::{FailureRate, SaveInterval, Stalls, checkpoint_bytes};
 pub use search::{
