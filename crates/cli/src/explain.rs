@@ -5,6 +5,7 @@ pub(crate) mod compare;
 mod cost;
 pub(crate) mod forecast;
 mod layout;
+mod phases;
 mod schedule;
 
 pub(crate) use forecast::exact;
@@ -103,6 +104,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let cost = args.cost.cost(&plan, predicted.as_ref())?;
     let account = account(&devices, &config, &plan)?;
+    let mut phases = Vec::new();
     if let Some(file) = &timeline {
         let several = plan.compiled.programs.len() > 1;
         for program in &plan.compiled.programs {
@@ -113,6 +115,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
+            phases.push(phases::StagePhases::new(program.stage, several, &drawn));
         }
     }
     if let Some(path) = &schedule {
@@ -127,6 +130,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             let mut value = as_json(&config, &plan, &ops, args.verbose);
             value["recompute"] = json!({ "policies": account.policies });
             value["projections"] = json!(account.projections);
+            value["phases"] = json!(timeline.is_some().then_some(&phases));
             value["scaling"] = json!(account.scaling);
             value["formulas"] = json!(account.formulas);
             // The names that these had before.
@@ -142,6 +146,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref(), ways.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
             write!(out, "{}", predicted.as_ref().map_or(String::new(), |p| p.as_text(&plan)))?;
+            write!(out, "{}", phases::as_text(&phases))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;

@@ -319,6 +319,41 @@ fn parts_of_the_model_are_shown_with_their_projections() {
     assert!(head.split_whitespace().nth(1) == Some("-") && head.contains("FLOP"), "{head}");
 }
 
+#[test]
+fn a_timeline_says_when_the_four_phases_of_a_step_begin_and_end() {
+    let place = Place::new();
+    let run = ["--set", "parallel.dp=2", "--set", "train.micro_batch=2"];
+    let args = [&run[..], &["--timeline", "memory.json"]].concat();
+    let explained = json(&place, &args);
+    let stage = &explained["phases"][0];
+    let phases = stage["phases"].as_array().unwrap();
+    let names: Vec<&str> = phases.iter().map(|p| p["phase"].as_str().unwrap()).collect();
+    assert_eq!(names, ["forward", "backward", "gradient_reduction", "optimizer_step"]);
+    assert_eq!(stage["unit"], "instructions");
+    let number = |i: usize, key: &str| phases[i][key].as_f64().unwrap();
+    // They make up the step: the last one ends when all have taken their time.
+    let whole: f64 = (0..4).map(|i| number(i, "takes")).sum();
+    assert_eq!((number(0, "begins"), number(3, "ends")), (0.0, whole));
+    assert!(number(1, "begins") < number(2, "begins") && number(2, "ends") <= number(3, "ends"));
+    assert!(number(2, "communicated_bytes") > 0.0 && number(0, "communicated_bytes") == 0.0, "{phases:?}");
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(place.path("memory.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let takes = |name: &str| -> f64 {
+        let mine = events.iter().filter(|e| e["cat"] == "phase" && e["name"] == name && e["args"]["step"] == 0);
+        mine.map(|e| e["dur"].as_f64().unwrap()).sum()
+    };
+    assert!((takes("backward") - number(1, "takes")).abs() < 1e-6, "{}", takes("backward"));
+    let args = [&["explain", "run.toml"], &run[..], &["--timeline", "memory.svg", "--gpu", "h100"]].concat();
+    let text = place.ok(&args);
+    let table = &text[text.find("phases of the first step").unwrap()..];
+    for name in ["forward", "backward", "gradient reduction", "optimizer step"] {
+        assert!(table.contains(&format!("\n  {name} ")), "{name}\n{table}");
+    }
+    assert!(table.contains(" ms ") && table.contains("collectives are not timed here"), "{table}");
+    let svg = std::fs::read_to_string(place.path("memory.svg")).unwrap();
+    assert!(svg.contains("class=\"phase2\"") && svg.contains("optimizer step: ") && svg.contains(", takes "));
+}
+
 /// The names of all presets, as their table has them.
 fn presets() -> Vec<String> {
     let table = include_str!("../../config/src/presets.rs");

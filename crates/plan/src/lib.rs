@@ -45,5 +45,5 @@ pub use search::{
     LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, Trainer, at_layout,
     every_choice, search,
 };
-pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};
+pub use timeline::{Clock, Mark, MemoryTimeline, PhaseTime, StepPhase, planned_timeline};
 pub use ways::{FittingChange, MoreRanks, NearestMiss, WaysToFit, ways_to_fit};
