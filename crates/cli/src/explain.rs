@@ -5,6 +5,7 @@ pub(crate) mod compare;
 mod cost;
 pub(crate) mod forecast;
 mod layout;
+mod lengths;
 mod phases;
 mod schedule;
 

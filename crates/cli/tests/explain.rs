@@ -354,6 +354,38 @@ fn a_timeline_says_when_the_four_phases_of_a_step_begin_and_end() {
     assert!(svg.contains("class=\"phase2\"") && svg.contains("optimizer step: ") && svg.contains(", takes "));
 }
 
+#[test]
+fn memory_against_sequence_length_is_a_table_and_a_plot() {
+    let place = Place::new();
+    let lengths = ["--sequence-lengths", "128,32,64", "--gpu", "h100"];
+    let found = json(&place, &lengths);
+    let rows = found["sequence_lengths"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["seq"].as_u64().unwrap()).collect::<Vec<_>>(), [32, 64, 128]);
+    for row in rows {
+        let set = format!("train.seq={}", row["seq"]);
+        let alone = json(&place, &["--gpu", "h100", "--set", &set]);
+        assert_eq!(row["memory"], alone["memory"], "{set}");
+    }
+    let bytes = |i: usize, class: &str| rows[i]["memory"]["classes"][class].as_u64().unwrap();
+    assert!(bytes(2, "activations") > bytes(0, "activations") && bytes(2, "optimizer") == bytes(0, "optimizer"));
+    let text = place.ok(&[&["explain", "run.toml"], &lengths[..], &["--plot", "lengths.svg"]].concat());
+    for part in ["memory against sequence length: ", " activations ", "\n  128 ", " yes\n", "on an H100 80GB"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    let svg = std::fs::read_to_string(place.path("lengths.svg")).unwrap();
+    assert!(svg.starts_with("<svg xmlns=") && svg.contains("activations, 128 tokens: ") && svg.contains(">128</text>"));
+    for (args, part) in [
+        (&["--sequence-lengths", "64", "--plot", "lengths.png"][..], "--plot lengths.png is not an .svg\nhint: "),
+        (&["--plot", "lengths.svg"], "--sequence-lengths"),
+        (&["--sequence-lengths", "0"], "--sequence-lengths 0: "),
+        (&["--sequence-lengths", "64", "--fit", "1GB"], "cannot be used with"),
+        (&["--sequence-lengths", "63", "--set", "parallel.cp=2"], "--sequence-lengths 63: "),
+    ] {
+        let error = place.fails(2, &[&["explain", "run.toml"], args].concat());
+        assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
 /// The names of all presets, as their table has them.
 fn presets() -> Vec<String> {
     let table = include_str!("../../config/src/presets.rs");
@@ -389,6 +421,7 @@ fn every_line_fits_80_columns() {
         let set: Vec<&str> = more.split(',').flat_map(|key| ["--set", key]).collect();
         check(&place, &[&set[..], &["--set", "train.micro_batch=2", "--gpu", "h100", "--tokens", "1T"]].concat());
     }
+    check(&place, &["--sequence-lengths", "128,1024,131072", "--gpu", "h100"]);
     check(&place, &["--fit", "16MiB"]);
 }
 

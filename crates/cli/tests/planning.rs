@@ -116,7 +116,7 @@ fn a_micro_batch_that_fits_divides_the_batch_or_comes_with_one_that_it_divides()
 #[test]
 fn what_is_shown_instead_refuses_options_that_it_would_drop() {
     let place = Place::new();
-    for instead in [["--fit", "1GB"], ["--layouts", "dp=2"]] {
+    for instead in [["--fit", "1GB"], ["--layouts", "dp=2"], ["--sequence-lengths", "64"]] {
         for dropped in [
             &["--verbose"][..],
             &["--timeline", "m.svg"],

@@ -335,6 +335,44 @@ pub fn layout_costs(
     Ok(rows)
 }
 
+/// What sequences of one length need.
+#[derive(Clone, Debug, Serialize)]
+pub struct LengthCost {
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Tokens of a micro-batch.
+    pub micro_batch_tokens: usize,
+    /// Bytes of the rank with the largest arena.
+    pub memory: MemoryBreakdown,
+    /// Whether it fits, where the memory is known.
+    pub verdict: Option<Verdict>,
+}
+
+/// A config at several sequence lengths, with as many sequences in a micro-batch and a step. Learned positions grow where there are too
+/// few.
+pub fn length_costs(
+    machine: &dyn Machine,
+    config: &Config,
+    lengths: &[usize],
+    room: Option<&Room>,
+) -> Result<Vec<LengthCost>, PlanError> {
+    let mut rows = Vec::new();
+    for &seq in lengths {
+        let mut config = config.clone();
+        config.train.seq = seq;
+        config.model.positions = config.model.positions.map(|positions| positions.max(seq));
+        let found = Estimate::of(machine, &config)?;
+        let Some(memory) = found.stages.iter().max_by_key(|stage| stage.total_bytes) else { continue };
+        rows.push(LengthCost {
+            seq,
+            micro_batch_tokens: config.train.micro_batch * seq,
+            memory: memory.clone(),
+            verdict: room.map(|room| room.verdict(&found.stages, config.layout().mesh.ranks())),
+        });
+    }
+    Ok(rows)
+}
+
 /// The most micro-batches that a rank has in flight, in the activations of all its layers.
 fn most_in_flight(layout: &Layout) -> f64 {
     let chunks = layout.pipeline().in_flight().into_iter().max().unwrap_or(0);

@@ -31,8 +31,8 @@ pub use device::{Machine, Target};
 pub use error::{NoLayout, PlanError};
 pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
-    LargestMicroBatch, LayoutCost, Room, Verdict, largest_micro_batches, layout_costs, with_fitting_micro_batch,
-    with_micro_batch,
+    LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,
+    with_fitting_micro_batch, with_micro_batch,
 };
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};

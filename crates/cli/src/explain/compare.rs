@@ -1,5 +1,6 @@
-//! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
+//! `--fit`, `--layouts` and `--sequence-lengths`: what else would fit, side by side; and the memory that all of it is held against.
 
+use super::lengths;
 use crate::failure::Failure;
 use crate::table::{columns, table, wrapped};
 use crate::{Format, verify};
@@ -8,13 +9,14 @@ use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
+    LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
 use lockstep_sim::GpuSpec;
 use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct CompareArgs {
@@ -24,12 +26,19 @@ pub struct CompareArgs {
     /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
     #[arg(long = "layouts", value_name = "LAYOUTS", conflicts_with_all = ["verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     layouts: Vec<String>,
+    /// Instead, show the memory at these sequence lengths, in tokens: 2048,4096,8192.
+    #[arg(long, value_name = "LENGTHS", value_delimiter = ',', conflicts_with_all = ["fit", "layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
+    sequence_lengths: Vec<usize>,
+    /// With --sequence-lengths: also draw that memory, stacked by class, into this .svg.
+    #[arg(long, value_name = "FILE", requires = "sequence_lengths")]
+    plot: Option<PathBuf>,
 }
 
 /// What is shown instead of the plan.
 pub(super) enum Shown {
     Fit { bytes: u64, batch: usize, seq: usize, rows: Vec<LargestMicroBatch> },
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
+    Lengths { sequences: usize, rows: Vec<LengthCost> },
 }
 
 /// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given: that of a GPU
@@ -69,6 +78,13 @@ impl CompareArgs {
             let batch = config.train.micro_batch * config.accumulation_steps();
             return Ok(Some(Shown::Fit { bytes: size, batch, seq: config.train.seq, rows }));
         }
+        if !self.sequence_lengths.is_empty() {
+            let rows = lengths::costs(devices, config, &self.sequence_lengths, room)?;
+            if let Some(path) = &self.plot {
+                lengths::write(path, config, &rows)?;
+            }
+            return Ok(Some(Shown::Lengths { sequences: config.train.micro_batch, rows }));
+        }
         if self.layouts.is_empty() {
             return Ok(None);
         }
@@ -87,8 +103,10 @@ impl Shown {
                 format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
             }
             (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
+            (Shown::Lengths { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "sequence_lengths": rows })),
             (Shown::Fit { bytes, batch, seq, rows }, Format::Text) => fit_text(*bytes, *batch, *seq, rows),
             (Shown::Layouts { tokens, rows }, Format::Text) => layouts_text(*tokens, rows),
+            (Shown::Lengths { sequences, rows }, Format::Text) => lengths::as_text(*sequences, rows),
         };
         Ok(write!(std::io::stdout(), "{text}")?)
     }
