@@ -1,6 +1,19 @@
 //! What pictures share: lines, text, and where the ticks of an axis stand.
 
+use lockstep_ir::program::Class;
 use std::fmt::Write;
+
+/// One per class of memory, far enough apart for most eyes, on light and on dark.
+pub const CLASS_COLOURS: [&str; Class::ALL.len()] = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#ccbb44", "#aa3377"];
+
+/// The distance of grid lines up to so many bytes, and the top of the plot.
+pub fn byte_scale(most: u64) -> (f64, f64) {
+    let unit = 1024f64.powf(((most.max(1)) as f64).log(1024.0).floor());
+    let whole = most.max(1) as f64 / unit;
+    let step = [0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0];
+    let step = unit * step.into_iter().find(|s| whole / s <= 6.5).unwrap_or(250.0);
+    (step, most as f64 * 1.06)
+}
 
 /// A line of a class.
 pub fn line(svg: &mut String, class: &str, x1: f64, y1: f64, x2: f64, y2: f64) {

@@ -5,6 +5,8 @@ pub(crate) mod compare;
 mod cost;
 pub(crate) mod forecast;
 mod layout;
+mod lengths;
+mod phases;
 mod schedule;
 
 pub(crate) use forecast::exact;
@@ -12,14 +14,14 @@ pub(crate) use forecast::exact;
 use crate::failure::Failure;
 use crate::machine;
 use crate::style;
-use crate::table::{table, wrapped};
+use crate::table::{beside, table, wrapped};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format};
 use lockstep_compile::Effect;
 use lockstep_config::{BatchStage, Config, RecomputePolicy};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::program::Class;
-use lockstep_ir::units::thousands;
+use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{StepProgram, units};
 use lockstep_plan::{Plan, PlanError, Rates, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
 use lockstep_train::{Devices, machine_profile};
@@ -103,6 +105,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     let cost = args.cost.cost(&plan, predicted.as_ref())?;
     let account = account(&devices, &config, &plan)?;
+    let mut phases = Vec::new();
     if let Some(file) = &timeline {
         let several = plan.compiled.programs.len() > 1;
         for program in &plan.compiled.programs {
@@ -113,6 +116,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
+            phases.push(phases::StagePhases::new(program.stage, several, &drawn));
         }
     }
     if let Some(path) = &schedule {
@@ -126,6 +130,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Format::Json => {
             let mut value = as_json(&config, &plan, &ops, args.verbose);
             value["recompute"] = json!({ "policies": account.policies });
+            value["projections"] = json!(account.projections);
+            value["phases"] = json!(timeline.is_some().then_some(&phases));
             value["scaling"] = json!(account.scaling);
             value["formulas"] = json!(account.formulas);
             // The names that these had before.
@@ -141,6 +147,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             write!(out, "{}", as_text(&config, &plan, &ops, verdict.as_ref(), ways.as_ref()))?;
             write!(out, "{}", account::as_text(&account))?;
             write!(out, "{}", predicted.as_ref().map_or(String::new(), |p| p.as_text(&plan)))?;
+            write!(out, "{}", phases::as_text(&phases))?;
             write!(out, "{}", cost.map_or(String::new(), |c| c.as_text()))?;
             if args.verbose {
                 write!(out, "{}", passes(&plan))?;
@@ -213,13 +220,14 @@ fn as_text(
     let (model, train) = (&config.model, &config.train);
     let per_token = |flops: u128| units::flops(flops as f64 / plan.tokens_per_step as f64);
     let flops = plan.step_flops;
+    let line = |name: &str, flops: u128, text: &str| beside(&format!("  {name:<10} {:<12} ", per_token(flops)), text);
     let several = plan.layout.mesh.ranks() > 1;
     let plural = |n: usize, more: &'static str| if n == 1 { "" } else { more };
     let preset = |path: &str| config.preset_of(path).map_or(String::new(), |name| format!(" (preset {name})"));
     [
         wrapped(
             &format!(
-                "{}: {} parameters ({}{}), {} layers, dim {}, {} heads, {} kv heads",
+                "{}: {} parameters ({}{}), {}, dim {}, {}, {}",
                 model.architecture,
                 thousands(plan.parameters),
                 units::count(plan.parameters),
@@ -227,24 +235,23 @@ fn as_text(
                     true => String::new(),
                     false => format!(", {} of them active for a token", units::count(plan.active_parameters)),
                 },
-                model.layers,
+                counted(model.layers, "layer"),
                 model.dim,
-                model.heads,
-                model.kv_heads
+                counted(model.heads, "head"),
+                counted(model.kv_heads, "kv head")
             ),
             "  ",
         ),
         wrapped(
             &format!(
-                "step: {} sequences × {} tokens{} = {} tokens, in {} micro-batch{} of {} sequence{}{}; {}{}; {}",
-                config.batches().largest(),
+                "step: {} × {} tokens{} = {} tokens, in {} micro-batch{} of {}{}; {}{}; {}",
+                counted(config.batches().largest(), "sequence"),
                 train.seq,
                 preset("train.seq"),
                 thousands(plan.tokens_per_step),
                 config.accumulation_steps(),
                 plural(config.accumulation_steps(), "es"),
-                train.micro_batch,
-                plural(train.micro_batch, "s"),
+                counted(train.micro_batch, "sequence"),
                 config.micro_batch_found().map_or(String::new(), |how| format!(" ({how})")),
                 config.precision.policy,
                 preset("precision.policy"),
@@ -260,21 +267,23 @@ fn as_text(
             _ => layout::as_text(plan),
         },
         checkpoint_text(config, plan),
-        format!(
-            "\nFLOPs per token (matmuls)\n  {:<10} {:<12} 6 × {}matmul parameters + 12 × layers × seq × heads ×\n  {:23} head_dim\n  \
-             {:<10} {:<12} the same without the masked half of attention\n  {:<10} {:<12} {}\n",
+        "\nFLOPs per token (matmuls)\n".to_owned(),
+        line(
             "model",
-            per_token(flops.model),
-            if plan.active_parameters == plan.parameters { "" } else { "active " },
-            "",
-            "causal",
-            per_token(flops.causal),
+            flops.model,
+            &format!(
+                "6 × {}matmul parameters + 12 × layers × seq × heads × head_dim",
+                if plan.active_parameters == plan.parameters { "" } else { "active " }
+            ),
+        ),
+        line("causal", flops.causal, "the same without the masked half of attention"),
+        line(
             "hardware",
-            per_token(flops.hardware),
+            flops.hardware,
             match config.recompute.policy {
                 RecomputePolicy::None => "the same: nothing is recomputed",
                 _ => "with recomputation",
-            }
+            },
         ),
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]

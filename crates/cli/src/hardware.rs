@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use lockstep_config::nearest;
-use lockstep_ir::units::thousands;
+use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
@@ -26,7 +26,7 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
     let all = found.cluster.nodes.map(|nodes| nodes * found.cluster.gpus_per_node);
     match (gpus, all) {
         (Some(gpus), Some(all)) if gpus > all as u64 => {
-            let text = format!("--gpus {gpus}: {name} has {} GPUs", thousands(all as u64));
+            let text = format!("--gpus {gpus}: {name} has {}", counted(all, "GPU"));
             Err(request(text, &format!("give at most {all}")))
         }
         _ => Ok(Some(found)),

@@ -2,7 +2,7 @@
 
 use crate::Format;
 use crate::failure::Failure;
-use crate::table::table;
+use crate::table::{table, wrapped};
 use lockstep_train::{Analysis, ClassTime, Devices, Prediction, SaveSpec, analyze, learn as learn_from};
 use lockstep_train::{measure_machine, save_machine};
 use std::io::{IsTerminal, Write};
@@ -91,6 +91,14 @@ pub fn analysis_text(a: &Analysis) -> String {
     if let Some((class, seconds)) = a.parts_most() {
         let more = if seconds < 0.0 { "less" } else { "more" };
         text.push_str(&format!("they part most in {class}: {:.2} ms {more} than predicted\n", seconds.abs() * 1e3));
+    }
+    if let Some(over) = a.kernels_over_step_s {
+        let line = format!(
+            "nothing is left for communication, waits and the host: the timed kernels sum to {:.2} ms more than a step, as they \
+             overlap, and each was slower for being timed",
+            over * 1e3
+        );
+        text.push_str(&wrapped(&line, "  "));
     }
     if !a.unmeasured.is_empty() {
         text.push_str(&format!("never measured, estimated from other ops: {}\n", a.unmeasured.join(", ")));

@@ -132,6 +132,13 @@ pub fn wrapped(text: &str, indent: &str) -> String {
     lines.iter().enumerate().map(line).collect()
 }
 
+/// A paragraph beside a label; later lines stand below the first word.
+pub fn beside(label: &str, text: &str) -> String {
+    let indent = " ".repeat(style::width(label));
+    let lines = wrapped(&format!("{indent}{text}"), &indent);
+    format!("{label}{}", &lines[indent.len()..])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

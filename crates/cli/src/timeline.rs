@@ -5,7 +5,7 @@ mod svg;
 use crate::failure::Failure;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::trace_span;
-use lockstep_plan::{Clock, MemoryTimeline};
+use lockstep_plan::{Clock, Mark, MemoryTimeline};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -58,6 +58,22 @@ pub fn wrote(what: &str, path: &Path) {
     let _ = writeln!(std::io::stderr(), "wrote {}: {what}", path.display());
 }
 
+/// The phases of steps, on a thread of their own: an event from where one begins to where another one goes on.
+fn phase_events(timeline: &MemoryTimeline, scale: f64) -> Vec<Value> {
+    let thread = |id: usize, name: &str| json!({ "name": "thread_name", "ph": "M", "pid": 0, "tid": id, "args": { "name": name } });
+    let mut events = vec![thread(0, "instructions"), thread(1, "phases")];
+    let same = |a: &Mark, b: &Mark| (a.step, a.phase, a.micro_batch) == (b.step, b.phase, b.micro_batch);
+    for run in timeline.marks.chunk_by(same) {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else { continue };
+        let (ts, dur) = trace_span(first.start * scale, last.end * scale);
+        events.push(json!({
+            "name": first.phase.name(), "cat": "phase", "ph": "X", "pid": 0, "tid": 1, "ts": ts, "dur": dur,
+            "args": { "step": first.step, "micro_batch": first.micro_batch },
+        }));
+    }
+    events
+}
+
 /// A counter of bytes by class and the instructions beside it, in the format of Chrome's trace viewer.
 fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
     // One instruction is drawn as a microsecond where there is no clock.
@@ -78,10 +94,12 @@ fn trace(title: &str, timeline: &MemoryTimeline) -> Value {
             },
         }));
     }
+    events.extend(phase_events(timeline, scale));
     json!({
         "traceEvents": events,
         "otherData": {
             "title": title,
+            "phases": timeline.phases(),
             "clock": match &timeline.clock {
                 Clock::Instructions => "instructions".to_owned(),
                 Clock::PeakRates(gpu) => format!("seconds at the peak rates of {gpu}, collectives not timed"),

@@ -252,6 +252,18 @@ fn inspect_says_what_it_needs() {
 }
 
 #[test]
+fn inspect_reads_a_config_whose_model_is_that_of_its_weights() {
+    let place = Place::new();
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=5"]);
+    place.ok(&["checkpoint", "export", "run", "--out", "hf"]);
+    let train = CONFIG.split_once("[data]").unwrap().1.replace("steps = 20", "steps = 20\ninit_from = \"hf\"");
+    place.config(&format!("[data]{train}"));
+    place.ok(&["data", "prepare", "run.toml"]);
+    let text = place.ok(&["data", "inspect", "run.toml", "--sample", "1"]);
+    assert!(text.contains("sample 1: epoch 0, tokens from") && text.contains("corpus/"), "{text}");
+}
+
+#[test]
 fn megatrons_files_train_as_the_shards_that_they_were_exported_from() {
     let place = Place::new();
     let config =

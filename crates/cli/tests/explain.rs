@@ -241,6 +241,14 @@ fn the_predicted_step_is_a_trace_of_all_stages() {
             assert!(end > 0.5 * step && end <= step + 1e-3, "{end} of {step}");
         }
         assert_eq!(of(0).filter(|e| e["name"].as_str().unwrap().starts_with("forward")).count(), 64);
+        // An event is named after its op, is of its class, and says what it is about.
+        let matmul = of(1).find(|e| e["name"] == "linear").unwrap();
+        assert_eq!((&matmul["cat"], &matmul["args"]["segment"]), (&"matmul".into(), &"forward".into()), "{matmul}");
+        let (layer, tensor) = (matmul["args"]["layer"].as_u64().unwrap(), matmul["args"]["tensor"].as_str().unwrap());
+        assert_eq!(tensor, format!("layers.{layer}.wqkv"), "{matmul}");
+        let update = of(1).find(|e| e["name"] == "adamw").unwrap();
+        assert_eq!(update["cat"], "optimizer", "{update}");
+        assert!(update["args"]["tensor"].is_string(), "{update}");
     }
     assert!(std::fs::read_to_string(place.path("s.svg")).unwrap().contains("time as predicted for H100 80GB"));
 }
@@ -258,4 +266,172 @@ fn hardware_of_the_users_own_is_known_by_name() {
     std::fs::write(place.path("hardware/mine.toml"), gpu.replace("500.0", "-5.0")).unwrap();
     let error = place.fails(2, &["explain", "run.toml", "--gpu", "mine"]);
     assert!(error.contains("mine.toml: gpu mine: tflops is not above 0"), "{error}");
+}
+
+/// The projections of a config as explain has them, and all that it has of the model.
+fn projections(config: &str) -> (Vec<Value>, Value) {
+    let place = Place::new();
+    place.config(config);
+    let explained = json(&place, &[]);
+    (explained["projections"].as_array().unwrap().clone(), explained)
+}
+
+#[test]
+fn parameters_and_flops_by_projection_sum_to_those_of_the_model() {
+    let small = "layers = 3\n[train]\nseq = 64\nglobal_batch = 2\n";
+    for preset in ["llama-3.2-1b", "gpt2", "olmoe-1b-7b", "deepseek-moe-16b", "mixtral-8x7b"] {
+        let (found, explained) = projections(&format!("[model]\npreset = \"{preset}\"\n{small}"));
+        let sum = |key: &str| found.iter().map(|p| p[key].as_f64().unwrap()).sum::<f64>();
+        let model = &explained["model"];
+        assert_eq!(sum("parameters"), model["parameters"].as_f64().unwrap(), "{preset}");
+        assert_eq!(sum("active_parameters"), model["active_parameters"].as_f64().unwrap(), "{preset}");
+        let all = explained["flops"]["model_per_token"].as_f64().unwrap();
+        assert!((sum("flops_per_token") / all - 1.0).abs() < 1e-12, "{preset}: {} of {all}", sum("flops_per_token"));
+        let of = |name: &str| found.iter().find(|p| p["name"] == name).unwrap_or_else(|| panic!("{preset}: {name}"));
+        assert!(found.iter().all(|p| p["part"] != "other"), "{preset}: {found:?}");
+        // Six FLOPs for every element of a matrix that a token meets; biases have none.
+        if preset != "gpt2" {
+            for p in found.iter().filter(|p| ["attention", "MLP"].contains(&p["part"].as_str().unwrap())) {
+                let elements = p["active_parameters"].as_f64().unwrap();
+                let six = p["name"] == "scores (QKᵀ, PV)" || p["flops_per_token"].as_f64().unwrap() == 6.0 * elements;
+                assert!(six, "{preset}: {p}");
+            }
+        }
+        assert!(of("q")["parameters"].as_u64() >= of("k")["parameters"].as_u64(), "{preset}");
+        assert!(of("head")["flops_per_token"].as_f64().unwrap() > 0.0, "{preset}");
+    }
+    let (found, _) = projections(&format!("[model]\npreset = \"deepseek-moe-16b\"\n{small}"));
+    let names: Vec<&str> = found.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    for name in ["gate", "router", "expert gate", "expert down", "shared expert up"] {
+        assert!(names.contains(&name), "{name}: {names:?}");
+    }
+}
+
+#[test]
+fn parts_of_the_model_are_shown_with_their_projections() {
+    let place = Place::new();
+    let text = place.ok(&["explain", "run.toml"]);
+    for part in ["\n  attention ", "\n    q ", "\n    scores (QKᵀ, PV) ", "\n  MLP ", "\n    down ", "\n  head "] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    // A table that is also the head counts once.
+    let head = text.lines().find(|line| line.starts_with("  head ")).unwrap();
+    assert!(head.split_whitespace().nth(1) == Some("-") && head.contains("FLOP"), "{head}");
+}
+
+#[test]
+fn a_timeline_says_when_the_four_phases_of_a_step_begin_and_end() {
+    let place = Place::new();
+    let run = ["--set", "parallel.dp=2", "--set", "train.micro_batch=2"];
+    let args = [&run[..], &["--timeline", "memory.json"]].concat();
+    let explained = json(&place, &args);
+    let stage = &explained["phases"][0];
+    let phases = stage["phases"].as_array().unwrap();
+    let names: Vec<&str> = phases.iter().map(|p| p["phase"].as_str().unwrap()).collect();
+    assert_eq!(names, ["forward", "backward", "gradient_reduction", "optimizer_step"]);
+    assert_eq!(stage["unit"], "instructions");
+    let number = |i: usize, key: &str| phases[i][key].as_f64().unwrap();
+    // They make up the step: the last one ends when all have taken their time.
+    let whole: f64 = (0..4).map(|i| number(i, "takes")).sum();
+    assert_eq!((number(0, "begins"), number(3, "ends")), (0.0, whole));
+    assert!(number(1, "begins") < number(2, "begins") && number(2, "ends") <= number(3, "ends"));
+    assert!(number(2, "communicated_bytes") > 0.0 && number(0, "communicated_bytes") == 0.0, "{phases:?}");
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(place.path("memory.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let takes = |name: &str| -> f64 {
+        let mine = events.iter().filter(|e| e["cat"] == "phase" && e["name"] == name && e["args"]["step"] == 0);
+        mine.map(|e| e["dur"].as_f64().unwrap()).sum()
+    };
+    assert!((takes("backward") - number(1, "takes")).abs() < 1e-6, "{}", takes("backward"));
+    let args = [&["explain", "run.toml"], &run[..], &["--timeline", "memory.svg", "--gpu", "h100"]].concat();
+    let text = place.ok(&args);
+    let table = &text[text.find("phases of the first step").unwrap()..];
+    for name in ["forward", "backward", "gradient reduction", "optimizer step"] {
+        assert!(table.contains(&format!("\n  {name} ")), "{name}\n{table}");
+    }
+    assert!(table.contains(" ms ") && table.contains("collectives are not timed here"), "{table}");
+    let svg = std::fs::read_to_string(place.path("memory.svg")).unwrap();
+    assert!(svg.contains("class=\"phase2\"") && svg.contains("optimizer step: ") && svg.contains(", takes "));
+}
+
+#[test]
+fn memory_against_sequence_length_is_a_table_and_a_plot() {
+    let place = Place::new();
+    let lengths = ["--sequence-lengths", "128,32,64", "--gpu", "h100"];
+    let found = json(&place, &lengths);
+    let rows = found["sequence_lengths"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["seq"].as_u64().unwrap()).collect::<Vec<_>>(), [32, 64, 128]);
+    for row in rows {
+        let set = format!("train.seq={}", row["seq"]);
+        let alone = json(&place, &["--gpu", "h100", "--set", &set]);
+        assert_eq!(row["memory"], alone["memory"], "{set}");
+    }
+    let bytes = |i: usize, class: &str| rows[i]["memory"]["classes"][class].as_u64().unwrap();
+    assert!(bytes(2, "activations") > bytes(0, "activations") && bytes(2, "optimizer") == bytes(0, "optimizer"));
+    let text = place.ok(&[&["explain", "run.toml"], &lengths[..], &["--plot", "lengths.svg"]].concat());
+    for part in ["memory against sequence length: ", " activations ", "\n  128 ", " yes\n", "on an H100 80GB"] {
+        assert!(text.contains(part), "{part}\n{text}");
+    }
+    let svg = std::fs::read_to_string(place.path("lengths.svg")).unwrap();
+    assert!(svg.starts_with("<svg xmlns=") && svg.contains("activations, 128 tokens: ") && svg.contains(">128</text>"));
+    for (args, part) in [
+        (&["--sequence-lengths", "64", "--plot", "lengths.png"][..], "--plot lengths.png is not an .svg\nhint: "),
+        (&["--plot", "lengths.svg"], "--sequence-lengths"),
+        (&["--sequence-lengths", "0"], "--sequence-lengths 0: "),
+        (&["--sequence-lengths", "64", "--fit", "1GB"], "cannot be used with"),
+        (&["--sequence-lengths", "63", "--set", "parallel.cp=2"], "--sequence-lengths 63: "),
+    ] {
+        let error = place.fails(2, &[&["explain", "run.toml"], args].concat());
+        assert!(error.contains(part), "{args:?}: {error}");
+    }
+}
+
+/// The names of all presets, as their table has them.
+fn presets() -> Vec<String> {
+    let table = include_str!("../../config/src/presets.rs");
+    let name = |line: &str| Some(line.trim().strip_prefix("name: \"")?.strip_suffix("\",")?.to_owned());
+    table.lines().filter_map(name).collect()
+}
+
+#[test]
+fn every_line_fits_80_columns() {
+    let check = |place: &Place, args: &[&str]| {
+        let args = [&["explain", "run.toml"], args].concat();
+        for line in place.ok(&args).lines() {
+            assert!(line.chars().count() <= 80, "{args:?}: {} columns: {line}", line.chars().count());
+        }
+    };
+    let names = presets();
+    assert!(names.len() > 20, "{names:?}");
+    std::thread::scope(|scope| {
+        for half in names.chunks(names.len().div_ceil(2)) {
+            scope.spawn(move || {
+                for name in half {
+                    let place = Place::new();
+                    place.config(&format!("[model]\npreset = \"{name}\"\n"));
+                    check(&place, &["--gpu", "h100"]);
+                }
+            });
+        }
+    });
+    let place = Place::new();
+    place.config(include_str!("../../../examples/quickstart.toml"));
+    check(&place, &[]);
+    for more in ["parallel.dp=4,parallel.zero=3", "parallel.pp=2", "parallel.tp=2,parallel.sequence_parallel=true"] {
+        let set: Vec<&str> = more.split(',').flat_map(|key| ["--set", key]).collect();
+        check(&place, &[&set[..], &["--set", "train.micro_batch=2", "--gpu", "h100", "--tokens", "1T"]].concat());
+    }
+    check(&place, &["--sequence-lengths", "128,1024,131072", "--gpu", "h100"]);
+    check(&place, &["--fit", "16MiB"]);
+}
+
+#[test]
+fn recomputation_is_named_only_where_there_is_some() {
+    let place = Place::new();
+    let hardware = |policy: &str| {
+        let text = place.ok(&["explain", "run.toml", "--set", &format!("recompute.policy={policy}")]);
+        text.lines().find(|line| line.starts_with("  hardware ")).unwrap().to_owned()
+    };
+    assert!(hardware("none").ends_with("the same: nothing is recomputed"), "{}", hardware("none"));
+    assert!(hardware("full").ends_with("with recomputation"), "{}", hardware("full"));
 }

@@ -38,6 +38,18 @@ fn a_run_writes_what_was_predicted_is_analyzed_and_learned_from() {
     {
         assert!(shown.contains(part), "{part}: {shown}");
     }
+    // Kernels that were timed to more than a step leave nothing for the rest, and that is said.
+    let timed = place.path("first/measured.json");
+    let kept = std::fs::read_to_string(&timed).unwrap();
+    let mut measured: Value = serde_json::from_str(&kept).unwrap();
+    measured["classes"]["matmul"] = Value::from(1000.0);
+    std::fs::write(&timed, measured.to_string()).unwrap();
+    let shown = place.ok(&["explain", "--analyze", "first"]);
+    assert!(shown.contains("nothing is left for communication, waits and the host: "), "{shown}");
+    let over = json(&place, "first/plan.json")["prediction"]["step_s"].as_f64().unwrap();
+    let found: Value = serde_json::from_str(&place.ok(&["explain", "--analyze", "first", "--format", "json"])).unwrap();
+    assert!(over < 900.0 && found["kernels_over_step_s"].as_f64().unwrap() > 900.0, "{found}");
+    std::fs::write(&timed, kept).unwrap();
     let learned = place.ok(&["bench", "--learn", "first"]);
     assert!(learned.contains("times by op and size added to"), "{learned}");
     train("second");

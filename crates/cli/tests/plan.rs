@@ -235,7 +235,7 @@ fn reasons_are_shown_for_any_layout_and_for_what_was_left_out() {
     assert!(text.contains("why not tp=8 sp, micro-batch") && text.contains("exposed communication"), "{text}");
     assert!(text.contains("\nleft out\n") && text.contains("a bound on the step time is above"), "{text}");
     let error = place.fails(2, &["plan", "run.toml", "--gpu", "h100", "--gpus", "8", "--why", "tp=2"]);
-    assert!(error.contains("--why tp=2 has 2 ranks, and there are 8 GPUs"), "{error}");
+    assert!(error.contains("--why tp=2 has 2 ranks, and the plan is for 8 GPUs"), "{error}");
 }
 
 #[test]
@@ -249,7 +249,7 @@ fn what_cannot_be_met_is_refused_with_the_gpus_that_would_do() {
     let soon = format!("{:.1}d", days * 0.7);
     let error = place.fails(2, &[&wanted[..], &[soon.as_str()]].concat());
     assert!(
-        error.contains("cannot be met: the fastest layout of 1 GPUs takes") && error.contains("hint: give --gpus 2: "),
+        error.contains("cannot be met: the fastest layout of 1 GPU takes") && error.contains("hint: give --gpus 2: "),
         "{error}"
     );
     let late = format!("{:.1}d", days * 2.0);
@@ -287,9 +287,17 @@ fn scaling_is_told_as_tables_and_drawn_as_a_page() {
     assert!(!page.contains("http://") || page.matches("http").count() == 8, "it loads something");
     assert!(!page.contains("<script") && page.contains("time against cost"));
     let text = place.ok(&["plan", "run.toml", "--scaling", "--gpu", "h100", "--gpus", "4"]);
-    for part in ["strong scaling", "weak scaling", "sequence length", "micro-batch, 4 GPUs"] {
+    for part in
+        ["strong scaling", "weak scaling", "sequence length", "micro-batch, 4 GPUs", "\n  1 GPU, ", "\n  2 GPUs, "]
+    {
         assert!(text.contains(part), "{part}\n{text}");
     }
+    assert!(!text.contains("\n  1 GPUs"), "{text}");
+    // A heading names no column that was left out for want of room.
+    let section = &text[text.find("strong scaling").unwrap()..text.find("weak scaling").unwrap()];
+    let (heading, table) = section.split_once('\n').unwrap();
+    assert_eq!(heading.contains("GPU-hours"), table.contains("GPU-hours"), "{section}");
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
 }
 
 /// `parallel.layout = "auto"`: what the run directory has says which layout a run trains in.

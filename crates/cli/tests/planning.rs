@@ -144,6 +144,53 @@ fn ranks_of_one_machine_share_its_memory_and_every_output_says_so() {
 }
 
 #[test]
+fn a_micro_batch_that_fits_divides_the_batch_or_comes_with_one_that_it_divides() {
+    let place = Place::new();
+    let run = ["--set", "parallel.dp=2", "--set", "train.global_batch=48", "--set", "train.micro_batch=2"];
+    let found = json(&place, &[&run[..], &["--fit", "8 MiB"]].concat());
+    let policies = found["fit"]["policies"].as_array().unwrap();
+    for policy in policies {
+        let number = |key: &str| policy[key].as_u64().unwrap_or_else(|| panic!("{key}: {policy}"));
+        let (dividing, most) = (number("dividing_micro_batch"), number("micro_batch"));
+        // 24 sequences for each of two ranks.
+        assert!(24 % dividing == 0 && dividing <= most, "{policy}");
+        // Twelve micro-batches on each of two ranks, as now.
+        assert_eq!(number("global_batch"), most * 2 * 12, "{policy}");
+        for (micro_batch, batch) in [(dividing, 48), (most, number("global_batch"))] {
+            let sizes = [format!("train.micro_batch={micro_batch}"), format!("train.global_batch={batch}")];
+            let name = policy["policy"].as_str().unwrap().split(',').next().unwrap();
+            let set = ["--set", "parallel.dp=2", "--set", &sizes[0], "--set", &sizes[1]];
+            let recompute = format!("recompute.policy={name}");
+            let explained = json(&place, &[&set[..], &["--set", &recompute]].concat());
+            assert!(explained["memory"]["total_bytes"].as_u64().unwrap() <= 8 << 20, "{policy} at {sizes:?}");
+        }
+    }
+    let text = place.ok(&[&["explain", "run.toml"], &run[..], &["--fit", "8 MiB"]].concat());
+    assert!(text.contains("divides a rank's batch of 24 sequences"), "{text}");
+}
+
+#[test]
+fn what_is_shown_instead_refuses_options_that_it_would_drop() {
+    let place = Place::new();
+    for instead in [["--fit", "1GB"], ["--layouts", "dp=2"], ["--sequence-lengths", "64"]] {
+        for dropped in [
+            &["--verbose"][..],
+            &["--timeline", "m.svg"],
+            &["--schedule", "s.svg"],
+            &["--trace", "t.json"],
+            &["--analyze"],
+            &["--tokens", "1T"],
+            &["--tokens", "1T", "--mfu", "0.4", "--gpu", "h100"],
+        ] {
+            let args = [&["explain", "run.toml"], &instead[..], dropped].concat();
+            let error = place.fails(2, &args);
+            assert!(error.contains("cannot be used with") && error.contains(dropped[0]), "{args:?}: {error}");
+        }
+    }
+    assert!(!place.path("m.svg").exists() && !place.path("t.json").exists());
+}
+
+#[test]
 fn layouts_are_shown_side_by_side() {
     let place = Place::new();
     let text = place.ok(&["explain", "run.toml", "--layouts", "dp=2; dp=2,zero=3", "--layouts", "tp=2,pp=2"]);

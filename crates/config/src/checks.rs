@@ -380,6 +380,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             false => None,
         },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
+        noise_scale: values.switch("train.noise_scale").unwrap_or(false),
     };
     Some((layout, extents))
 }

@@ -93,6 +93,14 @@ impl Config {
         })
     }
 
+    /// Whether the config, as it was read, keeps every rule with these overrides (`"parallel.ep=2"`) laid over it.
+    pub fn accepts(&self, keys: &[String]) -> bool {
+        let Given { path, text, overrides, inherited } = &self.provenance.given;
+        let inherit = |_: &Path| Ok(inherited.clone());
+        let overrides = [overrides.as_slice(), keys].concat();
+        Config::read(text, &self.provenance.file_name, path, &overrides, &[], &inherit).is_ok()
+    }
+
     fn read(
         text: &str,
         name: &str,
@@ -339,6 +347,7 @@ impl Config {
             micro_batch: train.micro_batch,
             gathered_head: (self.optimizer.name == OptimizerName::Muon).then_some(model.head_dim * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
+            noise_scale: train.noise_scale,
         }
     }
 }

@@ -35,6 +35,8 @@ pub struct Extents {
     pub gathered_head: Option<usize>,
     /// Whether attention has the matrix of its weights.
     pub naive_attention: bool,
+    /// Whether the gradient noise scale is measured, which expert-parallel ranks cannot do.
+    pub noise_scale: bool,
 }
 
 impl Extents {
@@ -261,8 +263,24 @@ fn expert_parallel(layout: &Layout, extents: &Extents) -> Option<Refusal> {
         key: "parallel.ep",
         with: &["model.experts"],
         reason: format!("parallel.ep = {ep} does not divide model.experts = {experts}"),
-        nearest: near(MeshAxis::Ep.name(), &divisors(experts), ep),
+        nearest: near(MeshAxis::Ep.name(), &expert_sizes(layout, extents, experts), ep),
     })
+}
+
+/// The sizes of `ep` that no rule refuses: divisors of the experts that divide the batch, if possible into whole micro-batches. Where
+/// none does, the fault is another key's, and all divisors are named.
+fn expert_sizes(layout: &Layout, extents: &Extents, experts: usize) -> Vec<usize> {
+    let others = layout.mesh.size(MeshAxis::DpShard) * layout.mesh.size(MeshAxis::DpReplicate);
+    let mut sizes = if extents.noise_scale { vec![1] } else { divisors(experts) };
+    let rules: [&dyn Fn(usize) -> bool; 2] =
+        [&|ranks| extents.global_batch.is_multiple_of(ranks), &|ranks| extents.micro_batches(ranks).is_some()];
+    for fits in rules {
+        let fitting: Vec<usize> = sizes.iter().copied().filter(|ep| fits(others * ep)).collect();
+        if !fitting.is_empty() {
+            sizes = fitting;
+        }
+    }
+    sizes
 }
 
 /// The axes along which ranks have sequences of their own, with the keys that give their sizes.
@@ -289,7 +307,10 @@ fn batch(layout: &Layout, extents: &Extents) -> Option<Refusal> {
         let size = layout.mesh.size(axis);
         let Some(rest) = quotient(left, size) else {
             // A size that leaves the micro-batch as it is, where there is one.
-            let fitting = divisors(quotient(left, micro).unwrap_or(left));
+            let fitting = match (axis, extents.experts) {
+                (MeshAxis::Ep, Some(experts)) => expert_sizes(layout, extents, experts),
+                _ => divisors(quotient(left, micro).unwrap_or(left)),
+            };
             return Some(Refusal {
                 key,
                 with: &["train.global_batch", "parallel.dp_replicate", "parallel.ep"],

@@ -4,6 +4,7 @@
 use crate::fit::sent_bytes;
 use crate::formulas::{Formula, formulas};
 use crate::plan::{hardware_flops, prepare, training_context};
+use crate::projections::{Projection, projections};
 use crate::{Machine, Plan, PlanError, groups};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::{Config, RecomputePolicy};
@@ -16,6 +17,8 @@ use std::collections::BTreeMap;
 /// The account of a config.
 #[derive(Clone, Debug, Serialize)]
 pub struct Account {
+    /// Parameters and model FLOPs by projection; they sum to all that there are.
+    pub projections: Vec<Projection>,
     /// What each recompute policy saves and costs; the first saves everything.
     pub policies: Vec<PolicyCost>,
     /// Under ZeRO 3: what it costs to gather parameters again for backward, and to keep them.
@@ -92,8 +95,10 @@ pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Ac
         let full = policies.iter().find(|p| p.policy == RecomputePolicy::Full.word()).map_or(0.0, |p| p.added_flops);
         let formulas = formulas(config, plan, estimator.derived(), &none, full)?;
         let reshard = reshard(plan, &context)?;
+        let experts_per_token = config.model.experts_per_token.unwrap_or(1);
+        let projections = projections(plan, estimator.derived(), experts_per_token)?;
         let scaling = scaling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok(Account { policies, reshard, scaling, formulas })
+        Ok(Account { projections, policies, reshard, scaling, formulas })
     })
 }
 

@@ -189,7 +189,11 @@ pub struct LargestMicroBatch {
     pub policy: String,
     /// Sequences; none where not even one fits.
     pub micro_batch: Option<usize>,
-    /// Bytes of the arena at that size, or at one sequence.
+    /// Sequences of a step of as many such micro-batches as the config has; none where not even one fits.
+    pub global_batch: Option<usize>,
+    /// The largest that fits and divides the batch of a rank, for the config's own batch; none where none does.
+    pub dividing_micro_batch: Option<usize>,
+    /// Bytes of the arena at the largest size, or at one sequence.
     pub arena_bytes: u64,
     /// FLOPs of a step as a share of those without recomputation.
     pub hardware_flops: f64,
@@ -198,8 +202,8 @@ pub struct LargestMicroBatch {
 /// Micro-batches beyond this many sequences are not looked for.
 const MOST_SEQUENCES: usize = 1 << 16;
 
-/// The largest micro-batch that fits so many bytes of each rank, under every recompute policy, with as many micro-batches in a
-/// step as the config has.
+/// The largest micro-batch that fits so many bytes of each rank, under every recompute policy: with as many micro-batches in a step as
+/// the config has, whatever batch that makes, and of those that divide the config's own batch.
 pub fn largest_micro_batches(
     machine: &dyn Machine,
     config: &Config,
@@ -215,9 +219,38 @@ pub fn largest_micro_batches(
         let found = sizes.estimate(at, &recompute)?;
         let none = sizes.estimate(at, &Recompute::None)?;
         let share = hardware_flops(&found.programs)? as f64 / hardware_flops(&none.programs)? as f64;
-        rows.push(LargestMicroBatch { policy: name, micro_batch, arena_bytes: found.arena(), hardware_flops: share });
+        let global_batch = micro_batch.map(|size| with_micro_batch(config, size).round() * config.accumulation_steps());
+        rows.push(LargestMicroBatch {
+            policy: name,
+            micro_batch,
+            global_batch,
+            dividing_micro_batch: largest_dividing(machine, config, &recompute, micro_batch, bytes)?,
+            arena_bytes: found.arena(),
+            hardware_flops: share,
+        });
     }
     Ok(rows)
+}
+
+/// The largest micro-batch that divides the batch of a rank and fits, where up to `most` sequences are known to fit about so.
+fn largest_dividing(
+    machine: &dyn Machine,
+    config: &Config,
+    recompute: &Recompute,
+    most: Option<usize>,
+    bytes: u64,
+) -> Result<Option<usize>, PlanError> {
+    let Some(most) = most else { return Ok(None) };
+    let batch = config.train.micro_batch * config.accumulation_steps();
+    let few = |size: &usize| batch / size <= MOST_MICRO_BATCHES;
+    for size in divisors(batch).into_iter().filter(|size| *size <= most).filter(few) {
+        let (forward, context, _) = prepare(machine, &with_micro_batch(config, size), lockstep_model::build_form)?;
+        // More micro-batches take some bytes more: their tokens.
+        if Estimate::under(&Estimator::new(&forward, &context)?, recompute.clone())?.arena() <= bytes {
+            return Ok(Some(size));
+        }
+    }
+    Ok(None)
 }
 
 /// The largest size that fits, where one sequence does. Arenas grow in a line, nearly: it is followed to a guess, and the guess
@@ -313,6 +346,44 @@ pub fn layout_costs(
             bubble: pipeline_timeline(&found.programs, &config.layout()).map_or(0.0, |timeline| timeline.bubble()),
             in_flight: most_in_flight(&config.layout()),
             verdict: room.map(|room| room.verdict(&found.stages, ranks)),
+        });
+    }
+    Ok(rows)
+}
+
+/// What sequences of one length need.
+#[derive(Clone, Debug, Serialize)]
+pub struct LengthCost {
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// Tokens of a micro-batch.
+    pub micro_batch_tokens: usize,
+    /// Bytes of the rank with the largest arena.
+    pub memory: MemoryBreakdown,
+    /// Whether it fits, where the memory is known.
+    pub verdict: Option<Verdict>,
+}
+
+/// A config at several sequence lengths, with as many sequences in a micro-batch and a step. Learned positions grow where there are too
+/// few.
+pub fn length_costs(
+    machine: &dyn Machine,
+    config: &Config,
+    lengths: &[usize],
+    room: Option<&Room>,
+) -> Result<Vec<LengthCost>, PlanError> {
+    let mut rows = Vec::new();
+    for &seq in lengths {
+        let mut config = config.clone();
+        config.train.seq = seq;
+        config.model.positions = config.model.positions.map(|positions| positions.max(seq));
+        let found = Estimate::of(machine, &config)?;
+        let Some(memory) = found.stages.iter().max_by_key(|stage| stage.total_bytes) else { continue };
+        rows.push(LengthCost {
+            seq,
+            micro_batch_tokens: config.train.micro_batch * seq,
+            memory: memory.clone(),
+            verdict: room.map(|room| room.verdict(&found.stages, config.layout().mesh.ranks())),
         });
     }
     Ok(rows)

@@ -17,6 +17,7 @@ pub mod laws;
 mod parallel;
 mod pipeline;
 mod plan;
+mod projections;
 pub mod published;
 mod recipe;
 mod saves;
@@ -30,18 +31,19 @@ pub use device::{Machine, Target};
 pub use error::{NoLayout, PlanError};
 pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
-    LargestMicroBatch, LayoutCost, Room, Verdict, largest_micro_batches, layout_costs, with_fitting_micro_batch,
-    with_micro_batch,
+    LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,
+    with_fitting_micro_batch, with_micro_batch,
 };
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
+pub use projections::Projection;
 pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
 pub use saves::{FailureRate, SaveInterval, Stalls, checkpoint_bytes};
 pub use search::{
     LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, Trainer, at_layout,
     every_choice, search,
 };
-pub use timeline::{Clock, Mark, MemoryTimeline, planned_timeline};
+pub use timeline::{Clock, Mark, MemoryTimeline, PhaseTime, StepPhase, planned_timeline};
 pub use ways::{FittingChange, MoreRanks, NearestMiss, WaysToFit, ways_to_fit};

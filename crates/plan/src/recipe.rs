@@ -4,6 +4,7 @@
 use crate::parallel::in_parallel;
 use crate::{Evaluated, Machine, NoLayout, PlanError, Rates, Room, evaluate, with_micro_batch};
 use lockstep_config::{Config, RecomputePolicy, legal};
+use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
 use serde::Serialize;
 use std::sync::{Mutex, PoisonError};
@@ -108,14 +109,15 @@ pub fn recipe(
     }
     let base = base.ok_or_else(|| match rungs.last() {
         None => none(
-            format!("no layout of {gpus} GPUs divides train.global_batch = {}", config.train.global_batch),
+            format!("no layout of {} divides train.global_batch = {}", counted(gpus, "GPU"), config.train.global_batch),
             "give a number of GPUs that divides it, or another global batch",
         ),
         Some(last) => none(
             format!(
-                "one sequence with full recomputation needs {} of {} on {gpus} GPUs, sharded as far as the recipe goes ({})",
+                "one sequence with full recomputation needs {} of {} on {}, sharded as far as the recipe goes ({})",
                 lockstep_ir::units::bytes(last.memory_bytes),
                 lockstep_ir::units::bytes(room.bytes),
+                counted(gpus, "GPU"),
                 last.layout
             ),
             "give more GPUs, or a smaller model or train.seq",

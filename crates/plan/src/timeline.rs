@@ -1,11 +1,14 @@
 //! Memory over the first steps, as planned; a run gives the same form.
 
 use crate::PlanError;
-use lockstep_ir::program::Class;
+use lockstep_ir::graph::Phase;
+use lockstep_ir::op::Transfer;
+use lockstep_ir::program::{Arg, Class, Instr};
 use lockstep_ir::timeline::{self, Point};
 use lockstep_ir::walk::Distinct;
-use lockstep_ir::{DType, StepProgram};
+use lockstep_ir::{DType, MeshAxis, StepProgram};
 use lockstep_sim::GpuSpec;
+use serde::Serialize;
 
 /// Memory over time.
 #[derive(Clone, Debug, PartialEq)]
@@ -34,6 +37,75 @@ pub enum Clock {
     Measured,
 }
 
+/// The four phases of a training step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StepPhase {
+    /// Forward, with the loss.
+    Forward,
+    /// Backward, with what is recomputed for it.
+    Backward,
+    /// Sums of gradients over ranks.
+    GradientReduction,
+    /// The gradient norm and the update of the parameters.
+    OptimizerStep,
+}
+
+impl StepPhase {
+    /// In the order of a step.
+    pub const ALL: [Self; 4] = [Self::Forward, Self::Backward, Self::GradientReduction, Self::OptimizerStep];
+
+    /// The name for people.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::GradientReduction => "gradient reduction",
+            Self::OptimizerStep => "optimizer step",
+        }
+    }
+
+    /// That of an instruction. Of collectives that sum, those over data-parallel ranks are of gradients, and in the update those that read
+    /// a gradient; others sum activations, losses and norms.
+    fn of(program: &StepProgram, instr: &Instr) -> Self {
+        let gradient = |arg: &Arg| program.buffers[arg.buffer.0].class == Class::Gradients;
+        let reduces = match instr.op.transfer() {
+            Some(
+                transfer @ (Transfer::AllReduce { .. } | Transfer::ReduceScatter { .. } | Transfer::SumShared { .. }),
+            ) => match instr.phase {
+                Phase::Update | Phase::Probe => instr.inputs.iter().any(gradient),
+                _ => transfer.over().iter().any(|axis| matches!(axis, MeshAxis::DpShard | MeshAxis::DpReplicate)),
+            },
+            _ => false,
+        };
+        match instr.phase {
+            _ if reduces => Self::GradientReduction,
+            Phase::Reduce => Self::GradientReduction,
+            Phase::Forward => Self::Forward,
+            Phase::InputGrad | Phase::WeightGrad => Self::Backward,
+            Phase::Probe | Phase::Update => Self::OptimizerStep,
+        }
+    }
+}
+
+/// When a phase of a step runs, in the units of the timeline's clock. Phases alternate where a step has several micro-batches, and
+/// gradients are reduced between the layers of backward.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PhaseTime {
+    /// Which.
+    pub phase: StepPhase,
+    /// When its first instruction begins.
+    pub begins: f64,
+    /// When its last instruction ends.
+    pub ends: f64,
+    /// How long its instructions take.
+    pub takes: f64,
+    /// How many there are.
+    pub instructions: usize,
+    /// Bytes that its collectives move.
+    pub communicated_bytes: u64,
+}
+
 /// One instruction and what was in use while it ran.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mark {
@@ -47,6 +119,8 @@ pub struct Mark {
     pub segment: &'static str,
     /// The micro-batch.
     pub micro_batch: usize,
+    /// Which of the four phases of a step it belongs to.
+    pub phase: StepPhase,
     /// The op.
     pub op: &'static str,
     /// Its layer.
@@ -68,6 +142,7 @@ impl Mark {
             step,
             segment: segment.name,
             micro_batch: point.slot.micro_batch,
+            phase: StepPhase::of(program, instr),
             op: instr.op.name(),
             layer: instr.layer,
             moved_bytes: instr.op.communicates().then(|| instr.cost().map_or(0, |cost| cost.bytes)),
@@ -85,6 +160,22 @@ impl MemoryTimeline {
     /// The mark with most bytes, the first of several.
     pub fn peak(&self) -> Option<&Mark> {
         self.marks.iter().reduce(|best, mark| if mark.total() > best.total() { mark } else { best })
+    }
+
+    /// The phases of the first step, of which those are left out that have no instruction.
+    pub fn phases(&self) -> Vec<PhaseTime> {
+        let time = |phase: &StepPhase| {
+            let mine = || self.marks.iter().filter(|mark| mark.step == 0 && mark.phase == *phase);
+            Some(PhaseTime {
+                phase: *phase,
+                begins: mine().next()?.start,
+                ends: mine().next_back()?.end,
+                takes: mine().map(|mark| mark.end - mark.start).sum(),
+                instructions: mine().count(),
+                communicated_bytes: mine().filter_map(|mark| mark.moved_bytes).sum(),
+            })
+        };
+        StepPhase::ALL.iter().filter_map(time).collect()
     }
 }
 

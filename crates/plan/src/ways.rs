@@ -8,8 +8,8 @@ use crate::parallel::in_parallel;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{Machine, PlanError, Rates};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
-use lockstep_config::{Bytes, Config, PrecisionPolicy, RecomputePolicy, legal};
-use lockstep_ir::{StepProgram, units};
+use lockstep_config::{Bytes, Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_ir::{MeshAxis, StepProgram, units};
 use serde::Serialize;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -90,12 +90,14 @@ pub fn ways_to_fit(
     let search = Search { machine, config, room, rates, ranks: config.layout().mesh.ranks() };
     let whole = search.step(config, &before.programs)?;
     let needed_bytes = room.needs(&before.stages, search.ranks);
-    let mut found = search.over(&arrangements(config));
+    let mut found = search.over(&search.accepted(arrangements(config)));
     let mut changes = search.cheapest(&mut found, whole, needed_bytes);
-    if changes.len() < SHOWN && config.precision.policy == PrecisionPolicy::Fp32 {
-        let mut other = config.clone();
-        other.precision.policy = PrecisionPolicy::Bf16;
-        let mut more = search.over(&arrangements(&other));
+    // Other numbers are computed only where the same ones do not fit often enough.
+    for other in other_precisions(config) {
+        if changes.len() >= SHOWN {
+            break;
+        }
+        let mut more = search.over(&search.accepted(arrangements(&other)));
         found.misses.append(&mut more.misses);
         changes.extend(search.cheapest(&mut more, whole, needed_bytes));
         changes.truncate(SHOWN);
@@ -137,6 +139,15 @@ impl Search<'_> {
             Some(rates) => Ok(rates.step_s(programs, self.ranks, threads(self.machine, config, self.ranks))?),
             None => Ok(hardware_flops(programs)? as f64 / self.ranks as f64),
         }
+    }
+
+    /// Those of the arrangements that the config's rules accept, read again with the keys that they change. A layout that was planned
+    /// follows from no key.
+    fn accepted(&self, mut all: Vec<Config>) -> Vec<Config> {
+        if self.config.layout_planned().is_none() {
+            all.retain(|config| self.config.accepts(&overrides(&changed_keys(self.config, config))));
+        }
+        all
     }
 
     /// Tries all arrangements, on as many threads as the machine has cores; the order of what is found does not depend on that.
@@ -322,8 +333,28 @@ fn policies(config: &Config) -> Vec<(RecomputePolicy, Recompute)> {
     }
 }
 
+/// The same config in less precision: from fp32 to bf16, from bf16 to gradients that are summed in bf16, and both.
+fn other_precisions(config: &Config) -> Vec<Config> {
+    let mut all = Vec::new();
+    let mut other = config.clone();
+    match config.precision.policy {
+        PrecisionPolicy::Fp32 => {
+            other.precision.policy = PrecisionPolicy::Bf16;
+            all.push(other.clone());
+        }
+        PrecisionPolicy::Bf16 => {}
+        PrecisionPolicy::Fp16 => return all,
+    }
+    // Reproducible sums have a type of their own.
+    if config.precision.gradients == GradientPrecision::Fp32 && !config.train.reproducible {
+        other.precision.gradients = GradientPrecision::Bf16;
+        all.push(other);
+    }
+    all
+}
+
 /// The config's own way to shard, and others of as many ranks: a higher ZeRO stage, data-parallel ranks that become tensor-,
-/// pipeline- or context-parallel ones.
+/// pipeline-, context- or expert-parallel ones.
 fn arrangements(config: &Config) -> Vec<Config> {
     let mut all = vec![config.clone()];
     let own = &config.parallel;
@@ -338,14 +369,15 @@ fn arrangements(config: &Config) -> Vec<Config> {
         all.push(changed);
     }
     for times in [2, 4, 8].into_iter().filter(|times| own.dp.is_multiple_of(*times)) {
-        for axis in 0..3 {
+        for axis in [MeshAxis::Tp, MeshAxis::Pp, MeshAxis::Cp, MeshAxis::Ep] {
             let mut changed = config.clone();
             let p = &mut changed.parallel;
             p.dp /= times;
             match axis {
-                0 => (p.tp, p.sequence_parallel) = (p.tp * times, true),
-                1 => (p.pp, p.stages) = (p.pp * times, Vec::new()),
-                _ => p.cp *= times,
+                MeshAxis::Tp => (p.tp, p.sequence_parallel) = (p.tp * times, true),
+                MeshAxis::Pp => (p.pp, p.stages) = (p.pp * times, Vec::new()),
+                MeshAxis::Cp => p.cp *= times,
+                _ => p.ep *= times,
             }
             // ZeRO 1 sends no more than ZeRO 0.
             p.zero = if p.dp > 1 { p.zero.max(1) } else { 0 };
@@ -383,7 +415,8 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
         }
     };
     let (b, a) = (&before.parallel, &after.parallel);
-    for (name, before, after) in [("dp", b.dp, a.dp), ("cp", b.cp, a.cp), ("tp", b.tp, a.tp), ("pp", b.pp, a.pp)] {
+    let sizes = [("dp", b.dp, a.dp), ("cp", b.cp, a.cp), ("ep", b.ep, a.ep), ("tp", b.tp, a.tp), ("pp", b.pp, a.pp)];
+    for (name, before, after) in sizes {
         key(&format!("parallel.{name}"), before.to_string(), after.to_string());
     }
     key("parallel.zero", b.zero.to_string(), a.zero.to_string());
@@ -403,7 +436,14 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
     }
     let word = |policy: PrecisionPolicy| format!("\"{policy}\"");
     key("precision.policy", word(before.precision.policy), word(after.precision.policy));
+    let word = |gradients: GradientPrecision| format!("\"{gradients}\"");
+    key("precision.gradients", word(before.precision.gradients), word(after.precision.gradients));
     keys
+}
+
+/// Keys as `--set` takes them: `parallel.ep=2`.
+fn overrides(keys: &[String]) -> Vec<String> {
+    keys.iter().map(|key| key.replacen(" = ", "=", 1)).collect()
 }
 
 fn names(change: &FittingChange) -> BTreeSet<&str> {
@@ -415,7 +455,10 @@ impl std::fmt::Display for WaysToFit {
         const LAST: &str = "choose a smaller model, a shorter train.seq, or a machine with more memory";
         if self.changes.is_empty() {
             let Some(miss) = &self.nearest else { return write!(f, "{LAST}") };
-            write!(f, "no recomputation, micro-batch or sharding on as many ranks lets it fit; the least is")?;
+            write!(
+                f,
+                "no recomputation, micro-batch, precision or sharding on as many ranks lets it fit; the least is"
+            )?;
             if !miss.keys.is_empty() {
                 write!(f, "\n  {}", miss.keys.join(", "))?;
             }

@@ -213,7 +213,7 @@ fn an_impossible_request_is_refused_with_the_nearest_that_works() {
     );
     assert!(text.contains("hint: use train.global_batch = 8 or 16"), "{text}");
     let text = refused(&format!("{model}global_batch = 8\n[parallel]\ntp = 4\n"), 6);
-    assert!(text.contains("takes 4 ranks or a multiple, and there are 6 GPUs\nhint: give --gpus 4"), "{text}");
+    assert!(text.contains("takes 4 ranks or a multiple, and the plan is for 6 GPUs\nhint: give --gpus 4"), "{text}");
     let text = refused(
         "[model]\npreset = \"llama-3-405b\"\n[train]\nglobal_batch = 8\n[parallel]\ntp = 8\ncp = 1\nzero = 0\n",
         8,

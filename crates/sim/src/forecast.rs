@@ -157,11 +157,8 @@ impl Placed<'_> {
         self.priced(terms, Some(&mut marks));
         let role = |(r, role): (usize, &Vec<Marks>)| {
             let segment = |marks: &Marks| {
-                let mark = |&(start_s, end_s, demand, stream): &(f64, f64, usize, Stream)| InstructionTime {
-                    start_s,
-                    end_s,
-                    demand: self.demand(r, demand).clone(),
-                    stream,
+                let mark = |&(start_s, end_s, instr, demand, stream): &(f64, f64, usize, usize, Stream)| {
+                    InstructionTime { start_s, end_s, instr, demand: self.demand(r, demand).clone(), stream }
                 };
                 marks.all.iter().map(mark).collect()
             };
@@ -178,6 +175,8 @@ pub struct InstructionTime {
     pub start_s: f64,
     /// Seconds since the start of the segment.
     pub end_s: f64,
+    /// Its index in the segment.
+    pub instr: usize,
     /// What it asks of the hardware.
     pub demand: Demand,
     /// Where it runs.

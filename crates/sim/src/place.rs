@@ -304,8 +304,8 @@ pub(crate) struct Parts {
 
 /// When the instructions of a segment run, from its start.
 pub(crate) struct Marks {
-    /// Start, end and index of the demand, and the stream.
-    pub all: Vec<(f64, f64, usize, Stream)>,
+    /// Start, end, index of the instruction and of its demand, and the stream.
+    pub all: Vec<(f64, f64, usize, usize, Stream)>,
 }
 
 /// The price list of a workload under some constants.
@@ -456,8 +456,10 @@ impl<'a> Placed<'a> {
         let mut now = 0.0f64;
         let mut beside: [Ends; BESIDE] = Default::default();
         let (mut overlapping, mut parts) = (0.0, Parts::default());
-        let mut deferred: Vec<(usize, f64)> = Vec::new();
+        let mut deferred: Vec<(usize, usize, f64)> = Vec::new();
         let mut points = Vec::new();
+        // Runs have all instructions of the segment, in order; the count holds where marks are wanted.
+        let mut next = 0;
         for &r in &code.runs {
             let stretch = stretches[r];
             now += stretch.alone;
@@ -467,7 +469,8 @@ impl<'a> Placed<'a> {
                 continue;
             }
             for step in &role.runs[r].steps {
-                let seconds = demands[step.demand];
+                let (seconds, instr) = (demands[step.demand], next);
+                next += 1;
                 for (ends, back) in beside.iter().zip(step.waits).filter(|(_, back)| *back > 0) {
                     let until = ends.all.len().checked_sub(back).map_or(0.0, |at| ends.all[at].0);
                     parts.exposed += (until - now).max(0.0);
@@ -478,13 +481,13 @@ impl<'a> Placed<'a> {
                         let seconds = if step.kind == Kind::Kernel { with_gap(seconds, terms) } else { seconds };
                         let end = now + seconds * stretch.factor;
                         if let Some(marks) = &mut marks {
-                            marks.all.push((now, end, step.demand, Stream::Compute));
+                            marks.all.push((now, end, instr, step.demand, Stream::Compute));
                         }
                         now = end;
                     }
                     // Sums that do not overlap wait until the segment has sent what others wait for.
                     Kind::Reduce if !self.framework.overlaps_reductions => {
-                        deferred.push((step.demand, seconds));
+                        deferred.push((instr, step.demand, seconds));
                         beside[0].all.push((now, None));
                     }
                     Kind::Gather | Kind::Reduce | Kind::Exchange => {
@@ -493,7 +496,7 @@ impl<'a> Placed<'a> {
                         let shared = beside[1 - own].share(start, seconds, marks.as_deref_mut());
                         let end = start + seconds + shared;
                         let mark = marks.as_mut().map(|marks| {
-                            marks.all.push((start, end, step.demand, step.kind.stream()));
+                            marks.all.push((start, end, instr, step.demand, step.kind.stream()));
                             marks.all.len() - 1
                         });
                         beside[own].all.push((end, mark));
@@ -512,9 +515,9 @@ impl<'a> Placed<'a> {
         let last = beside.iter().map(Ends::last).fold(0.0, f64::max);
         parts.exposed += (last - now).max(0.0);
         now = now.max(last);
-        for (demand, seconds) in deferred {
+        for (instr, demand, seconds) in deferred {
             if let Some(marks) = &mut marks {
-                marks.all.push((now, now + seconds, demand, Stream::Communication));
+                marks.all.push((now, now + seconds, instr, demand, Stream::Communication));
             }
             parts.exposed += seconds;
             now += seconds;

@@ -68,6 +68,9 @@ pub struct Analysis {
     pub profiled_step: Option<u64>,
     /// By class of ops, on a rank of the first stage.
     pub classes: Vec<ClassTime>,
+    /// Seconds by which the kernels of the timed step sum to more than a step: nothing is left for the rest of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernels_over_step_s: Option<f64>,
     /// Ops that the prediction had to estimate from others.
     pub unmeasured: Vec<String>,
 }
@@ -153,6 +156,7 @@ pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
         steps: times.len(),
         profiled_step: profiled.map(|p| p.step),
         classes,
+        kernels_over_step_s: measured.map(|kernels| kernels - measured_step_s).filter(|over| *over > 0.0),
         unmeasured: prediction.unmeasured,
     })
 }

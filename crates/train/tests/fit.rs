@@ -168,18 +168,74 @@ fn what_does_not_fit_is_told_the_cheapest_changes_that_do() {
 }
 
 #[test]
+fn gradients_in_bf16_and_expert_parallelism_are_tried_too_and_each_change_is_compiled_alone() {
+    let devices = Devices::new();
+    // Full recomputation of one sequence leaves states, of which gradients are the only ones that shrink on one rank.
+    let keys = "[precision]\npolicy = \"bf16\"\n";
+    let least = with(keys, &["train.micro_batch = 1", "recompute.policy = \"full\""].map(String::from));
+    let gradients = with(
+        keys,
+        &["train.micro_batch = 1", "recompute.policy = \"full\"", "precision.gradients = \"bf16\""].map(String::from),
+    );
+    assert!(arena(&gradients) < arena(&least));
+    let room = Room { bytes: arena(&gradients), shared: false, place: "on a test".into() };
+    let ways = ways_to_fit(&devices, &wide(keys), &room, None).unwrap();
+    assert!(!ways.changes.is_empty(), "{ways:?}");
+    for change in &ways.changes {
+        assert!(change.keys.contains(&"precision.gradients = \"bf16\"".to_owned()), "{change:?}");
+        assert!(change.other_numbers && arena(&with(keys, &change.keys)) == change.arena_bytes, "{change:?}");
+    }
+    let experts = |more: &str| {
+        format!(
+            "[model]\narchitecture = \"mixtral\"\nexperts = 4\nexperts_per_token = 1\nvocab_size = 256\nlayers = 4\ndim = 256\n\
+             heads = 8\nffn = 2048\n[train]\nseq = 64\nglobal_batch = 8\nmicro_batch = 1\ndevice = \"cpu\"\nthreads = 1\n{more}\
+             [parallel]\ndp = 2\n[recompute]\npolicy = \"full\"\n"
+        )
+    };
+    let read = |more: &str, set: &[String]| {
+        let set: Vec<String> = set.iter().map(|key| key.replacen(" = ", "=", 1)).collect();
+        Config::parse(&experts(more), "run.toml", &set).unwrap_or_else(|error| panic!("{error}"))
+    };
+    let mixture = read("", &[]);
+    let room = Room { bytes: arena(&mixture) * 3 / 4, shared: false, place: "on a test".into() };
+    let ways = ways_to_fit(&devices, &mixture, &room, None).unwrap();
+    let ep = ways.changes.iter().find(|change| change.keys.contains(&"parallel.ep = 2".to_owned()));
+    let ep = ep.unwrap_or_else(|| panic!("{ways:?}"));
+    assert_eq!(arena(&read("", &ep.keys)), ep.arena_bytes);
+    // What a rule refuses is not offered: expert-parallel ranks measure no noise scale.
+    let ways = ways_to_fit(&devices, &read("noise_scale = true\n", &[]), &room, None).unwrap();
+    for change in &ways.changes {
+        read("noise_scale = true\n", &change.keys);
+        assert!(change.keys.iter().all(|key| !key.starts_with("parallel.ep ")), "{change:?}");
+    }
+    // No two levels of ZeRO are in one change, and what a change saves is what a plan with it needs less.
+    let room = Room { bytes: arena(&mixture) * 9 / 10, shared: false, place: "on a test".into() };
+    for change in &ways_to_fit(&devices, &mixture, &room, None).unwrap().changes {
+        assert!(change.keys.iter().filter(|key| key.starts_with("parallel.zero ")).count() <= 1, "{change:?}");
+        assert_eq!(arena(&mixture) - arena(&read("", &change.keys)), change.saved_bytes, "{change:?}");
+    }
+}
+
+#[test]
 fn where_nothing_fits_the_nearest_miss_and_what_it_takes_is_told() {
     let devices = Devices::new();
     let config = wide("[precision]\npolicy = \"bf16\"\n");
     let least = with(
         "",
-        &["precision.policy = \"bf16\"", "train.micro_batch = 1", "recompute.policy = \"full\""].map(String::from),
+        &[
+            "precision.policy = \"bf16\"",
+            "train.micro_batch = 1",
+            "recompute.policy = \"full\"",
+            "precision.gradients = \"bf16\"",
+        ]
+        .map(String::from),
     );
     let room = |shared| Room { bytes: arena(&least) / 3, shared, place: "on a test".into() };
     let ways = ways_to_fit(&devices, &config, &room(false), None).unwrap();
     let miss = ways.nearest.clone().unwrap();
     assert!(ways.changes.is_empty());
-    assert_eq!(miss.keys, ["train.micro_batch = 1", "recompute.policy = \"full\""]);
+    let keys = ["train.micro_batch = 1", "recompute.policy = \"full\"", "precision.gradients = \"bf16\""];
+    assert_eq!(miss.keys, keys);
     assert_eq!((miss.needed_bytes, miss.missing_bytes), (arena(&least), arena(&least) - arena(&least) / 3));
     let more = miss.ranks.unwrap();
     assert!(more.ranks > 1 && more.keys.iter().any(|key| key.starts_with("parallel.")), "{more:?}");

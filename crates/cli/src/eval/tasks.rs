@@ -100,3 +100,13 @@ fn row(task: &TaskReport) -> Vec<String> {
         number(scores.perplexity),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_text_is_no_plural() {
+        assert_eq!([0, 1, 2, 1200].map(texts), ["0 texts", "1 text", "2 texts", "1.20K texts"]);
+    }
+}

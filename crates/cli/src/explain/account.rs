@@ -4,11 +4,59 @@ use crate::table::{table, wrapped};
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_plan::{Account, Formula, PolicyCost, ReshardCost, Scaling};
+use lockstep_plan::{Account, Formula, PolicyCost, Projection, ReshardCost, Scaling};
 
 pub(super) fn as_text(account: &Account) -> String {
-    [policies(&account.policies), reshard(&account.reshard), scaling(&account.scaling), formulas(&account.formulas)]
-        .concat()
+    [
+        projections(&account.projections),
+        policies(&account.policies),
+        reshard(&account.reshard),
+        scaling(&account.scaling),
+        formulas(&account.formulas),
+    ]
+    .concat()
+}
+
+/// Parts of the model with their projections below them.
+fn projections(all: &[Projection]) -> String {
+    let sum = |of: &dyn Fn(&Projection) -> f64, part: Option<&str>| -> f64 {
+        all.iter().filter(|p| part.is_none_or(|part| p.part == part)).map(of).sum()
+    };
+    let [parameters, active, flops]: [&dyn Fn(&Projection) -> f64; 3] =
+        [&|p| p.parameters as f64, &|p| p.active_parameters as f64, &|p| p.flops_per_token];
+    let row = |name: String, counts: [f64; 3]| {
+        let count = |n: f64| if n == 0.0 { "-".to_owned() } else { whole(n) };
+        let cost = if counts[2] == 0.0 { "-".to_owned() } else { units::flops(counts[2]) };
+        let share = |n: f64, all: f64| if n == 0.0 { "-".to_owned() } else { format!("{:.1}%", 100.0 * n / all) };
+        vec![
+            name,
+            count(counts[0]),
+            share(counts[0], sum(parameters, None)),
+            count(counts[1]),
+            cost,
+            share(counts[2], sum(flops, None)),
+        ]
+    };
+    let sums = |part: Option<&str>| [sum(parameters, part), sum(active, part), sum(flops, part)];
+    let mut rows = Vec::new();
+    let mut parts: Vec<&str> = all.iter().map(|p| p.part).collect();
+    parts.dedup();
+    for part in parts {
+        rows.push(row(part.to_owned(), sums(Some(part))));
+        let mine: Vec<&Projection> = all.iter().filter(|p| p.part == part).collect();
+        if mine.len() > 1 {
+            rows.extend(mine.iter().map(|p| row(format!("  {}", p.name), [parameters(p), active(p), flops(p)])));
+        }
+    }
+    rows.push(row("total".to_owned(), sums(None)));
+    let mut header = vec!["part", "parameters", "~share", "active", "FLOPs per token", "~share"];
+    // Every token uses all parameters where there are no experts.
+    if sum(parameters, None) == sum(active, None) {
+        header.remove(3);
+        rows.iter_mut().for_each(|row| drop(row.remove(3)));
+    }
+    let title = "parameters and model FLOPs by projection, of all layers (forward and backward)";
+    format!("\n{}{}", wrapped(title, "  "), table(&header, &rows))
 }
 
 fn policies(policies: &[PolicyCost]) -> String {
@@ -51,10 +99,8 @@ fn reshard(costs: &[ReshardCost]) -> String {
     };
     let rows: Vec<_> = costs.iter().map(row).collect();
     let header = ["reshard_after_forward", "arena", "sent by a rank"];
-    format!(
-        "\nZeRO 3: parameters gathered again for backward, or kept; one step (* this config's)\n{}",
-        table(&header, &rows)
-    )
+    let title = "ZeRO 3: parameters gathered again for backward, or kept; one step (* this config's)";
+    format!("\n{}{}", wrapped(title, "  "), table(&header, &rows))
 }
 
 fn scaling(scaling: &[Scaling]) -> String {

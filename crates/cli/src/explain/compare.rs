@@ -1,5 +1,6 @@
-//! `--fit` and `--layouts`: what else would fit, side by side; and the memory that all of it is held against.
+//! `--fit`, `--layouts` and `--sequence-lengths`: what else would fit, side by side; and the memory that all of it is held against.
 
+use super::lengths;
 use crate::failure::Failure;
 use crate::table::{columns, table, wrapped};
 use crate::{Format, slurm, verify};
@@ -8,13 +9,14 @@ use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    LargestMicroBatch, LayoutCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
+    LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
     with_fitting_micro_batch,
 };
 use lockstep_sim::{Catalogue, GpuSpec};
 use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
+use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct CompareArgs {
@@ -25,12 +27,19 @@ pub struct CompareArgs {
     /// Instead, show these layouts side by side: "dp=2;tp=2,pp=2". May be given several times.
     #[arg(long = "layouts", value_name = "LAYOUTS", conflicts_with_all = ["verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     layouts: Vec<String>,
+    /// Instead, show the memory at these sequence lengths, in tokens: 2048,4096,8192.
+    #[arg(long, value_name = "LENGTHS", value_delimiter = ',', conflicts_with_all = ["fit", "layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
+    sequence_lengths: Vec<usize>,
+    /// With --sequence-lengths: also draw that memory, stacked by class, into this .svg.
+    #[arg(long, value_name = "FILE", requires = "sequence_lengths")]
+    plot: Option<PathBuf>,
 }
 
 /// What is shown instead of the plan.
 pub(super) enum Shown {
-    Fit { bytes: u64, seq: usize, rows: Vec<LargestMicroBatch>, notes: Vec<String> },
+    Fit { bytes: u64, batch: usize, seq: usize, rows: Vec<LargestMicroBatch>, notes: Vec<String> },
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
+    Lengths { sequences: usize, rows: Vec<LengthCost> },
 }
 
 /// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given.
@@ -91,10 +100,18 @@ impl CompareArgs {
             let notes = [nominal_size(text, size, gpu, &catalogue), room.and_then(|room| shared_by(room, ranks))];
             return Ok(Some(Shown::Fit {
                 bytes: size,
+                batch: config.train.micro_batch * config.accumulation_steps(),
                 seq: config.train.seq,
                 rows,
                 notes: notes.into_iter().flatten().collect(),
             }));
+        }
+        if !self.sequence_lengths.is_empty() {
+            let rows = lengths::costs(devices, config, &self.sequence_lengths, room)?;
+            if let Some(path) = &self.plot {
+                lengths::write(path, config, &rows)?;
+            }
+            return Ok(Some(Shown::Lengths { sequences: config.train.micro_batch, rows }));
         }
         if self.layouts.is_empty() {
             return Ok(None);
@@ -124,8 +141,12 @@ impl Shown {
                 format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
             }
             (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
-            (Shown::Fit { bytes, seq, rows, notes }, Format::Text) => fit_text(*bytes, *seq, rows, notes),
+            (Shown::Lengths { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "sequence_lengths": rows })),
+            (Shown::Fit { bytes, batch, seq, rows, notes }, Format::Text) => {
+                fit_text(*bytes, *batch, *seq, rows, notes)
+            }
             (Shown::Layouts { tokens, rows }, Format::Text) => layouts_text(*tokens, rows),
+            (Shown::Lengths { sequences, rows }, Format::Text) => lengths::as_text(*sequences, rows),
         };
         Ok(write!(std::io::stdout(), "{text}")?)
     }
@@ -154,19 +175,32 @@ fn shared_by(room: &Room, ranks: usize) -> Option<String> {
     (room.shared && ranks > 1).then(|| format!("{all} {place}, for all {ranks} ranks together: {each} for each"))
 }
 
-fn fit_text(bytes: u64, seq: usize, rows: &[LargestMicroBatch], notes: &[String]) -> String {
+fn fit_text(bytes: u64, batch: usize, seq: usize, rows: &[LargestMicroBatch], notes: &[String]) -> String {
+    let count = |n: Option<usize>| n.map_or("-".to_owned(), |n| thousands(n as u64));
     let row = |r: &LargestMicroBatch| {
-        let (size, tokens) = match r.micro_batch {
-            Some(n) => (thousands(n as u64), thousands((n * seq) as u64)),
-            None => ("does not fit".to_owned(), "-".to_owned()),
-        };
+        let size = if r.micro_batch.is_some() { count(r.dividing_micro_batch) } else { "does not fit".to_owned() };
         let added = format!("{:+.1}%", 100.0 * (r.hardware_flops - 1.0));
-        vec![r.policy.clone(), size, tokens, units::bytes(r.arena_bytes), added]
+        vec![
+            r.policy.clone(),
+            size,
+            count(r.micro_batch),
+            count(r.global_batch),
+            count(r.micro_batch.map(|n| n * seq)),
+            units::bytes(r.arena_bytes),
+            added,
+        ]
     };
-    let header = ["recompute.policy", "largest micro-batch", "tokens at once", "arena", "FLOPs added"];
+    let header =
+        ["recompute.policy", "micro-batch", "at most", "global batch", "~tokens at once", "arena", "FLOPs added"];
     let rows: Vec<_> = rows.iter().map(row).collect();
+    let what = format!(
+        "  micro-batch: divides a rank's batch of {}; at most: the largest that fits, with the train.global_batch that goes \
+         with it, its tokens, arena and FLOPs",
+        units::counted(batch, "sequence")
+    );
+    let title = format!("largest train.micro_batch in {} per rank\n", units::bytes(bytes));
     let notes: String = notes.iter().map(|note| wrapped(note, "  ")).collect();
-    format!("largest train.micro_batch in {} per rank\n{}{notes}", units::bytes(bytes), table(&header, &rows))
+    [title, table(&header, &rows), wrapped(&what, "    "), notes].concat()
 }
 
 /// A column for each layout, as many beside each other as the screen has room for.

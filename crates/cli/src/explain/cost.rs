@@ -4,7 +4,7 @@ use super::forecast::Predicted;
 use crate::failure::Failure;
 use crate::{ConfigArgs, hardware};
 use lockstep_config::{Config, count};
-use lockstep_ir::units::thousands;
+use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
 use lockstep_sim::{GpuSpec, Hardware};
@@ -77,7 +77,8 @@ impl CostArgs {
         match self.gpus {
             Some(0) => Err(Failure::request("--gpus 0 trains nothing\nhint: give a number from 1".into())),
             Some(gpus) if !gpus.is_multiple_of(ranks) => {
-                let text = format!("--gpus {gpus}: the layout has {ranks} ranks ({})", config.layout());
+                let text =
+                    format!("--gpus {gpus}: the layout has {} ({})", counted(ranks as usize, "rank"), config.layout());
                 let hint = format!("give a multiple of {ranks}, or change [parallel]");
                 Err(Failure::request(format!("{text}\nhint: {hint}")))
             }

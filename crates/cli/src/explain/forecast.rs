@@ -1,13 +1,13 @@
 //! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
 
 use crate::failure::Failure;
-use crate::table::{table, wrapped};
+use crate::table::{beside, table, wrapped};
 use crate::timeline::wrote;
 use lockstep_config::Config;
-use lockstep_ir::Axes;
-use lockstep_ir::program::Stream;
+use lockstep_ir::program::{Arg, Class, Instr, Stream};
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands, trace_span};
+use lockstep_ir::{Axes, StepProgram};
 use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use lockstep_train::{Devices, machine_profile};
@@ -79,7 +79,7 @@ impl Predicted {
         let ranks = plan.layout.mesh.ranks() as u64;
         let title = format!("forecast of a step: {} × {}", thousands(ranks), self.place());
         let mut text = format!("\n{}\n", wrapped(&title, "  "));
-        let mut line = |name: &str, value: String| text.push_str(&format!("  {name:<22}{value}\n"));
+        let mut line = |name: &str, value: String| text.push_str(&beside(&format!("  {name:<22}"), &value));
         line("step time", exact(f.step_s));
         line(
             "tokens/s",
@@ -203,7 +203,13 @@ impl Predicted {
                     let times = (slot.start_s + instr.start_s, slot.start_s + instr.end_s);
                     let Some(class) = instr.demand.class() else { continue };
                     let thread = 1 + instr.stream as usize;
-                    events.push(event(class.to_string(), slot.segment, thread, times, asked(&instr.demand)));
+                    let program = &plan.compiled.programs[r];
+                    let ran = &program.segments[slot.index].instrs[instr.instr];
+                    let mut args = asked(&instr.demand);
+                    args["segment"] = json!(slot.segment);
+                    args["layer"] = json!(ran.layer);
+                    args["tensor"] = json!(tensor(program, ran));
+                    events.push(event(ran.op.name().to_owned(), &class.to_string(), thread, times, args));
                 }
             }
         }
@@ -237,6 +243,17 @@ impl Predicted {
     }
 }
 
+/// The tensor that an instruction is about: the parameter or gradient that it reads or writes, else its first result.
+fn tensor<'a>(program: &'a StepProgram, instr: &Instr) -> Option<&'a str> {
+    let args = || instr.inputs.iter().chain(instr.outputs.iter().flatten());
+    let state = |arg: &&Arg| {
+        matches!(program.buffers[arg.buffer.0].class, Class::Parameters | Class::Gradients | Class::Optimizer)
+    };
+    let result = instr.outputs.iter().flatten().next();
+    let about = args().find(state).or(result).or(instr.inputs.first())?;
+    Some(&program.values[about.value])
+}
+
 /// What an instruction asks of the hardware, for people.
 fn asked(demand: &Demand) -> Value {
     match demand {
@@ -250,7 +267,7 @@ fn asked(demand: &Demand) -> Value {
             json!({ "collective": format!("{pattern:?}"), "over": over.to_string(), "bytes": bytes })
         }
         Demand::Send { bytes, .. } => json!({ "bytes": bytes }),
-        Demand::Nothing | Demand::Receive { .. } => Value::Null,
+        Demand::Nothing | Demand::Receive { .. } => json!({}),
     }
 }
 

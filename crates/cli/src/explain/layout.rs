@@ -108,7 +108,7 @@ fn inside_the_window(timeline: &Timeline) -> f64 {
 
 pub(super) fn as_text(plan: &Plan) -> String {
     let layout = &plan.layout;
-    let mut text = format!("layout: {layout}, {} ranks\n", layout.mesh.ranks());
+    let mut text = wrapped(&format!("layout: {layout}, {} ranks", layout.mesh.ranks()), "  ");
     if let Some(timeline) = timeline(plan) {
         let (bubble, inside) = (100.0 * timeline.bubble(), 100.0 * inside_the_window(&timeline));
         text.push_str(&format!("pipeline: bubble {bubble:.1}% with free transfers;\n"));

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use lockstep_config::legal;
 use lockstep_ir::program::Class;
-use lockstep_ir::units::{self, thousands};
+use lockstep_ir::units::{self, counted};
 use lockstep_ir::{Layout, MeshAxis};
 use lockstep_plan::{NoLayout, RankedLayout, Rates, Room, SearchRequest, at_layout, ways_to_fit};
 use std::collections::BTreeMap;
@@ -36,8 +36,8 @@ pub(super) fn meet(asked: &SearchRequest, best: &RankedLayout, tokens: u64, dead
         return Ok(());
     }
     let what = format!(
-        "--deadline of {deadline:.1} days cannot be met: the fastest layout of {} GPUs takes {:.1} days",
-        thousands(asked.gpus as u64),
+        "--deadline of {deadline:.1} days cannot be met: the fastest layout of {} takes {:.1} days",
+        counted(asked.gpus, "GPU"),
         takes(best)
     );
     let mut nearest = None;
@@ -93,7 +93,13 @@ pub(super) fn why(asked: &SearchRequest, text: &str) -> Result<RankedLayout, Fai
     if ranks != asked.gpus {
         let rest = asked.gpus / ranks.max(1) * layout.mesh.size(MeshAxis::DpShard);
         let hint = format!("give its sizes so that they are {} in all: dp={rest}, say", asked.gpus);
-        return Err(request(format!("--why {text} has {ranks} ranks, and there are {} GPUs", asked.gpus), &hint));
+        return Err(request(
+            {
+                let [ranks, gpus] = [counted(ranks, "rank"), counted(asked.gpus, "GPU")];
+                format!("--why {text} has {ranks}, and the plan is for {gpus}")
+            },
+            &hint,
+        ));
     }
     let extents = legal::Extents { micro_batch: 1, ..asked.config.extents() };
     if let Some(refusal) = legal::check(&layout, &extents).first() {

@@ -167,19 +167,20 @@ impl Asked<'_> {
 
     fn text(&self, strong: &Curve, weak: &Curve, sequence: &Curve, here: Option<&Recipe>) -> String {
         let n = |x: usize| thousands(x as u64);
+        let gpus = |n: usize| units::counted(n, "GPU");
         let mut text = wrapped(&format!("up to {} × {}", n(self.gpus), hardware::label(self.hardware)), "  ");
         let tokens = units::count(self.tokens());
         let sections = [
             (
                 format!(
-                    "strong scaling: {} sequences a step; days and GPU-hours of {tokens} tokens",
-                    n(self.config.train.global_batch)
+                    "strong scaling: {} a step; time of {tokens} tokens",
+                    units::counted(self.config.train.global_batch, "sequence")
                 ),
                 strong,
                 false,
             ),
             ("weak scaling: as many sequences for every GPU".to_owned(), weak, false),
-            (format!("sequence length, {} GPUs, as many tokens a step", n(self.gpus)), sequence, true),
+            (format!("sequence length, {}, as many tokens a step", gpus(self.gpus)), sequence, true),
         ];
         for (title, curve, by_length) in sections {
             text.push('\n');
@@ -188,7 +189,7 @@ impl Asked<'_> {
                 let mut row = vec![
                     match by_length {
                         true => format!("sequence {}, {}", n(p.seq), p.layout),
-                        false => format!("{} GPUs, {}", n(p.gpus), p.layout),
+                        false => format!("{}, {}", gpus(p.gpus), p.layout),
                     },
                     n(p.micro_batch),
                     p.policy.clone(),
@@ -206,11 +207,11 @@ impl Asked<'_> {
             header.extend(self.price.map(|_| "cost"));
             text.push_str(&table(&header, &curve.points.iter().map(row).collect::<Vec<_>>()));
             for gap in &curve.gaps {
-                text.push_str(&wrapped(&format!("  {} GPUs, seq {}: {}", n(gap.gpus), n(gap.seq), gap.why), "    "));
+                text.push_str(&wrapped(&format!("  {}, seq {}: {}", gpus(gap.gpus), n(gap.seq), gap.why), "    "));
             }
         }
         if let Some(walked) = here {
-            text.push_str(&format!("\nmicro-batch, {} GPUs\n", n(self.gpus)));
+            text.push_str(&format!("\nmicro-batch, {}\n", gpus(self.gpus)));
             let row = |size: &lockstep_plan::RecipeSize| {
                 vec![
                     size.policy.clone(),

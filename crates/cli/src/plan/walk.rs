@@ -110,7 +110,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
         &mut text,
         5,
         match split {
-            1 => format!("data-parallel ranks: all {} GPUs", n(recipe.gpus)),
+            1 => format!("data-parallel ranks: {}", units::counted(recipe.gpus, "GPU")),
             _ => format!("data-parallel ranks: {} GPUs / {} = {}", n(recipe.gpus), n(split), n(recipe.data_parallel)),
         },
     );

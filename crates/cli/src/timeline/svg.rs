@@ -1,15 +1,16 @@
 //! The picture of a timeline: bytes in use, stacked by class, over the segments that run. One file, no scripts, no fonts of its
 //! own; its colours follow the viewer's light or dark scheme.
 
-use crate::drawing::{escaped, line, text, tick_step};
+use crate::drawing::{CLASS_COLOURS, byte_scale, escaped, line, text, tick_step};
+use crate::explain::exact;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
-use lockstep_plan::{Clock, Mark, MemoryTimeline};
+use lockstep_plan::{Clock, Mark, MemoryTimeline, StepPhase};
 use std::fmt::Write;
 
 /// The picture, and in it the plot.
 const WIDTH: f64 = 1120.0;
-const HEIGHT: f64 = 600.0;
+const HEIGHT: f64 = 676.0;
 const LEFT: f64 = 92.0;
 const RIGHT: f64 = 1096.0;
 const TOP: f64 = 108.0;
@@ -18,13 +19,11 @@ const BOTTOM: f64 = 500.0;
 /// Columns: of the instructions in one, that with most bytes is drawn.
 const COLUMNS: usize = 1004;
 
-/// One per class, far enough apart for most eyes, on light and on dark.
-const COLOURS: [&str; Class::ALL.len()] = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#ccbb44", "#aa3377"];
-
 const STYLE: &str = "\
 text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
 .page { fill: #fff } .grid { stroke: #ddd } .axis { stroke: #555 } .arena { stroke: #222; stroke-dasharray: 6 4 } \
 .band0 { fill: #e8e8ee } .band1 { fill: #d2d2dc } \
+.phase0 { fill: #2e5e96 } .phase1 { fill: #963e5c } .phase2 { fill: #d98a1f } .phase3 { fill: #3a742a } \
 @media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #333 } \
 .axis { stroke: #aaa } .arena { stroke: #eee } .band0 { fill: #2a2d36 } .band1 { fill: #3b3f4b } }";
 
@@ -37,7 +36,7 @@ struct Column {
 pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     let end = timeline.marks.last().map_or(1.0, |m| m.end).max(f64::MIN_POSITIVE);
     let x = |time: f64| LEFT + (RIGHT - LEFT) * time / end;
-    let (step, top) = scale(timeline.arena_bytes);
+    let (step, top) = byte_scale(timeline.arena_bytes);
     let y = |bytes: u64| BOTTOM - (BOTTOM - TOP) * bytes as f64 / top;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\n<title>{0}</title>\n\
@@ -57,6 +56,7 @@ pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     }
     areas(&mut svg, &columns(timeline, x), &y);
     bands(&mut svg, &timeline.marks, &x);
+    phases(&mut svg, timeline, &x);
     let arena = y(timeline.arena_bytes);
     line(&mut svg, "arena", LEFT, arena, RIGHT, arena);
     text(&mut svg, "", RIGHT, arena - 6.0, "end", &format!("arena {}", units::bytes(timeline.arena_bytes)));
@@ -89,18 +89,11 @@ fn summary(timeline: &MemoryTimeline) -> String {
     }
     parts.extend(timeline.touched_bytes.map(|bytes| format!("the run wrote to {} of the arena", units::bytes(bytes))));
     if timeline.left_out > 0 {
-        parts.push(format!("{} micro-batches that repeat are left out", timeline.left_out));
+        let which =
+            if timeline.left_out == 1 { "micro-batch that repeats is" } else { "micro-batches that repeat are" };
+        parts.push(format!("{} {which} left out", timeline.left_out));
     }
     parts.join("; ")
-}
-
-/// The distance of grid lines, and the top of the plot.
-fn scale(arena: u64) -> (f64, f64) {
-    let unit = 1024f64.powf(((arena.max(1)) as f64).log(1024.0).floor());
-    let whole = arena.max(1) as f64 / unit;
-    let step = [0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0];
-    let step = unit * step.into_iter().find(|s| whole / s <= 6.5).unwrap_or(250.0);
-    (step, arena as f64 * 1.06)
 }
 
 fn columns(timeline: &MemoryTimeline, x: impl Fn(f64) -> f64) -> Vec<Column> {
@@ -120,7 +113,7 @@ fn columns(timeline: &MemoryTimeline, x: impl Fn(f64) -> f64) -> Vec<Column> {
 
 /// One area per class, each upon those before it.
 fn areas(svg: &mut String, columns: &[Column], y: &dyn Fn(u64) -> f64) {
-    for (class, colour) in COLOURS.iter().enumerate() {
+    for (class, colour) in CLASS_COLOURS.iter().enumerate() {
         if columns.iter().all(|c| c.bytes[class] == 0) {
             continue;
         }
@@ -174,6 +167,62 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
     }
 }
 
+/// The four phases of a step below the segments, and when those of the first step begin and end.
+fn phases(svg: &mut String, timeline: &MemoryTimeline, x: &dyn Fn(f64) -> f64) {
+    let width = (RIGHT - LEFT) / COLUMNS as f64;
+    // Where it starts, how far it goes, and of which phase it is. In a column, a reduction is seen beside what else is there.
+    let mut runs: Vec<(f64, f64, StepPhase)> = Vec::new();
+    for mark in &timeline.marks {
+        let (from, to) = (x(mark.start), x(mark.end));
+        let to = if mark.phase == StepPhase::GradientReduction { to.max(from + width) } else { to };
+        match runs.last_mut() {
+            Some((_, end, phase)) if *phase == mark.phase => *end = end.max(to),
+            Some((start, end, _)) => {
+                let from = from.max(*end).max(*start + width);
+                if to > from {
+                    runs.push((from, to, mark.phase));
+                }
+            }
+            None => runs.push((from, to, mark.phase)),
+        }
+    }
+    let top = BOTTOM + 26.0;
+    for (from, to, phase) in runs {
+        let (wide, class, name) = (to - from, phase as usize, phase.name());
+        let _ = writeln!(
+            svg,
+            "<rect class=\"phase{class}\" x=\"{from:.1}\" y=\"{top:.1}\" width=\"{wide:.1}\" height=\"16\"><title>{name}</title></rect>"
+        );
+    }
+    for (i, time) in timeline.phases().into_iter().enumerate() {
+        let label = format!(
+            "{}: {} to {}, takes {}",
+            time.phase.name(),
+            shown(&timeline.clock, time.begins),
+            shown(&timeline.clock, time.ends),
+            shown(&timeline.clock, time.takes)
+        );
+        let (at, y) = (LEFT + 500.0 * (i % 2) as f64, HEIGHT - 38.0 + 22.0 * (i / 2) as f64);
+        let class = time.phase as usize;
+        let _ = writeln!(
+            svg,
+            "<rect class=\"phase{class}\" x=\"{at:.1}\" y=\"{:.1}\" width=\"13\" height=\"13\"/>",
+            y - 11.0
+        );
+        text(svg, "", at + 18.0, y, "start", &label);
+    }
+    let unit = if timeline.clock == Clock::Instructions { "instructions" } else { "time" };
+    text(svg, "quiet", LEFT, HEIGHT - 62.0, "start", &format!("phases of the first step, in {unit}:"));
+}
+
+/// A time of a clock.
+fn shown(clock: &Clock, time: f64) -> String {
+    match clock {
+        Clock::Instructions => units::thousands(time as u64),
+        Clock::PeakRates(_) | Clock::Measured => exact(time),
+    }
+}
+
 fn time_axis(svg: &mut String, clock: &Clock, end: f64, x: &dyn Fn(f64) -> f64) {
     let step = tick_step(end);
     let step = if *clock == Clock::Instructions { step.max(1.0) } else { step };
@@ -185,16 +234,16 @@ fn time_axis(svg: &mut String, clock: &Clock, end: f64, x: &dyn Fn(f64) -> f64) 
     };
     for n in 0..=(end / step) as usize {
         let time = n as f64 * step;
-        line(svg, "axis", x(time), BOTTOM + 26.0, x(time), BOTTOM + 31.0);
+        line(svg, "axis", x(time), BOTTOM + 44.0, x(time), BOTTOM + 49.0);
         let shown = (time * factor * 1e6).round() / 1e6;
-        text(svg, "quiet", x(time), BOTTOM + 46.0, "middle", &shown.to_string());
+        text(svg, "quiet", x(time), BOTTOM + 64.0, "middle", &shown.to_string());
     }
-    text(svg, "quiet", (LEFT + RIGHT) / 2.0, BOTTOM + 68.0, "middle", &format!("time, {unit}"));
+    text(svg, "quiet", (LEFT + RIGHT) / 2.0, BOTTOM + 86.0, "middle", &format!("time, {unit}"));
 }
 
 fn legend(svg: &mut String, timeline: &MemoryTimeline) {
     let mut x = LEFT;
-    for (class, colour) in COLOURS.iter().enumerate() {
+    for (class, colour) in CLASS_COLOURS.iter().enumerate() {
         let most = timeline.marks.iter().map(|m| m.bytes[class]).max().unwrap_or(0);
         if most == 0 {
             continue;
@@ -204,5 +253,5 @@ fn legend(svg: &mut String, timeline: &MemoryTimeline) {
         text(svg, "", x + 18.0, 81.0, "start", &label);
         x += 44.0 + 6.6 * label.chars().count() as f64;
     }
-    text(svg, "quiet", RIGHT, BOTTOM + 68.0, "end", "beside each colour: the most at any time");
+    text(svg, "quiet", RIGHT, BOTTOM + 86.0, "end", "beside each colour: the most at any time");
 }

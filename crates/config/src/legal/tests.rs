@@ -14,6 +14,7 @@ const LLAMA: Extents = Extents {
     micro_batch: 2,
     gathered_head: None,
     naive_attention: false,
+    noise_scale: false,
 };
 
 fn layout(text: &str) -> Layout {
@@ -61,6 +62,7 @@ fn usual_layouts_fit() {
         micro_batch: 1,
         gathered_head: Some(1),
         naive_attention: false,
+        noise_scale: false,
     };
     assert_eq!(check(&Layout::single(1), &single), []);
 }
@@ -199,7 +201,13 @@ fn ep_divides_the_experts_and_shares_the_batch() {
     }
     assert_eq!(check(&layout("ep=2,bound=1.5"), &experts), []);
     assert_eq!(refused("dp=2,bound=1.5", LLAMA), one("parallel.ep_bound", "no ep_bound"));
-    assert_eq!(refused("ep=8", experts), one("parallel.ep", "ep = 6 or 12"));
+    // 6 and 12 divide the experts, but not the batch.
+    assert_eq!(refused("ep=8", experts), one("parallel.ep", "ep = 4"));
+    // 8 divides the batch, but not the experts.
+    let few = Extents { global_batch: 24, micro_batch: 1, experts: Some(20), ..LLAMA };
+    assert_eq!(refused("ep=5", few), one("parallel.ep", "ep = 4"));
+    // The noise scale leaves one size.
+    assert_eq!(refused("ep=8", Extents { noise_scale: true, ..experts }), one("parallel.ep", "ep = 1"));
     let none = one("parallel.ep", "ep = 1; dp has ranks with sequences of their own");
     assert_eq!(refused("ep=2", LLAMA), none);
     assert_eq!(refused("ep=3", experts), one("parallel.ep", "ep = 2 or 4"));
@@ -270,6 +278,7 @@ fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
         micro_batch: 0,
         gathered_head: None,
         naive_attention: false,
+        noise_scale: false,
     };
     assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 14);
     assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));

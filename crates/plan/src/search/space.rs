@@ -3,7 +3,7 @@
 use super::{SearchRequest, Trainer};
 use crate::NoLayout;
 use lockstep_config::{Bytes, Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
-use lockstep_ir::units::{self, thousands};
+use lockstep_ir::units::{self, counted, thousands};
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
 /// One choice of everything that a search decides. Prints as `dp=64 zero=1 tp=8 sp, micro-batch 2, recompute full`.
@@ -237,7 +237,7 @@ impl<'a> Space<'a> {
 
     /// Why there is no choice at all, and what would have one.
     pub fn nothing_divides(&self) -> NoLayout {
-        let (config, gpus) = (self.config, thousands(self.gpus as u64));
+        let (config, gpus) = (self.config, counted(self.gpus, "GPU"));
         let splits = self.splits();
         if splits.is_empty() || splits.iter().all(|s| self.pipes(self.gpus / (s.tp * s.cp)).is_empty()) {
             let (tp, cp, pp) = (config.parallel.tp, config.parallel.cp * config.parallel.ep, config.parallel.pp);
@@ -248,7 +248,7 @@ impl<'a> Space<'a> {
             }
             let fixed = tp * cp * pp;
             let fewer = (self.gpus / fixed * fixed).max(fixed);
-            let reason = format!("what the config fixes takes {fixed} ranks or a multiple, and there are {gpus} GPUs");
+            let reason = format!("what the config fixes takes {fixed} ranks or a multiple, and the plan is for {gpus}");
             let hint = format!("give --gpus {fewer}, or --free to search these keys too");
             return NoLayout { reason, hint, too_large: false, nearest: None };
         }
@@ -274,7 +274,7 @@ impl<'a> Space<'a> {
         let counts: Vec<String> = sizes.iter().map(|n| thousands(*n as u64)).collect();
         NoLayout {
             reason: format!(
-                "no layout of {gpus} GPUs divides a batch of {} sequences{of}: they leave {} data-parallel ranks",
+                "no layout of {gpus} divides a batch of {} sequences{of}: they leave {} data-parallel ranks",
                 thousands(batch as u64),
                 counts.join(" or ")
             ),

@@ -60,10 +60,14 @@ impl Tally {
     }
 
     pub fn nothing_fits(&self, request: &SearchRequest) -> NoLayout {
+        let layouts = match self.counts.legal {
+            1 => "the one layout".to_owned(),
+            legal => format!("none of the {} layouts", thousands(legal)),
+        };
         let reason = format!(
-            "none of the {} layouts of {} GPUs fits {} {}",
-            thousands(self.counts.legal),
-            thousands(request.gpus as u64),
+            "{layouts} of {} {} {} {}",
+            units::counted(request.gpus, "GPU"),
+            if self.counts.legal == 1 { "does not fit" } else { "fits" },
             units::bytes(self.room),
             request.room.place
         );
