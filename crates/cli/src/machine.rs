@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
+use lockstep_ir::units::counted;
 use lockstep_train::{Analysis, ClassTime, Devices, Prediction, SaveSpec, analyze, learn as learn_from};
 use lockstep_train::{measure_machine, save_machine};
 use std::io::{IsTerminal, Write};
@@ -82,9 +83,9 @@ pub fn analysis_text(a: &Analysis) -> String {
     let mut rows: Vec<_> = a.classes.iter().map(|c: &ClassTime| row(&c.class, c.predicted_s, c.measured_s)).collect();
     rows.push(row("step", Some(a.predicted_step_s), Some(a.measured_step_s)));
     let mut text = format!(
-        "predicted by {}; measured: {} steps{}\n{}",
+        "predicted by {}; measured: {}{}\n{}",
         a.by,
-        a.steps,
+        counted(a.steps, "step"),
         a.profiled_step.map_or(String::new(), |step| format!(", ops in step {step}")),
         table(&["time of a step", "predicted", "measured", "apart", "of the step"], &rows)
     );

@@ -44,12 +44,16 @@ impl Saves {
     pub(super) fn as_text(&self) -> String {
         let i = &self.interval;
         format!(
-            "checkpoint.every = {}: every {} of work, {:.2}% of the time lost. {} nodes fail every {} (Llama 3's rate); a save of {} \
+            "checkpoint.every = {}: every {} of work, {:.2}% of the time lost. {} every {} (Llama 3's rate); a save of {} \
              takes {} (assumed {} GB/s per node, {} GB/s in all); Young {}, Daly {}, exact {}",
             thousands(self.steps),
             units::seconds(self.seconds),
             100.0 * self.lost,
-            thousands(self.nodes as u64),
+            if self.nodes == 1 {
+                "1 node fails".to_owned()
+            } else {
+                format!("{} nodes fail", thousands(self.nodes as u64))
+            },
             units::seconds(i.mtbf_s),
             units::bytes(self.bytes),
             units::seconds(i.save_s),

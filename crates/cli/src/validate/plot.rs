@@ -2,6 +2,7 @@
 //! follow the viewer's light or dark scheme.
 
 use crate::drawing::{escaped, line, text};
+use lockstep_ir::units::counted;
 use lockstep_plan::published::{Errors, Report, RowReport};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -143,9 +144,9 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
                 false => "class=\"flagged\"".to_owned(),
             };
             let said = format!(
-                "{} {} GPUs {}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}",
+                "{} {} {}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}",
                 row.model,
-                row.gpus,
+                counted(row.gpus, "GPU"),
                 row.layout,
                 unit = quantity.unit
             );
