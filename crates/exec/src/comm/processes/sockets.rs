@@ -191,3 +191,24 @@ impl Drop for Sockets {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::peers::Peers;
+
+    #[test]
+    fn a_frame_that_is_too_long_is_refused_before_memory_is_asked_for() {
+        for bytes in [1u64 << 62, u64::MAX, MOST as u64 + 1] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let inbox = Inbox::new(Arc::new(Peers::unwatched(2)), vec!["first".into(), "second".into()]);
+            // It would wait for the bytes, which never come.
+            let receiver = listener.accept().unwrap().0;
+            sender.write_all(&[7u64.to_le_bytes(), bytes.to_le_bytes()].concat()).unwrap();
+            receive(1, receiver, &inbox);
+            let text = inbox.peers.failure().unwrap().to_string();
+            assert!(text.contains(&format!("there is no memory for a frame of {bytes} bytes")), "{text}");
+        }
+    }
+}

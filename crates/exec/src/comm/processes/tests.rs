@@ -210,6 +210,44 @@ fn a_process_that_falls_silent_is_named() {
     });
 }
 
+/// The addresses at which this process listens, as `/proc/net/tcp` writes them, without ports.
+fn listens_at() -> Vec<String> {
+    let sockets: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()?.to_str().map(str::to_owned))
+        .collect();
+    let mut found = Vec::new();
+    for file in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        for fields in text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()) {
+            // State 0A is LISTEN.
+            if fields[3] == "0A" && sockets.contains(&format!("socket:[{}]", fields[9])) {
+                found.push(fields[1].split(':').next().unwrap().to_owned());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn ranks_listen_at_the_address_that_was_named_and_at_no_other() {
+    // No other test uses this address.
+    let address = TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap().to_string();
+    scope(|s| {
+        let first = s.spawn(|| join(&start(0, 2, &address, SOME)).unwrap());
+        let (mut found, until) = (listens_at(), Instant::now() + SOME);
+        // One socket for the rendezvous, one for frames.
+        while found.iter().filter(|at| *at == "0200007F").count() < 2 {
+            assert!(Instant::now() < until, "{found:?}");
+            std::thread::sleep(Duration::from_millis(5));
+            found = listens_at();
+        }
+        assert!(found.iter().all(|at| at.ends_with("00007F")), "{found:?}");
+        let second = join(&start(1, 2, &address, SOME)).unwrap();
+        drop((first.join().unwrap(), second));
+    });
+}
+
 #[test]
 fn a_rank_that_stalls_is_named_to_all_by_the_first() {
     let comms = sockets(3, Duration::from_secs(1));
