@@ -84,6 +84,7 @@ impl Sockets {
             let Some(stream) = stream else { continue };
             let stream = stream.try_clone().map_err(|e| format!("no more connections: {e}"))?;
             let inbox = inbox.clone();
+            inbox.set_connected(other, true);
             let thread = std::thread::Builder::new().name(format!("lockstep-from-{other}"));
             thread.spawn(move || receive(other, stream, &inbox)).map_err(|e| format!("no more threads: {e}"))?;
         }
@@ -141,11 +142,15 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
         }
         inbox.deliver(from, Stream(kind), frame);
     };
+    inbox.set_connected(from, false);
     inbox.cut(from, ended(&error));
 }
 
 /// What a connection that ends without a word says of the other end.
 pub const ENDED: &str = "its process has ended";
+
+/// The same where another connection to that end still stands, or may.
+pub const CLOSED: &str = "the connection to it was closed, and its process may still run";
 
 /// What the end of a connection means.
 pub fn ended(error: &io::Error) -> String {
