@@ -523,6 +523,41 @@ fn eos_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
     })
 }
 
+/// Nothing is fetched: what is read are files and folders.
+pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
+    let is_address = |text: &&String| text.contains("://");
+    let refuse = |key: &'static str, address: &str, names: &str, hint: &str| {
+        Some(Conflict::new(&[key], format!("{address}: this is an address, and {key} names {names}"), hint))
+    };
+    let copy = "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder";
+    if let Some(Value::Texts(paths)) = values.get("data.paths")
+        && let Some(address) = paths.iter().find(is_address)
+    {
+        return refuse("data.paths", address, "files and folders", copy);
+    }
+    if let Some(Value::Corpora(corpora)) = values.get("data.corpora")
+        && let Some(address) = corpora.iter().flat_map(|corpus| &corpus.paths).find(is_address)
+    {
+        return refuse("data.corpora", address, "files and folders", copy);
+    }
+    if let Some(Value::Text(address)) = values.get("data.tokenizer")
+        && is_address(&address)
+    {
+        return refuse("data.tokenizer", address, "a file", FETCH_TOKENIZER);
+    }
+    if let Some(Value::Text(address)) = values.get("train.init_from")
+        && is_address(&address)
+    {
+        let hint = "copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it";
+        return refuse("train.init_from", address, "a folder", hint);
+    }
+    None
+}
+
+/// How a tokenizer comes onto this machine.
+pub(crate) const FETCH_TOKENIZER: &str = "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set \
+                                          data.tokenizer = \"tokenizer/tokenizer.json\"";
+
 /// `recompute.ops` and `recompute.budget` are given exactly where the policy reads them.
 fn recompute_has_its_keys(values: &Values) -> Option<Conflict> {
     let policy: RecomputePolicy = values.word("recompute.policy")?;

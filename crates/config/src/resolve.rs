@@ -95,6 +95,11 @@ pub(crate) fn resolve(
             }
         }
     }
+    // First: nobody looks for weights there.
+    if let Some(conflict) = checks::paths_are_no_addresses(&layers.values) {
+        let place = layers.blame(&conflict);
+        return Err(ConfigError::new(conflict.problem, layers.locate(place)));
+    }
     let inherited = layers.inherit(inherit)?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;

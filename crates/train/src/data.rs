@@ -107,7 +107,6 @@ impl RunData {
             require_vocabulary(config, data.vocabulary())?;
             return Ok(data);
         }
-        refuse_addresses(config)?;
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
@@ -428,20 +427,12 @@ fn settings(spec: &PrepareSpec) -> String {
 
 /// The tokenizer that a config names.
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
-    match config.tokenizer_path() {
-        None => Ok(TokenizerSpec::Bytes),
-        Some(path) if !path.exists() && path.extension().is_none_or(|extension| extension != "json") => {
-            Err(DataError::Source {
-                path: config.data.tokenizer.clone().into(),
-                problem:
-                    "no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub"
-                        .into(),
-                hint: "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set data.tokenizer = \
-                       \"tokenizer/tokenizer.json\"",
-            })
-        }
-        Some(path) => TokenizerSpec::file(&path, config.data.eos_token.clone()),
+    let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
+    if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
+        let (name, problem) = problem.split_once(": ").unwrap_or(("", &problem));
+        return Err(DataError::Source { path: name.into(), problem: problem.to_owned(), hint });
     }
+    TokenizerSpec::file(&path, config.data.eos_token.clone())
 }
 
 /// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has
@@ -465,17 +456,6 @@ pub(crate) fn require_vocabulary(config: &Config, needed: u32) -> Result<(), Tra
     }
     let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
     Err(TrainError::Vocabulary { vocab, tokenizer, needed })
-}
-
-/// Refuses addresses in the place of paths.
-fn refuse_addresses(config: &Config) -> Result<(), DataError> {
-    let paths = config.data.paths.iter().chain(config.data.corpora.iter().flat_map(|corpus| &corpus.paths));
-    let Some(address) = paths.into_iter().find(|path| path.contains("://")) else { return Ok(()) };
-    Err(DataError::Source {
-        path: address.into(),
-        problem: "this is an address, and data.paths names files and folders".into(),
-        hint: "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder",
-    })
 }
 
 fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {
