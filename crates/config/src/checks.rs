@@ -189,7 +189,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     noise_scale_has_two_sizes,
     data_have_one_form,
     prompts_go_with_the_rest,
-    eos_token_has_a_tokenizer,
+    special_tokens_have_a_tokenizer,
     recompute_has_its_keys,
     stages::stages_make_up_the_model,
 ];
@@ -510,17 +510,16 @@ fn data_have_one_form(values: &Values) -> Option<Conflict> {
     })
 }
 
-fn eos_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
-    let (token, Value::Text(tokenizer)) = (values.get("data.eos_token")?, values.get("data.tokenizer")?) else {
-        return None;
-    };
-    (tokenizer == "bytes").then(|| {
-        Conflict::new(
-            &["data.eos_token", "data.tokenizer"],
-            format!("data.eos_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
-            "remove data.eos_token, or name a tokenizer.json",
-        )
-    })
+fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
+    let Value::Text(tokenizer) = values.get("data.tokenizer")? else { return None };
+    let says = [("data.eos_token", "ends documents with a byte 0"), ("data.bos_token", "begins them with none")];
+    let (key, says) = says.into_iter().find(|(key, _)| values.get(key).is_some()).filter(|_| tokenizer == "bytes")?;
+    let token = values.get(key)?;
+    Some(Conflict::new(
+        &[key, "data.tokenizer"],
+        format!("{key} = {token} is given, and data.tokenizer = \"bytes\" {says}"),
+        format!("remove {key}, or name a tokenizer.json"),
+    ))
 }
 
 /// Nothing is fetched: what is read are files and folders.

@@ -239,6 +239,11 @@ impl Config {
         Some(self.base_dir().join(&self.data.tokenizer)).filter(|_| self.data.tokenizer != "bytes")
     }
 
+    /// The token that begins a document, if one does.
+    pub fn bos_token(&self) -> Option<&str> {
+        self.data.bos_token.as_deref().filter(|token| *token != "none")
+    }
+
     /// What is wrong with a tokenizer that is named as on the Hub and is no file here, and a hint.
     pub fn tokenizer_on_the_hub(&self) -> Option<(String, &'static str)> {
         let name = &self.data.tokenizer;

@@ -168,7 +168,7 @@ impl Layers<'_> {
         for given in theirs.given {
             let path = given.key.path;
             let Some(place) = self.places.get(path).cloned() else {
-                if path != "data.eos_token" || !own_tokenizer {
+                if !["data.eos_token", "data.bos_token"].contains(&path) || !own_tokenizer {
                     self.set(given.key, given.value, GivenAt::InitFrom);
                 }
                 continue;

@@ -254,6 +254,21 @@ hint: remove data.eos_token, or name a tokenizer.json
 }
 
 #[test]
+fn a_bos_token_needs_a_tokenizer() {
+    check(
+        &format!("{TINY}[data]\nbos_token = \"<s>\"\n"),
+        "
+data.bos_token = \"<s>\" is given, and data.tokenizer = \"bytes\" begins them with none
+  --> run.toml:4
+  |
+4 | bos_token = \"<s>\"
+  |             ^^^^^
+hint: remove data.bos_token, or name a tokenizer.json
+",
+    );
+}
+
+#[test]
 fn addresses_are_refused_where_they_stand() {
     check(
         &format!("{TINY}[data]\npaths = [\"text\", \"s3://bucket/text\"]\n"),

@@ -282,6 +282,38 @@ fn an_end_token_can_be_named_and_must_exist() {
 }
 
 #[test]
+fn a_document_begins_with_the_bos_token_that_is_named() {
+    let lines = "{\"text\": \"one\", \"ask\": \"\"}\n{\"text\": \"\", \"ask\": \"\"}\n{\"text\": \"two\", \"ask\": \"why? \"}\n";
+    let long = "a long line of text, and then another one. ".repeat(8000);
+    let case = Case::new(&[("a.jsonl", lines.as_bytes()), ("b.txt", long.as_bytes())]);
+    let file = TokenizerSpec::file(&fixture("tokenizer.json"), None).unwrap();
+    let spec = |bos: Option<&str>, path: &str| PrepareSpec {
+        tokenizer: file.clone().with_bos(bos),
+        prompt_field: (path == "a.jsonl").then(|| "ask".into()),
+        ..case.spec(&[path])
+    };
+    let of = |bos: Option<&str>, path: &str| case.prepare(&spec(bos, path)).unwrap();
+    let plain = Tokenizer::open(&file).unwrap();
+    let (eos, bos) = (plain.eos(), plain.tokens("!").unwrap()[0]);
+    let tokens_of = |text: &str| plain.tokens(text).unwrap();
+    let found = of(Some("!"), "a.jsonl");
+    let expected =
+        [vec![bos], tokens_of("one"), vec![eos, bos], tokens_of("why? "), tokens_of("two"), vec![eos]].concat();
+    assert_eq!(tokens(found.train()), expected, "a document without text leaves no trace");
+    assert_eq!((found.bos(), found.tokenizer().unwrap().bos()), (Some(bos), Some(bos)));
+    // It is read before a prompt, and not predicted then.
+    let second = tokens_of("one").len() as u64 + 2;
+    assert_eq!(found.train().document_at(second).prompt, tokens_of("why? ").len() as u64 + 1);
+    // A long document begins once.
+    let (with, without) = (tokens(of(Some("!"), "b.txt").train()), tokens(of(None, "b.txt").train()));
+    assert!(with[0] == bos && with[1..] == without);
+    // Data with one are other data than those without.
+    assert!(!spec(Some("!"), "b.txt").reads_alike(&spec(None, "b.txt")));
+    let error = case.prepare(&spec(Some("<s>"), "b.txt")).unwrap_err().to_string();
+    assert!(error.contains("it has no token \"<s>\", which data.bos_token names"), "{error}");
+}
+
+#[test]
 fn a_tokenizer_that_changed_is_refused() {
     let case = Case::new(&[("a.txt", b"x")]);
     fs::copy(fixture("tokenizer.json"), case.path("t.json")).unwrap();

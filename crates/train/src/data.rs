@@ -432,7 +432,7 @@ pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError
         let (name, problem) = problem.split_once(": ").unwrap_or(("", &problem));
         return Err(DataError::Source { path: name.into(), problem: problem.to_owned(), hint });
     }
-    TokenizerSpec::file(&path, config.data.eos_token.clone())
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }
 
 /// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has

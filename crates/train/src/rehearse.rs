@@ -162,7 +162,8 @@ pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
         return Err(TrainError::Rehearsal { problem: problem.to_owned(), hint: hint.to_owned() });
     }
     let (tokens, vocab) = (thousands(tokenizer.vocabulary() as u64), thousands(config.model.vocab_size as u64));
-    Ok(format!("{tokens} tokens of a vocabulary of {vocab}, EOS token {}", tokenizer.eos()))
+    let bos = tokenizer.bos().map_or(String::new(), |bos| format!(", BOS token {bos}"));
+    Ok(format!("{tokens} tokens of a vocabulary of {vocab}, EOS token {}{bos}", tokenizer.eos()))
 }
 
 /// Opens what else a run begins with: tasks, weights. None where there is nothing.
