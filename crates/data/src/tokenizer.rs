@@ -62,6 +62,14 @@ impl TokenizerSpec {
         self
     }
 
+    /// The same file, with another choice of the token that ends a document.
+    pub fn with_eos(mut self, token: Option<&str>) -> Self {
+        if let TokenizerSpec::File { end_token, .. } = &mut self {
+            *end_token = token.map(str::to_owned);
+        }
+        self
+    }
+
     /// The same tokenizer with no place: it is known by its hash.
     pub(crate) fn anywhere(&self) -> Self {
         let mut spec = self.clone();

@@ -107,6 +107,10 @@ impl RunData {
             require_vocabulary(config, data.vocabulary())?;
             return Ok(data);
         }
+        if let Some(data) = shared_without_source(config, folder, stop)? {
+            require_vocabulary(config, data.vocabulary())?;
+            return Ok(data);
+        }
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
@@ -150,6 +154,10 @@ impl RunData {
         config.require_data()?;
         let open = RunData::open(config, folder)?;
         if let (Existing::Keep, Some(data)) = (existing, open) {
+            return Ok(Ok(data));
+        }
+        if let Some(data) = shared_without_source(config, folder, stop)? {
+            require_vocabulary(config, data.vocabulary())?;
             return Ok(Ok(data));
         }
         let tokenizer = tokenizer_spec(config)?;
@@ -383,6 +391,37 @@ impl RunData {
     pub(crate) fn vocabulary(&self) -> u32 {
         self.corpora.iter().map(|corpus| corpus.data.vocabulary()).max().unwrap_or(0)
     }
+}
+
+/// Prepared data in `data.prepared` whose text or tokenizer is gone: they hold all that a run needs. Whatever is left of both must
+/// be what they were made of. None where nothing is gone, or nothing was prepared.
+fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>, TrainError> {
+    let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !path.exists());
+    let lacks_tokenizer = config.tokenizer_path().is_some_and(|path| !path.exists());
+    let wanted = wanted(config, folder, &TokenizerSpec::Bytes);
+    let is_shared = config.prepared_dir().is_some_and(|shared| shared == folder);
+    if !is_shared || !(lacks_tokenizer || wanted.iter().any(|wanted| lacks_text(&wanted.spec))) {
+        return Ok(None);
+    }
+    for wanted in &wanted {
+        // Megatron's tokens are read where they are, and nothing was prepared of them.
+        if token_files(&wanted.spec)?.is_some() {
+            return Ok(None);
+        }
+    }
+    let Some(data) = RunData::open(config, folder)? else { return Ok(None) };
+    let tokenizer = if lacks_tokenizer { None } else { Some(tokenizer_spec(config)?) };
+    for (corpus, Wanted { spec, folder, .. }) in data.corpora.iter().zip(wanted) {
+        let then = corpus.data.spec();
+        let own = || then.tokenizer.clone().with_eos(config.data.eos_token.as_deref()).with_bos(config.bos_token());
+        let spec = PrepareSpec { tokenizer: tokenizer.clone().unwrap_or_else(own), ..spec };
+        let other_kind = lacks_tokenizer && then.tokenizer == TokenizerSpec::Bytes;
+        let same = !other_kind && spec.reads_alike(then);
+        if !same || !(lacks_text(&spec) || is_same_text(&spec, &corpus.data, stop)?) {
+            return Err(TrainError::SharedData { dir: folder });
+        }
+    }
+    Ok(Some(data))
 }
 
 /// Megatron's files, where a spec names such: they are read where they are.
