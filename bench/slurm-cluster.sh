@@ -7,9 +7,22 @@ set -euo pipefail
 what=$1 folder=$2
 
 if [ "$what" = down ]; then
-    SLURM_CONF=$folder/slurm.conf timeout 10 scontrol shutdown >/dev/null 2>&1 || true
-    for file in "$folder"/*.pid; do
-        if [ -s "$file" ]; then kill "$(cat "$file")" 2>/dev/null || true; fi
+    # Read first: a daemon that ends removes its file.
+    pids=$(cat "$folder"/*.pid 2>/dev/null) || true
+    if [ -S "$folder/munge.socket" ]; then
+        SLURM_CONF=$folder/slurm.conf timeout 10 scontrol shutdown >/dev/null 2>&1 || true
+    fi
+    # Gone when this ends: whoever starts the next one must not find them. Nobody may be there to reap them.
+    for signal in TERM KILL; do
+        kill -"$signal" $pids 2>/dev/null || true
+        for _ in $(seq 50); do
+            left=
+            for pid in $pids; do
+                if grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$pid/status"; then left=1; fi
+            done
+            if [ -z "$left" ]; then exit 0; fi
+            sleep 0.1
+        done
     done
     exit 0
 fi

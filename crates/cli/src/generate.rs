@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
     });
     let tokenizer = trained.tokenizer()?;
-    let tokens = tokenizer.encode(&prompt)?;
+    let tokens = tokenizer.encode_beginning(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
     let ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let mut generator = Generator::new(&Devices::of(&trained.config), &trained.config, context, trained.weights())?;

@@ -77,6 +77,42 @@ fn a_shared_folder_serves_several_runs_and_is_not_overwritten() {
 }
 
 #[test]
+fn a_shared_folder_serves_runs_whose_text_and_tokenizer_are_gone() {
+    let place = Place::new();
+    std::fs::copy(fixture("tokenizer.json"), place.path("tokenizer.json")).unwrap();
+    let data = "paths = [\"corpus\"]\ntokenizer = \"tokenizer.json\"\nprepared = \"shared\"";
+    place.config(&CONFIG.replace("vocab_size = 256", "vocab_size = 1000").replace("paths = [\"corpus\"]", data));
+    let train = |run: &'static str| ["train", "run.toml", "--run-dir", run];
+    place.ok(&train("before"));
+    let away = |name: &str| std::fs::rename(place.path(name), place.path(&format!("{name}.away"))).unwrap();
+    let back = |name: &str| std::fs::rename(place.path(&format!("{name}.away")), place.path(name)).unwrap();
+    for (run, gone) in [("a", &["corpus"][..]), ("b", &["tokenizer.json"]), ("c", &["corpus", "tokenizer.json"])] {
+        gone.iter().for_each(|name| away(name));
+        assert!(place.ok(&[&train(run)[..], &["--dry-run"]].concat()).contains("training tokens"), "{gone:?}");
+        place.ok(&[&train(run)[..], &["--set", "train.steps=10"]].concat());
+        // It goes on, is evaluated and talks: all that it needs is in the shared folder and in its checkpoints.
+        place.ok(&[&train(run)[..], &["--change", "train.steps=20"]].concat());
+        assert_eq!(place.trajectory(run).len(), 20);
+        place.ok(&["eval", run, "--validation"]);
+        place.ok(&["generate", run, "--prompt", "line 7", "--max-tokens", "4"]);
+        // Other settings than those of the data are refused all the same.
+        for set in ["data.validation_fraction=0.2", "data.tokenizer=bytes"] {
+            let text = place.fails(2, &[&train("other")[..], &["--set", set]].concat());
+            assert!(text.starts_with("error: shared holds data that were prepared with other settings"), "{text}");
+        }
+        // Where nothing was prepared, what is missing is named.
+        let text = place.fails(2, &[&train("other")[..], &["--set", "data.prepared=nowhere"]].concat());
+        assert!(gone.iter().any(|name| text.contains(&format!("{name}: "))), "{gone:?}: {text}");
+        gone.iter().for_each(|name| back(name));
+    }
+    // What is left of them must be what was prepared.
+    away("tokenizer.json");
+    std::fs::write(place.path("corpus/new.txt"), "a new file").unwrap();
+    let text = place.fails(2, &train("other"));
+    assert!(text.starts_with("error: shared holds data that were prepared with other settings"), "{text}");
+}
+
+#[test]
 fn corpora_are_mixed_and_every_step_knows_its_documents() {
     let place = mixed();
     place.ok(&["train", "run.toml", "--run-dir", "run"]);

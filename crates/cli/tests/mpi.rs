@@ -39,14 +39,19 @@ fn there() -> Vec<(Mpi, String)> {
 }
 
 /// A command of so many ranks.
-fn mpirun(place: &Place, (mpi, run): &(Mpi, String), ranks: usize, args: &[&str]) -> Command {
+fn mpirun(place: &Place, mpi: &(Mpi, String), ranks: usize, args: &[&str]) -> Command {
+    mpirun_within(place, mpi, ranks, &[], args)
+}
+
+/// The same, with each rank started by another program.
+fn mpirun_within(place: &Place, (mpi, run): &(Mpi, String), ranks: usize, within: &[&str], args: &[&str]) -> Command {
     let lockstep = place.command(args);
     let mut command = Command::new(run);
     if *mpi == Mpi::Open {
         command.args(["--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none"]);
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
     }
-    command.args(["-n", &ranks.to_string()]).arg(lockstep.get_program()).args(lockstep.get_args());
+    command.args(["-n", &ranks.to_string()]).args(within).arg(lockstep.get_program()).args(lockstep.get_args());
     command.current_dir(place.path("")).stdin(Stdio::null()).env("MASTER_PORT", free_port());
     command
 }
@@ -125,10 +130,19 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
     for mpi in &there() {
         let set = ["train.steps=100000", "train.validate_every=0", "checkpoint.every=4", "parallel.dp=4"];
         let dir = mpi.1.clone();
-        let begin = |steps| {
-            let mut command = mpirun(&place, mpi, 4, &layouts::command("train", &dir, &set));
+        let begin = |steps, within: &[&str]| {
+            let mut command = mpirun_within(&place, mpi, 4, within, &layouts::command("train", &dir, &set));
             let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
             wait_for_steps(&place, &dir, steps);
+            // What is killed now has something to go on from.
+            let until = Instant::now() + Duration::from_secs(60);
+            let saved = || {
+                let all = fs::read_dir(place.path(&dir).join("checkpoints")).into_iter().flatten().flatten();
+                all.map(|entry| entry.path()).any(|path| path.join("manifest.json").exists())
+            };
+            while !saved() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(5));
+            }
             child
         };
         let host = lockstep_exec::comm::processes::host();
@@ -138,7 +152,7 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
         let failures = place.path(&dir).join("failures.jsonl");
         // mpirun kills the others at once, MPICH's within 30 ms: now and then before one has written, or has seen which was the first.
         let told = (1..=6).any(|attempt| {
-            let child = begin(6 * attempt);
+            let child = begin(6 * attempt, &[]);
             signal(rank_of(&child, 2), libc::SIGKILL);
             let output = child.wait_with_output().unwrap();
             assert!(!output.status.success());
@@ -149,18 +163,26 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
         assert!(told, "{dir}");
         let causes = fs::read_to_string(&failures).unwrap();
 
-        // The same command goes on; a signal that mpirun forwards stops it with a checkpoint.
+        // The same command goes on; a signal that mpirun forwards stops it with a checkpoint. MPICH's mpirun signals the process
+        // groups of its ranks, so that whoever runs one can write down how it ended.
         let before = place.trajectory(&dir).len();
-        let child = begin(before + 2);
+        let note = ["sh", "-c", "trap : USR1; \"$@\"; code=$?; echo $code > ended-$PMI_RANK; exit $code", "sh"];
+        let child = begin(before + 2, if mpi.0 == Mpi::Mpich { &note } else { &[] });
         signal(child.id() as i32, libc::SIGUSR1);
         let output = child.wait_with_output().unwrap();
         let (said, shown) = texts(&output);
-        // Beside a load MPICH's mpirun has ended with 0 here, though its ranks were interrupted.
         let code = output.status.code();
-        assert!(code == Some(75) || (code == Some(0) && dir.contains("mpich")), "{code:?}: {shown}");
-        // Where it was killed before its first checkpoint was written, it starts again.
-        let begins = ["resuming at step ", "starting, files in "].iter().any(|text| shown.contains(text));
-        assert!(said.contains("interrupted after step ") && begins, "{said}{shown}");
+        match mpi.0 {
+            Mpi::Open => assert_eq!(code, Some(75), "{shown}"),
+            // All ranks end with 75. Of 30 runs of MPICH 4.0.2 beside a load strace showed one in which they did and mpirun ended
+            // with 0: hydra's mpiexec counts nothing for a proxy whose exit statuses have not reached it.
+            Mpi::Mpich => {
+                let ended = |rank: usize| fs::read_to_string(place.path(&format!("ended-{rank}"))).unwrap();
+                assert_eq!([0, 1, 2, 3].map(ended), ["75\n"; 4], "{shown}");
+                assert!(matches!(code, Some(75 | 0)), "{code:?}: {shown}");
+            }
+        }
+        assert!(said.contains("interrupted after step ") && shown.contains("resuming at step "), "{said}{shown}");
         assert_eq!(fs::read_to_string(&failures).unwrap(), causes);
     }
 }

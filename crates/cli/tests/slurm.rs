@@ -28,10 +28,19 @@ impl Slurm {
         let folder = tempfile::Builder::new().prefix("ls").tempdir_in("/tmp").unwrap();
         // Below what the system gives out by itself.
         let port = 12000 + free_port().parse::<u32>().unwrap() % 8000;
-        let up =
-            Command::new(SCRIPT).arg("up").arg(folder.path()).args(["8", "2", &port.to_string()]).output().unwrap();
+        // Before it is up: what has started of it goes too where it does not come up.
+        let slurm = Self { folder };
+        let folder = slurm.folder.path();
+        let up = Command::new(SCRIPT).arg("up").arg(folder).args(["8", "2", &port.to_string()]).output().unwrap();
         assert!(up.status.success(), "{}", String::from_utf8_lossy(&up.stderr));
-        Some(Self { folder })
+        Some(slurm)
+    }
+
+    /// The processes that were started for it.
+    fn daemons(&self) -> Vec<String> {
+        let files = fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().path());
+        let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "pid"));
+        files.map(|path| fs::read_to_string(path).unwrap().trim().to_owned()).collect()
     }
 
     fn conf(&self) -> PathBuf {
@@ -74,6 +83,25 @@ impl Slurm {
 impl Drop for Slurm {
     fn drop(&mut self) {
         let _ = Command::new(SCRIPT).arg("down").arg(self.folder.path()).stdin(Stdio::null()).status();
+    }
+}
+
+#[test]
+fn a_test_that_panics_leaves_no_daemon_behind() {
+    let daemons = std::sync::Mutex::new(Vec::new());
+    let panicked = std::panic::catch_unwind(|| {
+        let slurm = Slurm::start()?;
+        *daemons.lock().unwrap() = slurm.daemons();
+        assert!(slurm.daemons().is_empty(), "as a test that fails");
+        Some(())
+    });
+    let daemons = daemons.into_inner().unwrap();
+    let Err(_) = panicked else { return };
+    assert_eq!(daemons.len(), 10, "munged, slurmctld and a slurmd per node");
+    for pid in daemons {
+        // Nobody may be there to reap it.
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        assert!(status.is_empty() || status.contains("State:\tZ"), "{pid} is there: {status}");
     }
 }
 

@@ -189,7 +189,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     noise_scale_has_two_sizes,
     data_have_one_form,
     prompts_go_with_the_rest,
-    eos_token_has_a_tokenizer,
+    special_tokens_have_a_tokenizer,
     recompute_has_its_keys,
     stages::stages_make_up_the_model,
 ];
@@ -504,18 +504,52 @@ fn data_have_one_form(values: &Values) -> Option<Conflict> {
     })
 }
 
-fn eos_token_has_a_tokenizer(values: &Values) -> Option<Conflict> {
-    let (token, Value::Text(tokenizer)) = (values.get("data.eos_token")?, values.get("data.tokenizer")?) else {
-        return None;
-    };
-    (tokenizer == "bytes").then(|| {
-        Conflict::new(
-            &["data.eos_token", "data.tokenizer"],
-            format!("data.eos_token = {token} is given, and data.tokenizer = \"bytes\" ends documents with a byte 0"),
-            "remove data.eos_token, or name a tokenizer.json",
-        )
-    })
+fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
+    let Value::Text(tokenizer) = values.get("data.tokenizer")? else { return None };
+    let says = [("data.eos_token", "ends documents with a byte 0"), ("data.bos_token", "begins them with none")];
+    let (key, says) = says.into_iter().find(|(key, _)| values.get(key).is_some()).filter(|_| tokenizer == "bytes")?;
+    let token = values.get(key)?;
+    Some(Conflict::new(
+        &[key, "data.tokenizer"],
+        format!("{key} = {token} is given, and data.tokenizer = \"bytes\" {says}"),
+        format!("remove {key}, or name a tokenizer.json"),
+    ))
 }
+
+/// Nothing is fetched: what is read are files and folders.
+pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
+    let is_address = |text: &&String| text.contains("://");
+    let refuse = |key: &'static str, address: &str, names: &str, hint: &str| {
+        Some(Conflict::new(&[key], format!("{address}: this is an address, and {key} names {names}"), hint))
+    };
+    let copy = "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder";
+    if let Some(Value::Texts(paths)) = values.get("data.paths")
+        && let Some(address) = paths.iter().find(is_address)
+    {
+        return refuse("data.paths", address, "files and folders", copy);
+    }
+    if let Some(Value::Corpora(corpora)) = values.get("data.corpora")
+        && let Some(address) = corpora.iter().flat_map(|corpus| &corpus.paths).find(is_address)
+    {
+        return refuse("data.corpora", address, "files and folders", copy);
+    }
+    if let Some(Value::Text(address)) = values.get("data.tokenizer")
+        && is_address(&address)
+    {
+        return refuse("data.tokenizer", address, "a file", FETCH_TOKENIZER);
+    }
+    if let Some(Value::Text(address)) = values.get("train.init_from")
+        && is_address(&address)
+    {
+        let hint = "copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it";
+        return refuse("train.init_from", address, "a folder", hint);
+    }
+    None
+}
+
+/// How a tokenizer comes onto this machine.
+pub(crate) const FETCH_TOKENIZER: &str = "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set \
+                                          data.tokenizer = \"tokenizer/tokenizer.json\"";
 
 /// `recompute.ops` and `recompute.budget` are given exactly where the policy reads them.
 fn recompute_has_its_keys(values: &Values) -> Option<Conflict> {

@@ -71,7 +71,14 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        Config::read(text, &name, path, overrides, &[], inherit)
+        let config = Config::read(text, &name, path, overrides, &[], inherit)?;
+        match config.tokenizer_on_the_hub() {
+            None => Ok(config),
+            Some((problem, hint)) => {
+                let file = Location::File { name: printable(&name) };
+                Err(ConfigError::new(Problem::new(problem, hint), file))
+            }
+        }
     }
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
@@ -238,6 +245,26 @@ impl Config {
     /// The path of the tokenizer's file, resolved in the same way; none for "bytes".
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
         Some(self.base_dir().join(&self.data.tokenizer)).filter(|_| self.data.tokenizer != "bytes")
+    }
+
+    /// The token that begins a document, if one does.
+    pub fn bos_token(&self) -> Option<&str> {
+        self.data.bos_token.as_deref().filter(|token| *token != "none")
+    }
+
+    /// What is wrong with a tokenizer that is named as on the Hub and is no file here, and a hint.
+    pub fn tokenizer_on_the_hub(&self) -> Option<(String, &'static str)> {
+        let name = &self.data.tokenizer;
+        let path = self.tokenizer_path()?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
+        let is_name = name.chars().all(plain) && name.matches('/').count() < 2 && !name.starts_with(['.', '/']);
+        let is_json = path.extension().is_some_and(|extension| extension == "json");
+        let problem = || {
+            format!(
+                "{name}: no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub"
+            )
+        };
+        (is_name && !is_json && !path.exists()).then(|| (problem(), crate::checks::FETCH_TOKENIZER))
     }
 
     /// `data.prepared`, resolved in the same way.

@@ -95,6 +95,11 @@ pub(crate) fn resolve(
             }
         }
     }
+    // First: nobody looks for weights there.
+    if let Some(conflict) = checks::paths_are_no_addresses(&layers.values) {
+        let place = layers.blame(&conflict);
+        return Err(ConfigError::new(conflict.problem, layers.locate(place)));
+    }
     let inherited = layers.inherit(inherit)?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;
@@ -163,7 +168,7 @@ impl Layers<'_> {
         for given in theirs.given {
             let path = given.key.path;
             let Some(place) = self.places.get(path).cloned() else {
-                if path != "data.eos_token" || !own_tokenizer {
+                if !["data.eos_token", "data.bos_token"].contains(&path) || !own_tokenizer {
                     self.set(given.key, given.value, GivenAt::InitFrom);
                 }
                 continue;

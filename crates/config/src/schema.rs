@@ -171,6 +171,10 @@ tables! {
         /// The EOS token, which ends each document, for a tokenizer without one of the usual names for it.
         eos_token: Option<String> = Text(TOKEN), Unset, Trajectory,
             finds ["EOS", "EOD", "end of text", "end of document", "separator"], was ["end_token"];
+        /// The BOS token, which begins each document and prompt; if not set, that of a Hugging Face folder in `train.init_from` whose
+        /// tokenizer adds one, else none. "none" adds none in any case.
+        bos_token: Option<String> = Text(TOKEN), Unset, Trajectory,
+            finds ["BOS", "add_bos_token", "beginning of text", "begin_of_text"];
         /// Folder of prepared (tokenized, packed) data to share between runs, relative to the config file's folder; if not
         /// set, each run has its own.
         prepared: Option<String> = Text(FOLDER), Unset, Conduct, finds ["tokenized data", "data cache", "packed data"];

@@ -254,6 +254,58 @@ hint: remove data.eos_token, or name a tokenizer.json
 }
 
 #[test]
+fn a_bos_token_needs_a_tokenizer() {
+    check(
+        &format!("{TINY}[data]\nbos_token = \"<s>\"\n"),
+        "
+data.bos_token = \"<s>\" is given, and data.tokenizer = \"bytes\" begins them with none
+  --> run.toml:4
+  |
+4 | bos_token = \"<s>\"
+  |             ^^^^^
+hint: remove data.bos_token, or name a tokenizer.json
+",
+    );
+}
+
+#[test]
+fn addresses_are_refused_where_they_stand() {
+    check(
+        &format!("{TINY}[data]\npaths = [\"text\", \"s3://bucket/text\"]\n"),
+        "
+s3://bucket/text: this is an address, and data.paths names files and folders
+  --> run.toml:4
+  |
+4 | paths = [\"text\", \"s3://bucket/text\"]
+  |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+hint: copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder
+",
+    );
+    check(
+        &format!("{TINY}[data]\ntokenizer = \"https://hub/tokenizer.json\"\n"),
+        "
+https://hub/tokenizer.json: this is an address, and data.tokenizer names a file
+  --> run.toml:4
+  |
+4 | tokenizer = \"https://hub/tokenizer.json\"
+  |             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+hint: fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set data.tokenizer = \"tokenizer/tokenizer.json\"
+",
+    );
+    check(
+        &format!("{TINY}[train]\ninit_from = \"hf://owner/model\"\n"),
+        "
+hf://owner/model: this is an address, and train.init_from names a folder
+  --> run.toml:4
+  |
+4 | init_from = \"hf://owner/model\"
+  |             ^^^^^^^^^^^^^^^^^^
+hint: copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it
+",
+    );
+}
+
+#[test]
 fn a_recompute_policy_has_the_keys_that_it_reads_and_no_others() {
     check(
         &format!("{TINY}[recompute]\npolicy = \"budget\"\n"),

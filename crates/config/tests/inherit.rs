@@ -4,7 +4,7 @@ use lockstep_config::{Config, Inherited, NotInherited};
 use std::path::Path;
 
 const THEIRS: &str = "[model]\narchitecture = \"qwen2\"\nvocab_size = 300\nlayers = 2\ndim = 32\nheads = 4\nkv_heads = 2\n\
-                      ffn = 48\nrope_theta = 10000.0\n[data]\ntokenizer = \"/hf/tokenizer.json\"\neos_token = \"<end>\"\n";
+                      ffn = 48\nrope_theta = 10000.0\n[data]\ntokenizer = \"/hf/tokenizer.json\"\neos_token = \"<end>\"\nbos_token = \"<s>\"\n";
 
 /// A config file beside which there is a folder `hf` of weights.
 fn load(text: &str, set: &[&str]) -> Result<Config, String> {
@@ -32,6 +32,7 @@ fn the_model_and_the_tokenizer_are_those_of_the_weights() {
         "vocab_size = 300  # train.init_from\n",
         "tokenizer = \"/hf/tokenizer.json\"  # train.init_from\n",
         "eos_token = \"<end>\"  # train.init_from\n",
+        "bos_token = \"<s>\"  # train.init_from\n",
         "head_dim = 8  # default\n",
     ] {
         assert!(text.contains(line), "{line}{text}");
@@ -49,6 +50,7 @@ fn what_agrees_may_be_said_and_what_is_no_shape_may_be_changed() {
         "[model]\nlayers = 2\nrope_theta = 5e5\n[data]\ntokenizer = \"bytes\"\n[train]\ninit_from = \"hf\"\n";
     let config = load(agreeing, &["model.dim=32"]).unwrap();
     assert_eq!((config.model.rope_theta, config.data.tokenizer.as_str(), config.data.eos_token), (5e5, "bytes", None));
+    assert_eq!(config.data.bos_token, None);
 }
 
 #[test]

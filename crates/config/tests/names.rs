@@ -69,6 +69,7 @@ fn keys_are_found_by_the_words_of_the_field() {
         ("seq_len", "train.seq"),
         ("hidden_size", "model.dim"),
         ("EOS", "data.eos_token"),
+        ("BOS", "data.bos_token"),
         ("tensor parallel", "parallel.tp"),
         ("loss scaling", "precision.loss_scale"),
         ("patience", "parallel.timeout"),

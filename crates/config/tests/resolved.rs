@@ -65,6 +65,7 @@ text_field = "text"  # default
 # prompt_field is not set
 tokenizer = "bytes"  # default
 # eos_token is not set
+# bos_token is not set
 # prepared is not set
 document_mask = false  # default
 validation_fraction = 0.05  # default

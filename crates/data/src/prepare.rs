@@ -61,7 +61,7 @@ pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress
 /// Makes tokens of the text of `spec` and writes shards, `data.json`, `files.jsonl` and the tokenizer into `out`.
 ///
 /// A document is a file of text, a line of a JSON-lines file or a row of a Parquet file; its tokens end with an
-/// EOS token. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
+/// EOS token, and begin with a BOS token where the spec names one. What is held out are whole records, whole files of text, or 64 KiB pieces of longer ones: neighbouring
 /// pieces of one split stay together, and where the split changes the part before it ends with an EOS token as if it
 /// were a document. If the data set is a single piece of text, its end is held out. With a validation fraction of 0 there
 /// is no validation shard.
@@ -282,6 +282,7 @@ impl Task<'_> {
             content: Some(hexadecimal(self.content)),
             vocabulary: self.tokenizer.vocabulary(),
             eos: self.tokenizer.eos(),
+            bos: self.tokenizer.bos(),
             train: SplitSummary::of(summaries(|part| Some(&part.train))?),
             validation: match self.holdout.is_active() {
                 true => Some(SplitSummary::of(summaries(|part| part.validation.as_ref())?)),

@@ -53,6 +53,7 @@ impl Prepared {
             content: None,
             vocabulary: tokenizer.vocabulary(),
             eos: tokenizer.eos(),
+            bos: None,
             train: summary(&train),
             validation: (!validation.is_empty()).then(|| summary(&validation)),
             spec: spec.clone(),
@@ -144,14 +145,20 @@ impl Prepared {
         self.description.eos
     }
 
+    /// The token before each document, if there is one.
+    pub fn bos(&self) -> Option<u32> {
+        self.description.bos
+    }
+
     /// The tokenizer that made the tokens, from its copy in the folder; of tokens that are read in place, from where it is.
     pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
         match &self.spec().tokenizer {
             spec if self.is_in_place() => Tokenizer::open(spec),
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerSpec::File { xxh3, end_token, .. } => {
-                let path = self.folder.join(TOKENIZER_JSON);
-                Tokenizer::open(&TokenizerSpec::File { path, xxh3: *xxh3, end_token: end_token.clone() })
+            TokenizerSpec::File { xxh3, end_token, begin_token, .. } => {
+                let (path, xxh3) = (self.folder.join(TOKENIZER_JSON), *xxh3);
+                let (end_token, begin_token) = (end_token.clone(), begin_token.clone());
+                Tokenizer::open(&TokenizerSpec::File { path, xxh3, end_token, begin_token })
             }
         }
     }
@@ -242,6 +249,8 @@ pub(crate) struct Description {
     pub(crate) vocabulary: u32,
     #[serde(rename = "separator")]
     pub(crate) eos: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) bos: Option<u32>,
     pub(crate) train: SplitSummary,
     pub(crate) validation: Option<SplitSummary>,
     pub(crate) spec: PrepareSpec,

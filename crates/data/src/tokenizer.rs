@@ -38,6 +38,9 @@ pub enum TokenizerSpec {
         xxh3: u64,
         /// The token that ends a document; where none is given, the tokenizer must have one of the usual ones.
         end_token: Option<String>,
+        /// The token that begins a document, if one does.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        begin_token: Option<String>,
     },
 }
 
@@ -48,7 +51,23 @@ impl TokenizerSpec {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
         let xxh3 = xxh3_64(&read(path)?);
-        Ok(TokenizerSpec::File { path: path.to_owned(), xxh3, end_token })
+        Ok(TokenizerSpec::File { path: path.to_owned(), xxh3, end_token, begin_token: None })
+    }
+
+    /// The same file, whose documents begin with a token.
+    pub fn with_bos(mut self, token: Option<&str>) -> Self {
+        if let TokenizerSpec::File { begin_token, .. } = &mut self {
+            *begin_token = token.map(str::to_owned);
+        }
+        self
+    }
+
+    /// The same file, with another choice of the token that ends a document.
+    pub fn with_eos(mut self, token: Option<&str>) -> Self {
+        if let TokenizerSpec::File { end_token, .. } = &mut self {
+            *end_token = token.map(str::to_owned);
+        }
+        self
     }
 
     /// The same tokenizer with no place: it is known by its hash.
@@ -65,6 +84,7 @@ impl TokenizerSpec {
 pub struct Tokenizer {
     model: Model,
     eos: u32,
+    bos: Option<u32>,
     vocabulary: u32,
 }
 
@@ -78,14 +98,28 @@ impl Tokenizer {
     pub fn open(spec: &TokenizerSpec) -> Result<Self, DataError> {
         match spec {
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerSpec::File { path, xxh3, end_token } => {
+            TokenizerSpec::File { path, xxh3, end_token, begin_token } => {
                 let source = read(path)?;
                 if xxh3_64(&source) != *xxh3 {
                     return Err(DataError::tokenizer(path, "it changed while it was in use", "run the command again"));
                 }
-                Tokenizer::parse(path, source, end_token.as_deref())
+                Tokenizer::parse(path, source, end_token.as_deref())?.with_bos(begin_token.as_deref())
             }
         }
+    }
+
+    /// The same, whose documents begin with a token of its vocabulary.
+    pub fn with_bos(mut self, token: Option<&str>) -> Result<Self, DataError> {
+        self.bos = match (token, &self.model) {
+            (None, _) | (_, Model::Bytes) => None,
+            (Some(token), Model::File { path, tokenizer, .. }) => {
+                Some(tokenizer.token_to_id(token).ok_or_else(|| {
+                    let problem = format!("it has no token {token:?}, which data.bos_token names");
+                    DataError::tokenizer(path, problem, "name a token of its vocabulary")
+                })?)
+            }
+        };
+        Ok(self)
     }
 
     /// The tokenizer of a `tokenizer.json` that was read from `path`.
@@ -95,7 +129,7 @@ impl Tokenizer {
 
     /// The tokenizer whose tokens are bytes.
     pub fn bytes() -> Self {
-        Tokenizer { model: Model::Bytes, eos: EOS_BYTE.into(), vocabulary: BYTE_VOCABULARY }
+        Tokenizer { model: Model::Bytes, eos: EOS_BYTE.into(), bos: None, vocabulary: BYTE_VOCABULARY }
     }
 
     fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
@@ -122,7 +156,7 @@ impl Tokenizer {
             })?,
         };
         let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };
-        Ok(Tokenizer { model, eos, vocabulary: largest + 1 })
+        Ok(Tokenizer { model, eos, bos: None, vocabulary: largest + 1 })
     }
 
     /// One more than the largest token it can make: the smallest vocabulary of a model for it.
@@ -133,6 +167,11 @@ impl Tokenizer {
     /// The token after each document.
     pub fn eos(&self) -> u32 {
         self.eos
+    }
+
+    /// The token before each document, if there is one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
     }
 
     /// A token by its number, as the vocabulary spells it.

@@ -27,7 +27,7 @@ const IN_FLIGHT_BYTES: usize = 48 << 20;
 /// A unit as tokens.
 #[derive(Debug)]
 pub(crate) struct Tokenised {
-    /// As bytes of the tokenizer's width, with the EOS token if the document ends.
+    /// As bytes of the tokenizer's width, with the BOS and EOS tokens where the document begins and ends.
     pub(crate) tokens: Vec<u8>,
     pub(crate) text_bytes: u64,
     /// Tokens at the beginning that are a prompt.
@@ -162,10 +162,14 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
     let (mut tokens, mut prompt) = (Vec::new(), 0);
+    if let Some(bos) = tokenizer.bos().filter(|_| begins) {
+        tokenizer.width().append(&[bos], &mut tokens);
+    }
     // A prompt is tokenised on its own, as it will be when the model is asked to go on.
     let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize, DataError> {
         tokenizer.encode("", before, tokens, work.stop)?;
-        prompt = (tokens.len() / tokenizer.width() as usize) as u64;
+        // A BOS token stands before the prompt; where there is none, it is predicted like the text.
+        prompt = if before.is_empty() { 0 } else { (tokens.len() / tokenizer.width() as usize) as u64 };
         tokenizer.encode("", text, tokens, work.stop)?;
         Ok(before.len() + text.len())
     };
@@ -191,7 +195,9 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         }
     };
     // A document without text leaves no trace, not even an EOS token.
-    if ends && !(begins && text_bytes == 0) {
+    if begins && ends && text_bytes == 0 {
+        tokens.clear();
+    } else if ends {
         tokenizer.width().append(&[tokenizer.eos()], &mut tokens);
     }
     let text_bytes = text_bytes as u64;

@@ -89,7 +89,8 @@ fn damaged(good: &[u8], round: u64) -> Vec<u8> {
 #[test]
 fn damaged_parquet_files_are_refused_in_bounded_memory() {
     let case = Case::new(&[]);
-    let files = ["snappy", "zstd", "gzip"].map(|codec| fs::read(fixture(&format!("rows.{codec}.bin"))).unwrap());
+    let codecs = ["snappy", "zstd", "gzip", "brotli", "lz4"];
+    let files = codecs.map(|codec| fs::read(fixture(&format!("rows.{codec}.bin"))).unwrap());
     let spec = case.spec(&["a.parquet"]);
     let options = PrepareOptions { threads: 1, ..PrepareOptions::default() };
     let start = Instant::now();

@@ -107,7 +107,10 @@ impl RunData {
             require_vocabulary(config, data.vocabulary())?;
             return Ok(data);
         }
-        refuse_addresses(config)?;
+        if let Some(data) = shared_without_source(config, folder, stop)? {
+            require_vocabulary(config, data.vocabulary())?;
+            return Ok(data);
+        }
         let tokenizer = tokenizer_spec(config)?;
         // Before an hour of work, not after it.
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
@@ -151,6 +154,10 @@ impl RunData {
         config.require_data()?;
         let open = RunData::open(config, folder)?;
         if let (Existing::Keep, Some(data)) = (existing, open) {
+            return Ok(Ok(data));
+        }
+        if let Some(data) = shared_without_source(config, folder, stop)? {
+            require_vocabulary(config, data.vocabulary())?;
             return Ok(Ok(data));
         }
         let tokenizer = tokenizer_spec(config)?;
@@ -386,6 +393,37 @@ impl RunData {
     }
 }
 
+/// Prepared data in `data.prepared` whose text or tokenizer is gone: they hold all that a run needs. Whatever is left of both must
+/// be what they were made of. None where nothing is gone, or nothing was prepared.
+fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>, TrainError> {
+    let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !path.exists());
+    let lacks_tokenizer = config.tokenizer_path().is_some_and(|path| !path.exists());
+    let wanted = wanted(config, folder, &TokenizerSpec::Bytes);
+    let is_shared = config.prepared_dir().is_some_and(|shared| shared == folder);
+    if !is_shared || !(lacks_tokenizer || wanted.iter().any(|wanted| lacks_text(&wanted.spec))) {
+        return Ok(None);
+    }
+    for wanted in &wanted {
+        // Megatron's tokens are read where they are, and nothing was prepared of them.
+        if token_files(&wanted.spec)?.is_some() {
+            return Ok(None);
+        }
+    }
+    let Some(data) = RunData::open(config, folder)? else { return Ok(None) };
+    let tokenizer = if lacks_tokenizer { None } else { Some(tokenizer_spec(config)?) };
+    for (corpus, Wanted { spec, folder, .. }) in data.corpora.iter().zip(wanted) {
+        let then = corpus.data.spec();
+        let own = || then.tokenizer.clone().with_eos(config.data.eos_token.as_deref()).with_bos(config.bos_token());
+        let spec = PrepareSpec { tokenizer: tokenizer.clone().unwrap_or_else(own), ..spec };
+        let other_kind = lacks_tokenizer && then.tokenizer == TokenizerSpec::Bytes;
+        let same = !other_kind && spec.reads_alike(then);
+        if !same || !(lacks_text(&spec) || is_same_text(&spec, &corpus.data, stop)?) {
+            return Err(TrainError::SharedData { dir: folder });
+        }
+    }
+    Ok(Some(data))
+}
+
 /// Megatron's files, where a spec names such: they are read where they are.
 fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, DataError> {
     let Some(files) = token_files(spec)? else { return Ok(None) };
@@ -428,20 +466,12 @@ fn settings(spec: &PrepareSpec) -> String {
 
 /// The tokenizer that a config names.
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
-    match config.tokenizer_path() {
-        None => Ok(TokenizerSpec::Bytes),
-        Some(path) if !path.exists() && path.extension().is_none_or(|extension| extension != "json") => {
-            Err(DataError::Source {
-                path: config.data.tokenizer.clone().into(),
-                problem:
-                    "no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub"
-                        .into(),
-                hint: "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set data.tokenizer = \
-                       \"tokenizer/tokenizer.json\"",
-            })
-        }
-        Some(path) => TokenizerSpec::file(&path, config.data.eos_token.clone()),
+    let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
+    if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
+        let (name, problem) = problem.split_once(": ").unwrap_or(("", &problem));
+        return Err(DataError::Source { path: name.into(), problem: problem.to_owned(), hint });
     }
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }
 
 /// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has
@@ -465,17 +495,6 @@ pub(crate) fn require_vocabulary(config: &Config, needed: u32) -> Result<(), Tra
     }
     let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
     Err(TrainError::Vocabulary { vocab, tokenizer, needed })
-}
-
-/// Refuses addresses in the place of paths.
-fn refuse_addresses(config: &Config) -> Result<(), DataError> {
-    let paths = config.data.paths.iter().chain(config.data.corpora.iter().flat_map(|corpus| &corpus.paths));
-    let Some(address) = paths.into_iter().find(|path| path.contains("://")) else { return Ok(()) };
-    Err(DataError::Source {
-        path: address.into(),
-        problem: "this is an address, and data.paths names files and folders".into(),
-        hint: "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder",
-    })
 }
 
 fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {

@@ -168,10 +168,10 @@ fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> R
     let Some(json) = tokenizer.json() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| TrainError::io("write", &path, e))?;
-    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?)
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }
 
-/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. EOS tokens are none.
+/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. BOS and EOS tokens are none.
 fn text_bytes(tokenizer: &RunTokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> i64 {
     let mut ends = Vec::new();
     stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));

@@ -45,8 +45,8 @@ fn keys(folder: &Path) -> Result<Inherited, TrainError> {
         (Some(path), own) => own.unwrap_or(path).to_string_lossy().into_owned(),
     };
     let mut text = format!("{}\n[data]\ntokenizer = {}\n", config.model_toml(), quoted(&tokenizer));
-    if let Some(token) = &config.data.eos_token {
-        text += &format!("eos_token = {}\n", quoted(token));
+    for (key, token) in [("eos_token", &config.data.eos_token), ("bos_token", &config.data.bos_token)] {
+        text += &token.as_ref().map_or(String::new(), |token| format!("{key} = {}\n", quoted(token)));
     }
     // Weights that were trained, or came, in 16 bits go on in them.
     if config.precision.policy != PrecisionPolicy::Fp32 {

@@ -156,13 +156,23 @@ pub fn other_layout(config: &Config) -> Config {
 
 /// Refuses a tokenizer that is not the model's: tokens that the model has no embedding for, or far fewer tokens than it has.
 pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
-    let tokenizer = RunTokenizer::of(config)?;
+    // Shared data have a copy, which is what a run reads where the file is gone.
+    let gone = config.tokenizer_path().is_some_and(|path| !path.exists());
+    let shared = match config.prepared_dir().filter(|_| gone) {
+        Some(folder) => RunData::open(config, &folder)?,
+        None => None,
+    };
+    let tokenizer = match shared {
+        Some(data) => data.tokenizer()?.into(),
+        None => RunTokenizer::of(config)?,
+    };
     if let Some(text) = unused_vocabulary(config, &tokenizer) {
         let (problem, hint) = text.split_once("\nhint: ").unwrap_or((&text, "set data.tokenizer to that of the model"));
         return Err(TrainError::Rehearsal { problem: problem.to_owned(), hint: hint.to_owned() });
     }
     let (tokens, vocab) = (thousands(tokenizer.vocabulary() as u64), thousands(config.model.vocab_size as u64));
-    Ok(format!("{tokens} tokens of a vocabulary of {vocab}, EOS token {}", tokenizer.eos()))
+    let bos = tokenizer.bos().map_or(String::new(), |bos| format!(", BOS token {bos}"));
+    Ok(format!("{tokens} tokens of a vocabulary of {vocab}, EOS token {}{bos}", tokenizer.eos()))
 }
 
 /// Opens what else a run begins with: tasks, weights. None where there is nothing.

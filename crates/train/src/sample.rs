@@ -43,7 +43,7 @@ pub(crate) fn sample(
     data.fill(0, &mut tokens, &mut targets);
     let mut stream = TextStream::new(tokenizer.clone());
     let prompt: String = tokens.iter().take(PROMPT.min(seq / 2)).map(|t| stream.push(*t)).collect();
-    let tokens = tokenizer.encode(&prompt)?;
+    let tokens = tokenizer.encode_beginning(&prompt)?;
     if tokens.is_empty() || tokens.len() >= seq {
         return Ok(None);
     }

@@ -61,6 +61,27 @@ impl RunTokenizer {
         }
     }
 
+    /// The token before a document, if there is one.
+    pub fn bos(&self) -> Option<u32> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.bos(),
+        }
+    }
+
+    /// The same as the vocabulary spells it.
+    pub fn bos_text(&self) -> Option<String> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.bos().and_then(|bos| tokenizer.token(bos)),
+        }
+    }
+
+    /// Text as the tokens of a document's beginning: behind the BOS token, where there is one.
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, TrainError> {
+        Ok(self.bos().into_iter().chain(self.encode(text)?).collect())
+    }
+
     /// Text as tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TrainError> {
         match self {
@@ -77,6 +98,12 @@ impl RunTokenizer {
             RunTokenizer::Bytes => tokens.len() as i64,
             RunTokenizer::File(_) if tokens.is_empty() => 0,
             RunTokenizer::File(tokenizer) => {
+                // A BOS token is no text.
+                let (before, tokens) = match (before, tokens, tokenizer.bos()) {
+                    ([first, rest @ ..], _, Some(bos)) if *first == bos => (rest, tokens),
+                    ([], [first, rest @ ..], Some(bos)) if *first == bos => (before, rest),
+                    _ => (before, tokens),
+                };
                 let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { tokenizer.decode(tokens).len() as i64 };
                 length(&[before, tokens].concat()) - length(before)
             }
@@ -109,7 +136,7 @@ impl TextStream {
 
     /// The text that one more token completes; empty where a character is not whole yet.
     pub fn push(&mut self, token: u32) -> String {
-        if token == self.tokenizer.eos() {
+        if token == self.tokenizer.eos() || Some(token) == self.tokenizer.bos() {
             return String::new();
         }
         match &self.tokenizer {

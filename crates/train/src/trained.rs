@@ -108,7 +108,8 @@ impl Trained {
         let own = match checkpoint.attachment(TOKENIZER) {
             Some(json) => {
                 let path = checkpoint.path.join(TOKENIZER);
-                lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?
+                let own = lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?;
+                own.with_bos(config.bos_token())?
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,

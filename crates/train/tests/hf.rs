@@ -498,6 +498,86 @@ fn a_folder_says_which_token_ends_a_text() {
 }
 
 #[test]
+fn a_folder_says_which_token_begins_a_text() {
+    let place = Place::new();
+    instruct_model(&place, "hf");
+    let tokenizer = json_of(&place.at("hf/tokenizer.json"));
+    let bos = tokenizer["model"]["vocab"]["!"].as_u64().unwrap() as u32;
+    let sequence = |id: &str| json!({ "Sequence": { "id": id, "type_id": 0 } });
+    let template = json!({ "type": "Sequence", "processors": [{
+        "type": "TemplateProcessing",
+        "single": [{ "SpecialToken": { "id": "!", "type_id": 0 } }, sequence("A")],
+        "pair": [sequence("A"), sequence("B")],
+        "special_tokens": { "!": { "id": "!", "ids": [bos], "tokens": ["!"] } },
+    }] });
+    for (name, beside, processor, begins) in [
+        ("flag", json!({ "bos_token": "!", "add_bos_token": true }), Value::Null, true),
+        ("template", json!({ "padding_side": "left" }), template.clone(), true),
+        ("off", json!({ "bos_token": "!", "add_bos_token": false }), template, false),
+        ("none", json!({ "bos_token": "!" }), Value::Null, false),
+    ] {
+        let folder = format!("hf-{name}");
+        instruct_model(&place, &folder);
+        let mut file = tokenizer.clone();
+        file["post_processor"] = processor;
+        std::fs::write(place.at(&folder).join("tokenizer.json"), file.to_string()).unwrap();
+        std::fs::write(place.at(&folder).join("tokenizer_config.json"), beside.to_string()).unwrap();
+        let imported = format!("imported-{name}");
+        place.import(&folder, &imported);
+        for (run, from) in [(format!("a-{name}"), &folder), (format!("b-{name}"), &imported)] {
+            let config = fine_tuning(&place, &format!("init_from = \"{from}\"\n"));
+            assert_eq!(config.data.bos_token.as_deref(), begins.then_some("!"), "{name}");
+            heard(&config, &place.at(&run));
+            // Each document begins with it, and so does a prompt.
+            let data = lockstep_train::RunData::open(&config, &place.at(&run).join("data")).unwrap().unwrap();
+            let data = &data.corpora()[0].data;
+            let mut first = [0; 2];
+            data.train().copy(0, &mut first);
+            assert_eq!((first[0] == bos, data.bos()), (begins, begins.then_some(bos)), "{name}");
+            let trained = Trained::open(&place.at(&run)).unwrap();
+            let prompt = trained.tokenizer().unwrap().encode_beginning("let the").unwrap();
+            assert_eq!(prompt[0] == bos, begins, "{name}");
+            // It is no text.
+            let text = Text::Paths(vec![place.at("text/a.txt")]);
+            let score = evaluate(&Devices::new(), &trained, &text, Some(16), &mut |_| {}).unwrap().score;
+            // Where there is none, the first token of the text is not predicted.
+            assert_eq!((score.bytes == 42 * 200, score.bytes > 42 * 199), (begins, true), "{name}");
+            let out = format!("{run}-out");
+            place.export(&run, &out, ExportOptions::default()).unwrap();
+            assert_eq!(
+                json_of(&place.at(&out).join("tokenizer_config.json"))["add_bos_token"],
+                beside["add_bos_token"]
+            );
+            let id = json_of(&place.at(&out).join("config.json"))["bos_token_id"].clone();
+            assert_eq!(id, if begins { bos } else { 1 }, "{name}");
+        }
+    }
+    // The user has the last word, and it goes out.
+    for (set, added) in [("none", false), ("#", true)] {
+        let config = fine_tuning(&place, "init_from = \"hf-flag\"\n").resolved_toml();
+        let config = Config::parse(&config, "run.toml", &[format!("data.bos_token={set}")]).unwrap();
+        let out = format!("{set}-out");
+        run_with(&config, &place.at(set), &mut |_| {}).unwrap();
+        place.export(set, &out, ExportOptions::default()).unwrap();
+        let beside = json_of(&place.at(&out).join("tokenizer_config.json"));
+        assert_eq!(
+            (&beside["add_bos_token"], &beside["bos_token"]),
+            (&json!(added), &json!(if added { set } else { "!" }))
+        );
+    }
+    // One that is added and that nobody names is told of.
+    std::fs::write(place.at("hf/tokenizer_config.json"), "{ \"add_bos_token\": true }").unwrap();
+    let mut config = json_of(&place.at("hf/config.json"));
+    config["bos_token_id"] = Value::Null;
+    std::fs::write(place.at("hf/config.json"), config.to_string()).unwrap();
+    let warnings = import(&place.at("hf"), &place.at("unnamed"), &mut |_, _| {}).unwrap().warnings.join("\n");
+    assert!(
+        warnings.contains("has add_bos_token, and no file names the token: documents begin with none"),
+        "{warnings}"
+    );
+}
+
+#[test]
 fn a_run_follows_the_type_of_the_weights_that_it_starts_from() {
     let place = Place::new();
     narrowed(byte_model(), Dtype::BF16, bf16::from_f32).write(&place.at("bf16"));
@@ -576,7 +656,7 @@ fn names_and_addresses_are_not_paths() {
         let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited);
         match config {
             Err(error) => error.to_string(),
-            Ok(config) => run_with(&config, &place.at("run"), &mut |_| {}).unwrap_err().to_string(),
+            Ok(_) => panic!("{text} is read"),
         }
     };
     let hub = error("[train]\ninit_from = \"meta-llama/Llama-3.2-1B\"\n[data]\npaths = [\"x\"]\n");
@@ -592,6 +672,9 @@ fn names_and_addresses_are_not_paths() {
         bucket.starts_with("s3://bucket/text: this is an address") && bucket.contains("\nhint: copy the files"),
         "{bucket}"
     );
+    let model_at = error("[train]\ninit_from = \"https://hub/model\"\n[data]\npaths = [\"x\"]\n");
+    assert!(model_at.starts_with("https://hub/model: this is an address, and train.init_from names"), "{model_at}");
+    // All of these are refused when the config is read, by whichever command.
     let tokenizer = error(&format!("{model}[data]\npaths = [\"run.toml\"]\ntokenizer = \"gpt2\"\n"));
     assert!(
         tokenizer.starts_with("gpt2: no such file") && tokenizer.contains("hint: fetch the file: `hf download"),

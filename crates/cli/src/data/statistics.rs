@@ -17,6 +17,8 @@ pub struct Statistics {
     eos_token: u32,
     /// The name that it had before.
     separator: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bos_token: Option<u32>,
     corpora: Vec<CorpusStatistics>,
 }
 
@@ -64,6 +66,7 @@ pub fn of(folder: &Path, corpora: &[RunCorpus]) -> Statistics {
         vocabulary: largest(|corpus| corpus.data.vocabulary()),
         eos_token,
         separator: eos_token,
+        bos_token: corpora.iter().find_map(|corpus| corpus.data.bos()),
         corpora: corpora.iter().map(of_corpus).collect(),
     }
 }
@@ -141,8 +144,9 @@ pub fn as_text(statistics: &Statistics) -> String {
             shares += &format!("  from {} tokens on: {}\n", units::count(tokens), mixture(&statistics.corpora, tokens));
         }
     }
+    let bos = statistics.bos_token.map_or(String::new(), |bos| format!(", BOS token {bos}"));
     format!(
-        "{}\ntokenizer {}, vocabulary {}, EOS token {}\n{shares}{}",
+        "{}\ntokenizer {}, vocabulary {}, EOS token {}{bos}\n{shares}{}",
         statistics.folder,
         statistics.tokenizer,
         thousands(statistics.vocabulary.into()),

@@ -114,7 +114,7 @@ impl Column {
             return Err(DataError::source(
                 &file.path,
                 problem,
-                "write the file again with zstd, snappy, gzip or no compression",
+                "write the file again with zstd, snappy, gzip, brotli, lz4 or no compression",
             ));
         }
         let optional = column.max_def_level() > 0;
@@ -189,9 +189,13 @@ impl Column {
 /// The name of a codec that the library was built without.
 fn unreadable_codec(codec: Compression) -> Option<&'static str> {
     match codec {
-        Compression::UNCOMPRESSED | Compression::SNAPPY | Compression::GZIP(_) | Compression::ZSTD(_) => None,
-        Compression::BROTLI(_) => Some("brotli"),
-        Compression::LZ4 | Compression::LZ4_RAW => Some("lz4"),
+        Compression::UNCOMPRESSED
+        | Compression::SNAPPY
+        | Compression::GZIP(_)
+        | Compression::ZSTD(_)
+        | Compression::BROTLI(_)
+        | Compression::LZ4
+        | Compression::LZ4_RAW => None,
         Compression::LZO => Some("lzo"),
     }
 }

@@ -1,6 +1,6 @@
 //! A checkpoint becomes a Hugging Face folder.
 
-use super::special::put_eos_text;
+use super::special::{put_bos_text, put_eos_text, template_bos};
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
 use crate::{Part, RunTokenizer, TrainError, Trained};
 use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
@@ -74,15 +74,21 @@ pub fn export(
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
         end_token: tokenizer.as_ref().map(RunTokenizer::eos),
     };
-    // What was only imported goes out as it came; what was trained ends texts with the token that it was trained with.
-    let kept = match &tokenizer {
-        Some(tokenizer) if checkpoint.state["imported"].is_null() => {
+    // What was only imported goes out as it came; what was trained begins and ends texts with the tokens that it was trained with.
+    let own = tokenizer.as_ref().filter(|_| checkpoint.state["imported"].is_null());
+    let kept = match own {
+        Some(tokenizer) => {
+            let template = template_bos(tokenizer.json().unwrap_or_default());
+            let kept = kept.begun_by(tokenizer.bos_text().as_deref(), template.as_deref());
             kept.ended_by(tokenizer.eos(), tokenizer.eos_text().as_deref())
         }
-        _ => kept,
+        None => kept,
     };
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
+    if let Some(bos) = own.and_then(RunTokenizer::bos) {
+        described["bos_token_id"] = json!(bos);
+    }
 
     let model = &config.model;
     let copy = |part: Part| {
@@ -160,18 +166,23 @@ fn tokenizer_files(
     let bytes = tokenizer.json().unwrap_or_default().to_vec();
     let folder = path.parent().unwrap_or(Path::new("."));
     let eos = file.token(file.eos());
+    let (bos, template) = (tokenizer.bos_text(), template_bos(&bytes));
     let beside = match kept.file(TOKENIZER_CONFIG) {
         Some(text) => text.as_bytes().to_vec(),
         None if folder.join(TOKENIZER_CONFIG).exists() => {
             let bytes = WeightsFolder::bytes(folder, TOKENIZER_CONFIG, 16 << 20)?;
             let mut file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
-            match &eos {
-                Some(eos) if file.is_object() && put_eos_text(&mut file, eos) => format!("{file:#}\n").into_bytes(),
-                _ => bytes,
-            }
+            let changed = file.is_object()
+                && [
+                    eos.as_ref().is_some_and(|eos| put_eos_text(&mut file, eos)),
+                    put_bos_text(&mut file, bos.as_deref(), template.as_deref()),
+                ]
+                .contains(&true);
+            if changed { format!("{file:#}\n").into_bytes() } else { bytes }
         }
         None => {
             described["eos_token"] = json!(eos);
+            put_bos_text(&mut described, bos.as_deref(), template.as_deref());
             format!("{described:#}\n").into_bytes()
         }
     };

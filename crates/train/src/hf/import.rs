@@ -101,9 +101,12 @@ pub(crate) fn keys(path: &Path) -> Result<Inherited, TrainError> {
 /// The `[data]` table of a folder with a tokenizer, and what its files contradict each other in.
 fn tokenizer_keys(folder: &Path, name: &str) -> Result<(String, Vec<String>), TrainError> {
     let Some(tokenizer) = tokenizer_bytes(folder)? else { return Ok(Default::default()) };
-    let SpecialTokens { eos, warnings } = SpecialTokens::read(folder, &tokenizer, &Kept::of_folder(folder)?)?;
-    let eos = eos.map_or(String::new(), |token| format!("eos_token = {}\n", quoted(&token)));
-    Ok((format!("\n[data]\ntokenizer = {}\n{eos}", quoted(name)), warnings))
+    let SpecialTokens { eos, bos, warnings } = SpecialTokens::read(folder, &tokenizer, &Kept::of_folder(folder)?)?;
+    let mut text = format!("\n[data]\ntokenizer = {}\n", quoted(name));
+    for (key, token) in [("eos_token", eos), ("bos_token", bos)] {
+        text += &token.map_or(String::new(), |token| format!("{key} = {}\n", quoted(&token)));
+    }
+    Ok((text, warnings))
 }
 
 /// What the files beside the tokenizer of a folder contradict each other in.

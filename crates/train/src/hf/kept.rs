@@ -1,6 +1,6 @@
 //! The files beside the weights of a Hugging Face model: they go with it through import, training and export.
 
-use super::special::{ids_of, put_eos_id, put_eos_text};
+use super::special::{ids_of, put_bos_text, put_eos_id, put_eos_text};
 use super::{CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, unfit};
 use crate::{RunTokenizer, TrainError};
 use lockstep_checkpoint::{Loaded, WeightsFolder};
@@ -98,6 +98,17 @@ impl Kept {
             if changed {
                 *text = format!("{file:#}\n");
             }
+        }
+        self
+    }
+
+    /// These files for a model that was trained to begin texts with a token, or without one; `template` is what its tokenizer adds.
+    pub(crate) fn begun_by(mut self, token: Option<&str>, template: Option<&str>) -> Self {
+        if let Some(text) = self.0.get_mut(TOKENIZER_CONFIG)
+            && let Ok(mut file @ Value::Object(_)) = serde_json::from_str(text)
+            && put_bos_text(&mut file, token, template)
+        {
+            *text = format!("{file:#}\n");
         }
         self
     }

@@ -10,6 +10,8 @@ use std::path::Path;
 pub(crate) struct SpecialTokens {
     /// The EOS token, where the tokenizer would take another by itself.
     pub(crate) eos: Option<String>,
+    /// The BOS token, where the tokenizer adds one to each text.
+    pub(crate) bos: Option<String>,
     /// What contradicts what, a line each.
     pub(crate) warnings: Vec<String>,
 }
@@ -26,6 +28,7 @@ impl SpecialTokens {
     pub(crate) fn read(folder: &Path, tokenizer: &[u8], kept: &Kept) -> Result<Self, DataError> {
         let names = TokenNames::of_json(&folder.join(TOKENIZER), tokenizer)?;
         let mut special = SpecialTokens::default();
+        let (template, adds) = (template_bos(tokenizer), kept.json(TOKENIZER_CONFIG)["add_bos_token"].as_bool());
         for (kind, does) in KINDS {
             let mut said: Vec<(&str, Vec<u32>)> = Vec::new();
             for file in BY_TEXT {
@@ -59,9 +62,33 @@ impl SpecialTokens {
             if kind == "eos" && names.usual_eos() != Some(chosen) {
                 special.eos = names.token(chosen);
             }
+            if kind == "bos" && adds == Some(true) {
+                special.bos = names.token(chosen);
+            }
+        }
+        if adds == Some(true) && special.bos.is_none() {
+            special.warnings.push(format!(
+                "{}: {TOKENIZER_CONFIG} has add_bos_token, and no file names the token: documents begin with none; data.bos_token names one",
+                folder.display()
+            ));
+        }
+        if adds.is_none() {
+            special.bos = template.filter(|token| names.id(token).is_some());
         }
         Ok(special)
     }
+}
+
+/// The token that the post-processor of a `tokenizer.json` puts before a text, if it does.
+pub(super) fn template_bos(tokenizer: &[u8]) -> Option<String> {
+    let file: Value = serde_json::from_slice(tokenizer).ok()?;
+    let processor = &file["post_processor"];
+    let several = processor["processors"].as_array().into_iter().flatten();
+    std::iter::once(processor).chain(several).find_map(|processor| {
+        let is_template = processor["type"] == "TemplateProcessing";
+        let token = processor["single"][0]["SpecialToken"]["id"].as_str().filter(|_| is_template)?;
+        Some(token.to_owned())
+    })
 }
 
 /// A token as `tokenizer_config.json` has it: its text, or an object with it.
@@ -89,6 +116,25 @@ pub(super) fn put_eos_id(file: &mut Value, eos: u32) -> bool {
         (true, _) => return false,
         (false, []) => file["eos_token_id"] = json!(eos),
         (false, others) => file["eos_token_id"] = json!([&[eos], others].concat()),
+    }
+    true
+}
+
+/// Makes a token the BOS token of `tokenizer_config.json`, or says that none is added; `template` is the one that the tokenizer's
+/// post-processor adds. Says whether that changed anything.
+pub(super) fn put_bos_text(file: &mut Value, bos: Option<&str>, template: Option<&str>) -> bool {
+    let adds = file["add_bos_token"].as_bool();
+    let named = text_of(&file["bos_token"]);
+    let added = match adds {
+        Some(adds) => named.as_deref().filter(|_| adds),
+        None => template,
+    };
+    if added == bos {
+        return false;
+    }
+    file["add_bos_token"] = json!(bos.is_some());
+    if bos.is_some() && named.as_deref() != bos {
+        file["bos_token"] = json!(bos);
     }
     true
 }

@@ -7,6 +7,22 @@ use lockstep_plan::plan;
 use std::net::TcpListener;
 use std::time::Duration;
 
+/// The devices of a rank that has joined the others at an address.
+fn joined(rank: usize, ranks: usize, address: &str, config: &Config) -> Devices {
+    let start = Start {
+        rank,
+        ranks,
+        address: address.to_owned(),
+        timeout: Duration::from_secs(20),
+        build: "test".into(),
+        mpi: None,
+        secret: JobSecret::from_hex(&"5e".repeat(32)),
+        board: None,
+        waiting: Waiting::default(),
+    };
+    Devices::of_processes(Processes::join(&start, config, None).unwrap())
+}
+
 /// Which sequences of a micro-batch each rank has read: tokens and targets.
 fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let dir = tempfile::tempdir().unwrap();
@@ -23,19 +39,7 @@ fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let (samples, ranks) = (data.train(&config).unwrap(), config.layout().mesh.ranks());
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let rank = |rank: usize| {
-        let timeout = Duration::from_secs(20);
-        let start = Start {
-            rank,
-            ranks,
-            address: address.clone(),
-            timeout,
-            build: "test".into(),
-            mpi: None,
-            secret: JobSecret::from_hex(&"5e".repeat(32)),
-            board: None,
-            waiting: Waiting::default(),
-        };
-        let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
+        let devices = joined(rank, ranks, &address, &config);
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
         // No token has this number.
         session.feed.forget(u32::MAX);
@@ -110,19 +114,7 @@ fn two_processes_never_read_the_same_sample_of_a_hundred_gigabytes() {
     }
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let rank = |rank: usize| {
-        let timeout = Duration::from_secs(20);
-        let start = Start {
-            rank,
-            ranks: 2,
-            address: address.clone(),
-            timeout,
-            build: "test".into(),
-            mpi: None,
-            secret: JobSecret::from_hex(&"5e".repeat(32)),
-            board: None,
-            waiting: Waiting::default(),
-        };
-        let devices = Devices::of_processes(Processes::join(&start, &config, None).unwrap());
+        let devices = joined(rank, 2, &address, &config);
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
         // What is read of 16 sequences in 4 micro-batches: 2 of 4 each, tokens and targets.
         assert_eq!(session.read_ahead(&samples, 0).unwrap(), 4 * 2 * 2 * 16 * 4);

@@ -161,13 +161,14 @@ fn wrong(path: &Path, line: usize, text: String, hint: &str) -> TrainError {
 }
 
 /// The tokens of a context and of what follows it. Spaces at the end of the context belong to what follows, and the tokens of both
-/// are those of the whole text, cut where the context's own tokens end. Where there is no context, the text follows an EOS token.
+/// are those of the whole text, cut where the context's own tokens end. A context begins with
+/// the BOS token, where there is one. Where there is no context, the text follows it, or else an EOS token.
 fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u32>, Vec<u32>), TrainError> {
     if query.is_empty() {
-        return Ok((vec![tokenizer.eos()], tokenizer.encode(answer)?));
+        return Ok((vec![tokenizer.bos().unwrap_or(tokenizer.eos())], tokenizer.encode(answer)?));
     }
-    let context = tokenizer.encode(query.trim_end())?;
-    let mut whole = tokenizer.encode(&format!("{query}{answer}"))?;
+    let context = tokenizer.encode_beginning(query.trim_end())?;
+    let mut whole = tokenizer.encode_beginning(&format!("{query}{answer}"))?;
     let scored = whole.split_off(context.len().min(whole.len()));
     // The model reads at least one token.
     let context = if context.is_empty() { vec![tokenizer.eos()] } else { context };

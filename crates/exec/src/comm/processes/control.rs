@@ -5,7 +5,7 @@
 //! the verdict for all. Where the first rank is the one that is gone, the others see that for themselves.
 
 use super::inbox::Inbox;
-use super::sockets::{CUT_AFTER, ENDED, ended};
+use super::sockets::{CLOSED, CUT_AFTER, ENDED, ended};
 use super::wire::{Reader, Writer, read_note, write_note};
 use crate::comm::CommError;
 use lockstep_ir::units;
@@ -40,6 +40,8 @@ pub struct Control {
     closed: AtomicBool,
     /// A process of which nothing is heard for so long is gone.
     silence: Duration,
+    /// How often this rank tells that it lives.
+    beat: Duration,
 }
 
 struct Link {
@@ -52,6 +54,28 @@ struct Link {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The error for a rank whose process has ended, where only one of its two connections has.
+fn closed(error: CommError) -> CommError {
+    match error {
+        CommError::Lost { rank, host, place, reason, seen } if reason.starts_with(ENDED) => {
+            CommError::Lost { rank, host, place, reason: CLOSED.to_owned(), seen }
+        }
+        error => error,
+    }
+}
+
+/// Waits for a condition, for so long at most. Says whether it came.
+fn waits_for(limit: Duration, condition: impl Fn() -> bool) -> bool {
+    let until = Instant::now() + limit;
+    while !condition() {
+        if Instant::now() > until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
 }
 
 impl Control {
@@ -79,6 +103,8 @@ impl Control {
             changed: Condvar::new(),
             closed: AtomicBool::new(false),
             silence: CUT_AFTER.min(timeout),
+            // Often enough that where a rank is, and whether it waits, is known in time.
+            beat: BEAT_EVERY.min(timeout / 8),
         });
         let weak = Arc::downgrade(&control);
         inbox.peers.judged_by(move |error| match weak.upgrade() {
@@ -91,9 +117,7 @@ impl Control {
             thread.spawn(move || control.listen(other, &stream))?;
         }
         let beats = control.clone();
-        // Often enough that where a rank is, and whether it waits, is known in time.
-        let beat = BEAT_EVERY.min(timeout / 8);
-        std::thread::Builder::new().name("lockstep-beats".into()).spawn(move || beats.beat(beat))?;
+        std::thread::Builder::new().name("lockstep-beats".into()).spawn(move || beats.beat())?;
         Ok(control)
     }
 
@@ -110,6 +134,10 @@ impl Control {
 
     /// What ended the run, as all will know it.
     fn settle(&self, error: CommError) -> CommError {
+        if let Some(verdict) = &*lock(&self.verdict) {
+            return verdict.clone();
+        }
+        let error = self.examined(error);
         let mut verdict = lock(&self.verdict);
         if let Some(verdict) = &*verdict {
             return verdict.clone();
@@ -132,7 +160,8 @@ impl Control {
             }
             verdict = self.changed.wait_timeout(verdict, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        verdict.get_or_insert(error).clone()
+        let both = link.ended.load(Ordering::Acquire);
+        verdict.get_or_insert_with(|| if both { error } else { closed(error) }).clone()
     }
 
     /// Reads what a rank tells until it tells no more.
@@ -175,19 +204,58 @@ impl Control {
         }
     }
 
+    /// What this rank has noticed, as far as it can know it.
+    fn examined(&self, error: CommError) -> CommError {
+        let link = |rank: usize| self.links.get(rank).and_then(Option::as_ref);
+        match error {
+            // A process that ends closes both of its connections.
+            CommError::Lost { rank, ref reason, .. }
+                if reason.starts_with(ENDED) && link(rank).is_some_and(|link| link.ended.load(Ordering::Acquire)) =>
+            {
+                let both = waits_for(HEARD_WITHIN, || !self.inbox.is_connected(rank));
+                if both { error } else { closed(error) }
+            }
+            // Their connection for frames is what this one has lost.
+            CommError::Lost { rank, .. } if self.rank == 0 && rank != 0 && !self.inbox.is_connected(rank) => {
+                self.judged(0, error)
+            }
+            CommError::Stalled { other, .. } => match link(other) {
+                Some(link) if self.is_silent(link) => self.silent(other),
+                _ => error,
+            },
+            error => error,
+        }
+    }
+
+    /// Whether nothing more is heard of a rank. Where some notes in a row have not come, waits until one does or it is certain.
+    fn is_silent(&self, link: &Link) -> bool {
+        let (missed, limit) = (3 * self.beat.as_millis() as u64, self.silence.as_millis() as u64);
+        let silent = || self.now().saturating_sub(link.heard.load(Ordering::Relaxed));
+        while (missed..=limit).contains(&silent()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        silent() > limit
+    }
+
+    /// The error for a rank of which nothing is heard.
+    fn silent(&self, rank: usize) -> CommError {
+        let seconds = units::seconds(self.silence.as_secs_f64());
+        self.inbox.lost(rank, format!("nothing was heard of its process for {seconds}"))
+    }
+
     /// What a rank proposes, as the first rank knows it: one that another has lost and this one hears is not gone.
     fn judged(&self, by: usize, error: CommError) -> CommError {
         let CommError::Lost { rank, host, reason, .. } = &error else { return error };
-        let Some(link) = self.links.get(*rank).and_then(Option::as_ref) else { return error };
-        let since = self.now();
-        let until = Instant::now() + HEARD_WITHIN;
-        while Instant::now() < until {
-            if link.ended.load(Ordering::Acquire) {
-                return error;
+        let heard = match self.links.get(*rank).and_then(Option::as_ref) {
+            Some(link) => {
+                let since = self.now();
+                let ended = waits_for(HEARD_WITHIN, || link.ended.load(Ordering::Acquire));
+                !ended && link.heard.load(Ordering::Relaxed) >= since
             }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        if link.heard.load(Ordering::Relaxed) < since {
+            // This one itself.
+            None => *rank == self.rank,
+        };
+        if !heard {
             return error;
         }
         let reason = if reason.starts_with(ENDED) { "their connection was closed" } else { reason.as_str() };
@@ -196,7 +264,7 @@ impl Control {
     }
 
     /// Tells that this rank lives, and looks who does not.
-    fn beat(&self, every: Duration) {
+    fn beat(&self) {
         let peers = &self.inbox.peers;
         while !self.closed.load(Ordering::Acquire) {
             let mut body = Writer::default();
@@ -207,8 +275,9 @@ impl Control {
                 let silent = self.now().saturating_sub(link.heard.load(Ordering::Relaxed));
                 if silent > self.silence.as_millis() as u64 && !link.ended.swap(true, Ordering::AcqRel) {
                     self.changed.notify_all();
-                    let seconds = units::seconds(self.silence.as_secs_f64());
-                    self.inbox.cut(other, format!("nothing was heard of its process for {seconds}"));
+                    if !peers.has_left(other) {
+                        peers.end(self.silent(other));
+                    }
                 }
             }
             if peers.failure().is_none()
@@ -218,7 +287,7 @@ impl Control {
             }
             let guard = lock(&self.verdict);
             // A signal that comes while this thread is busy is seen above.
-            drop(self.changed.wait_timeout(guard, every));
+            drop(self.changed.wait_timeout(guard, self.beat));
         }
     }
 

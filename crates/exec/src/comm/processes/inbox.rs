@@ -4,6 +4,7 @@ use super::wire::Reader;
 use crate::comm::CommError;
 use crate::comm::peers::{Gate, Peers};
 use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes whose start is aligned for every type of element.
@@ -142,6 +143,8 @@ pub struct Inbox {
     pub peers: Arc<Peers>,
     pub gate: Gate<State>,
     hosts: Vec<String>,
+    /// By rank: whether there is a connection for frames. A transport of somebody else has none that could be seen to end.
+    connected: Vec<AtomicBool>,
     /// Buffers to be used again, so that a step allocates nothing.
     free: Mutex<Vec<Buffer>>,
 }
@@ -151,7 +154,8 @@ const KEPT: usize = 64;
 
 impl Inbox {
     pub fn new(peers: Arc<Peers>, hosts: Vec<String>) -> Self {
-        Self { peers, gate: Gate::new(State::default()), hosts, free: Mutex::default() }
+        let connected = hosts.iter().map(|_| AtomicBool::new(false)).collect();
+        Self { peers, gate: Gate::new(State::default()), hosts, connected, free: Mutex::default() }
     }
 
     /// A buffer of so many bytes: the smallest that is free and large enough.
@@ -208,6 +212,16 @@ impl Inbox {
     /// The host of a rank.
     pub fn host(&self, rank: usize) -> &str {
         &self.hosts[rank]
+    }
+
+    /// A connection for frames of a rank is open, or has ended.
+    pub fn set_connected(&self, rank: usize, connected: bool) {
+        self.connected[rank].store(connected, Ordering::Release);
+    }
+
+    /// Whether frames of a rank still may come.
+    pub fn is_connected(&self, rank: usize) -> bool {
+        self.connected[rank].load(Ordering::Acquire)
     }
 
     /// Nothing more will come from a rank.

@@ -4,24 +4,28 @@
 //! Every other connects there, [proves](super::secret) that it is of the job and says who it is; when all have come, the first tells them of
 //! each other, and its connections to them become the [failure channel](super::control). Whatever is wrong is told to all who have come.
 
+mod first;
+mod others;
+
 use super::ProcessCommunicator;
 use super::Transport;
-use super::board::{Board, Notice, Posted};
+use super::board::{Board, Posted};
 use super::control::Control;
 use super::inbox::Inbox;
 use super::mpi::MpiLibrary;
 use super::over::{Meeting, Over, start_mpi};
-use super::secret::{Door, JobSecret};
+use super::secret::JobSecret;
 use super::sockets::{Mesh, Sockets, tune};
-use super::wire::{Reader, Writer, plain, read_note, read_note_up_to, write_note};
+use super::wire::{Reader, Writer, plain, write_note};
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
-use lockstep_ir::{counter, units};
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use first::{meet, open};
+use lockstep_ir::units;
+use others::{Search, visit};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// How a process finds the others.
 #[derive(Clone, Debug)]
@@ -387,110 +391,6 @@ fn no_secret(start: &Start, cause: impl Into<String>) -> JoinError {
     JoinError::NoSecret { rank: start.rank, cause: cause.into() }
 }
 
-/// Where the first rank listens, the secret of the job, and what it has posted for the others, if that was needed.
-fn open(start: &Start) -> Result<(TcpListener, JobSecret, Option<Notice>), JoinError> {
-    let refused = |e: &std::io::Error| JoinError::Listen {
-        address: start.address.clone(),
-        cause: e.to_string(),
-        in_use: e.kind() == ErrorKind::AddrInUse,
-    };
-    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
-    let name = start.address.rsplit_once(':').map_or(start.address.as_str(), |(name, _)| name);
-    let (listener, taken) = match TcpListener::bind(&start.address) {
-        Ok(listener) => (listener, None),
-        Err(e) if e.kind() == ErrorKind::AddrInUse && start.board.is_some() => {
-            (TcpListener::bind((name, 0)).map_err(|_| refused(&e))?, Some(refused(&e)))
-        }
-        Err(e) => return Err(refused(&e)),
-    };
-    let secret = match &start.secret {
-        Some(secret) => secret.clone(),
-        None => JobSecret::random().map_err(|e| no_secret(start, format!("no random numbers: {e}")))?,
-    };
-    if taken.is_none() && start.secret.is_some() {
-        return Ok((listener, secret, None));
-    }
-    let Some(board) = &start.board else { return Err(no_secret(start, "it was given none")) };
-    let port = listener.local_addr().map_err(system)?.port();
-    let posted =
-        Posted::At { address: format!("{name}:{port}"), secret: start.secret.is_none().then(|| secret.clone()) };
-    match board.post(&posted) {
-        Ok(()) => Ok((listener, secret, Some(Notice { board: board.clone(), posted }))),
-        Err(e) => Err(match (taken, &start.secret) {
-            (Some(taken), Some(_)) => taken,
-            _ => no_secret(start, format!("cannot write {}: {e}", board.path.display())),
-        }),
-    }
-}
-
-/// How another rank looks for the first.
-struct Search<'a> {
-    start: &'a Start,
-    /// What stood on the board when it began to look.
-    before: Option<Posted>,
-}
-
-/// Why a rank has not found the first yet.
-enum NotFound {
-    /// It may come.
-    Yet(String),
-    /// It has ended.
-    Never(JoinError),
-}
-
-impl<'a> Search<'a> {
-    fn new(start: &'a Start) -> Self {
-        let before = start.board.as_ref().and_then(|board| board.read().ok().flatten());
-        Self { start, before }
-    }
-
-    /// Looks once: a connection to the first rank, and the secret.
-    fn look(&mut self, deadline: Instant) -> Result<(TcpStream, JobSecret), NotFound> {
-        let Start { rank, address, secret, board, .. } = self.start;
-        let yet = |cause: String| Err(NotFound::Yet(cause));
-        let posted = match board.as_ref().map(Board::read) {
-            Some(Ok(posted)) => posted,
-            Some(Err(cause)) if secret.is_none() => return yet(cause),
-            Some(Err(_)) | None => None,
-        };
-        let (address, secret) = match (posted, secret) {
-            (Some(Posted::Failed(reason)), _) => {
-                // One that was there before may be that of an earlier start.
-                return match self.before.as_ref() == Some(&Posted::Failed(reason.clone())) {
-                    true => yet(format!("it has ended before all had come: {reason}")),
-                    false => Err(NotFound::Never(JoinError::Early { rank: 0, host: None, reason })),
-                };
-            }
-            (Some(Posted::At { address, secret: Some(secret) }), _) => (address, secret),
-            (Some(Posted::At { address, secret: None }), Some(secret)) => (address, secret.clone()),
-            (_, Some(secret)) => (address.clone(), secret.clone()),
-            (_, None) => {
-                let Some(board) = board else {
-                    return Err(NotFound::Never(no_secret(self.start, "it was given none")));
-                };
-                return yet(format!("rank 0 has not written {} yet", board.path.display()));
-            }
-        };
-        let mut last = format!("{address} has no address");
-        let addresses = match address.to_socket_addrs() {
-            Ok(addresses) => addresses,
-            Err(e) => return yet(e.to_string()),
-        };
-        for at in addresses {
-            self.start.waiting.check(*rank).map_err(NotFound::Never)?;
-            let left = deadline.saturating_duration_since(Instant::now()).clamp(LOOK_EVERY, CONNECT_WITHIN);
-            match secret.connect(&at, left) {
-                Ok(stream) => return Ok((stream, secret)),
-                Err(error) => last = error.to_string(),
-            }
-        }
-        yet(last)
-    }
-}
-
-/// The longest that one attempt to connect takes.
-const CONNECT_WITHIN: Duration = Duration::from_secs(2);
-
 fn deadline_of(start: &Start) -> Instant {
     Instant::now() + start.timeout
 }
@@ -566,210 +466,6 @@ fn listen(ip: IpAddr, rank: usize) -> Result<(TcpListener, SocketAddr), JoinErro
     let listener = TcpListener::bind((ip, 0)).map_err(system)?;
     let address = listener.local_addr().map_err(system)?;
     Ok((listener, address))
-}
-
-/// The part of a rank that is not the first.
-fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> {
-    let Start { rank, ranks, address, timeout, build, .. } = start;
-    let no_answer =
-        |cause: String| JoinError::NoAnswer { rank: *rank, address: address.clone(), cause, within: *timeout };
-    let mut search = Search::new(start);
-    let (stream, secret) = loop {
-        start.waiting.check(*rank)?;
-        match search.look(deadline) {
-            Ok(found) => break found,
-            Err(NotFound::Never(error)) => return Err(error),
-            Err(NotFound::Yet(cause)) if Instant::now() > deadline => return Err(no_answer(cause)),
-            // It may start later than this one.
-            Err(NotFound::Yet(_)) => std::thread::sleep(LOOK_EVERY),
-        }
-    };
-    let gone = |e: std::io::Error| {
-        no_answer(match e.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => "it answers nothing".to_owned(),
-            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => "it has ended".to_owned(),
-            _ => e.to_string(),
-        })
-    };
-    tune(&stream).map_err(gone)?;
-    let (ours, theirs) = (stream.local_addr().map_err(gone)?.ip(), stream.peer_addr().map_err(gone)?.ip());
-    let (listener, listens) = listen(ours, *rank)?;
-    let hello = Hello {
-        rank: *rank,
-        ranks: *ranks,
-        build: build.clone(),
-        member: myself(),
-        listens,
-        offers: Over::offered(start),
-    };
-    write_note(&stream, HELLO, &hello.write()).map_err(gone)?;
-    // The first rank is the one that names those who are missing.
-    let until = Instant::now() + *timeout + HELLO_WITHIN;
-    stream.set_read_timeout(Some(LOOK_EVERY)).map_err(gone)?;
-    loop {
-        start.waiting.check(*rank)?;
-        match stream.peek(&mut [0]) {
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) && Instant::now() < until => {}
-            Err(e) => return Err(gone(e)),
-            Ok(_) => break,
-        }
-    }
-    stream.set_read_timeout(Some(HELLO_WITHIN)).map_err(gone)?;
-    let (kind, body) = read_note(&stream).map_err(gone)?;
-    stream.set_read_timeout(None).map_err(gone)?;
-    match kind {
-        ROSTER => {}
-        REFUSAL => return Err(JoinError::Refused(plain(&String::from_utf8_lossy(&body)))),
-        _ => return Err(no_answer("it speaks another language".to_owned())),
-    }
-    let roster = Roster::read(&body, theirs).filter(|roster| roster.members.len() == *ranks);
-    let roster = roster.ok_or_else(|| no_answer("it speaks another language".to_owned()))?;
-    let mut links: Vec<_> = (0..*ranks).map(|_| None).collect();
-    links[0] = Some(stream);
-    Ok(Met { roster, links, listener, secret, gate: None })
-}
-
-/// The part of the first rank, which has the listener that others come to.
-fn meet(start: &Start, listener: TcpListener, secret: JobSecret, deadline: Instant) -> Result<Met, JoinError> {
-    let Start { ranks, timeout, .. } = start;
-    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
-    let ip = listener.local_addr().map_err(system)?.ip();
-    let mut door = Door::new(listener, secret.clone()).map_err(system)?;
-    let (listener, listens) = listen(ip, 0)?;
-    let first = myself();
-    let mut members: Vec<Option<(Member, SocketAddr)>> = vec![None; *ranks];
-    members[0] = Some((first.clone(), listens));
-    let mut links: Vec<Option<TcpStream>> = (0..*ranks).map(|_| None).collect();
-    let mut offers = vec![Over::offered(start); *ranks];
-    let (sender, hellos) = mpsc::channel();
-    let verdict = loop {
-        if members.iter().all(Option::is_some) {
-            break Ok(());
-        }
-        if Instant::now() > deadline {
-            let missing = (0..*ranks).filter(|&rank| members[rank].is_none()).collect();
-            break Err((JoinError::Missing { missing, ranks: *ranks, within: *timeout }, None));
-        }
-        if let Err(error) = start.waiting.check(0) {
-            break Err((error, None));
-        }
-        door.let_in().into_iter().for_each(|stream| hear(stream, &sender));
-        let (hello, stream) = match hellos.recv_timeout(Duration::from_millis(1)) {
-            Ok((Heard::Came(hello), stream)) => (hello, stream),
-            Ok((Heard::Ended { rank, host, reason }, _)) => {
-                break Err((JoinError::Early { rank, host: Some(host), reason }, None));
-            }
-            Err(_) => continue,
-        };
-        match check(start, &first, &hello, &members) {
-            Ok(()) => {
-                members[hello.rank] = Some((hello.member, hello.listens));
-                links[hello.rank] = Some(stream);
-                offers[hello.rank] = hello.offers;
-            }
-            Err(error) => break Err((error, Some(stream))),
-        }
-    };
-    if let Err((error, stream)) = verdict {
-        let text = error.to_string();
-        let refuse = |link: &TcpStream| drop(write_note(link, REFUSAL, text.as_bytes()));
-        links.iter().flatten().chain(&stream).for_each(refuse);
-        // Those who are about to come are told as well.
-        let until = Instant::now() + REFUSES_FOR;
-        while members.iter().any(Option::is_none) && Instant::now() < until {
-            door.let_in().into_iter().for_each(|stream| hear(stream, &sender));
-            hellos.recv_timeout(Duration::from_millis(1)).iter().for_each(|(_, stream)| refuse(stream));
-        }
-        return Err(error);
-    }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
-    let token = counter::bits(now, u64::from(std::process::id()));
-    let members: Vec<_> = members.into_iter().flatten().collect();
-    let over = Over::agreed(&members.iter().map(|(member, _)| member).zip(&offers).collect::<Vec<_>>());
-    let roster = Roster { token, over, members };
-    let text = roster.write();
-    for link in links.iter().flatten() {
-        // One that is gone already is missed as soon as the failure channel is open.
-        let _ = write_note(link, ROSTER, &text);
-    }
-    let gate = Arc::new(AtomicBool::new(false));
-    let (closed, known, start) = (gate.clone(), roster.members.clone(), start.clone());
-    let late = move || refuse_latecomers(&mut door, &start, &known, &closed);
-    let thread = std::thread::Builder::new().name("lockstep-latecomers".into()).spawn(late);
-    thread.map_err(|e| JoinError::System { rank: 0, cause: e.to_string() })?;
-    Ok(Met { roster, links, listener, secret, gate: Some(gate) })
-}
-
-/// What a process of the job says.
-enum Heard {
-    Came(Hello),
-    Ended { rank: usize, host: String, reason: String },
-}
-
-/// How long the first rank tells who comes why it has ended.
-const REFUSES_FOR: Duration = Duration::from_millis(500);
-
-/// Hears what a process says without waiting for it. Where there is no thread for that, it will be missed.
-fn hear(stream: TcpStream, to: &mpsc::Sender<(Heard, TcpStream)>) {
-    let to = to.clone();
-    let _ = std::thread::Builder::new().name("lockstep-hello".into()).spawn(move || {
-        if let Some(heard) = heard(&stream) {
-            let _ = to.send((heard, stream));
-        }
-    });
-}
-
-/// What a process that has proven itself says.
-fn heard(stream: &TcpStream) -> Option<Heard> {
-    tune(stream).ok()?;
-    stream.set_read_timeout(Some(HELLO_WITHIN)).ok()?;
-    let (kind, body) = read_note_up_to(stream, HELLO_BYTES).ok()?;
-    stream.set_read_timeout(None).ok()?;
-    match kind {
-        HELLO => Hello::read(&body).map(Heard::Came),
-        ENDED => {
-            let mut from = Reader(&body);
-            Some(Heard::Ended { rank: from.size()?, host: from.shown()?, reason: from.shown()? })
-        }
-        _ => None,
-    }
-}
-
-/// Whether the first rank can take a process.
-fn check(
-    start: &Start,
-    first: &Member,
-    hello: &Hello,
-    members: &[Option<(Member, SocketAddr)>],
-) -> Result<(), JoinError> {
-    let Hello { rank, ranks, build, member, .. } = hello;
-    if *ranks != start.ranks || *rank >= start.ranks {
-        return Err(JoinError::OtherSize { member: member.clone(), rank: *rank, theirs: *ranks, ours: start.ranks });
-    }
-    if let Some((before, _)) = &members[*rank] {
-        return Err(JoinError::Twice { rank: *rank, first: before.clone(), second: member.clone() });
-    }
-    if *build != start.build {
-        let (first, host) = (first.host.clone(), member.host.clone());
-        let (ours, theirs) = (start.build.clone(), build.clone());
-        return Err(JoinError::OtherBuild { first, rank: *rank, host, ours, theirs });
-    }
-    Ok(())
-}
-
-/// Tells whoever comes when all are there that it is one too many.
-fn refuse_latecomers(door: &mut Door, start: &Start, members: &[(Member, SocketAddr)], closed: &AtomicBool) {
-    let known: Vec<_> = members.iter().cloned().map(Some).collect();
-    while !closed.load(Ordering::Acquire) {
-        for stream in door.let_in() {
-            if let Some(Heard::Came(hello)) = heard(&stream)
-                && let Err(error) = check(start, &members[0].0, &hello, &known)
-            {
-                let _ = write_note(&stream, REFUSAL, error.to_string().as_bytes());
-            }
-        }
-        std::thread::sleep(LOOK_EVERY);
-    }
 }
 
 impl Drop for ProcessCommunicator {

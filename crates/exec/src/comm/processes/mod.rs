@@ -230,6 +230,7 @@ impl ProcessCommunicator {
             None => return Err(self.refuse(place, "this rank has ended its program")),
         };
         if let Err(reason) = sent {
+            self.inbox.set_connected(to, false);
             // One that has left may have closed its end, and needs nothing more.
             return match self.peers().has_left(to) {
                 true => Err(self.peers().end(CommError::Left { rank: self.rank, place, other: to })),

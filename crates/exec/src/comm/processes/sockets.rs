@@ -84,6 +84,7 @@ impl Sockets {
             let Some(stream) = stream else { continue };
             let stream = stream.try_clone().map_err(|e| format!("no more connections: {e}"))?;
             let inbox = inbox.clone();
+            inbox.set_connected(other, true);
             let thread = std::thread::Builder::new().name(format!("lockstep-from-{other}"));
             thread.spawn(move || receive(other, stream, &inbox)).map_err(|e| format!("no more threads: {e}"))?;
         }
@@ -141,11 +142,15 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
         }
         inbox.deliver(from, Stream(kind), frame);
     };
+    inbox.set_connected(from, false);
     inbox.cut(from, ended(&error));
 }
 
 /// What a connection that ends without a word says of the other end.
 pub const ENDED: &str = "its process has ended";
+
+/// The same where another connection to that end still stands, or may.
+pub const CLOSED: &str = "the connection to it was closed, and its process may still run";
 
 /// What the end of a connection means.
 pub fn ended(error: &io::Error) -> String {
@@ -188,6 +193,27 @@ impl Drop for Sockets {
         for connection in self.connections.iter().flatten() {
             // What was sent still arrives; the threads that read end when the others have closed too.
             let _ = connection.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Write);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::comm::peers::Peers;
+
+    #[test]
+    fn a_frame_that_is_too_long_is_refused_before_memory_is_asked_for() {
+        for bytes in [1u64 << 62, u64::MAX, MOST as u64 + 1] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let inbox = Inbox::new(Arc::new(Peers::unwatched(2)), vec!["first".into(), "second".into()]);
+            // It would wait for the bytes, which never come.
+            let receiver = listener.accept().unwrap().0;
+            sender.write_all(&[7u64.to_le_bytes(), bytes.to_le_bytes()].concat()).unwrap();
+            receive(1, receiver, &inbox);
+            let text = inbox.peers.failure().unwrap().to_string();
+            assert!(text.contains(&format!("there is no memory for a frame of {bytes} bytes")), "{text}");
         }
     }
 }

@@ -159,54 +159,164 @@ fn ranks_that_end_because_of_another_are_not_taken_for_the_cause() {
 }
 
 #[test]
-fn a_process_that_falls_silent_is_named() {
-    // Between the first rank and the second stands a proxy, whose failure channel goes silent.
+fn a_rank_that_loses_the_first_is_named_with_it_where_both_live() {
+    let comms = sockets(3, SOME);
+    std::thread::sleep(Duration::from_millis(100));
+    // Rank 1 and rank 0 have lost the connection for frames, each in its turn; their failure channel stands.
+    comms[1].inbox.set_connected(0, false);
+    comms[1].inbox.cut(0, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
+    let expected =
+        format!("rank 1 on host {0} and rank 0 on host {0} cannot reach each other any more, and both live: ", host());
+    for comm in &comms {
+        let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
+        assert!(text.starts_with(&expected), "{text}");
+    }
+    let comms = sockets(3, SOME);
+    std::thread::sleep(Duration::from_millis(100));
+    comms[0].inbox.set_connected(1, false);
+    comms[0].inbox.cut(1, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
+    let text = comms[0].failure().unwrap().to_string();
+    let expected =
+        format!("rank 0 on host {0} and rank 1 on host {0} cannot reach each other any more, and both live: ", host());
+    assert!(text.starts_with(&expected), "{text}");
+}
+
+/// A failure channel that can be stopped.
+struct Proxy {
+    silent: Arc<AtomicBool>,
+    ends: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Proxy {
+    /// Nothing passes from now on.
+    fn silence(&self) {
+        self.silent.store(true, Ordering::Release);
+    }
+
+    /// Closes both connections.
+    fn close(&self) {
+        let ends = self.ends.lock().unwrap();
+        ends.iter().for_each(|end| end.shutdown(std::net::Shutdown::Both).unwrap());
+    }
+}
+
+/// Two ranks whose failure channel goes through a proxy; frames pass it by.
+fn behind_a_proxy(timeout: Duration) -> (Vec<ProcessCommunicator>, Proxy) {
     let (address, door) = (free_address(), TcpListener::bind("127.0.0.1:0").unwrap());
-    let proxy = door.local_addr().unwrap().to_string();
-    let silent = Arc::new(AtomicBool::new(false));
-    let (hears, to) = (silent.clone(), address.clone());
+    let at = door.local_addr().unwrap().to_string();
+    let proxy = Proxy { silent: Arc::default(), ends: Arc::default() };
+    let (silent, ends, to) = (proxy.silent.clone(), proxy.ends.clone(), address.clone());
     std::thread::spawn(move || {
         let (near, _) = door.accept().unwrap();
-        let far = loop {
-            match TcpStream::connect(&to) {
-                Ok(far) => break far,
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
-        };
+        let far = connected(&to);
         let pass = |mut from: TcpStream, mut to: TcpStream, silent: Arc<AtomicBool>| {
             std::thread::spawn(move || {
                 let mut bytes = [0; 4096];
                 while let Ok(count @ 1..) = std::io::Read::read(&mut from, &mut bytes) {
-                    if !silent.load(Ordering::Acquire) {
-                        std::io::Write::write_all(&mut to, &bytes[..count]).unwrap();
+                    if !silent.load(Ordering::Acquire) && std::io::Write::write_all(&mut to, &bytes[..count]).is_err() {
+                        break;
                     }
                 }
             })
         };
-        pass(near.try_clone().unwrap(), far.try_clone().unwrap(), hears.clone());
-        pass(far, near, hears);
+        ends.lock().unwrap().extend([near.try_clone().unwrap(), far.try_clone().unwrap()]);
+        pass(near.try_clone().unwrap(), far.try_clone().unwrap(), silent.clone());
+        pass(far, near, silent);
     });
-    let timeout = Duration::from_secs(1);
-    let joined = join_all(&[start(0, 2, &address, timeout), start(1, 2, &proxy, timeout)]);
+    let joined = join_all(&[start(0, 2, &address, timeout), start(1, 2, &at, timeout)]);
     let comms: Vec<_> = joined.into_iter().map(|comm| comm.unwrap()).collect();
     scope(|s| {
         let other = s.spawn(|| all_reduce(&comms[1], place("sum", 0)));
         all_reduce(&comms[0], place("sum", 0)).unwrap();
         other.join().unwrap().unwrap();
     });
-    silent.store(true, Ordering::Release);
+    (comms, proxy)
+}
+
+/// Both ranks wait for each other: what each is told of the other.
+fn told_of_each_other(comms: &[ProcessCommunicator], limit: Duration, expected: &str) {
     scope(|s| {
-        let other = s.spawn(|| within(Duration::from_secs(4), || receive(&comms[1], 0, place("receive", 1))));
-        let text = within(Duration::from_secs(4), || receive(&comms[0], 1, place("receive", 1)));
-        assert!(
-            text.starts_with("rank 1 on host ") && text.contains("nothing was heard of its process for 1.0"),
-            "{text}"
-        );
-        let text = other.join().unwrap();
-        assert!(
-            text.starts_with("rank 0 on host ") && text.contains("nothing was heard of its process for 1.0"),
-            "{text}"
-        );
+        let wait = |rank: usize| within(limit, || receive(&comms[rank], 1 - rank, place("receive", 1)));
+        let second = s.spawn(move || wait(1));
+        for (text, other) in [(wait(0), 1), (second.join().unwrap(), 0)] {
+            let start = format!("rank {other} on host {} is gone: {expected}", host());
+            assert!(text.starts_with(&start), "{text}");
+        }
+    });
+}
+
+#[test]
+fn a_process_that_falls_silent_is_named() {
+    let (comms, proxy) = behind_a_proxy(Duration::from_secs(2));
+    proxy.silence();
+    told_of_each_other(&comms, Duration::from_secs(8), "nothing was heard of its process for 2.0");
+}
+
+#[test]
+fn a_stall_of_a_process_of_which_nothing_is_heard_is_its_silence() {
+    let (comms, proxy) = behind_a_proxy(Duration::from_secs(2));
+    proxy.silence();
+    // Both have the same timeout, and a stall may be seen first: whoever looks for stalls looks more often.
+    std::thread::sleep(Duration::from_millis(1200));
+    let here = place("receive", 1);
+    let stalled = |other| CommError::Stalled {
+        rank: 0,
+        place: here,
+        other,
+        other_place: None,
+        seconds: 2.0,
+        other_waits_for: None,
+    };
+    let text = comms[0].peers().end(stalled(1)).to_string();
+    assert!(text.contains("rank 1 on host ") && text.contains("nothing was heard of its process for 2.0"), "{text}");
+    // One that is heard stalls.
+    let (comms, _proxy) = behind_a_proxy(Duration::from_secs(2));
+    assert_eq!(comms[0].peers().end(stalled(1)), stalled(1));
+}
+
+#[test]
+fn a_failure_channel_that_is_closed_does_not_mean_that_a_process_has_ended() {
+    let (comms, proxy) = behind_a_proxy(SOME);
+    proxy.close();
+    let expected = "the connection to it was closed, and its process may still run; it was last heard of";
+    told_of_each_other(&comms, Duration::from_secs(8), expected);
+}
+
+/// The addresses at which this process listens, as `/proc/net/tcp` writes them, without ports.
+fn listens_at() -> Vec<String> {
+    let sockets: Vec<String> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()?.to_str().map(str::to_owned))
+        .collect();
+    let mut found = Vec::new();
+    for file in ["/proc/self/net/tcp", "/proc/self/net/tcp6"] {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        for fields in text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>()) {
+            // State 0A is LISTEN.
+            if fields[3] == "0A" && sockets.contains(&format!("socket:[{}]", fields[9])) {
+                found.push(fields[1].split(':').next().unwrap().to_owned());
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn ranks_listen_at_the_address_that_was_named_and_at_no_other() {
+    // No other test uses this address.
+    let address = TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap().to_string();
+    scope(|s| {
+        let first = s.spawn(|| join(&start(0, 2, &address, SOME)).unwrap());
+        let (mut found, until) = (listens_at(), Instant::now() + SOME);
+        // One socket for the rendezvous, one for frames.
+        while found.iter().filter(|at| *at == "0200007F").count() < 2 {
+            assert!(Instant::now() < until, "{found:?}");
+            std::thread::sleep(Duration::from_millis(5));
+            found = listens_at();
+        }
+        assert!(found.iter().all(|at| at.ends_with("00007F")), "{found:?}");
+        let second = join(&start(1, 2, &address, SOME)).unwrap();
+        drop((first.join().unwrap(), second));
     });
 }
 
