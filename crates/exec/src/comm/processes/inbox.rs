@@ -140,6 +140,7 @@ impl State {
 
 /// The inbox of a rank that is this process. Whoever reads from the network delivers here and never waits.
 pub struct Inbox {
+    rank: usize,
     pub peers: Arc<Peers>,
     pub gate: Gate<State>,
     hosts: Vec<String>,
@@ -153,9 +154,9 @@ pub struct Inbox {
 const KEPT: usize = 64;
 
 impl Inbox {
-    pub fn new(peers: Arc<Peers>, hosts: Vec<String>) -> Self {
+    pub fn new(rank: usize, peers: Arc<Peers>, hosts: Vec<String>) -> Self {
         let connected = hosts.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { peers, gate: Gate::new(State::default()), hosts, connected, free: Mutex::default() }
+        Self { rank, peers, gate: Gate::new(State::default()), hosts, connected, free: Mutex::default() }
     }
 
     /// A buffer of so many bytes: the smallest that is free and large enough.
@@ -195,8 +196,11 @@ impl Inbox {
             return;
         }
         if stream == Stream::ENDED {
-            if let Some(error) = Reader(frame.bytes()).error() {
-                self.peers.end(error);
+            // The first rank settles what it hears of; for others it is settled.
+            match Reader(frame.bytes()).error() {
+                Some(error) if self.rank == 0 => drop(self.peers.end(error)),
+                Some(error) => self.peers.conclude(error),
+                None => {}
             }
             self.peers.leave(from);
             return;

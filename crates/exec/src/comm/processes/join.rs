@@ -405,7 +405,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
         _ => Peers::unwatched(start.ranks),
     });
     let (members, addresses): (Vec<Member>, Vec<SocketAddr>) = roster.members.into_iter().unzip();
-    let inbox = Arc::new(Inbox::new(peers, members.iter().map(|m| m.host.clone()).collect()));
+    let inbox = Arc::new(Inbox::new(rank, peers, members.iter().map(|m| m.host.clone()).collect()));
     let (token, mut over) = (roster.token, roster.over);
     let mut mpi = None;
     if let Over::Mpi(name) = &over {

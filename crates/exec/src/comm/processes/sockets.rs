@@ -207,7 +207,7 @@ mod tests {
         for bytes in [1u64 << 62, u64::MAX, MOST as u64 + 1] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let inbox = Inbox::new(Arc::new(Peers::unwatched(2)), vec!["first".into(), "second".into()]);
+            let inbox = Inbox::new(0, Arc::new(Peers::unwatched(2)), vec!["first".into(), "second".into()]);
             // It would wait for the bytes, which never come.
             let receiver = listener.accept().unwrap().0;
             sender.write_all(&[7u64.to_le_bytes(), bytes.to_le_bytes()].concat()).unwrap();
