@@ -58,7 +58,7 @@ pub(crate) fn placed(
 }
 
 /// The memory of a GPU that was named, for each rank; else what this machine has free, for all ranks together. Ranks on the CPUs of
-/// several nodes, by the config's [cluster], find as much on each: so train judges them there.
+/// several nodes, by the config's `[cluster]`, find as much on each: so train judges them there.
 fn memory(devices: &Devices, config: &Config, gpu: Option<&GpuSpec>) -> Option<Room> {
     if let Some(gpu) = gpu {
         return Some(Room::of(gpu));
@@ -73,7 +73,7 @@ fn memory(devices: &Devices, config: &Config, gpu: Option<&GpuSpec>) -> Option<R
     }
 }
 
-/// Nodes that a config's ranks run on, by its [cluster].
+/// Nodes that a config's ranks run on, by its `[cluster]`.
 fn nodes(config: &Config) -> usize {
     let ranks = config.layout().mesh.ranks();
     slurm::nodes(&config.cluster, ranks).min(ranks)
