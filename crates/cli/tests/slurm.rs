@@ -108,7 +108,7 @@ fn a_test_that_panics_leaves_no_daemon_behind() {
 /// Four ranks on two nodes, long enough to be interrupted.
 fn place() -> Place {
     let place = Place::new();
-    let train = "steps = 60\nmicro_batch = 1";
+    let train = "steps = 200\nmicro_batch = 1";
     let config =
         CONFIG.replace("steps = 20", train).replace("kv_heads = 2", "kv_heads = 4").replace("every = 5", "every = 40");
     let config = config.replace("validate_every = 40", "validate_every = 30");
@@ -120,16 +120,18 @@ fn place() -> Place {
 fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     let Some(slurm) = Slurm::start() else { return };
     let place = place();
-    let chain = slurm.launch(&place, "chain", &["--chain", "3"]);
-    let requeued = slurm.launch(&place, "requeued", &[]);
+    // The time limit's signal, without the wait for it; at once, before the run is done.
+    let interrupted = |dir: &str, more: &[&str]| {
+        let jobs = slurm.launch(&place, dir, more);
+        wait_for_steps(&place, dir, 3);
+        slurm.ask(&["scancel", "--batch", "--signal=USR1", &jobs[0]]);
+        jobs
+    };
+    let chain = interrupted("chain", &["--chain", "3"]);
+    let requeued = interrupted("requeued", &[]);
     let whole = slurm.launch(&place, "whole", &[]);
     let cancelled = slurm.launch(&place, "cancelled", &["--set", "train.steps=100000", "--set", "checkpoint.every=0"]);
     assert_eq!((chain.len(), requeued.len(), whole.len(), cancelled.len()), (3, 1, 1, 1));
-    // The time limit's signal, without the wait for it.
-    for (dir, job) in [("chain", &chain[0]), ("requeued", &requeued[0])] {
-        wait_for_steps(&place, dir, 3);
-        slurm.ask(&["scancel", "--batch", "--signal=USR1", job]);
-    }
     wait_for_steps(&place, "cancelled", 3);
     slurm.ask(&["scancel", &cancelled[0]]);
     place.ok(&["train", "run.toml", "--run-dir", "threads", "--quiet"]);
@@ -149,7 +151,7 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     let step = text.split_once("interrupted after step ").unwrap().1.split_once(' ').unwrap().0;
     let goes_on = format!("interrupted with a checkpoint: job {} goes back into the queue", requeued[0]);
     assert!(text.contains(&goes_on) && text.contains(&format!("resuming at step {step}")), "{text}");
-    assert!(text.contains("finished 60 steps; ") && !text.contains("\nerror: "), "{text}");
+    assert!(text.contains("finished 200 steps; ") && !text.contains("\nerror: "), "{text}");
     assert!(log("chain", &chain[1]).contains("resuming at step "));
     assert!(slurm.ask(&["scontrol", "-o", "show", "job", &chain[0]]).contains("ExitCode=75:0"));
     assert!(!place.path("chain").join(format!("slurm-{}.log", chain[2])).exists(), "the last of the chain has run");
