@@ -124,6 +124,9 @@ fn ranks_of_one_machine_share_its_memory_and_every_output_says_so() {
     let shown = text(&["--fit", "64MiB"]);
     assert!(shown.contains(" in 64.0 MiB per rank\n"), "{shown}");
     assert!(shown.contains(" free on this machine, for all 4 ranks together: "), "{shown}");
+    let lengths = text(&["--sequence-lengths", "32"]).replace("\n  ", " ");
+    assert!(lengths.contains(" free on this machine, for all 4 ranks together: "), "{lengths}");
+    assert!(text(&["--sequence-lengths", "32", "--gpu", "h100"]).ends_with(" on an H100 80GB, for each rank\n"));
     // On several nodes, as much for each of them.
     let nodes = ["--set", "cluster.nodes=2"];
     let there = found(&nodes);

@@ -8,7 +8,7 @@ use crate::timeline::wrote;
 use lockstep_config::{Config, legal};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::{self, counted, thousands};
-use lockstep_plan::{LengthCost, Room, length_costs};
+use lockstep_plan::{LengthCost, Room, Verdict, length_costs};
 use lockstep_train::Devices;
 use std::fmt::Write;
 use std::path::Path;
@@ -71,9 +71,23 @@ pub(super) fn as_text(sequences: usize, rows: &[LengthCost]) -> String {
     );
     let mut text = wrapped(&title, "  ") + &table(&header, &rows.iter().map(row).collect::<Vec<_>>());
     if let Some(verdict) = rows.iter().find_map(|r| r.verdict.as_ref()) {
-        text.push_str(&format!("\nmemory: {} {}\n", units::bytes(verdict.memory_bytes), verdict.place));
+        text.push_str(&format!("\n{}", wrapped(&of_a_rank(verdict).1, "  ")));
     }
     text
+}
+
+/// What a rank has of the memory that a plan is held against, and a line that says so.
+fn of_a_rank(verdict: &Verdict) -> (u64, String) {
+    let Verdict { memory_bytes, place, ranks, shared, .. } = verdict;
+    let all = format!("memory: {} {place}", units::bytes(*memory_bytes));
+    match (ranks, shared) {
+        (1, _) => (*memory_bytes, all),
+        (_, false) => (*memory_bytes, format!("{all}, for each rank")),
+        (ranks, true) => {
+            let each = memory_bytes / *ranks as u64;
+            (each, format!("{all}, for all {ranks} ranks together: {} for each", units::bytes(each)))
+        }
+    }
 }
 
 /// The classes, of which the last is left out where there is no room for it.
@@ -100,10 +114,10 @@ fn draw(config: &Config, rows: &[LengthCost]) -> String {
         config.model.architecture, config.precision.policy, config.recompute.policy
     );
     let most = rows.iter().map(|r| r.memory.total_bytes).max().unwrap_or(1);
-    let limit = rows.iter().find_map(|r| r.verdict.as_ref());
+    let limit = rows.iter().find_map(|r| r.verdict.as_ref()).map(of_a_rank);
     // A limit far above all bars would flatten them.
-    let drawn = limit.filter(|v| v.memory_bytes <= 2 * most);
-    let (step, top) = byte_scale(drawn.map_or(most, |v| v.memory_bytes.max(most)));
+    let drawn = limit.as_ref().map(|(bytes, _)| *bytes).filter(|bytes| *bytes <= 2 * most);
+    let (step, top) = byte_scale(drawn.map_or(most, |bytes| bytes.max(most)));
     let y = |bytes: u64| BOTTOM - (BOTTOM - TOP) * bytes as f64 / top;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\n<title>{0}</title>\n\
@@ -139,11 +153,10 @@ fn draw(config: &Config, rows: &[LengthCost]) -> String {
     line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
     line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
     text(&mut svg, "quiet", (LEFT + RIGHT) / 2.0, BOTTOM + 46.0, "middle", "sequence length, tokens");
-    if let Some(verdict) = limit {
-        let label = format!("memory: {} {}", units::bytes(verdict.memory_bytes), verdict.place);
+    if let Some((bytes, label)) = limit {
         match drawn {
             Some(_) => {
-                let at = y(verdict.memory_bytes);
+                let at = y(bytes);
                 line(&mut svg, "limit", LEFT, at, RIGHT, at);
                 text(&mut svg, "", LEFT + 8.0, at - 6.0, "start", &label);
             }
