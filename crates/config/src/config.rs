@@ -76,6 +76,7 @@ impl Config {
             None => Ok(config),
             Some((problem, hint)) => {
                 let file = Location::File { name: printable(&name) };
+                let problem = format!("{}: {problem}", config.data.tokenizer);
                 Err(ConfigError::new(Problem::new(problem, hint), file))
             }
         }
@@ -253,18 +254,15 @@ impl Config {
     }
 
     /// What is wrong with a tokenizer that is named as on the Hub and is no file here, and a hint.
-    pub fn tokenizer_on_the_hub(&self) -> Option<(String, &'static str)> {
+    pub fn tokenizer_on_the_hub(&self) -> Option<(&'static str, &'static str)> {
         let name = &self.data.tokenizer;
         let path = self.tokenizer_path()?;
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
         let is_name = name.chars().all(plain) && name.matches('/').count() < 2 && !name.starts_with(['.', '/']);
         let is_json = path.extension().is_some_and(|extension| extension == "json");
-        let problem = || {
-            format!(
-                "{name}: no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub"
-            )
-        };
-        (is_name && !is_json && !path.exists()).then(|| (problem(), crate::checks::FETCH_TOKENIZER))
+        let problem =
+            "no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub";
+        (is_name && !is_json && !path.exists()).then_some((problem, crate::checks::FETCH_TOKENIZER))
     }
 
     /// `data.prepared`, resolved in the same way.

@@ -468,8 +468,7 @@ fn settings(spec: &PrepareSpec) -> String {
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
     if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
-        let (name, problem) = problem.split_once(": ").unwrap_or(("", &problem));
-        return Err(DataError::Source { path: name.into(), problem: problem.to_owned(), hint });
+        return Err(DataError::Source { path: config.data.tokenizer.clone().into(), problem: problem.into(), hint });
     }
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }
