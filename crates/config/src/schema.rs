@@ -3,7 +3,7 @@
 //!
 //! A default may be derived from keys that have a fixed default, and from others that stand above it.
 
-use crate::architecture::Architecture;
+use crate::architecture::{self, Architecture};
 use crate::checks;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
@@ -46,7 +46,7 @@ tables! {
         /// the shape that the file gives.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct, finds ["model size", "model name", "shape"];
         /// The family of models the shape belongs to.
-        architecture: Architecture = Choice(Architecture::WORDS), Fixed("\"llama\""), Trajectory,
+        architecture: Architecture = Choice(Architecture::WORDS), Fixed(architecture::DEFAULT), Trajectory,
             finds ["model type"];
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory, finds ["vocabulary", "vocab"];
