@@ -4,7 +4,7 @@ use super::proxy::{LayerCosts, Linear};
 use super::space::{Data, LayoutChoice, Pipe, Split};
 use lockstep_compile::SEND_BUFFER_COPIES;
 use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
-use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
+use lockstep_ir::{Axes, Layout, MeshAxis};
 use lockstep_sim::collective::{Group, Pattern, PlacedCollective};
 use lockstep_sim::{Hardware, Terms};
 
@@ -59,7 +59,7 @@ pub(super) type InFlight = [f64; 3];
 /// Of the first rank, at least.
 pub(super) fn in_flight(pipe: Pipe, micro_batches: usize) -> InFlight {
     let of = |micro_batches| PipeRank { ranks: pipe.pp, rank: 0, chunks: pipe.chunks, micro_batches };
-    match separate(pipe.schedule) {
+    match pipe.schedule.separates_weight_grads() {
         false => [pipe.schedule.most_in_flight(of(micro_batches)) as f64, 0.0, 0.0],
         true => in_flight_of(pipe, of(micro_batches.min(3 * pipe.pp))),
     }
@@ -91,20 +91,6 @@ fn in_flight_of(pipe: Pipe, of: PipeRank) -> InFlight {
 
 /// The share of input gradients in a backward pass, at least.
 const INPUT_GRADIENTS: f64 = 0.4;
-
-/// Whether a schedule computes weight gradients apart from input gradients.
-pub(super) fn separate(schedule: Schedule) -> bool {
-    schedule.name().starts_with("zb")
-}
-
-/// The share of the bubble of 1F1B that a schedule leaves at least.
-fn bubble(schedule: Schedule, chunks: usize) -> f64 {
-    match schedule.name() {
-        "zb-v" => 0.0,
-        "zb-h1" => 1.0 / 3.0,
-        _ => 1.0 / chunks as f64,
-    }
-}
 
 /// How the layers of a model are cut for a pipeline.
 #[derive(Clone, Debug)]
@@ -234,8 +220,8 @@ impl Composed<'_> {
             return m * most;
         }
         let sum = |cost: &Linear| self.cuts.ranks.iter().map(|rank| rank.of(cost)).sum::<f64>();
-        let fill = (sum(&both) - most).max(0.0) * bubble(self.pipe.schedule, self.pipe.chunks);
-        let back = if separate(self.pipe.schedule) { INPUT_GRADIENTS } else { 1.0 };
+        let fill = (sum(&both) - most).max(0.0) * self.pipe.schedule.least_bubble(self.pipe.chunks);
+        let back = if self.pipe.schedule.separates_weight_grads() { INPUT_GRADIENTS } else { 1.0 };
         let there_and_back = sum(&self.costs.forward) + back * sum(&self.costs.backward);
         (m * most + fill).max(there_and_back + (m - 1.0) * most / self.pipe.chunks as f64)
     }
@@ -335,4 +321,75 @@ pub(super) fn parts(choice: &LayoutChoice) -> (Split, Pipe, Data) {
     let pipe = Pipe { pp: size(MeshAxis::Pp), schedule: l.schedule, chunks: l.chunks };
     let (replicate, shard) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
     (split, pipe, Data { replicate, shard, zero: l.zero, reshard: l.reshard_after_forward })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::Schedule;
+    use lockstep_ir::schedule::{Generator, PipeSlot};
+    use std::ops::RangeInclusive;
+
+    /// A schedule of ours, under a name that nothing knows.
+    struct Renamed(Schedule);
+
+    impl Generator for Renamed {
+        fn chunks(&self) -> RangeInclusive<usize> {
+            self.0.chunks()
+        }
+
+        fn virtual_stage(&self, ranks: usize, rank: usize, chunk: usize) -> usize {
+            self.0.virtual_stages(ranks, chunk + 1)[rank][chunk]
+        }
+
+        fn slots(&self, of: PipeRank) -> Vec<PipeSlot> {
+            self.0.slots(of)
+        }
+
+        fn most_in_flight(&self, of: PipeRank) -> usize {
+            self.0.most_in_flight(of)
+        }
+
+        fn separates_weight_grads(&self) -> bool {
+            self.0.separates_weight_grads()
+        }
+
+        fn least_bubble(&self, chunks: usize) -> f64 {
+            self.0.least_bubble(chunks)
+        }
+    }
+
+    #[test]
+    fn what_a_schedule_is_called_does_not_matter() {
+        let each = |each: f64| Linear { base: 0.0, each, first: 0.0, last: 0.0 };
+        let none = each(0.0);
+        let costs = LayerCosts {
+            forward: each(1.0),
+            backward: each(2.0),
+            weight_grad: each(1.0),
+            last: none,
+            update: none,
+            parameters: none,
+            gradients: none,
+            optimizer: none,
+            saved: [none; 3],
+            held: none,
+            inputs: none,
+            frames: [0.0; 4],
+            flops: [1.0; 2],
+        };
+        for schedule in Schedule::ALL {
+            let chunks = *schedule.chunks().start();
+            let renamed = Schedule::new("renamed", Box::leak(Box::new(Renamed(schedule))));
+            for (pp, micro_batches) in [(2, 4), (4, 8), (4, 32)] {
+                let of = |schedule: Schedule| {
+                    let pipe = Pipe { pp, schedule, chunks };
+                    let cuts = Cuts::new(pipe, &vec![2; pp * chunks]);
+                    let step = Composed { costs: &costs, pipe, cuts: &cuts, micro_batches, host_step: 0.0 };
+                    (step.pipeline(), step.timed(), in_flight(pipe, micro_batches))
+                };
+                assert_eq!(of(renamed), of(schedule), "{schedule}");
+            }
+        }
+    }
 }
