@@ -5,7 +5,7 @@ use crate::price::{AtPeak, Site};
 use crate::work::{Demand, Kernel, meets};
 use crate::{Framework, Hardware, MeasuredTimes, SimError, Terms};
 use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
-use lockstep_ir::{Mesh, TypeError};
+use lockstep_ir::{Collective, Mesh, TypeError};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What an instruction does to the streams.
@@ -225,12 +225,11 @@ impl RoleWork {
     }
 }
 
-fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern) -> Kind {
-    use crate::collective::Pattern;
+fn overlap(segment: &Segment, index: usize, pattern: Collective) -> Kind {
     match (segment.instrs[index].stream, pattern) {
         (Stream::Compute, _) => Kind::Blocking,
-        (Stream::Communication, Pattern::AllGather | Pattern::Shift | Pattern::AllToAll) => Kind::Gather,
-        (Stream::Communication, Pattern::AllReduce | Pattern::ReduceScatter) => Kind::Reduce,
+        (Stream::Communication, Collective::AllGather | Collective::Shift | Collective::AllToAll) => Kind::Gather,
+        (Stream::Communication, Collective::AllReduce | Collective::ReduceScatter) => Kind::Reduce,
         (Stream::Exchange, _) => Kind::Exchange,
     }
 }

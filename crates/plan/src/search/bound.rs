@@ -4,8 +4,8 @@ use super::proxy::{LayerCosts, Linear};
 use super::space::{Data, LayoutChoice, Pipe, Split};
 use lockstep_compile::SEND_BUFFER_COPIES;
 use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
-use lockstep_ir::{Axes, Layout, MeshAxis};
-use lockstep_sim::collective::{Group, Pattern, PlacedCollective};
+use lockstep_ir::{Axes, Collective, Layout, MeshAxis};
+use lockstep_sim::collective::{Group, PlacedCollective};
 use lockstep_sim::{Hardware, Terms};
 
 /// The collectives of data-parallel ranks: seconds of one byte, and of none, by pattern and axes.
@@ -36,17 +36,17 @@ impl DataCollectives {
     /// Of the ranks of a layout.
     pub fn new(layout: &Layout, hardware: &Hardware, terms: &Terms) -> Self {
         const BYTES: u64 = 1 << 30;
-        let rate = |pattern: Pattern, over: Axes| {
+        let rate = |pattern: Collective, over: Axes| {
             let group = Group::of(&layout.mesh, over, 0, hardware.cluster.gpus_per_node);
             let seconds = |bytes: u64| PlacedCollective::new(pattern, group, bytes, hardware).seconds(terms);
             let least = seconds(0);
             Rate { least, per_byte: (seconds(BYTES) - least).max(0.0) / BYTES as f64 }
         };
         Self {
-            scatter: rate(Pattern::ReduceScatter, Axes::ZERO),
-            gather: rate(Pattern::AllGather, Axes::ZERO),
-            all_reduce: rate(Pattern::AllReduce, Axes::TOKENS),
-            across: rate(Pattern::AllReduce, MeshAxis::DpReplicate.into()),
+            scatter: rate(Collective::ReduceScatter, Axes::ZERO),
+            gather: rate(Collective::AllGather, Axes::ZERO),
+            all_reduce: rate(Collective::AllReduce, Axes::TOKENS),
+            across: rate(Collective::AllReduce, MeshAxis::DpReplicate.into()),
             overlap: terms.overlap_cost,
         }
     }
