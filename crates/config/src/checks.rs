@@ -6,11 +6,12 @@ use crate::declare::Key;
 use crate::experts;
 use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
+use crate::optimizers::OptimizerName;
 use crate::rules;
 use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
+use crate::words::{AttentionMethod, RecomputePolicy};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
@@ -381,7 +382,10 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
-        gathered_head: match values.word("optimizer.name") == Some(OptimizerName::Muon) {
+        gathered_head: match values
+            .word::<OptimizerName>("optimizer.name")
+            .is_some_and(|name| name.facts().gathers_matrices)
+        {
             true => Some(size("model.head_dim")? * size("model.dim")?),
             false => None,
         },
