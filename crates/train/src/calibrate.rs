@@ -166,7 +166,7 @@ fn blank(
     let mut flops_per_s = BTreeMap::new();
     let mut bytes_per_s = 0.0;
     for (_, dtype) in precisions {
-        let (flops, bytes) = devices.peaks(target, threads, *dtype)?;
+        let (flops, bytes) = devices.device(target)?.peaks(threads, *dtype)?;
         flops_per_s.insert(*dtype, flops);
         bytes_per_s = bytes;
     }
