@@ -57,7 +57,7 @@ impl Linear {
 }
 
 /// Seconds and bytes of a rank under a choice.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct LayerCosts {
     pub forward: Linear,
     /// Input and weight gradients.
