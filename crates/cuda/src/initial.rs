@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::call::{THREADS, suffix};
 use crate::driver::{Address, Stream};
-use crate::kernels::{Kernels, args};
+use crate::kernels::{Kernels, Value, args};
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::{DType, Init, counter};
 
@@ -33,7 +33,7 @@ pub unsafe fn draw(
             Init::Zeros => (false, 0.0),
             Init::RopeTable { .. } => return Err(CudaError::Internal("a table of angles is drawn on the host".into())),
         };
-        let args = args![to, counter::key(values.seed, name), scale, drawn, *elements];
+        let args = args![to, Value::Long(counter::key(values.seed, name)), scale, drawn, *elements];
         let kernel = format!("initial_{}", suffix(dtype));
         // SAFETY: the caller vouches.
         unsafe { kernels.launch(stream, ("elements", &kernel), [elements.div_ceil(THREADS), 1, 1], THREADS, args)? };

@@ -6,7 +6,8 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, PoisonError, RwLock};
 
-const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
+/// What every source begins with.
+pub const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
 pub const SOURCES: [(&str, &str); 19] = [
@@ -51,49 +52,75 @@ pub struct Kernels {
     functions: RwLock<HashMap<String, Function>>,
 }
 
-/// An argument of a kernel: as many of its low bytes as the parameter has.
-#[derive(Clone, Copy)]
-pub struct Value(#[expect(dead_code, reason = "kernels read it through its address")] u64);
+/// An argument of a kernel. `launches.rs` holds its kind against the parameter that the kernel declares.
+#[derive(Clone, Copy, Debug)]
+pub enum Value {
+    /// An address on the device, or null.
+    Address(Address),
+    /// A number of 64 bits.
+    Long(u64),
+    /// A number of 32 bits.
+    Word(u32),
+    /// A number of as many bits as the parameter has.
+    Size(usize),
+    /// A float.
+    Float(f32),
+    /// A double.
+    Double(f64),
+}
+
+impl Value {
+    /// What a kernel reads the low bytes of.
+    fn bits(self) -> u64 {
+        match self {
+            Value::Address(x) | Value::Long(x) => x,
+            Value::Word(x) => x.into(),
+            Value::Size(x) => x as u64,
+            Value::Float(x) => x.to_bits().into(),
+            Value::Double(x) => x.to_bits(),
+        }
+    }
+}
 
 impl From<Address> for Value {
     fn from(x: Address) -> Self {
-        Value(x)
+        Value::Address(x)
     }
 }
 impl From<usize> for Value {
     fn from(x: usize) -> Self {
-        Value(x as u64)
+        Value::Size(x)
     }
 }
 impl From<i32> for Value {
     fn from(x: i32) -> Self {
-        Value(x as u64)
+        Value::Word(x as u32)
     }
 }
 impl From<u32> for Value {
     fn from(x: u32) -> Self {
-        Value(u64::from(x))
+        Value::Word(x)
     }
 }
 impl From<bool> for Value {
     fn from(x: bool) -> Self {
-        Value(u64::from(x))
+        Value::Word(x.into())
     }
 }
 impl From<f32> for Value {
     fn from(x: f32) -> Self {
-        Value(u64::from(x.to_bits()))
+        Value::Float(x)
     }
 }
 impl From<f64> for Value {
     fn from(x: f64) -> Self {
-        Value(x.to_bits())
+        Value::Double(x)
     }
 }
 /// A place that may be missing: null then.
 impl From<Option<Address>> for Value {
     fn from(x: Option<Address>) -> Self {
-        Value(x.unwrap_or(0))
+        Value::Address(x.unwrap_or(0))
     }
 }
 
@@ -166,6 +193,8 @@ impl Kernels {
         first: Option<&[u64]>,
         args: &[Value],
     ) -> Result<(), CudaError> {
+        #[cfg(test)]
+        crate::launches::check((source, name), first.is_some(), args);
         // Nothing to do is nothing to launch.
         if grid.contains(&0) {
             return Ok(());
@@ -174,8 +203,8 @@ impl Kernels {
             return Err(CudaError::Internal(format!("{name} with a grid of {grid:?}")));
         }
         let function = self.function(source, name)?;
-        let mut values = [Value(0); MOST_ARGS];
-        values[..args.len()].copy_from_slice(args);
+        let mut values = [0; MOST_ARGS];
+        values.iter_mut().zip(args).for_each(|(to, arg)| *to = arg.bits());
         let given = first.map(|words| words.as_ptr().cast_mut().cast::<c_void>());
         let mut pointers = [std::ptr::null_mut(); MOST_ARGS + 1];
         let all = given.into_iter().chain(values.iter_mut().map(|v| std::ptr::from_mut(v).cast()));

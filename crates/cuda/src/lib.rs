@@ -16,6 +16,8 @@ mod executor;
 mod gpu;
 mod initial;
 mod kernels;
+#[cfg(test)]
+mod launches;
 mod library;
 mod linked;
 mod matmul;

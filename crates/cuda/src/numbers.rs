@@ -60,7 +60,7 @@ impl Numbers {
         let allowed = if may_see_nothing { minus_infinity } else { 0 };
         let (bytes, blocks) = (dtype.bytes(), elements.div_ceil(THREADS).min(MOST_BLOCKS));
         let name = format!("not_finite_{bytes}");
-        let args = args![at, elements, mask, bad, allowed, self.first.base];
+        let args = args![at, elements, mask as usize, bad as usize, allowed as usize, self.first.base];
         // SAFETY: the caller vouches for the elements; the rest is this one's own, and nothing of it is read before the stream is done.
         let element = unsafe {
             stream.fill(self.first.base, 0xff, size_of::<u64>())?;

@@ -5,7 +5,7 @@
 
 use crate::CudaError;
 use crate::driver::{Device, Pinned, Stream};
-use crate::kernels::{Kernels, args};
+use crate::kernels::{Kernels, Value, args};
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::{Instr, Segment, Slot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -128,7 +128,7 @@ impl Lane {
     fn queue(&self, (kernels, stream): (&Kernels, &Stream), word: u64) -> Result<(), CudaError> {
         let address = self.word().slice().as_ptr() as u64;
         // SAFETY: the memory is the device's to write as long as this lives, which is longer than the stream's work.
-        unsafe { kernels.launch(stream, ("collectives", "passed"), [1; 3], 1, args![address, word]) }
+        unsafe { kernels.launch(stream, ("collectives", "passed"), [1; 3], 1, args![address, Value::Long(word)]) }
     }
 }
 

@@ -5,7 +5,7 @@ use super::table::Table;
 use crate::CudaError;
 use crate::call::Call;
 use crate::driver::Address;
-use crate::kernels::args;
+use crate::kernels::{Value, args};
 
 /// Queues what fills a table from where the document of each position starts.
 ///
@@ -13,10 +13,10 @@ use crate::kernels::args;
 /// The addresses of the table and the starts are of the call's arena.
 pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Address) -> Result<(), CudaError> {
     let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
+    let apart = Value::Long(table.apart);
     let heads = shape.heads * shape.e;
     let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
-    let args =
-        args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, table.apart, packed, rows, stats];
+    let args = args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, apart, packed, rows, stats];
     // SAFETY: the caller vouches.
     unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
 }
