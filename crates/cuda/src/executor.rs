@@ -116,7 +116,7 @@ impl CudaExecutor {
         for (segment, bounds) in program.segments.iter().zip(&segments) {
             fused::shapes(segment, bounds).into_iter().try_for_each(|shape| gemms.prepare(shape))?;
         }
-        let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
+        let attention = Plans::new(&gpu.attention, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
         if matches!(neighbours, Some(Neighbours::Threads(..))) {
             let text = "ranks share one GPU: good to check a layout, slower to train than one rank";
@@ -381,7 +381,7 @@ impl CudaExecutor {
             return Ok(false);
         }
         self.behind(self.stream.wait())?;
-        self.attention.fit(&self.gpu, self.segments.iter().flatten(), most);
+        self.attention.fit(&self.gpu.attention, self.segments.iter().flatten(), most);
         Ok(true)
     }
 

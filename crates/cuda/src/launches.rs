@@ -4,9 +4,10 @@
 use crate::collectives::{self, Sent};
 use crate::driver::{Device, Memory, Stream};
 use crate::gpu::Gpu;
-use crate::kernels::{COMMON, SOURCES, Value};
+use crate::kernels::Value;
 use crate::numbers::Numbers;
 use crate::progress::Progress;
+use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::{Config, ModelConfig};
