@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::attention::plans::Plans;
 use crate::driver::{Address, Stream};
-use crate::kernels::{Kernels, Value};
+use crate::kernels::{Kernels, Launcher, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
@@ -100,6 +100,11 @@ impl Call<'_> {
         16 / self.float().bytes()
     }
 
+    /// Kernels on its stream.
+    pub fn on(&self) -> Launcher<'_> {
+        self.kernels.on(self.stream)
+    }
+
     /// Queues the kernel `name` for the type of the floating-point operands.
     ///
     /// # Safety
@@ -113,7 +118,7 @@ impl Call<'_> {
     ) -> Result<(), CudaError> {
         let name = format!("{name}_{}", suffix(self.float()));
         // SAFETY: the caller vouches.
-        unsafe { self.kernels.launch(self.stream, (source, &name), grid, threads, args) }
+        unsafe { self.on().launch((source, &name), grid, threads, args) }
     }
 
     /// Queues a kernel that has no type.
@@ -128,7 +133,7 @@ impl Call<'_> {
         args: &[Value],
     ) -> Result<(), CudaError> {
         // SAFETY: the caller vouches.
-        unsafe { self.kernels.launch(self.stream, kernel, grid, threads, args) }
+        unsafe { self.on().launch(kernel, grid, threads, args) }
     }
 
     /// Queues a matmul whose scratch starts at `scratch`.

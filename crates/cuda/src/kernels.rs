@@ -124,32 +124,52 @@ impl Kernels {
         Ok(function)
     }
 
+    /// The same, on a stream.
+    pub fn on<'a>(&'a self, stream: &'a Stream) -> Launcher<'a> {
+        Launcher { kernels: self, stream }
+    }
+}
+
+/// Kernels, and the stream that they are queued on.
+#[derive(Clone, Copy)]
+pub struct Launcher<'a> {
+    pub kernels: &'a Kernels,
+    pub stream: &'a Stream,
+}
+
+/// A block of threads.
+#[derive(Clone, Copy)]
+pub struct Block {
+    pub threads: usize,
+    /// Bytes of shared memory besides what the kernel declares.
+    pub shared: usize,
+}
+
+impl Launcher<'_> {
     /// Queues a kernel of a source.
     ///
     /// # Safety
     /// The arguments are those of the kernel's parameters, and what they point at is theirs.
     pub unsafe fn launch(
-        &self,
-        stream: &Stream,
+        self,
         kernel: (&str, &str),
         grid: [usize; 3],
         threads: usize,
         args: &[Value],
     ) -> Result<(), CudaError> {
         // SAFETY: the caller vouches.
-        unsafe { self.launch_with(stream, kernel, grid, (threads, 0), None, args) }
+        unsafe { self.launch_with(kernel, grid, Block { threads, shared: 0 }, None, args) }
     }
 
-    /// The same for a kernel whose first parameter is a struct, given as its bytes, with bytes of shared memory besides threads.
+    /// The same for a kernel whose first parameter is a struct, given as its bytes.
     ///
     /// # Safety
-    /// As for [`Kernels::launch`].
+    /// As for [`Launcher::launch`].
     pub unsafe fn launch_with(
-        &self,
-        stream: &Stream,
+        self,
         (source, name): (&str, &str),
         grid: [usize; 3],
-        (threads, shared): (usize, usize),
+        block: Block,
         first: Option<&[u64]>,
         args: &[Value],
     ) -> Result<(), CudaError> {
@@ -162,7 +182,7 @@ impl Kernels {
         if grid[0] > i32::MAX as usize || grid[1] > 65535 || grid[2] > 65535 || args.len() > MOST_ARGS {
             return Err(CudaError::Internal(format!("{name} with a grid of {grid:?}")));
         }
-        let function = self.function(source, name)?;
+        let function = self.kernels.function(source, name)?;
         let mut values = [0; MOST_ARGS];
         values.iter_mut().zip(args).for_each(|(to, arg)| *to = arg.bits());
         let given = first.map(|words| words.as_ptr().cast_mut().cast::<c_void>());
@@ -172,6 +192,6 @@ impl Kernels {
         let count = args.len() + usize::from(first.is_some());
         let grid = grid.map(|n| n as u32);
         // SAFETY: the caller vouches for the arguments.
-        unsafe { function.launch(stream, grid, threads as u32, shared, &mut pointers[..count]) }
+        unsafe { function.launch(self.stream, grid, block.threads as u32, block.shared, &mut pointers[..count]) }
     }
 }

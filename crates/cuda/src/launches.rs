@@ -5,7 +5,7 @@ use crate::collectives::{self, Sent};
 use crate::driver::{Device, Memory, Stream};
 use crate::gpu::Gpu;
 use crate::kernels::Value;
-use crate::numbers::Numbers;
+use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
@@ -164,7 +164,7 @@ fn steps(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
 fn collectives(gpu: &Gpu) {
     let memory = Memory::new(&gpu.device, 1 << 16).unwrap();
     let stream = Stream::new(&gpu.device).unwrap();
-    let at = memory.base as usize;
+    let (on, at) = (gpu.kernels.on(&stream), memory.base as usize);
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64] {
         let order = Order::Group;
         let piece = Piece { input: at as *const u8, output: at as *mut u8, rows: 1, elements: 8, order, dtype };
@@ -172,11 +172,11 @@ fn collectives(gpu: &Gpu) {
         // SAFETY: the pieces lie in the memory.
         unsafe {
             for kind in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather] {
-                collectives::queue(&gpu.kernels, &stream, kind, &[vec![piece], vec![piece]]).unwrap();
+                collectives::queue(on, kind, &[vec![piece], vec![piece]]).unwrap();
             }
-            let (kernels, base) = (&gpu.kernels, memory.base);
-            collectives::add_sent(kernels, &stream, (0, 2), &[(sent, base, base)]).unwrap();
-            collectives::parts(kernels, &stream, 2, true, &[(sent, base)]).unwrap();
+            let base = memory.base;
+            collectives::add_sent(on, 0, 2, &[(sent, base, base)]).unwrap();
+            collectives::parts(on, 2, true, &[(sent, base)]).unwrap();
         }
     }
 }
@@ -185,17 +185,17 @@ fn collectives(gpu: &Gpu) {
 fn beside(gpu: &Arc<Gpu>) {
     let memory = Memory::new(&gpu.device, 1 << 10).unwrap();
     let stream = Stream::new(&gpu.device).unwrap();
-    let on = (&gpu.kernels, &stream);
+    let on = gpu.kernels.on(&stream);
     let parts = vec![InitialPart { name: "w", columns: 8, elements: 64 }];
     let values = Initial { init: &Init::Normal { std: 0.02 }, seed: 1, parts };
     let mut numbers = Numbers::new(&gpu.device).unwrap();
     // SAFETY: the memory has room for as many elements.
     unsafe {
         for dtype in [DType::F32, DType::BF16] {
-            initial::draw(&gpu.kernels, &stream, memory.base, dtype, &values).unwrap();
+            initial::draw(on, memory.base, dtype, &values).unwrap();
         }
         for dtype in [DType::F32, DType::BF16, DType::F64] {
-            numbers.first(on, (memory.base, 8, dtype), false).unwrap();
+            numbers.first(on, Elements { at: memory.base, elements: 8, dtype }, false).unwrap();
         }
     }
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -212,6 +212,6 @@ fn beside(gpu: &Arc<Gpu>) {
     };
     let progress = Progress::new(&gpu.device, &Arc::new(host_at(&start, listener).unwrap())).unwrap();
     let lane = progress.lane(true).unwrap();
-    progress.around(on, lane, (ProgramPlace::outside("test"), 0), || Ok(())).unwrap();
+    progress.around(on, lane, ProgramPlace::outside("test"), 0, || Ok(())).unwrap();
     progress.held(on, || Ok(())).unwrap();
 }

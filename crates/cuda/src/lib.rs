@@ -30,6 +30,7 @@ mod nvrtc;
 mod ops;
 pub mod peaks;
 mod progress;
+mod send_buffer;
 mod sources;
 mod staging;
 mod subjects;

@@ -202,7 +202,8 @@ impl NcclComm {
     pub fn join(
         nccl: &'static Nccl,
         id: UniqueId,
-        (index, members): (usize, usize),
+        index: usize,
+        members: usize,
         watch: &dyn Fn() -> Result<(), CudaError>,
     ) -> Result<Self, CudaError> {
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::not_blocking());

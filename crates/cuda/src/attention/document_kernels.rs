@@ -25,15 +25,17 @@ pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Ad
 ///
 /// # Safety
 /// Both have as many elements.
-pub unsafe fn transpose(
-    call: Call,
-    (from, to): (Address, Address),
-    rows: usize,
-    columns: usize,
-) -> Result<(), CudaError> {
+pub unsafe fn transpose(call: Call, from: Address, to: Address, rows: usize, columns: usize) -> Result<(), CudaError> {
     let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
     // SAFETY: the caller vouches.
     unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
+}
+
+/// Elements of packed rows: the first, and how many.
+#[derive(Clone, Copy)]
+pub struct Section {
+    pub first: usize,
+    pub count: usize,
 }
 
 /// Queues a copy of the key heads of a section of packed rows, one for every query head.
@@ -43,11 +45,12 @@ pub unsafe fn transpose(
 pub unsafe fn repeat_heads(
     call: Call,
     shape: &AttentionShape,
-    (packed, rows): (Address, Address),
-    section: (usize, usize),
+    packed: Address,
+    rows: Address,
+    section: Section,
 ) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("repeat_heads", shape.heads * shape.e), (packed, rows), section) }
+    unsafe { copy_heads(call, shape, "repeat_heads", shape.heads * shape.e, packed, rows, section) }
 }
 
 /// Queues the way back: what query heads have of one head of the section is added up.
@@ -57,19 +60,22 @@ pub unsafe fn repeat_heads(
 pub unsafe fn sum_heads(
     call: Call,
     shape: &AttentionShape,
-    (rows, packed): (Address, Address),
-    section: (usize, usize),
+    rows: Address,
+    packed: Address,
+    section: Section,
 ) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("sum_heads", section.1), (rows, packed), section) }
+    unsafe { copy_heads(call, shape, "sum_heads", section.count, rows, packed, section) }
 }
 
 unsafe fn copy_heads(
     call: Call,
     shape: &AttentionShape,
-    (kernel, written): (&str, usize),
-    (from, to): (Address, Address),
-    (first, count): (usize, usize),
+    kernel: &str,
+    written: usize,
+    from: Address,
+    to: Address,
+    Section { first, count }: Section,
 ) -> Result<(), CudaError> {
     let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
     let packs = shape.batch * shape.seq * written / 8;
