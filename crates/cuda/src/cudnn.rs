@@ -16,12 +16,12 @@ type Handle = *mut c_void;
 functions! {
     /// The library's functions.
     Functions, Name::Cudnn;
-    version = c"cudnnGetVersion": fn() -> usize;
-    create = c"cudnnCreate": fn(*mut Handle) -> c_int;
+    version = c"cudnnGetVersion" safe: fn() -> usize;
+    create = c"cudnnCreate" safe: fn(&mut Handle) -> c_int;
     destroy = c"cudnnDestroy": fn(Handle) -> c_int;
     set_stream = c"cudnnSetStream": fn(Handle, Handle) -> c_int;
     error = c"cudnnGetErrorString": fn(c_int) -> *const c_char;
-    make = c"cudnnBackendCreateDescriptor": fn(c_int, *mut Handle) -> c_int;
+    make = c"cudnnBackendCreateDescriptor" safe: fn(c_int, &mut Handle) -> c_int;
     unmake = c"cudnnBackendDestroyDescriptor": fn(Handle) -> c_int;
     finalize = c"cudnnBackendFinalize": fn(Handle) -> c_int;
     set = c"cudnnBackendSetAttribute": fn(Handle, c_int, c_int, i64, *const c_void) -> c_int;
@@ -150,8 +150,7 @@ impl Functions {
     /// Opens the library, if it is new enough; with its version.
     fn new_enough() -> Result<(Self, usize, PathBuf), CudaError> {
         let (functions, path) = Functions::open()?;
-        // SAFETY: it takes nothing.
-        let version = unsafe { (functions.version)() };
+        let version = (functions.version)();
         if version < LEAST_VERSION {
             let (major, minor, patch) = (version / 10000, version / 100 % 100, version % 100);
             let problem = format!("{major}.{minor}.{patch} is too old: {}", path.display());
@@ -193,8 +192,7 @@ impl Cudnn {
         device.enter()?;
         let (functions, ..) = Functions::new_enough()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        let status = unsafe { (functions.create)(&mut handle) };
+        let status = (functions.create)(&mut handle);
         let cudnn = Cudnn(Arc::new(Inner { functions, handle, device: device.clone(), alone: Mutex::new(()) }));
         cudnn.check("cudnnCreate", status)?;
         Ok(cudnn)
@@ -202,8 +200,7 @@ impl Cudnn {
 
     /// Its version.
     pub fn version(&self) -> usize {
-        // SAFETY: it takes nothing.
-        unsafe { (self.0.functions.version)() }
+        (self.0.functions.version)()
     }
 
     fn check(&self, call: &'static str, status: c_int) -> Result<(), CudaError> {
@@ -217,8 +214,7 @@ impl Cudnn {
 
     fn make(&self, what: c_int) -> Result<Descriptor, CudaError> {
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        self.check("cudnnBackendCreateDescriptor", unsafe { (self.0.functions.make)(what, &mut handle) })?;
+        self.check("cudnnBackendCreateDescriptor", (self.0.functions.make)(what, &mut handle))?;
         Ok(Descriptor { cudnn: self.clone(), handle })
     }
 }

@@ -43,8 +43,7 @@ impl Stream {
         const NON_BLOCKING: c_uint = 1;
         device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        let status = unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int) };
+        let status = (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int);
         device.driver.check("cuStreamCreate", status)?;
         Ok(Self { device: device.clone(), handle })
     }
@@ -236,8 +235,7 @@ impl Event {
     fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Self, CudaError> {
         device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        device.driver.check("cuEventCreate", unsafe { (device.driver.event_create)(&mut handle, flags) })?;
+        device.driver.check("cuEventCreate", (device.driver.event_create)(&mut handle, flags))?;
         Ok(Self { device: device.clone(), handle })
     }
 

@@ -136,8 +136,7 @@ impl Matmul {
             return Ok(*worth);
         }
         self.device.enter()?;
-        // SAFETY: it takes nothing.
-        let version = unsafe { (self.lt.version)() };
+        let version = (self.lt.version)();
         let key = format!("{} {} {version} {shape:?}", self.device.name, self.device.processors);
         let worth = match cache::get("epilogue", &key) {
             Some(kept) => possible(if kept == [1] { self.prepared(shape) } else { Ok(false) })?.unwrap_or(false),
