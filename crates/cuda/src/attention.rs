@@ -155,7 +155,7 @@ unsafe fn own_forward(call: Call, rows: Rows, mask: Mask, types: &str, to: Atten
     let grid = [call.size('s').div_ceil(WARPS), call.size('q'), call.size('b')];
     let operands = args![rows.queries, rows.keys, mask.starts, to.o, to.lse];
     let args = [&operands[..], &rows.sizes(&call, mask.window)].concat();
-    // SAFETY: the caller vouches.
+    // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word.
     unsafe { call.plain(("attention", &format!("attention_{types}")), grid, 32 * WARPS, &args) }
 }
 
@@ -205,7 +205,7 @@ unsafe fn own_grad(
     let sizes = rows.sizes(&call, mask.window);
     let grid = [seq.div_ceil(WARPS), heads, batch];
     let keys = [rows.count.div_ceil(WARPS), call.size('u'), batch];
-    // SAFETY: the caller vouches.
+    // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word; each gradient is written by one kernel.
     unsafe {
         call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
         for (into, kernel, grid) in [(dq, "query", grid), (dkv, "key", keys)] {

@@ -117,7 +117,7 @@ impl Call<'_> {
         args: &[Value],
     ) -> Result<(), CudaError> {
         let name = format!("{name}_{}", suffix(self.float()));
-        // SAFETY: the caller vouches.
+        // SAFETY: the type's kernel has the same parameters, and the contract is this one's.
         unsafe { self.on().launch((source, &name), grid, threads, args) }
     }
 
@@ -132,7 +132,7 @@ impl Call<'_> {
         threads: usize,
         args: &[Value],
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the contract is this one's.
         unsafe { self.on().launch(kernel, grid, threads, args) }
     }
 

@@ -141,7 +141,7 @@ unsafe fn launch(
     let mut words: Vec<u64> = words.collect();
     words.resize(WORDS, 0);
     let grid = [largest.div_ceil(THREADS).min(BLOCKS), tensors, 1];
-    // SAFETY: the caller vouches.
+    // SAFETY: the words fill the struct of the kernel, and the contract is that of the launch.
     unsafe { on.launch_with(("collectives", name), grid, BLOCK, Some(&words), args) }
 }
 

@@ -29,7 +29,7 @@ pub unsafe fn draw(on: Launcher, mut to: Address, dtype: DType, values: &Initial
         };
         let args = args![to, Value::Long(counter::key(values.seed, name)), scale, drawn, *elements];
         let kernel = format!("initial_{}", suffix(dtype));
-        // SAFETY: the caller vouches.
+        // SAFETY: the part is among the elements that there is room for.
         unsafe { on.launch(("elements", &kernel), [elements.div_ceil(THREADS), 1, 1], THREADS, args)? };
         to += (elements * dtype.bytes()) as u64;
     }

@@ -157,7 +157,7 @@ impl Launcher<'_> {
         threads: usize,
         args: &[Value],
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the contract is this one's: nothing is given as a struct.
         unsafe { self.launch_with(kernel, grid, Block { threads, shared: 0 }, None, args) }
     }
 

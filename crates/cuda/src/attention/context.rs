@@ -153,7 +153,7 @@ unsafe fn merge(
     let e = call.size('h') / heads;
     let args = args![before.o, before.lse, other.o, other.lse, to.o, to.lse, seq, heads, e, first, count, fresh];
     let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
-    // SAFETY: the caller vouches.
+    // SAFETY: rows of the block are among the sequence's, which all of these have.
     unsafe { call.plain(("context", &format!("merge_{types}")), grid, 32 * WARPS, args) }
 }
 
@@ -165,7 +165,7 @@ pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
     let of = |first| Attended { o: Some(call.input(first)), lse: Some(call.input(first + 1)) };
     let to = Attended { o: call.output(0), lse: call.output(1) };
     let rows = BlockRows { first: 0, count: call.size('s'), fresh: false };
-    // SAFETY: the caller vouches.
+    // SAFETY: both inputs and the output are o and log-sum-exps of whole sequences.
     unsafe { merge(call, "f32", of(0), of(2), to, rows) }
 }
 
@@ -225,7 +225,7 @@ unsafe fn statistics(
 ) -> Result<(), CudaError> {
     let grid = [block.queries.div_ceil(256), shape.batch * shape.heads, 1];
     let args = args![from, to, call.size('s'), block.query, block.queries];
-    // SAFETY: the caller vouches.
+    // SAFETY: the block's queries are among the sequence's, and the scratch has a number for each.
     unsafe { call.plain(("context", "block_statistics"), grid, 256, args) }
 }
 
@@ -247,7 +247,7 @@ unsafe fn add(
 ) -> Result<(), CudaError> {
     let Some(to) = to else { return Ok(()) };
     let args = args![to, block, rows, width, first, count, fresh];
-    // SAFETY: the caller vouches.
+    // SAFETY: the block's rows are among those of the whole, and the scratch has them.
     unsafe { call.plain(("context", &format!("add_block_{types}")), [rows, call.size('b'), 1], 256, args) }
 }
 

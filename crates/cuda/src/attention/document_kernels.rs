@@ -17,7 +17,7 @@ pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Ad
     let heads = shape.heads * shape.e;
     let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
     let args = args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, apart, packed, rows, stats];
-    // SAFETY: the caller vouches.
+    // SAFETY: the table has an entry per document and the starts one per token, by the caller's word.
     unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
 }
 
@@ -27,7 +27,7 @@ pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Ad
 /// Both have as many elements.
 pub unsafe fn transpose(call: Call, from: Address, to: Address, rows: usize, columns: usize) -> Result<(), CudaError> {
     let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
-    // SAFETY: the caller vouches.
+    // SAFETY: a number per row and column is read of the one and written to the other, both of that size by the caller's word.
     unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
 }
 
@@ -49,7 +49,7 @@ pub unsafe fn repeat_heads(
     rows: Address,
     section: Section,
 ) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
+    // SAFETY: the contract is this one's, the section is one of the packed rows.
     unsafe { copy_heads(call, shape, "repeat_heads", shape.heads * shape.e, packed, rows, section) }
 }
 
@@ -64,7 +64,7 @@ pub unsafe fn sum_heads(
     packed: Address,
     section: Section,
 ) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
+    // SAFETY: the contract is this one's, the section is one of the packed rows.
     unsafe { copy_heads(call, shape, "sum_heads", section.count, rows, packed, section) }
 }
 
@@ -80,6 +80,6 @@ unsafe fn copy_heads(
     let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
     let packs = shape.batch * shape.seq * written / 8;
     let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
-    // SAFETY: the caller vouches.
+    // SAFETY: packs of the section are read and as many are written, which both have by the callers' words.
     unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
 }

@@ -375,7 +375,7 @@ pub unsafe fn execute(stream: &Stream, shape: &AttentionShape, plan: &Plan, at: 
         operands.extend(shape.backward.then_some((id::ROW_SUM, ragged.row_sum)));
         values.push((id::MINUS_INFINITY_PADDING, f32::NEG_INFINITY));
     }
-    // SAFETY: the caller vouches.
+    // SAFETY: the plan is of this shape, which the operands have by the caller's word.
     unsafe { plan.execute(stream, &operands, &values, at.scratch) }
 }
 

@@ -114,7 +114,7 @@ impl Matmul {
         let placed = self.place(&described, shape.epilogue, beside);
         let called = placed.and_then(|()| {
             let operands = (second, first, to);
-            // SAFETY: the caller vouches.
+            // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
             unsafe { self.call(&described, &plan.algorithm, stream, operands, to, 0.0, scratch) }
         });
         // SAFETY: made above.
