@@ -237,7 +237,7 @@ fn files(folder: &std::path::Path, found: &mut Vec<std::path::PathBuf>) {
 
 #[test]
 fn rows_of_matmuls_say_what_enters_them() {
-    for sample in samples(2).into_iter().filter(|s| s.op.kind() != OpKind::Receive) {
+    for sample in samples(2).filter(|s| s.op.kind() != OpKind::Receive) {
         let (spec, (types, outputs)) = (sample.op.spec(), inferred(&sample));
         let call = Call { wanted: &vec![true; outputs.len()], sums: spec.sums.is_some() };
         let (cost, flops) = sample.op.cost(&types.iter().collect::<Vec<_>>(), &call).unwrap();
@@ -279,7 +279,8 @@ fn the_guide_lists_every_file_that_names_its_op() {
     for source in sources {
         let path = source.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
         let text = std::fs::read_to_string(&source).unwrap();
-        let names = ["Op::Cast", "OpKind::Cast", "Cast {", "CAST", "fn cast", "(cast"].iter().any(|name| text.contains(name));
+        let names =
+            ["Op::Cast", "OpKind::Cast", "Cast {", "CAST", "fn cast", "(cast"].iter().any(|name| text.contains(name));
         // This file, and who makes nodes of the op or takes them out.
         let users = [
             "compile/src/gradients/mod.rs",
