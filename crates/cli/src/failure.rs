@@ -102,7 +102,7 @@ impl From<lockstep_sim::SimError> for Failure {
 
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
-        Self::new(error.to_string(), 2)
+        Self::new(lockstep_train::TrainError::from(error).to_string(), 2)
     }
 }
 

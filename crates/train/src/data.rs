@@ -432,7 +432,7 @@ fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, Dat
         Some(field) => Err(DataError::Source {
             path: files[0].clone(),
             problem: format!("data.prompt_field names the field {field:?}, and tokens have no fields"),
-            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths",
+            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths".into(),
         }),
     }
 }
@@ -468,7 +468,8 @@ fn settings(spec: &PrepareSpec) -> String {
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
     if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
-        return Err(DataError::Source { path: config.data.tokenizer.clone().into(), problem: problem.into(), hint });
+        let path = config.data.tokenizer.clone().into();
+        return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
     }
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }

@@ -14,6 +14,7 @@ mod changes;
 mod checkpoints;
 mod compare;
 mod data;
+mod device;
 mod devices;
 mod dry_run;
 mod error;

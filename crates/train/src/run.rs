@@ -353,7 +353,7 @@ impl Run<'_> {
             }
         }
         if !self.profiled.is_empty() {
-            let peaks = self.devices.peaks(self.plan.target, self.plan.threads, self.plan.precision.compute)?;
+            let peaks = self.devices.device(self.plan.target)?.peaks(self.plan.threads, self.plan.precision.compute)?;
             self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
         }
         Ok(self.outcome)
@@ -527,7 +527,7 @@ impl Run<'_> {
             tokens_per_s,
             mfu: achieved / self.peak.flops_per_s,
             arena_bytes: self.session.arena_bytes(),
-            gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
+            gpu: self.devices.device(self.plan.target)?.telemetry().map(GpuMetrics::from).unwrap_or_default(),
             skipped: (!result.applied).then_some(1),
             rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
             loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),

@@ -118,4 +118,14 @@ pub trait Generator: Sync {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         of.chunks * of.micro_batches
     }
+
+    /// Whether some rank computes weight gradients (W) apart from input gradients (B). Held against the slots whenever they are made.
+    fn separates_weight_grads(&self) -> bool {
+        false
+    }
+
+    /// The bubble that it leaves at least, as a share of that of 1F1B, with so many chunks and equal times of F, B and W.
+    fn least_bubble(&self, _chunks: usize) -> f64 {
+        0.0
+    }
 }

@@ -252,7 +252,8 @@ pub(super) fn start<'a>(
         show(Event::RateChanged { before, now });
     }
     let train_tokens = data.train_tokens();
-    let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), devices.context_bytes(plan.target)?, step);
+    let (arena_bytes, context_bytes, from_step) =
+        (session.arena_bytes(), devices.device(plan.target)?.context_bytes(), step);
     let steps = config.train.steps;
     show(Event::Started {
         plan,
