@@ -20,6 +20,7 @@ mod launch;
 mod machine;
 mod manual;
 mod metrics;
+mod options;
 mod plan;
 mod processes;
 mod profile;
@@ -38,9 +39,8 @@ mod validate;
 mod verify;
 mod watch;
 
-use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
-use std::io::Write;
-use std::path::PathBuf;
+use clap::{CommandFactory, Parser, Subcommand};
+use options::{ConfigArgs, Format, warn};
 use std::process::ExitCode;
 
 /// Trains large language models.
@@ -99,52 +99,6 @@ enum Command {
     Completions(manual::CompletionArgs),
     /// Print the manual page, or write those of all commands into a folder.
     Man(manual::ManArgs),
-}
-
-/// The config file and what is laid over it.
-#[derive(clap::Args)]
-struct ConfigArgs {
-    /// Config file.
-    #[arg(value_name = "RUN.TOML")]
-    config: PathBuf,
-    /// Override a key: --set train.steps=100.
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    set: Vec<String>,
-}
-
-impl ConfigArgs {
-    fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        let config = self.load_quietly()?;
-        warn(config.warnings());
-        Ok(config)
-    }
-
-    /// As `load`, where another process says what the user should know.
-    fn load_quietly(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)
-    }
-
-    /// The run directory that was given, or the one that goes with the config's name.
-    fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
-        given.unwrap_or_else(|| train::default_run_dir(&self.config))
-    }
-}
-
-/// Says on stderr what the user should know of a config.
-fn warn(warnings: &[String]) {
-    for warning in warnings {
-        // Where nobody listens, nobody is warned.
-        let _ = writeln!(std::io::stderr(), "{}", style::message(&format!("warning: {warning}")));
-    }
-}
-
-/// How a result is printed.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
-    /// For people.
-    Text,
-    /// For programs: stable field names.
-    Json,
 }
 
 fn main() -> ExitCode {

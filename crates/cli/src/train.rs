@@ -330,11 +330,6 @@ fn first_words(text: &str) -> Option<String> {
     (!plain.is_empty()).then(|| plain.to_owned())
 }
 
-/// `runs/` and the name of the config.
-pub fn default_run_dir(config: &Path) -> PathBuf {
-    PathBuf::from("runs").join(config.file_stem().unwrap_or("run".as_ref()))
-}
-
 /// `1 step`, `2 steps`.
 fn count(n: u64, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })

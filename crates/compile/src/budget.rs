@@ -13,7 +13,8 @@ mod mix;
 #[cfg(test)]
 mod tests;
 
-use crate::passes::{Candidate, Layers, Recomputation, Recompute, Recomputed, recomputation};
+use crate::passes::{Layers, Recomputation, recomputation};
+use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::{CompileError, Estimator};
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{BufferId, Lifetime, StepProgram};

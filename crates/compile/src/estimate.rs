@@ -1,6 +1,7 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{AUTODIFF, Candidate, FORWARD_PASSES, Layers, Recompute, Recomputed, passes_behind};
+use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_behind};
+use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::stage::RankGraph;
 use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
 use lockstep_ir::op::Flops;

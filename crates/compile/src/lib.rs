@@ -1,7 +1,7 @@
 //! From a forward graph to a placed step program, by pure passes in one visible list.
 //!
-//! The compiler asks no device anything and does no I/O: what it must know comes as a [`DeviceProfile`], what was chosen
-//! as a [`Layout`]. The same inputs give the byte-identical program.
+//! The compiler asks no device anything and does no I/O: what it must know comes as a [`DeviceProfile`](lockstep_ir::DeviceProfile), what was chosen
+//! as a [`Layout`](lockstep_ir::Layout). The same inputs give the byte-identical program.
 #![forbid(unsafe_code)]
 
 mod budget;
@@ -13,6 +13,7 @@ mod local;
 mod lower;
 mod memory;
 mod passes;
+mod settings;
 mod slots;
 mod stage;
 
@@ -23,47 +24,17 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Candidate, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Optimizer, ParameterGroup, Pass, Precision,
-    ROWS_BEYOND, Recompute, Recomputed, Rule, STATS, TRAINING_PASSES, autodiff, fuse,
+    Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, STATS, TRAINING_PASSES, autodiff, fuse,
+};
+pub use settings::{
+    AdamW, Candidate, Context, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Rule, Steps,
 };
 pub use stage::balanced as balanced_stages;
 
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
-use lockstep_ir::{DeviceProfile, Graph, Layout, StepProgram, TypeError};
-
-/// What passes may look at besides the graph.
-#[derive(Clone, Debug)]
-pub struct Context {
-    /// The device that will run the program.
-    pub device: DeviceProfile,
-    /// What was chosen for the run.
-    pub layout: Layout,
-    /// Layers of every virtual stage; stages as equal in FLOPs as can be where it is empty.
-    pub stages: Vec<usize>,
-    /// The optimizer.
-    pub optimizer: Optimizer,
-    /// Types of parameters, activations and gradient sums.
-    pub precision: Precision,
-    /// What is recomputed in backward.
-    pub recompute: Recompute,
-    /// What steps do besides.
-    pub steps: Steps,
-}
-
-/// What the steps of a run do besides computing gradients and moving parameters.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Steps {
-    /// Micro-batches of steps smaller than those of the layout: each size is an entry of the same program.
-    pub smaller: Vec<usize>,
-    /// Whether the gradients of the first micro-batch are measured, to tell noise from signal.
-    pub noise_scale: bool,
-    /// Whether a step whose loss or gradient norm is beyond [`StepLimits`](lockstep_ir::StepLimits) changes nothing.
-    pub limits: bool,
-    /// Whether evaluation says of every target whether greedy decoding misses it: [`MISSES`].
-    pub misses: bool,
-}
+use lockstep_ir::{Graph, StepProgram, TypeError};
 
 /// Why a graph cannot be compiled.
 #[derive(Debug, thiserror::Error)]

@@ -89,6 +89,40 @@ impl Rows {
     }
 }
 
+/// Which keys a query sees besides those up to its own position.
+#[derive(Clone, Copy)]
+struct Mask {
+    window: Option<usize>,
+    /// Where the document of each position starts.
+    starts: Option<Address>,
+}
+
+/// Where o and the log-sum-exps of rows are.
+#[derive(Clone, Copy)]
+struct Attended {
+    o: Option<Address>,
+    lse: Option<Address>,
+}
+
+/// What our own backward kernels read besides queries and keys, and a number of scratch per row.
+#[derive(Clone, Copy)]
+struct GradOperands {
+    dout: Address,
+    o: Address,
+    lse: Address,
+    delta: Address,
+}
+
+/// Where gradients go.
+#[derive(Clone, Copy)]
+struct GradRows<'a> {
+    at: Address,
+    /// Elements from a row to the next.
+    width: usize,
+    /// The types of the kernel.
+    types: &'a str,
+}
+
 /// Elements of a row of packed Q·K·V.
 fn width(call: &Call) -> usize {
     (call.size('q') + 2 * call.size('u')) * call.size('e')
@@ -102,7 +136,7 @@ pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError
     if let Some((shape, plan)) = call.attention.of(call.bound) {
         if starts.is_some() {
             // SAFETY: the operands have these sizes.
-            return unsafe { documents::forward(call, &shape, plan, (qkv, o)) };
+            return unsafe { documents::forward(call, &shape, plan, qkv, o) };
         }
         let scratch = call.scratch()?;
         let lse = call.output(1).unwrap_or(scratch + SLACK);
@@ -110,23 +144,18 @@ pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError
         // SAFETY: the operands have these sizes.
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
+    let to = Attended { o: Some(o), lse: call.output(1) };
     // SAFETY: the operands have these sizes.
-    unsafe { own_forward(call, Rows::packed(&call, qkv), (window, starts), call.suffix(), (Some(o), call.output(1))) }
+    unsafe { own_forward(call, Rows::packed(&call, qkv), Mask { window, starts }, call.suffix(), to) }
 }
 
 /// o and log-sum-exps by a kernel of our own, of these types.
-unsafe fn own_forward(
-    call: Call,
-    rows: Rows,
-    (window, starts): (Option<usize>, Option<Address>),
-    types: &str,
-    (o, lse): (Option<Address>, Option<Address>),
-) -> Result<(), CudaError> {
+unsafe fn own_forward(call: Call, rows: Rows, mask: Mask, types: &str, to: Attended) -> Result<(), CudaError> {
     check_head(call.size('e'))?;
     let grid = [call.size('s').div_ceil(WARPS), call.size('q'), call.size('b')];
-    let operands = args![rows.queries, rows.keys, starts, o, lse];
-    let args = [&operands[..], &rows.sizes(&call, window)].concat();
-    // SAFETY: the caller vouches.
+    let operands = args![rows.queries, rows.keys, mask.starts, to.o, to.lse];
+    let args = [&operands[..], &rows.sizes(&call, mask.window)].concat();
+    // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word.
     unsafe { call.plain(("attention", &format!("attention_{types}")), grid, 32 * WARPS, &args) }
 }
 
@@ -155,34 +184,33 @@ pub unsafe fn grad(call: Call, window: Option<usize>) -> Result<(), CudaError> {
         return unsafe { execute(call.stream, &shape, plan, &at) };
     }
     let rows = Rows::packed(&call, qkv);
-    let dq = Some((dqkv, width(&call), call.suffix()));
-    let dkv = Some((dqkv + (rows.keys - rows.queries), width(&call), call.suffix()));
+    let dq = GradRows { at: dqkv, width: width(&call), types: call.suffix() };
+    let dkv = GradRows { at: dqkv + (rows.keys - rows.queries), ..dq };
+    let operands = GradOperands { dout, o, lse, delta: scratch };
     // SAFETY: the operands have these sizes; the scratch has a number per row.
-    unsafe { own_grad(call, rows, (window, starts), (dout, o, lse, scratch), (dq, dkv)) }
+    unsafe { own_grad(call, rows, Mask { window, starts }, operands, Some(dq), Some(dkv)) }
 }
 
-/// Where gradients go, elements from a row to the next, and the types of the kernel.
-type Into<'a> = Option<(Address, usize, &'a str)>;
-
-/// dq and dkv by kernels of our own, from do, o, log-sum-exps and a number of scratch per row.
+/// dq and dkv by kernels of our own.
 unsafe fn own_grad(
     call: Call,
     rows: Rows,
-    (window, starts): (Option<usize>, Option<Address>),
-    (dout, o, lse, delta): (Address, Address, Address, Address),
-    (dq, dkv): (Into, Into),
+    mask: Mask,
+    GradOperands { dout, o, lse, delta }: GradOperands,
+    dq: Option<GradRows>,
+    dkv: Option<GradRows>,
 ) -> Result<(), CudaError> {
     let (e, seq, heads, batch) = (call.size('e'), call.size('s'), call.size('q'), call.size('b'));
     check_head(e)?;
-    let sizes = rows.sizes(&call, window);
+    let sizes = rows.sizes(&call, mask.window);
     let grid = [seq.div_ceil(WARPS), heads, batch];
     let keys = [rows.count.div_ceil(WARPS), call.size('u'), batch];
-    // SAFETY: the caller vouches.
+    // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word; each gradient is written by one kernel.
     unsafe {
         call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
         for (into, kernel, grid) in [(dq, "query", grid), (dkv, "key", keys)] {
-            let Some((to, width, types)) = into else { continue };
-            let args = args![dout, rows.queries, rows.keys, lse, delta, starts, to, width];
+            let Some(GradRows { at, width, types }) = into else { continue };
+            let args = args![dout, rows.queries, rows.keys, lse, delta, mask.starts, at, width];
             let name = format!("attention_grad_{kernel}_{types}");
             call.plain(("attention", &name), grid, 32 * WARPS, &[&args[..], &sizes].concat())?;
         }

@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::attention::plans::Plans;
 use crate::driver::{Address, Stream};
-use crate::kernels::{Kernels, Value};
+use crate::kernels::{Kernels, Launcher, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
@@ -100,6 +100,11 @@ impl Call<'_> {
         16 / self.float().bytes()
     }
 
+    /// Kernels on its stream.
+    pub fn on(&self) -> Launcher<'_> {
+        self.kernels.on(self.stream)
+    }
+
     /// Queues the kernel `name` for the type of the floating-point operands.
     ///
     /// # Safety
@@ -112,8 +117,8 @@ impl Call<'_> {
         args: &[Value],
     ) -> Result<(), CudaError> {
         let name = format!("{name}_{}", suffix(self.float()));
-        // SAFETY: the caller vouches.
-        unsafe { self.kernels.launch(self.stream, (source, &name), grid, threads, args) }
+        // SAFETY: the type's kernel has the same parameters, and the contract is this one's.
+        unsafe { self.on().launch((source, &name), grid, threads, args) }
     }
 
     /// Queues a kernel that has no type.
@@ -127,8 +132,8 @@ impl Call<'_> {
         threads: usize,
         args: &[Value],
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
-        unsafe { self.kernels.launch(self.stream, kernel, grid, threads, args) }
+        // SAFETY: the contract is this one's.
+        unsafe { self.on().launch(kernel, grid, threads, args) }
     }
 
     /// Queues a matmul whose scratch starts at `scratch`.

@@ -1,14 +1,14 @@
 //! Collectives of ranks that share the device, as kernels that see the memory of all of them.
 
 use crate::CudaError;
-use crate::driver::Stream;
-use crate::kernels::{Kernels, Value, args};
+use crate::kernels::{Block, Launcher, Value, args};
 use lockstep_exec::comm::{Collective, Order, Piece};
 use lockstep_ir::DType;
 
 /// Words that a kernel takes: of each tensor two sizes and two addresses per rank.
 const WORDS: usize = 448;
 const THREADS: usize = 256;
+const BLOCK: Block = Block { threads: THREADS, shared: 0 };
 /// Blocks that fill any device; more elements are taken in turns.
 const BLOCKS: usize = 2048;
 
@@ -17,18 +17,13 @@ const BLOCKS: usize = 2048;
 /// # Safety
 /// The pieces are as `HostCommunicator::collective` wants them, in the device's memory, and ready where the stream stands. All
 /// ranks have pieces of the same sizes and types, and sums are of types that can be added.
-pub unsafe fn queue(
-    kernels: &Kernels,
-    stream: &Stream,
-    kind: Collective,
-    ranks: &[Vec<Piece>],
-) -> Result<(), CudaError> {
+pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Result<(), CudaError> {
     let (n, first) = (ranks.len(), ranks.first().map_or(&[][..], |pieces| pieces));
     if kind == Collective::Shift {
         for (rank, p) in (0..n).flat_map(|rank| (0..first.len()).map(move |p| (rank, p))) {
             let (from, to) = (ranks[(rank + n - 1) % n][p].input, ranks[rank][p].output);
             // SAFETY: the caller vouches for the pieces, which are apart.
-            unsafe { stream.copy(to as u64, from as u64, first[p].bytes())? };
+            unsafe { on.stream.copy(to as u64, from as u64, first[p].bytes())? };
         }
         return Ok(());
     }
@@ -38,7 +33,7 @@ pub unsafe fn queue(
                 let bytes = piece.bytes();
                 let (input, output) = (ranks[from][p].input as u64, ranks[to][p].output as u64);
                 // SAFETY: as above.
-                unsafe { stream.copy(output + (from * bytes) as u64, input + (to * bytes) as u64, bytes)? };
+                unsafe { on.stream.copy(output + (from * bytes) as u64, input + (to * bytes) as u64, bytes)? };
             }
         }
         return Ok(());
@@ -71,7 +66,7 @@ pub unsafe fn queue(
             let (ranks, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
             let args: &[_] = if kind.sums() { args![code, ranks, zigzag] } else { args![ranks, zigzag] };
             // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.
-            unsafe { kernels.launch_with(stream, ("collectives", name), grid, (THREADS, 0), Some(&words), args)? };
+            unsafe { on.launch_with(("collectives", name), grid, BLOCK, Some(&words), args)? };
         }
     }
     Ok(())
@@ -94,12 +89,7 @@ pub struct Sent {
 ///
 /// # Safety
 /// Parts, `own` and outputs are of the device's memory, and ready where the stream stands. `own` may be the output.
-pub unsafe fn add_sent(
-    kernels: &Kernels,
-    stream: &Stream,
-    (me, ranks): (usize, usize),
-    tensors: &[(Sent, u64, u64)],
-) -> Result<(), CudaError> {
+pub unsafe fn add_sent(on: Launcher, me: usize, ranks: usize, tensors: &[(Sent, u64, u64)]) -> Result<(), CudaError> {
     for alike in tensors.chunk_by(|a, b| a.0.dtype == b.0.dtype) {
         for batch in alike.chunks(WORDS / 5) {
             let words = batch.iter().flat_map(|(sent, own, output)| {
@@ -109,7 +99,7 @@ pub unsafe fn add_sent(
             let name = adding(batch[0].0.dtype)?.replace("add_", "add_sent_");
             let args = args![ranks as i32, me as i32];
             // SAFETY: the caller vouches for the memory; the words are the kernel's struct.
-            unsafe { launch(kernels, stream, &name, words, (largest, batch.len()), args)? };
+            unsafe { launch(on, &name, words, largest, batch.len(), args)? };
         }
     }
     Ok(())
@@ -119,13 +109,7 @@ pub unsafe fn add_sent(
 ///
 /// # Safety
 /// Parts and wholes are apart, of the device's memory, and ready where the stream stands.
-pub unsafe fn parts(
-    kernels: &Kernels,
-    stream: &Stream,
-    ranks: usize,
-    cut: bool,
-    tensors: &[(Sent, u64)],
-) -> Result<(), CudaError> {
+pub unsafe fn parts(on: Launcher, ranks: usize, cut: bool, tensors: &[(Sent, u64)]) -> Result<(), CudaError> {
     let alike = |a: &Sent, b: &Sent| (a.dtype, a.order) == (b.dtype, b.order);
     for alike in tensors.chunk_by(|a, b| alike(&a.0, &b.0)) {
         for batch in alike.chunks(WORDS / 5) {
@@ -136,7 +120,7 @@ pub unsafe fn parts(
             let name = copying(batch[0].0.dtype).replace("gather_", "parts_");
             let args = args![ranks as i32, i32::from(batch[0].0.order == Order::ZigZag), cut];
             // SAFETY: as above.
-            unsafe { launch(kernels, stream, &name, words, (largest, batch.len()), args)? };
+            unsafe { launch(on, &name, words, largest, batch.len(), args)? };
         }
     }
     Ok(())
@@ -145,20 +129,20 @@ pub unsafe fn parts(
 /// Queues a kernel over tensors of so many elements at most.
 ///
 /// # Safety
-/// As for [`Kernels::launch_with`].
+/// As for [`Launcher::launch_with`].
 unsafe fn launch(
-    kernels: &Kernels,
-    stream: &Stream,
+    on: Launcher,
     name: &str,
     words: impl Iterator<Item = u64>,
-    (largest, tensors): (usize, usize),
+    largest: usize,
+    tensors: usize,
     args: &[Value],
 ) -> Result<(), CudaError> {
     let mut words: Vec<u64> = words.collect();
     words.resize(WORDS, 0);
     let grid = [largest.div_ceil(THREADS).min(BLOCKS), tensors, 1];
-    // SAFETY: the caller vouches.
-    unsafe { kernels.launch_with(stream, ("collectives", name), grid, (THREADS, 0), Some(&words), args) }
+    // SAFETY: the words fill the struct of the kernel, and the contract is that of the launch.
+    unsafe { on.launch_with(("collectives", name), grid, BLOCK, Some(&words), args) }
 }
 
 fn adding(dtype: DType) -> Result<&'static str, CudaError> {

@@ -9,6 +9,7 @@
 
 use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
+use crate::send_buffer::{MessageStream, SendBuffer};
 use crate::{CudaError, collectives};
 use lockstep_exec::comm::{CommError, Communicator, Piece, ProgramPlace, ThreadCommunicator};
 use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Enqueued};
@@ -22,7 +23,7 @@ pub struct DeviceQueue {
     comm: Arc<ThreadCommunicator>,
     stream: Arc<Stream>,
     /// By receiver and tag.
-    sending: BTreeMap<(usize, u32), Sending>,
+    sending: BTreeMap<MessageStream, Sending>,
     enqueued: u64,
     pieces: Vec<Piece>,
     /// What is run, for messages.
@@ -36,9 +37,8 @@ unsafe impl Send for DeviceQueue {}
 
 /// Messages of one stream of messages that are in the send buffer.
 struct Sending {
-    /// Address of the send buffer, bytes of a message, how many fit in.
-    room: (u64, usize, usize),
-    /// Messages that this room has had, and those of them that are under way.
+    buffer: SendBuffer,
+    /// Messages that this buffer has had, and those of them that are under way.
     sent: usize,
     under_way: usize,
     place: ProgramPlace,
@@ -87,9 +87,9 @@ impl DeviceQueue {
     /// Lets the stream wait until all messages have been taken. The host waits until their receivers have queued that.
     pub fn settle(&mut self) -> Result<(), CommError> {
         let mut sending = std::mem::take(&mut self.sending);
-        for (&(to, tag), sending) in &mut sending {
+        for (&to, sending) in &mut sending {
             while sending.under_way > 0 {
-                self.reclaim((to, tag), sending)?;
+                self.reclaim(to, sending)?;
             }
         }
         Ok(())
@@ -109,8 +109,8 @@ impl DeviceQueue {
     }
 
     /// Waits for the oldest message under way to be taken.
-    fn reclaim(&self, (to, tag): (usize, u32), sending: &mut Sending) -> Result<(), CommError> {
-        let taken: Arc<Event> = self.comm.fetch(to, 2 * tag + 1, sending.place)?;
+    fn reclaim(&self, to: MessageStream, sending: &mut Sending) -> Result<(), CommError> {
+        let taken: Arc<Event> = self.comm.fetch(to.other, 2 * to.tag + 1, sending.place)?;
         let _turn = self.turn.take(self.capturing);
         self.told(self.stream.wait_for(&taken))?;
         sending.under_way -= 1;
@@ -119,26 +119,25 @@ impl DeviceQueue {
 
     fn send(
         &mut self,
-        key: (usize, u32),
+        to: MessageStream,
         piece: &Piece,
-        room: (u64, usize, usize),
+        buffer: SendBuffer,
         place: ProgramPlace,
     ) -> Result<(), CommError> {
-        let (buffer, bytes, copies) = room;
-        if copies == 0 {
+        if buffer.copies == 0 {
             self.comm.fail("a message without a send buffer");
             return Err(self.failure());
         }
-        let fresh = Sending { room, sent: 0, under_way: 0, place };
-        let mut sending = self.sending.remove(&key).unwrap_or(fresh);
+        let fresh = Sending { buffer, sent: 0, under_way: 0, place };
+        let mut sending = self.sending.remove(&to).unwrap_or(fresh);
         sending.place = place;
-        while sending.under_way > 0 && (sending.room != room || sending.under_way == copies) {
-            self.reclaim(key, &mut sending)?;
+        while sending.under_way > 0 && (sending.buffer != buffer || sending.under_way == buffer.copies) {
+            self.reclaim(to, &mut sending)?;
         }
-        if sending.room != room {
-            (sending.room, sending.sent) = (room, 0);
+        if sending.buffer != buffer {
+            (sending.buffer, sending.sent) = (buffer, 0);
         }
-        let at = buffer + (sending.sent % copies * bytes) as u64;
+        let (at, bytes) = (buffer.place_of(sending.sent), buffer.bytes);
         let queue = || {
             let _turn = self.turn.take(self.capturing);
             // SAFETY: who enqueues vouches for the piece and the send buffer; what was in this part has been taken.
@@ -146,16 +145,16 @@ impl DeviceQueue {
             Event::mark(&self.stream)
         };
         let ready = self.told(queue())?;
-        self.comm.post(key.0, 2 * key.1, Message { at, bytes, ready }, place)?;
+        self.comm.post(to.other, 2 * to.tag, Message { at, bytes, ready }, place)?;
         (sending.sent, sending.under_way) = (sending.sent + 1, sending.under_way + 1);
-        self.sending.insert(key, sending);
+        self.sending.insert(to, sending);
         Ok(())
     }
 
-    fn receive(&mut self, (from, tag): (usize, u32), piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
-        let message: Message = self.comm.fetch(from, 2 * tag, place)?;
+    fn receive(&mut self, from: MessageStream, piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
+        let message: Message = self.comm.fetch(from.other, 2 * from.tag, place)?;
         if message.bytes != piece.bytes() {
-            return Err(self.comm.refuse_size(from, message.bytes, piece.bytes(), place));
+            return Err(self.comm.refuse_size(from.other, message.bytes, piece.bytes(), place));
         }
         let queue = || {
             let _turn = self.turn.take(self.capturing);
@@ -165,7 +164,7 @@ impl DeviceQueue {
             Event::mark(&self.stream)
         };
         let taken = self.told(queue())?;
-        self.comm.post(from, 2 * tag + 1, taken, place)
+        self.comm.post(from.other, 2 * from.tag + 1, taken, place)
     }
 
     fn transfer(&mut self, call: &CommunicationCall, base: *mut u8, slot: Slot) -> Result<(), CommError> {
@@ -195,7 +194,7 @@ impl DeviceQueue {
                         all.iter().try_for_each(|(_, ready)| self.stream.wait_for(ready))?;
                         let pieces: Vec<_> = all.into_iter().map(|(pieces, _)| pieces).collect();
                         // SAFETY: those who enqueue vouch for their pieces; the ranks have agreed on them.
-                        unsafe { collectives::queue(&self.gpu.kernels, &self.stream, kind, &pieces)? };
+                        unsafe { collectives::queue(self.gpu.kernels.on(&self.stream), kind, &pieces)? };
                         Event::mark(&self.stream)
                     };
                     self.told(queue())
@@ -205,11 +204,12 @@ impl DeviceQueue {
             }
             Action::Send { to, tag, send_buffer, copies } => {
                 for piece in &pieces {
-                    self.send((to, tag), piece, (send_buffer as u64, piece.bytes(), copies), place)?;
+                    let buffer = SendBuffer { at: send_buffer as u64, bytes: piece.bytes(), copies };
+                    self.send(MessageStream { other: to, tag }, piece, buffer, place)?;
                 }
             }
             Action::Receive { from, tag } => {
-                pieces.iter().try_for_each(|piece| self.receive((from, tag), piece, place))?;
+                pieces.iter().try_for_each(|piece| self.receive(MessageStream { other: from, tag }, piece, place))?;
             }
         }
         self.pieces = pieces;

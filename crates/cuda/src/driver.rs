@@ -25,31 +25,31 @@ type Handle = *mut c_void;
 functions! {
     /// The driver's functions.
     Driver, Name::Driver;
-    init = c"cuInit": fn(c_uint) -> c_int;
-    driver_version = c"cuDriverGetVersion": fn(*mut c_int) -> c_int;
-    device_count = c"cuDeviceGetCount": fn(*mut c_int) -> c_int;
+    init = c"cuInit" safe: fn(c_uint) -> c_int;
+    driver_version = c"cuDriverGetVersion" safe: fn(&mut c_int) -> c_int;
+    device_count = c"cuDeviceGetCount" safe: fn(&mut c_int) -> c_int;
     device_get = c"cuDeviceGet": fn(*mut c_int, c_int) -> c_int;
     device_name = c"cuDeviceGetName": fn(*mut c_char, c_int, c_int) -> c_int;
-    device_attribute = c"cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int) -> c_int;
+    device_attribute = c"cuDeviceGetAttribute" safe: fn(&mut c_int, c_int, c_int) -> c_int;
     device_pci = c"cuDeviceGetPCIBusId": fn(*mut c_char, c_int, c_int) -> c_int;
     device_total = c"cuDeviceTotalMem_v2": fn(*mut usize, c_int) -> c_int;
     context_retain = c"cuDevicePrimaryCtxRetain": fn(*mut Handle, c_int) -> c_int;
-    context_synchronize = c"cuCtxSynchronize": fn() -> c_int;
+    context_synchronize = c"cuCtxSynchronize" safe: fn() -> c_int;
     context_set = c"cuCtxSetCurrent": fn(Handle) -> c_int;
-    memory_info = c"cuMemGetInfo_v2": fn(*mut usize, *mut usize) -> c_int;
-    memory_alloc = c"cuMemAlloc_v2": fn(*mut Address, usize) -> c_int;
+    memory_info = c"cuMemGetInfo_v2" safe: fn(&mut usize, &mut usize) -> c_int;
+    memory_alloc = c"cuMemAlloc_v2" safe: fn(&mut Address, usize) -> c_int;
     memory_free = c"cuMemFree_v2": fn(Address) -> c_int;
-    host_alloc = c"cuMemHostAlloc": fn(*mut Handle, usize, c_uint) -> c_int;
+    host_alloc = c"cuMemHostAlloc" safe: fn(&mut Handle, usize, c_uint) -> c_int;
     host_free = c"cuMemFreeHost": fn(Handle) -> c_int;
     copy_to_device = c"cuMemcpyHtoDAsync_v2": fn(Address, *const c_void, usize, Handle) -> c_int;
     copy_to_host = c"cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Handle) -> c_int;
     copy = c"cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Handle) -> c_int;
     set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
-    stream_create = c"cuStreamCreateWithPriority": fn(*mut Handle, c_uint, c_int) -> c_int;
+    stream_create = c"cuStreamCreateWithPriority" safe: fn(&mut Handle, c_uint, c_int) -> c_int;
     stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;
     stream_wait_event = c"cuStreamWaitEvent": fn(Handle, Handle, c_uint) -> c_int;
     stream_synchronize = c"cuStreamSynchronize": fn(Handle) -> c_int;
-    event_create = c"cuEventCreate": fn(*mut Handle, c_uint) -> c_int;
+    event_create = c"cuEventCreate" safe: fn(&mut Handle, c_uint) -> c_int;
     event_record = c"cuEventRecord": fn(Handle, Handle) -> c_int;
     event_query = c"cuEventQuery": fn(Handle) -> c_int;
     event_synchronize = c"cuEventSynchronize": fn(Handle) -> c_int;
@@ -79,8 +79,7 @@ impl Driver {
         static DRIVER: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
         let open = || {
             let (driver, _) = Driver::open()?;
-            // SAFETY: the function has this type.
-            driver.check("cuInit", unsafe { (driver.init)(0) })?;
+            driver.check("cuInit", (driver.init)(0))?;
             Ok(driver)
         };
         DRIVER.get_or_init(open).as_ref().map_err(Clone::clone)
@@ -89,8 +88,7 @@ impl Driver {
     /// The CUDA version that it speaks, as 1000 × major + 10 × minor.
     pub fn version(&self) -> i32 {
         let mut version = 0;
-        // SAFETY: the address is valid for the call.
-        unsafe { (self.driver_version)(&mut version) };
+        (self.driver_version)(&mut version);
         version
     }
 
@@ -164,8 +162,7 @@ impl Device {
             return Err(CudaError::OldDriver { found: version, least: LEAST_VERSION });
         }
         let mut count = 0;
-        // SAFETY: the address is valid for the call.
-        driver.check("cuDeviceGetCount", unsafe { (driver.device_count)(&mut count) })?;
+        driver.check("cuDeviceGetCount", (driver.device_count)(&mut count))?;
         Ok(count as usize)
     }
 
@@ -200,8 +197,7 @@ impl Device {
         }
         let attribute = |which| {
             let mut value = 0;
-            // SAFETY: the address is valid for the call.
-            unsafe { (driver.device_attribute)(&mut value, which, device) };
+            (driver.device_attribute)(&mut value, which, device);
             value as u32
         };
         let device = Device {
@@ -254,16 +250,14 @@ impl Device {
     /// Waits until it does nothing more for this process.
     pub fn wait(&self) -> Result<(), CudaError> {
         self.enter()?;
-        // SAFETY: the function has this type.
-        self.driver.check("cuCtxSynchronize", unsafe { (self.driver.context_synchronize)() })
+        self.driver.check("cuCtxSynchronize", (self.driver.context_synchronize)())
     }
 
     /// Bytes of memory that are free.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: the addresses are valid for the call.
-        self.driver.check("cuMemGetInfo", unsafe { (self.driver.memory_info)(&mut free, &mut total) })?;
+        self.driver.check("cuMemGetInfo", (self.driver.memory_info)(&mut free, &mut total))?;
         Ok(free as u64)
     }
 }
@@ -282,8 +276,7 @@ impl Memory {
     pub fn new(device: &Arc<Device>, bytes: u64) -> Result<Self, CudaError> {
         device.enter()?;
         let mut base = 0;
-        // SAFETY: the address is valid for the call.
-        let status = unsafe { (device.driver.memory_alloc)(&mut base, bytes.max(1) as usize) };
+        let status = (device.driver.memory_alloc)(&mut base, bytes.max(1) as usize);
         device.driver.check("cuMemAlloc", status)?;
         Ok(Self { device: device.clone(), base, bytes })
     }

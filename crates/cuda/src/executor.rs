@@ -1,21 +1,22 @@
 //! The CUDA executor: a step program in one allocation of one device, replayed as a CUDA graph.
 
+mod graphs;
+mod issue;
+
 use crate::attention::Written;
 use crate::attention::plans::Plans;
-use crate::call::Call;
 use crate::device_queue::CaptureTurn;
 use crate::driver::{Address, Event, Graph, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
-use crate::linked::{Linked, Neighbours, Ready};
+use crate::linked::{Linked, Neighbours};
 use crate::numbers::Numbers;
 use crate::ops::fused;
-use crate::progress::Progress;
 use crate::staging::{Results, Staging};
 use crate::watchdog::Lane;
 use crate::{CudaError, initial, ops, staging};
-use lockstep_exec::bound::{At, Bound, Names, check_scratch, check_write};
+use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::initial::Initial;
-use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy, numbers};
+use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
 use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
 use std::borrow::Cow;
@@ -116,7 +117,7 @@ impl CudaExecutor {
         for (segment, bounds) in program.segments.iter().zip(&segments) {
             fused::shapes(segment, bounds).into_iter().try_for_each(|shape| gemms.prepare(shape))?;
         }
-        let attention = Plans::new(gpu, segments.iter().flatten(), deterministic);
+        let attention = Plans::new(&gpu.attention, segments.iter().flatten(), deterministic);
         let mut notes = attention.notes.clone();
         if matches!(neighbours, Some(Neighbours::Threads(..))) {
             let text = "ranks share one GPU: good to check a layout, slower to train than one rank";
@@ -143,12 +144,13 @@ impl CudaExecutor {
             Some(Neighbours::Threads(_, turn)) => turn.clone(),
             Some(Neighbours::Processes(..)) | None => CaptureTurn::default(),
         };
-        let streams = (&stream, beside.each_ref().map(|beside| beside.as_ref().map(|b| &b.stream)));
+        let beside_streams = beside.each_ref().map(|beside| beside.as_ref().map(|b| &b.stream));
         let lane = match &neighbours {
             Some(Neighbours::Processes(..)) => None,
             Some(Neighbours::Threads(..)) | None => gpu.watchdog.lane(device, &program)?,
         };
-        let linked = neighbours.map(|n| Linked::new(gpu, &program, n, streams, deterministic)).transpose()?;
+        let linked =
+            neighbours.map(|n| Linked::new(gpu, &program, n, &stream, beside_streams, deterministic)).transpose()?;
         // States start at zero.
         // SAFETY: all of the arena.
         unsafe { stream.fill(arena.base, 0, arena.bytes as usize)? };
@@ -191,222 +193,6 @@ impl CudaExecutor {
         self.linked.as_ref().map_or(Coordinates::default(), Linked::coordinates)
     }
 
-    /// Queues a kernel, or several that are done as one.
-    fn kernels(&self, slot: Slot, instr: usize, stream: &Stream) -> Result<(), CudaError> {
-        let matmul = self.gpu.matmul(self.deterministic)?;
-        let call = |instr: usize| Call {
-            bound: &self.segments[slot.segment][instr],
-            kernels: &self.gpu.kernels,
-            matmul,
-            attention: &self.attention,
-            stream,
-            base: self.arena.base,
-            slot,
-        };
-        let _turn = self.turn.take(self.capturing);
-        // SAFETY: the arena is this program's.
-        unsafe {
-            match self.program.segments[slot.segment].group_of(instr) {
-                None => ops::issue(call(instr)),
-                Some(group) if group.instrs.start == instr => {
-                    fused::issue(group, &group.instrs.clone().map(call).collect::<Vec<_>>())
-                }
-                // Done with the first of its group.
-                Some(_) => Ok(()),
-            }
-        }
-    }
-
-    /// Looks at what a kernel, or several that are done as one, make, where that is asked for. What communication brings was looked at where
-    /// it was made.
-    fn look(&self, slot: Slot, instr: usize, stream: &Stream) -> Result<(), ExecError> {
-        let Some(looks) = &self.numbers else { return Ok(()) };
-        let (together, first) = match self.program.segments[slot.segment].group_of(instr) {
-            None => (instr..instr + 1, instr),
-            Some(group) if group.instrs.start == instr => (group.instrs.clone(), fused::first_written(group)),
-            Some(_) => return Ok(()),
-        };
-        let find = |at: &At, may_see_nothing| {
-            let range = (self.arena.base + at.offset(slot), at.elements, at.dtype);
-            // SAFETY: the operand lies in the arena.
-            self.behind(unsafe { looks.borrow_mut().first((&self.gpu.kernels, stream), range, may_see_nothing) })
-        };
-        numbers::look(&self.program, &self.segments[slot.segment], (slot, together, first), find)
-    }
-
-    /// Queues an instruction on its stream, behind what it waits for.
-    fn issue(&mut self, slot: Slot, index: usize) -> Result<(), ExecError> {
-        let instrs = &self.program.segments[slot.segment].instrs;
-        let instr = &instrs[index];
-        let (op, layer, on) = (instr.op.name(), instr.layer, instr.stream);
-        if let Some(linked) = &self.linked {
-            linked.at(op, layer, slot.micro_batch);
-        }
-        let beside = |on: program::Stream| on.beside().and_then(|at| self.beside[at].as_ref());
-        let marks = instr.waits.iter().filter_map(|last| beside(instrs[*last].stream)?.marks[*last].as_ref());
-        let stream = match beside(on) {
-            Some(own) => {
-                // It starts behind all kernels that were queued before it.
-                let _turn = self.turn.take(self.capturing);
-                self.behind(Event::mark(&self.stream).and_then(|mark| own.stream.wait_for(&mark)))?;
-                self.behind(marks.into_iter().try_for_each(|mark| own.stream.wait_for(mark)))?;
-                own.stream.clone()
-            }
-            None => {
-                self.behind(marks.into_iter().try_for_each(|mark| self.wait_for(mark)))?;
-                self.stream.clone()
-            }
-        };
-        if let (Some(lane), program::Stream::Compute) = (&self.lane, on) {
-            let _turn = self.turn.take(self.capturing);
-            self.behind(lane.before((&self.gpu.kernels, &stream), slot, index))?;
-        }
-        let start = self.profiled.is_some().then(|| self.clocked(&stream)).transpose()?;
-        let together = match &mut self.linked {
-            // SAFETY: the arena is this program's.
-            Some(linked) => unsafe { linked.enqueue(self.arena.base, (slot, index), on)? },
-            None => false,
-        };
-        if !together {
-            self.behind(self.kernels(slot, index, &stream))?;
-            self.look(slot, index, &stream)?;
-        }
-        if let Some(start) = start {
-            let end = self.clocked(&stream)?;
-            self.profiled.get_or_insert_default().push(Profiled { slot, instr: index, start, end });
-        }
-        if let Some(at) = on.beside() {
-            let mark = {
-                let _turn = self.turn.take(self.capturing);
-                self.behind(Event::mark(&stream))?
-            };
-            if let Some(own) = &mut self.beside[at] {
-                own.marks[index] = Some(mark.clone());
-                (own.last, own.used) = (Some(mark), true);
-            }
-        }
-        Ok(())
-    }
-
-    /// A mark with a clock.
-    fn clocked(&self, stream: &Stream) -> Result<Event, ExecError> {
-        self.behind(Event::new(&self.gpu.device).and_then(|event| event.record(stream).map(|()| event)))
-    }
-
-    /// Lets kernels wait for what ranks do together beside them.
-    fn wait_for(&self, mark: &Event) -> Result<(), CudaError> {
-        let _turn = self.turn.take(self.capturing);
-        match self.progress() {
-            Some(progress) => progress.held((&self.gpu.kernels, &self.stream), || self.stream.wait_for(mark)),
-            None => self.stream.wait_for(mark),
-        }
-    }
-
-    fn progress(&self) -> Option<&Progress> {
-        self.linked.as_ref().and_then(Linked::progress)
-    }
-
-    /// A segment ends when all streams have.
-    fn join(&mut self) -> Result<(), ExecError> {
-        let last = self.beside.each_mut().map(|beside| beside.as_mut().and_then(|own| own.last.take()));
-        self.behind(last.iter().flatten().try_for_each(|mark| self.wait_for(mark)))
-    }
-
-    fn issue_all(&mut self, schedule: &[Slot]) -> Result<(), ExecError> {
-        self.beside.iter_mut().flatten().for_each(|own| own.used = false);
-        for slot in schedule {
-            (0..self.segments[slot.segment].len()).try_for_each(|instr| self.issue(*slot, instr))?;
-            self.join()?;
-        }
-        if let Some(linked) = &mut self.linked {
-            linked.settle()?;
-        }
-        let _turn = self.turn.take(self.capturing);
-        for own in self.beside.iter().flatten().filter(|own| own.used) {
-            self.behind(Event::mark(&own.stream).and_then(|mark| self.stream.wait_for(&mark)))?;
-        }
-        self.behind(self.lane.as_ref().map_or(Ok(()), |lane| lane.ended((&self.gpu.kernels, &self.stream))))
-    }
-
-    /// Whether this rank, or the only one, has the CUDA graphs.
-    fn leads(&self) -> bool {
-        self.linked.as_ref().is_none_or(Linked::leads)
-    }
-
-    /// Records an entry. Ranks that share the device record theirs together: their streams fork from the first rank's and join it
-    /// again, so that one graph, which the first rank has, is of all of them.
-    fn capture(&mut self, schedule: &[Slot]) -> Result<Option<Graph>, ExecError> {
-        if !self.leads() {
-            return self.record(schedule, false).map(|()| None);
-        }
-        let capture = self.behind(self.stream.begin_capture())?;
-        let recorded = self.record(schedule, true);
-        // Where a rank has failed, others may not have noticed yet.
-        let _turn = self.turn.take(self.linked.is_some());
-        match recorded {
-            Ok(()) => self.behind(capture.end()).map(Some),
-            Err(error) => {
-                drop(capture);
-                Err(error)
-            }
-        }
-    }
-
-    fn record(&mut self, schedule: &[Slot], leads: bool) -> Result<(), ExecError> {
-        // Ranks wait for the marks of the others: those that follow at the begin, the first at the end.
-        let meet = |this: &Self, shows: bool| {
-            let Some(linked) = &this.linked else { return Ok(()) };
-            let mark = || {
-                let _turn = this.turn.take(true);
-                Event::mark(&this.stream)
-            };
-            let mark = if shows { Some(this.behind(mark())?) } else { None };
-            let marks = linked.share(mark)?;
-            let _turn = this.turn.take(true);
-            let waited = marks.iter().filter(|_| !shows).try_for_each(|mark| this.stream.wait_for(mark));
-            this.behind(waited)
-        };
-        meet(self, leads)?;
-        self.capturing = self.linked.is_some();
-        let issued = self.issue_all(schedule);
-        self.capturing = false;
-        issued?;
-        meet(self, !leads)
-    }
-
-    /// Makes plans for the documents that the host wrote, where those that there are do not take as many, and says whether it did.
-    fn fit_documents(&mut self) -> Result<bool, ExecError> {
-        let most = self.documents.most();
-        if self.attention.fits(most) {
-            return Ok(false);
-        }
-        self.behind(self.stream.wait())?;
-        self.attention.fit(&self.gpu, self.segments.iter().flatten(), most);
-        Ok(true)
-    }
-
-    /// What can be done with an entry, by all ranks together. Where plans have changed, graphs are captured anew; where numbers are looked at,
-    /// none is.
-    fn prepare(&mut self, entry: &str) -> Result<Ready, ExecError> {
-        let changed = self.fit_documents()?;
-        if !self.leads() {
-            // The first rank replays the graph of all ranks on its own stream: what was written on this one is there before.
-            self.behind(self.stream.wait())?;
-        }
-        let ran = self.numbers.is_none() && self.ran.contains(entry);
-        let captured = ran && self.graphs.contains_key(entry);
-        let mine = Ready { ran, captured, changed };
-        let ready = match &self.linked {
-            Some(linked) => linked.agree(mine, self.documents.any())?,
-            None => Ready::together(&[mine]),
-        };
-        if ready.changed {
-            self.graphs.clear();
-            self.ran.clear();
-        }
-        Ok(ready)
-    }
-
     /// Whether what the device does may never end, since another process has failed.
     fn gave_up(&self) -> bool {
         self.linked.as_ref().is_some_and(Linked::give_up)
@@ -419,45 +205,6 @@ impl CudaExecutor {
     /// What came of a call. The device tells of errors late, at whatever is called next: they are of what was queued before.
     fn behind<T>(&self, called: Result<T, CudaError>) -> Result<T, ExecError> {
         called.map_err(|error| error.behind(self.queued.as_deref()).into())
-    }
-
-    /// Ranks that share the device run to the end: others are told of what fails here. One that follows another's graph has nothing
-    /// to wait for. Processes go on.
-    fn ran_together(&self, graph: bool) -> Result<(), ExecError> {
-        match &self.linked {
-            Some(linked) if linked.shares_the_device() && (linked.leads() || !graph) => self.behind(self.stream.wait()),
-            _ => Ok(()),
-        }
-    }
-
-    /// As [`Executor::run`].
-    fn run_entry(&mut self, entry: &str) -> Result<(), ExecError> {
-        self.enter()?;
-        let begun = self.results.begin(&self.gpu.device, &self.stream);
-        self.behind(begun)?;
-        self.behind(self.progress().map_or(Ok(()), |progress| progress.reset_clock(&self.stream)))?;
-        let ready = self.prepare(entry)?;
-        if ready.captured {
-            if let Some((name, graph)) = self.graphs.get_key_value(entry) {
-                self.queued = Some(name.clone());
-                self.behind(self.stream.replay(graph))?;
-            }
-            return self.ran_together(true);
-        }
-        let (name, schedule) = self.entry(entry)?;
-        self.queued = Some(name.clone());
-        if let Some(linked) = &mut self.linked {
-            linked.begin(&name, ready.ran);
-        }
-        if !ready.ran {
-            // The first run loads what libraries load late.
-            self.issue_all(&schedule)?;
-            self.ran.insert(name);
-        } else if let Some(graph) = self.capture(&schedule)? {
-            self.behind(self.stream.replay(&graph))?;
-            self.graphs.insert(name, graph);
-        }
-        self.ran_together(ready.ran)
     }
 
     fn entry(&self, name: &str) -> Result<(Arc<str>, Vec<Slot>), ExecError> {
@@ -507,7 +254,7 @@ impl Executor for CudaExecutor {
         self.enter()?;
         for (address, dtype) in places {
             // SAFETY: the tensor has as many elements.
-            self.behind(unsafe { initial::draw(&self.gpu.kernels, &self.stream, address, dtype, values) })?;
+            self.behind(unsafe { initial::draw(self.gpu.kernels.on(&self.stream), address, dtype, values) })?;
         }
         self.behind(self.stream.wait())
     }

@@ -1,13 +1,12 @@
 //! A device with what programs on it share: kernels, plans of matmuls, cuDNN; and what it tells of itself.
 
-use crate::attention::plans::Shared;
-use crate::cudnn::Cudnn;
+use crate::attention::plans::SharedPlans;
 use crate::driver::Device;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
 use crate::ops::fused;
 use crate::watchdog::Watchdog;
-use crate::{CudaError, Nvml, Telemetry, nvml, nvrtc};
+use crate::{CudaError, Nvml, Telemetry, nvml, nvrtc, sources};
 use lockstep_ir::FusedMatmul;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,8 +19,7 @@ pub struct Gpu {
     tune: bool,
     matmul: OnceLock<Result<Matmul, CudaError>>,
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
-    cudnn: OnceLock<Result<Cudnn, CudaError>>,
-    pub(crate) attention: Shared,
+    pub(crate) attention: SharedPlans,
     pub(crate) watchdog: Arc<Watchdog>,
     nvml: Option<Nvml>,
     /// Bytes of its memory that were in use before this process had a context.
@@ -57,16 +55,15 @@ impl Gpu {
             matmul.join().unwrap_or(Err(CudaError::Internal("cuBLASLt stopped".into())))?;
             Ok::<_, CudaError>((device, nvml, others_bytes))
         })?;
-        let kernels = Kernels::load(&device)?;
-        let (matmul, first_matmul, cudnn, bare) = (OnceLock::new(), OnceLock::new(), OnceLock::new(), OnceLock::new());
-        let (last_sample, attention, watchdog) = (Mutex::default(), Shared::default(), Arc::default());
+        let kernels = Kernels::load(&device, sources::compile_all(device.capability)?)?;
+        let (matmul, first_matmul, bare) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        let (last_sample, attention, watchdog) = (Mutex::default(), SharedPlans::new(&device), Arc::default());
         Ok(Arc::new(Self {
             device,
             kernels,
             tune,
             matmul,
             first_matmul,
-            cudnn,
             attention,
             watchdog,
             nvml,
@@ -116,10 +113,6 @@ impl Gpu {
             matmul::version().map(|_| ())
         };
         CHECKED.get_or_init(check).clone()
-    }
-
-    pub(crate) fn cudnn(&self) -> Result<&Cudnn, CudaError> {
-        self.cudnn.get_or_init(|| Cudnn::open(&self.device)).as_ref().map_err(Clone::clone)
     }
 
     /// What it does now, or did less than a second ago; none without NVML. It takes less than a millisecond and does not wait

@@ -2,8 +2,8 @@
 
 use crate::CudaError;
 use crate::call::{THREADS, suffix};
-use crate::driver::{Address, Stream};
-use crate::kernels::{Kernels, args};
+use crate::driver::Address;
+use crate::kernels::{Launcher, Value, args};
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::{DType, Init, counter};
 
@@ -19,13 +19,7 @@ pub fn drawn_here(init: &Init) -> bool {
 ///
 /// # Safety
 /// There is room for all of them.
-pub unsafe fn draw(
-    kernels: &Kernels,
-    stream: &Stream,
-    mut to: Address,
-    dtype: DType,
-    values: &Initial,
-) -> Result<(), CudaError> {
+pub unsafe fn draw(on: Launcher, mut to: Address, dtype: DType, values: &Initial) -> Result<(), CudaError> {
     for InitialPart { name, elements, .. } in &values.parts {
         let (drawn, scale) = match values.init {
             Init::Normal { std } => (true, *std),
@@ -33,10 +27,10 @@ pub unsafe fn draw(
             Init::Zeros => (false, 0.0),
             Init::RopeTable { .. } => return Err(CudaError::Internal("a table of angles is drawn on the host".into())),
         };
-        let args = args![to, counter::key(values.seed, name), scale, drawn, *elements];
+        let args = args![to, Value::Long(counter::key(values.seed, name)), scale, drawn, *elements];
         let kernel = format!("initial_{}", suffix(dtype));
-        // SAFETY: the caller vouches.
-        unsafe { kernels.launch(stream, ("elements", &kernel), [elements.div_ceil(THREADS), 1, 1], THREADS, args)? };
+        // SAFETY: the part is among the elements that there is room for.
+        unsafe { on.launch(("elements", &kernel), [elements.div_ceil(THREADS), 1, 1], THREADS, args)? };
         to += (elements * dtype.bytes()) as u64;
     }
     Ok(())
@@ -45,7 +39,7 @@ pub unsafe fn draw(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::driver::{Device, Memory};
+    use crate::driver::{Device, Memory, Stream};
     use crate::gpu::Gpu;
     use lockstep_exec::initial::encode;
 
@@ -69,7 +63,7 @@ mod tests {
                 let mut found = vec![0u8; expected.len()];
                 // SAFETY: the memory has room for all; the copy is done before it is looked at.
                 unsafe {
-                    draw(&gpu.kernels, &stream, memory.base, dtype, &values).unwrap();
+                    draw(gpu.kernels.on(&stream), memory.base, dtype, &values).unwrap();
                     stream.to_host(&mut found, memory.base).unwrap();
                 }
                 stream.wait().unwrap();

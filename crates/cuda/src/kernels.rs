@@ -1,48 +1,10 @@
-//! The kernels: sources, machine code, launches.
+//! Loaded kernels and their launches.
 
+use crate::CudaError;
 use crate::driver::{Address, Device, Function, Module, Stream};
-use crate::{CudaError, nvrtc};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, PoisonError, RwLock};
-
-const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
-
-/// All sources, by name.
-pub const SOURCES: [(&str, &str); 19] = [
-    ("attention", include_str!("../kernels/attention.cu")),
-    ("attention_dq", include_str!("../kernels/attention_dq.cu")),
-    ("collectives", include_str!("../kernels/collectives.cu")),
-    ("context", include_str!("../kernels/context.cu")),
-    ("documents", include_str!("../kernels/documents.cu")),
-    ("elements", include_str!("../kernels/elements.cu")),
-    ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
-    ("experts", include_str!("../kernels/experts.cu")),
-    ("grouped", include_str!("../kernels/grouped.cu")),
-    ("loss", include_str!("../kernels/loss.cu")),
-    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
-    ("naive", include_str!("../kernels/naive.cu")),
-    ("norm", include_str!("../kernels/norm.cu")),
-    ("numbers", include_str!("../kernels/numbers.cu")),
-    ("optimizer", include_str!("../kernels/optimizer.cu")),
-    ("pointwise", include_str!("../kernels/pointwise.cu")),
-    ("router", include_str!("../kernels/router.cu")),
-    ("sections", include_str!("../kernels/sections.cu")),
-    ("sums", include_str!("../kernels/sums.cu")),
-];
-
-/// Compiles every kernel for a compute capability, and gives the bytes of machine code of each source. Needs no device.
-pub fn compile_all(capability: u32) -> Result<Vec<(&'static str, Vec<u8>)>, CudaError> {
-    let compile = |(name, source): (&'static str, &'static str)| {
-        Ok((name, nvrtc::cubin(name, &format!("{COMMON}{source}"), capability)?))
-    };
-    // They do not depend on each other, and what is not cached takes a second or two each.
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = SOURCES.map(|s| scope.spawn(move || compile(s))).into_iter().collect();
-        let lost = |_| Err(CudaError::Internal("the compiler of kernels stopped".into()));
-        threads.into_iter().map(|t| t.join().unwrap_or_else(lost)).collect()
-    })
-}
 
 /// Loaded kernels of a device.
 pub struct Kernels {
@@ -51,49 +13,75 @@ pub struct Kernels {
     functions: RwLock<HashMap<String, Function>>,
 }
 
-/// An argument of a kernel: as many of its low bytes as the parameter has.
-#[derive(Clone, Copy)]
-pub struct Value(#[expect(dead_code, reason = "kernels read it through its address")] u64);
+/// An argument of a kernel. `launches.rs` holds its kind against the parameter that the kernel declares.
+#[derive(Clone, Copy, Debug)]
+pub enum Value {
+    /// An address on the device, or null.
+    Address(Address),
+    /// A number of 64 bits.
+    Long(u64),
+    /// A number of 32 bits.
+    Word(u32),
+    /// A number of as many bits as the parameter has.
+    Size(usize),
+    /// A float.
+    Float(f32),
+    /// A double.
+    Double(f64),
+}
+
+impl Value {
+    /// What a kernel reads the low bytes of.
+    fn bits(self) -> u64 {
+        match self {
+            Value::Address(x) | Value::Long(x) => x,
+            Value::Word(x) => x.into(),
+            Value::Size(x) => x as u64,
+            Value::Float(x) => x.to_bits().into(),
+            Value::Double(x) => x.to_bits(),
+        }
+    }
+}
 
 impl From<Address> for Value {
     fn from(x: Address) -> Self {
-        Value(x)
+        Value::Address(x)
     }
 }
 impl From<usize> for Value {
     fn from(x: usize) -> Self {
-        Value(x as u64)
+        Value::Size(x)
     }
 }
 impl From<i32> for Value {
     fn from(x: i32) -> Self {
-        Value(x as u64)
+        Value::Word(x as u32)
     }
 }
 impl From<u32> for Value {
     fn from(x: u32) -> Self {
-        Value(u64::from(x))
+        Value::Word(x)
     }
 }
 impl From<bool> for Value {
     fn from(x: bool) -> Self {
-        Value(u64::from(x))
+        Value::Word(x.into())
     }
 }
 impl From<f32> for Value {
     fn from(x: f32) -> Self {
-        Value(u64::from(x.to_bits()))
+        Value::Float(x)
     }
 }
 impl From<f64> for Value {
     fn from(x: f64) -> Self {
-        Value(x.to_bits())
+        Value::Double(x)
     }
 }
 /// A place that may be missing: null then.
 impl From<Option<Address>> for Value {
     fn from(x: Option<Address>) -> Self {
-        Value(x.unwrap_or(0))
+        Value::Address(x.unwrap_or(0))
     }
 }
 
@@ -106,9 +94,8 @@ pub(crate) use args;
 const MOST_ARGS: usize = 24;
 
 impl Kernels {
-    /// Compiles what is not cached, and loads all.
-    pub fn load(device: &Arc<Device>) -> Result<Self, CudaError> {
-        let code = compile_all(device.capability)?;
+    /// Loads the machine code of all sources.
+    pub fn load(device: &Arc<Device>, code: Vec<(&'static str, Vec<u8>)>) -> Result<Self, CudaError> {
         let modules = code.into_iter().map(|(name, code)| Ok((name, Module::load(device, &code)?)));
         let modules = modules.collect::<Result<Vec<_>, CudaError>>()?;
         Ok(Self { device: device.clone(), modules, functions: RwLock::default() })
@@ -137,35 +124,57 @@ impl Kernels {
         Ok(function)
     }
 
+    /// The same, on a stream.
+    pub fn on<'a>(&'a self, stream: &'a Stream) -> Launcher<'a> {
+        Launcher { kernels: self, stream }
+    }
+}
+
+/// Kernels, and the stream that they are queued on.
+#[derive(Clone, Copy)]
+pub struct Launcher<'a> {
+    pub kernels: &'a Kernels,
+    pub stream: &'a Stream,
+}
+
+/// A block of threads.
+#[derive(Clone, Copy)]
+pub struct Block {
+    pub threads: usize,
+    /// Bytes of shared memory besides what the kernel declares.
+    pub shared: usize,
+}
+
+impl Launcher<'_> {
     /// Queues a kernel of a source.
     ///
     /// # Safety
     /// The arguments are those of the kernel's parameters, and what they point at is theirs.
     pub unsafe fn launch(
-        &self,
-        stream: &Stream,
+        self,
         kernel: (&str, &str),
         grid: [usize; 3],
         threads: usize,
         args: &[Value],
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
-        unsafe { self.launch_with(stream, kernel, grid, (threads, 0), None, args) }
+        // SAFETY: the contract is this one's: nothing is given as a struct.
+        unsafe { self.launch_with(kernel, grid, Block { threads, shared: 0 }, None, args) }
     }
 
-    /// The same for a kernel whose first parameter is a struct, given as its bytes, with bytes of shared memory besides threads.
+    /// The same for a kernel whose first parameter is a struct, given as its bytes.
     ///
     /// # Safety
-    /// As for [`Kernels::launch`].
+    /// As for [`Launcher::launch`].
     pub unsafe fn launch_with(
-        &self,
-        stream: &Stream,
+        self,
         (source, name): (&str, &str),
         grid: [usize; 3],
-        (threads, shared): (usize, usize),
+        block: Block,
         first: Option<&[u64]>,
         args: &[Value],
     ) -> Result<(), CudaError> {
+        #[cfg(test)]
+        crate::launches::check((source, name), first.is_some(), args);
         // Nothing to do is nothing to launch.
         if grid.contains(&0) {
             return Ok(());
@@ -173,9 +182,9 @@ impl Kernels {
         if grid[0] > i32::MAX as usize || grid[1] > 65535 || grid[2] > 65535 || args.len() > MOST_ARGS {
             return Err(CudaError::Internal(format!("{name} with a grid of {grid:?}")));
         }
-        let function = self.function(source, name)?;
-        let mut values = [Value(0); MOST_ARGS];
-        values[..args.len()].copy_from_slice(args);
+        let function = self.kernels.function(source, name)?;
+        let mut values = [0; MOST_ARGS];
+        values.iter_mut().zip(args).for_each(|(to, arg)| *to = arg.bits());
         let given = first.map(|words| words.as_ptr().cast_mut().cast::<c_void>());
         let mut pointers = [std::ptr::null_mut(); MOST_ARGS + 1];
         let all = given.into_iter().chain(values.iter_mut().map(|v| std::ptr::from_mut(v).cast()));
@@ -183,6 +192,6 @@ impl Kernels {
         let count = args.len() + usize::from(first.is_some());
         let grid = grid.map(|n| n as u32);
         // SAFETY: the caller vouches for the arguments.
-        unsafe { function.launch(stream, grid, threads as u32, shared, &mut pointers[..count]) }
+        unsafe { function.launch(self.stream, grid, block.threads as u32, block.shared, &mut pointers[..count]) }
     }
 }

@@ -214,12 +214,15 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Declares the functions of a library as a struct of addresses, all looked up when it is opened.
+/// Declares the functions of a library as a struct of addresses, all looked up when it is opened. One that takes numbers and places of results
+/// alone is declared `safe`.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident, $library:expr; $($field:ident = $symbol:literal: fn($($arg:ty),* $(,)?) -> $result:ty;)*) => {
+    (@type; $($arg:ty),*; $result:ty) => { unsafe extern "C" fn($($arg),*) -> $result };
+    (@type safe; $($arg:ty),*; $result:ty) => { extern "C" fn($($arg),*) -> $result };
+    ($(#[$doc:meta])* $table:ident, $library:expr; $($field:ident = $symbol:literal $($safe:ident)?: fn($($arg:ty),* $(,)?) -> $result:ty;)*) => {
         $(#[$doc])*
         pub(crate) struct $table {
-            $(pub $field: unsafe extern "C" fn($($arg),*) -> $result,)*
+            $(pub $field: crate::library::functions!(@type $($safe)?; $($arg),*; $result),)*
         }
 
         impl $table {
@@ -234,10 +237,10 @@ macro_rules! functions {
                             symbol: $symbol.to_string_lossy().into_owned(),
                             hint: name.hint(),
                         })?;
-                        // SAFETY: the library's documentation gives this function this type.
-                        unsafe {
-                            std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($arg),*) -> $result>(address)
-                        }
+                        type Type = crate::library::functions!(@type $($safe)?; $($arg),*; $result);
+                        // SAFETY: the library's documentation gives this function this type. One that is declared safe takes
+                        // numbers and places of results alone, and refuses numbers that mean nothing.
+                        unsafe { std::mem::transmute::<*mut std::ffi::c_void, Type>(address) }
                     },)*
                 };
                 Ok((table, library.path))

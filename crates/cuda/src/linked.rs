@@ -2,9 +2,9 @@
 
 use crate::CudaError;
 use crate::device_queue::{CaptureTurn, DeviceQueue};
-use crate::driver::{Event, Stream};
+use crate::driver::{Address, Event, Stream};
 use crate::gpu::Gpu;
-use crate::nccl_queue::NcclQueue;
+use crate::nccl_queue::{NcclQueue, QueueUse};
 use crate::nccl_world::NcclWorld;
 use crate::progress::Progress;
 use lockstep_exec::ExecError;
@@ -92,7 +92,8 @@ impl Linked {
         gpu: &Arc<Gpu>,
         program: &StepProgram,
         neighbours: Neighbours,
-        (stream, beside): (&Arc<Stream>, [Option<&Arc<Stream>>; program::Stream::BESIDE.len()]),
+        stream: &Arc<Stream>,
+        beside: [Option<&Arc<Stream>>; program::Stream::BESIDE.len()],
         ordered: bool,
     ) -> Result<Self, ExecError> {
         let coordinates = neighbours.coordinates();
@@ -105,7 +106,8 @@ impl Linked {
             }
             Neighbours::Processes(link, connections) => {
                 let world = Arc::new(NcclWorld::connect(gpu, &link.comm, &connections)?);
-                let queue = |stream, holds_kernels| NcclQueue::new(gpu, &world, stream, (ordered, holds_kernels));
+                let queue =
+                    |stream, holds_kernels| NcclQueue::new(gpu, &world, stream, QueueUse { ordered, holds_kernels });
                 let mut queues = Queues { compute: queue(stream, true)?, beside: [const { None }; _] };
                 for (made, stream) in queues.beside.iter_mut().zip(beside) {
                     *made = stream.map(|stream| queue(stream, false)).transpose()?;
@@ -182,8 +184,9 @@ impl Linked {
     /// `base` is the arena of the program.
     pub unsafe fn enqueue(
         &mut self,
-        base: u64,
-        (slot, instr): (Slot, usize),
+        base: Address,
+        slot: Slot,
+        instr: usize,
         on: program::Stream,
     ) -> Result<bool, ExecError> {
         let Some(call) = &self.calls[slot.segment][instr] else { return Ok(false) };

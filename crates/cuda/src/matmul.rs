@@ -21,15 +21,15 @@ type Handle = *mut c_void;
 functions! {
     /// The library's functions.
     Lt, Name::CublasLt;
-    version = c"cublasLtGetVersion": fn() -> usize;
-    create = c"cublasLtCreate": fn(*mut Handle) -> c_int;
+    version = c"cublasLtGetVersion" safe: fn() -> usize;
+    create = c"cublasLtCreate" safe: fn(&mut Handle) -> c_int;
     destroy = c"cublasLtDestroy": fn(Handle) -> c_int;
-    desc_create = c"cublasLtMatmulDescCreate": fn(*mut Handle, c_int, c_int) -> c_int;
+    desc_create = c"cublasLtMatmulDescCreate" safe: fn(&mut Handle, c_int, c_int) -> c_int;
     desc_set = c"cublasLtMatmulDescSetAttribute": fn(Handle, c_int, *const c_void, usize) -> c_int;
     desc_destroy = c"cublasLtMatmulDescDestroy": fn(Handle) -> c_int;
-    layout_create = c"cublasLtMatrixLayoutCreate": fn(*mut Handle, c_int, u64, u64, i64) -> c_int;
+    layout_create = c"cublasLtMatrixLayoutCreate" safe: fn(&mut Handle, c_int, u64, u64, i64) -> c_int;
     layout_destroy = c"cublasLtMatrixLayoutDestroy": fn(Handle) -> c_int;
-    preference_create = c"cublasLtMatmulPreferenceCreate": fn(*mut Handle) -> c_int;
+    preference_create = c"cublasLtMatmulPreferenceCreate" safe: fn(&mut Handle) -> c_int;
     preference_set = c"cublasLtMatmulPreferenceSetAttribute": fn(Handle, c_int, *const c_void, usize) -> c_int;
     preference_destroy = c"cublasLtMatmulPreferenceDestroy": fn(Handle) -> c_int;
     heuristic = c"cublasLtMatmulAlgoGetHeuristic": fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut Proposal, *mut c_int) -> c_int;
@@ -159,8 +159,7 @@ unsafe impl Sync for Matmul {}
 /// The library's version, as 10000 × major + 100 × minor + patch, and where it was found.
 pub fn version() -> Result<(usize, PathBuf), CudaError> {
     let (lt, path) = Lt::open()?;
-    // SAFETY: it takes nothing.
-    Ok((unsafe { (lt.version)() }, path))
+    Ok(((lt.version)(), path))
 }
 
 fn check(call: &'static str, status: c_int) -> Result<(), CudaError> {
@@ -186,8 +185,7 @@ impl Matmul {
         device.enter()?;
         let (lt, _) = Lt::open()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        check("cublasLtCreate", unsafe { (lt.create)(&mut handle) })?;
+        check("cublasLtCreate", (lt.create)(&mut handle))?;
         let (device, plans, making, worth) = (device.clone(), RwLock::default(), Mutex::new(()), Mutex::default());
         Ok(Self { lt, handle, device, plans, making, worth, tune })
     }
@@ -203,10 +201,7 @@ impl Matmul {
         };
         let layout = |(rows, columns, stride): (usize, usize, usize), dtype| {
             let mut layout = std::ptr::null_mut();
-            // SAFETY: the address is valid for the call.
-            let status = unsafe {
-                (self.lt.layout_create)(&mut layout, code(dtype), rows as u64, columns as u64, stride as i64)
-            };
+            let status = (self.lt.layout_create)(&mut layout, code(dtype), rows as u64, columns as u64, stride as i64);
             check("cublasLtMatrixLayoutCreate", status).map(|()| layout)
         };
         let mut desc = std::ptr::null_mut();
@@ -290,8 +285,7 @@ impl Matmul {
         self.device.enter()?;
         let alignment = shape.alignment();
         let described = self.describe(&shape)?;
-        // SAFETY: it takes nothing.
-        let version = unsafe { (self.lt.version)() };
+        let version = (self.lt.version)();
         let key =
             format!("{} {} {version} {shape:?} {alignment} {WORKSPACE}", self.device.name, self.device.processors);
         let kept = cache::get("matmul", &key).filter(|_| self.tune);
@@ -356,7 +350,7 @@ impl Matmul {
     /// # Safety
     /// They are not used any more.
     unsafe fn forget(&self, d: &Described) {
-        // SAFETY: the caller vouches.
+        // SAFETY: each handle was made by the library, and is destroyed once by the caller's word.
         unsafe {
             (self.lt.desc_destroy)(d.desc);
             for layout in [d.a, d.b, d.c] {
@@ -382,7 +376,7 @@ impl Matmul {
         let Some(plan) = self.to_run(shape)? else { return Ok(()) };
         let (a, b) = (second, first);
         let beta = if shape.adds { 1.0 } else { 0.0 };
-        // SAFETY: the caller vouches.
+        // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
         unsafe { self.call(&plan.described, &plan.algorithm, stream, (a, b, plus), to, beta, scratch) }
     }
 
@@ -399,7 +393,7 @@ impl Matmul {
     ) -> Result<(), CudaError> {
         let alpha = 1.0f32;
         let (lt, s) = (&self.lt, stream.handle());
-        // SAFETY: the caller vouches.
+        // SAFETY: handles and stream are open; the matrices are as the description says by the caller's word.
         let status = unsafe {
             (lt.multiply)(
                 self.handle,

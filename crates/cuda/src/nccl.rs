@@ -17,13 +17,13 @@ type Handle = *mut c_void;
 functions! {
     /// The library's version, which every one tells.
     Version, Name::Nccl;
-    version = c"ncclGetVersion": fn(*mut c_int) -> c_int;
+    version = c"ncclGetVersion" safe: fn(&mut c_int) -> c_int;
 }
 
 functions! {
     /// The library's functions.
     Functions, Name::Nccl;
-    unique_id = c"ncclGetUniqueId": fn(*mut UniqueId) -> c_int;
+    unique_id = c"ncclGetUniqueId" safe: fn(&mut UniqueId) -> c_int;
     init = c"ncclCommInitRankConfig": fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
     state = c"ncclCommGetAsyncError": fn(Handle, *mut c_int) -> c_int;
     abort = c"ncclCommAbort": fn(Handle) -> c_int;
@@ -34,7 +34,7 @@ functions! {
     all_gather = c"ncclAllGather": fn(Address, Address, usize, c_int, Handle, Handle) -> c_int;
     send = c"ncclSend": fn(Address, usize, c_int, c_int, Handle, Handle) -> c_int;
     receive = c"ncclRecv": fn(Address, usize, c_int, c_int, Handle, Handle) -> c_int;
-    group_start = c"ncclGroupStart": fn() -> c_int;
+    group_start = c"ncclGroupStart" safe: fn() -> c_int;
     group_end = c"ncclGroupEnd": fn() -> c_int;
     error_text = c"ncclGetErrorString": fn(c_int) -> *const c_char;
     last_error = c"ncclGetLastError": fn(Handle) -> *const c_char;
@@ -101,8 +101,7 @@ pub struct Nccl {
 pub fn version() -> Result<(usize, PathBuf), CudaError> {
     let (table, path) = Version::open()?;
     let mut found = 0;
-    // SAFETY: the address is valid for the call.
-    unsafe { (table.version)(&mut found) };
+    (table.version)(&mut found);
     let found = found.max(0) as usize;
     if found < LEAST {
         let text = |version: usize| match version {
@@ -163,8 +162,7 @@ impl Nccl {
     /// What a new communicator's members need.
     pub fn unique_id(&self) -> Result<UniqueId, CudaError> {
         let mut id = UniqueId([0; UniqueId::BYTES]);
-        // SAFETY: the address is valid for the call.
-        let status = unsafe { (self.functions.unique_id)(&mut id) };
+        let status = (self.functions.unique_id)(&mut id);
         self.check("ncclGetUniqueId", status, std::ptr::null_mut())?;
         Ok(id)
     }
@@ -202,7 +200,8 @@ impl NcclComm {
     pub fn join(
         nccl: &'static Nccl,
         id: UniqueId,
-        (index, members): (usize, usize),
+        index: usize,
+        members: usize,
         watch: &dyn Fn() -> Result<(), CudaError>,
     ) -> Result<Self, CudaError> {
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::not_blocking());
@@ -250,8 +249,7 @@ impl NcclComm {
             return Ok(());
         }
         let (f, comm, stream) = (&self.nccl.functions, self.handle, stream.handle());
-        // SAFETY: the function has this type.
-        self.nccl.check("ncclGroupStart", unsafe { (f.group_start)() }, comm)?;
+        self.nccl.check("ncclGroupStart", (f.group_start)(), comm)?;
         let mut asked = Ok(());
         for ask in asks {
             // SAFETY: the caller vouches for the memory; communicator and stream are open.

@@ -70,7 +70,7 @@ impl NcclWorld {
                 comm.awaits(Some((other, place)));
                 comm.failure_at(place).map_or(Ok(()), |error| Err(CudaError::Ranks(error)))
             };
-            let joined = NcclComm::join(nccl, id, (index, ranks.len()), &watch);
+            let joined = NcclComm::join(nccl, id, index, ranks.len(), &watch);
             world.communicators.insert(connection.clone(), Arc::new(joined?));
         }
         comm.at(place);

@@ -1,8 +1,8 @@
 //! Whether what kernels have made is finite: a look on the device.
 
 use crate::CudaError;
-use crate::driver::{Address, Device, Memory, Pinned, Stream};
-use crate::kernels::{Kernels, args};
+use crate::driver::{Address, Device, Memory, Pinned};
+use crate::kernels::{Launcher, args};
 use lockstep_exec::numbers;
 use lockstep_ir::{DType, fixed};
 use std::sync::Arc;
@@ -14,6 +14,14 @@ const MOST_BLOCKS: usize = 1024;
 pub struct Numbers {
     first: Memory,
     back: Pinned,
+}
+
+/// Numbers in the device's memory.
+#[derive(Clone, Copy)]
+pub struct Elements {
+    pub at: Address,
+    pub elements: usize,
+    pub dtype: DType,
 }
 
 /// What a number that is not finite looks like: under the mask its bits are these, and as a whole they are not minus infinity's.
@@ -52,21 +60,21 @@ impl Numbers {
     /// The elements are in the device's memory.
     pub unsafe fn first(
         &mut self,
-        (kernels, stream): (&Kernels, &Stream),
-        (at, elements, dtype): (Address, usize, DType),
+        on: Launcher,
+        Elements { at, elements, dtype }: Elements,
         may_see_nothing: bool,
     ) -> Result<Option<(usize, f64)>, CudaError> {
         let Some(Pattern { mask, bad, minus_infinity }) = Pattern::of(dtype) else { return Ok(None) };
         let allowed = if may_see_nothing { minus_infinity } else { 0 };
         let (bytes, blocks) = (dtype.bytes(), elements.div_ceil(THREADS).min(MOST_BLOCKS));
         let name = format!("not_finite_{bytes}");
-        let args = args![at, elements, mask, bad, allowed, self.first.base];
+        let args = args![at, elements, mask as usize, bad as usize, allowed as usize, self.first.base];
         // SAFETY: the caller vouches for the elements; the rest is this one's own, and nothing of it is read before the stream is done.
         let element = unsafe {
-            stream.fill(self.first.base, 0xff, size_of::<u64>())?;
-            kernels.launch(stream, ("numbers", &name), [blocks, 1, 1], THREADS, args)?;
-            stream.to_host(self.back.slice(), self.first.base)?;
-            stream.wait()?;
+            on.stream.fill(self.first.base, 0xff, size_of::<u64>())?;
+            on.launch(("numbers", &name), [blocks, 1, 1], THREADS, args)?;
+            on.stream.to_host(self.back.slice(), self.first.base)?;
+            on.stream.wait()?;
             u64::from_le_bytes(self.back.as_chunks().0[0])
         };
         if element >= elements as u64 {
@@ -74,8 +82,8 @@ impl Numbers {
         }
         let found = &mut self.back.slice()[..bytes];
         // SAFETY: as above; the element is one of them.
-        unsafe { stream.to_host(found, at + element * bytes as u64)? };
-        stream.wait()?;
+        unsafe { on.stream.to_host(found, at + element * bytes as u64)? };
+        on.stream.wait()?;
         Ok(numbers::first(dtype, found, false).map(|(_, value)| (element as usize, value)))
     }
 }

@@ -10,7 +10,7 @@ type Handle = *mut c_void;
 functions! {
     /// The library's functions.
     Functions, Name::Nvml;
-    init = c"nvmlInit_v2": fn() -> c_int;
+    init = c"nvmlInit_v2" safe: fn() -> c_int;
     device = c"nvmlDeviceGetHandleByPciBusId_v2": fn(*const c_char, *mut Handle) -> c_int;
     memory = c"nvmlDeviceGetMemoryInfo": fn(Handle, *mut Memory) -> c_int;
     power = c"nvmlDeviceGetPowerUsage": fn(Handle, *mut c_uint) -> c_int;
@@ -63,8 +63,7 @@ pub struct Telemetry {
 /// Starts the library, which takes a while. It is started once and counts who asks.
 pub(crate) fn start() -> Result<(), CudaError> {
     let (functions, _) = Functions::open()?;
-    // SAFETY: it takes nothing.
-    check("nvmlInit", unsafe { (functions.init)() })
+    check("nvmlInit", (functions.init)())
 }
 
 impl Nvml {

@@ -12,7 +12,7 @@ type Program = *mut c_void;
 functions! {
     /// The compiler's functions.
     Nvrtc, Name::Nvrtc;
-    version = c"nvrtcVersion": fn(*mut c_int, *mut c_int) -> c_int;
+    version = c"nvrtcVersion" safe: fn(&mut c_int, &mut c_int) -> c_int;
     create = c"nvrtcCreateProgram": fn(*mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> c_int;
     compile = c"nvrtcCompileProgram": fn(Program, c_int, *const *const c_char) -> c_int;
     code_size = c"nvrtcGetCUBINSize": fn(Program, *mut usize) -> c_int;
@@ -32,8 +32,7 @@ fn nvrtc() -> Result<&'static (Nvrtc, PathBuf), CudaError> {
 pub fn version() -> Result<((i32, i32), PathBuf), CudaError> {
     let (nvrtc, path) = nvrtc()?;
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the addresses are valid for the call.
-    unsafe { (nvrtc.version)(&mut major, &mut minor) };
+    (nvrtc.version)(&mut major, &mut minor);
     Ok(((major, minor), path.clone()))
 }
 

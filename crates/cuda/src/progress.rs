@@ -6,7 +6,7 @@
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Memory, Pinned, Stream};
-use crate::kernels::{Kernels, args};
+use crate::kernels::{Launcher, args};
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -91,9 +91,10 @@ impl Progress {
     /// Queues `work`, in which the rank waits for `other`, with a note before and behind it.
     pub fn around<T>(
         &self,
-        (kernels, stream): (&Kernels, &Stream),
+        on: Launcher,
         Lane { index: lane, holds_kernels }: Lane,
-        (place, other): (ProgramPlace, usize),
+        place: ProgramPlace,
+        other: usize,
         work: impl FnOnce() -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
         let (address, number) = {
@@ -103,9 +104,8 @@ impl Progress {
         };
         let clock = if holds_kernels { self.clock.base } else { 0 };
         // SAFETY: the memory is the device's to write as long as this lives, which is longer than the stream's work.
-        let reached = |number: u32| unsafe {
-            kernels.launch(stream, ("collectives", "reached"), [1; 3], 1, args![address, number, clock])
-        };
+        let reached =
+            |number: u32| unsafe { on.launch(("collectives", "reached"), [1; 3], 1, args![address, number, clock]) };
         reached(2 * number - 1)?;
         let done = work()?;
         reached(2 * number)?;
@@ -113,14 +113,10 @@ impl Progress {
     }
 
     /// Lets the stream of the program's kernels wait for others by `wait`, and adds up for how long.
-    pub fn held(
-        &self,
-        (kernels, stream): (&Kernels, &Stream),
-        wait: impl FnOnce() -> Result<(), CudaError>,
-    ) -> Result<(), CudaError> {
-        let (clock, on) = (self.clock.base, ("collectives", "waits"));
+    pub fn held(&self, on: Launcher, wait: impl FnOnce() -> Result<(), CudaError>) -> Result<(), CudaError> {
+        let clock = self.clock.base;
         // SAFETY: the clock lives as long as this, which is longer than the stream's work.
-        let note = |ends: u32| unsafe { kernels.launch(stream, on, [1; 3], 1, args![clock, ends]) };
+        let note = |ends: u32| unsafe { on.launch(("collectives", "waits"), [1; 3], 1, args![clock, ends]) };
         note(0)?;
         wait()?;
         note(1)

@@ -4,7 +4,7 @@ use crate::CudaError;
 use crate::device_queue::{CaptureTurn, DeviceQueue};
 use crate::driver::{ALIGNMENT, Address, Memory, Pinned, Priority, Stream};
 use crate::gpu::Gpu;
-use crate::nccl_queue::NcclQueue;
+use crate::nccl_queue::{NcclQueue, QueueUse};
 use crate::nccl_world::NcclWorld;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
@@ -36,7 +36,7 @@ pub fn process_subject(
     let world = Arc::new(NcclWorld::connect(gpu, &comm, connections)?);
     let queue = || -> Result<Box<dyn CommunicationQueue>, ExecError> {
         let stream = Arc::new(Stream::with_priority(&gpu.device, Priority::Collectives)?);
-        Ok(Box::new(NcclQueue::new(gpu, &world, &stream, (ordered, false))?))
+        Ok(Box::new(NcclQueue::new(gpu, &world, &stream, QueueUse { ordered, holds_kernels: false })?))
     };
     let (queues, slab) = ([queue()?, queue()?], Slab::new(gpu)?);
     let subject = Subject::new(comm, queues, move |bytes| Box::new(slab.part(bytes)));

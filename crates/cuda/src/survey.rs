@@ -2,7 +2,7 @@
 
 use crate::driver::{Device, Driver};
 use crate::library::{FOLDER_VARIABLE, Library, Name};
-use crate::{CudaError, Nvml, cache, cudnn, kernels, matmul, nccl, nvrtc};
+use crate::{CudaError, Nvml, cache, cudnn, matmul, nccl, nvrtc, sources};
 
 /// One thing that was looked for.
 #[derive(Clone, Debug)]
@@ -44,7 +44,7 @@ pub fn survey() -> Vec<Finding> {
         Err(error) => findings.push(no_device(error)),
     }
     let capability = Device::open(0).map_or(90, |d| d.capability);
-    let compiled = kernels::compile_all(capability).map(|code| {
+    let compiled = sources::compile_all(capability).map(|code| {
         let bytes: usize = code.iter().map(|(_, c)| c.len()).sum();
         format!("{} sources compiled for sm_{capability}, {} KiB of machine code", code.len(), bytes / 1024)
     });

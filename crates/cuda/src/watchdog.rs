@@ -4,8 +4,8 @@
 //! so it is done before an instruction only if those since the last mark take a hundred times as long on any device.
 
 use crate::CudaError;
-use crate::driver::{Device, Pinned, Stream};
-use crate::kernels::{Kernels, args};
+use crate::driver::{Device, Pinned};
+use crate::kernels::{Launcher, Value, args};
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::{Instr, Segment, Slot};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -116,19 +116,19 @@ impl Lane {
     }
 
     /// Queues a mark before an instruction, if it has one.
-    pub fn before(&self, on: (&Kernels, &Stream), slot: Slot, instr: usize) -> Result<(), CudaError> {
+    pub fn before(&self, on: Launcher, slot: Slot, instr: usize) -> Result<(), CudaError> {
         self.marks.word(slot, instr).map_or(Ok(()), |word| self.queue(on, word))
     }
 
     /// Queues the mark behind an entry.
-    pub fn ended(&self, on: (&Kernels, &Stream)) -> Result<(), CudaError> {
+    pub fn ended(&self, on: Launcher) -> Result<(), CudaError> {
         self.queue(on, 0)
     }
 
-    fn queue(&self, (kernels, stream): (&Kernels, &Stream), word: u64) -> Result<(), CudaError> {
+    fn queue(&self, on: Launcher, word: u64) -> Result<(), CudaError> {
         let address = self.word().slice().as_ptr() as u64;
         // SAFETY: the memory is the device's to write as long as this lives, which is longer than the stream's work.
-        unsafe { kernels.launch(stream, ("collectives", "passed"), [1; 3], 1, args![address, word]) }
+        unsafe { on.launch(("collectives", "passed"), [1; 3], 1, args![address, Value::Long(word)]) }
     }
 }
 

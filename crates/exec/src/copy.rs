@@ -1,6 +1,6 @@
 //! Copies of many bytes.
 
-use crate::cpu;
+use crate::host::cores;
 use std::ops::DerefMut;
 
 /// Memory of the host.
@@ -17,7 +17,7 @@ pub fn copy(to: &mut [u8], from: &[u8]) {
     if to.len() <= CACHED {
         return to.copy_from_slice(from);
     }
-    let part = to.len().div_ceil(MOST_THREADS.min(cpu::cores())).max(CACHED);
+    let part = to.len().div_ceil(MOST_THREADS.min(cores())).max(CACHED);
     let mut parts = to.chunks_mut(part).zip(from.chunks(part));
     let Some((first, of_first)) = parts.next() else { return };
     std::thread::scope(|scope| {

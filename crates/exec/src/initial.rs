@@ -1,6 +1,7 @@
 //! What tensors start as: drawn on the host, on all cores.
 
-use crate::{ExecError, Executor, cpu};
+use crate::host::cores;
+use crate::{ExecError, Executor};
 use lockstep_ir::{DType, Init, bf16, f16};
 use std::sync::Mutex;
 
@@ -82,7 +83,7 @@ fn in_parts<T: Send>(out: &mut [T], unit: usize, f: impl Fn(usize, &mut [T]) + S
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..cpu::cores().min(count) {
+        for _ in 1..cores().min(count) {
             // Where the system gives no more threads, those that are there do it all.
             if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;

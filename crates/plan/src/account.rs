@@ -1,7 +1,7 @@
 //! What a config costs beside what it could: every recompute policy, twice the batch, sequence, width and depth, and the analytical
 //! formulas of the literature. All of it is read off programs that are compiled for the purpose.
 
-use crate::fit::sent_bytes;
+use crate::fit::{policies_of, sent_bytes};
 use crate::formulas::{Formula, formulas};
 use crate::plan::{hardware_flops, prepare, training_context};
 use crate::projections::{Projection, projections};
@@ -107,36 +107,13 @@ fn largest(programs: &[StepProgram]) -> Option<&StepProgram> {
     programs.iter().max_by_key(|p| p.arena_bytes)
 }
 
-/// A recompute policy, as the config names it.
-pub(crate) struct Policy {
-    pub name: String,
-    pub recompute: Recompute,
-}
-
-/// The policies that need nothing but a name, from the one that saves everything.
-pub(crate) fn policies_of(config: &Config) -> Vec<Policy> {
-    let every = config.recompute.every;
-    let row = |policy: &RecomputePolicy| {
-        let (name, recompute) = match policy {
-            RecomputePolicy::None => (policy.to_string(), Recompute::None),
-            RecomputePolicy::Selective => (policy.to_string(), Recompute::Selective),
-            RecomputePolicy::Full => (policy.to_string(), Recompute::Full),
-            RecomputePolicy::EveryK => (format!("{policy}, k = {every}"), Recompute::Every(every)),
-            RecomputePolicy::Sqrt => (policy.to_string(), Recompute::Sqrt),
-            RecomputePolicy::List | RecomputePolicy::Budget => return None,
-        };
-        Some(Policy { name, recompute })
-    };
-    RecomputePolicy::ALL.iter().filter_map(row).collect()
-}
-
 fn policies(
     config: &Config,
     plan: &Plan,
     estimator: &Estimator,
     none: &[StepProgram],
 ) -> Result<Vec<PolicyCost>, PlanError> {
-    let mut all: Vec<(String, Recompute)> = policies_of(config).into_iter().map(|p| (p.name, p.recompute)).collect();
+    let mut all = policies_of(config);
     let own = match config.recompute.policy {
         policy @ (RecomputePolicy::List | RecomputePolicy::Budget) => {
             all.push((policy.to_string(), plan.recompute.clone()));

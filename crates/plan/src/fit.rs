@@ -1,12 +1,11 @@
 //! What fits a memory: the default micro-batch, the largest one under every recompute policy, layouts side by side.
 //! All of it is read off programs that are compiled for the purpose, as [`crate::account`] does.
 
-use crate::account::{Policy, policies_of};
 use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::Config;
+use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -211,7 +210,7 @@ pub fn largest_micro_batches(
 ) -> Result<Vec<LargestMicroBatch>, PlanError> {
     let mut sizes = Sizes { machine, config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };
     let mut rows = Vec::new();
-    for Policy { name, recompute } in policies_of(config) {
+    for (name, recompute) in policies_of(config) {
         let mut arena = |sequences: usize| sizes.estimate(sequences, &recompute).map(|found| found.arena());
         let least = arena(1)?;
         let micro_batch = if least > bytes { None } else { Some(largest(bytes, least, &mut arena)?) };
@@ -400,6 +399,22 @@ pub(crate) fn sent_bytes(program: &StepProgram) -> u64 {
     let entry = program.entry(StepProgram::TRAIN);
     let all = entry.map_or(Vec::new(), |entry| account::communication(program, entry));
     all.iter().map(|collective| collective.sent_bytes).sum()
+}
+
+/// The policies that need nothing but a name, from the one that saves everything.
+pub(crate) fn policies_of(config: &Config) -> Vec<(String, Recompute)> {
+    let every = config.recompute.every;
+    let row = |policy: &RecomputePolicy| {
+        Some(match policy {
+            RecomputePolicy::None => (policy.to_string(), Recompute::None),
+            RecomputePolicy::Selective => (policy.to_string(), Recompute::Selective),
+            RecomputePolicy::Full => (policy.to_string(), Recompute::Full),
+            RecomputePolicy::EveryK => (format!("{policy}, k = {every}"), Recompute::Every(every)),
+            RecomputePolicy::Sqrt => (policy.to_string(), Recompute::Sqrt),
+            RecomputePolicy::List | RecomputePolicy::Budget => return None,
+        })
+    };
+    RecomputePolicy::ALL.iter().filter_map(row).collect()
 }
 
 #[cfg(test)]

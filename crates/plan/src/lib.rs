@@ -10,6 +10,7 @@ mod device;
 mod error;
 mod evaluate;
 mod fit;
+mod fitting;
 mod formulas;
 mod forward;
 mod groups;
@@ -34,6 +35,7 @@ pub use fit::{
     LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,
     with_fitting_micro_batch, with_micro_batch,
 };
+pub use fitting::{FittingChange, MoreRanks, NearestMiss, WaysToFit};
 pub use formulas::Formula;
 pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
 pub use pipeline::pipeline_timeline;
@@ -46,4 +48,4 @@ pub use search::{
     every_choice, search,
 };
 pub use timeline::{Clock, Mark, MemoryTimeline, PhaseTime, StepPhase, planned_timeline};
-pub use ways::{FittingChange, MoreRanks, NearestMiss, WaysToFit, ways_to_fit};
+pub use ways::ways_to_fit;

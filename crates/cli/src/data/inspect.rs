@@ -3,7 +3,7 @@
 use super::statistics;
 use crate::Format;
 use crate::failure::Failure;
-use crate::train::default_run_dir;
+use crate::options::default_run_dir;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
 use lockstep_ir::units::thousands;

@@ -6,7 +6,7 @@
 
 use super::{Search, Set, StageMemory};
 use crate::CompileError;
-use crate::passes::{Recompute, Recomputed};
+use crate::settings::{Recompute, Recomputed};
 
 /// Nodes that the search may place.
 const MIXING: usize = 1 << 14;

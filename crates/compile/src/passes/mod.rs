@@ -17,9 +17,7 @@ pub use autodiff::autodiff;
 pub use experts::ROWS_BEYOND;
 pub use fuse::fuse;
 pub use loads::LOADS;
-pub use optimizer::{AdamW, FIRST_STATS, Optimizer, ParameterGroup, Rule, STATS};
-pub use precision::Precision;
-pub use recompute::{Candidate, Recompute, Recomputed};
+pub use optimizer::{FIRST_STATS, STATS};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
 pub use score::MISSES;
 
@@ -75,7 +73,7 @@ pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::Steps;
+    use crate::{AdamW, Optimizer, Precision, Recompute, Steps};
     use lockstep_ir::graph::{Loss, Parameter, State};
     use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;

@@ -1,58 +1,13 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
 use super::{autodiff, loads, zero};
-use crate::{Context, stage};
+use crate::settings::{AdamW, Context, ParameterGroup, Rule};
+use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{
     Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, TensorType, TypeError, ValueId,
 };
 use std::collections::{BTreeMap, BTreeSet};
-
-/// The optimizer: update rules, parameter groups and clipping.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Optimizer {
-    /// By which rule.
-    pub rule: Rule,
-    /// Decoupled weight decay, for the parameters that ask for it.
-    pub decay: f32,
-    /// Parameters with other numbers, by the names of their values.
-    pub groups: BTreeMap<String, ParameterGroup>,
-}
-
-/// Numbers of some parameters.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ParameterGroup {
-    /// Times the learning rate.
-    pub lr_scale: f32,
-    /// Weight decay; `None` as without a group.
-    pub decay: Option<f32>,
-}
-
-/// An update rule with its constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rule {
-    /// Adam with decoupled decay.
-    AdamW(AdamW),
-    /// The sign of a mixture of moment and gradient.
-    Lion {
-        /// Share of the moment in the update.
-        beta1: f32,
-        /// Decay of the moment.
-        beta2: f32,
-    },
-    /// Gradient descent with momentum.
-    Sgd {
-        /// Decay of the momentum.
-        momentum: f32,
-    },
-    /// Orthogonalised momentum for matrices of layers, section by section.
-    Muon {
-        /// Decay of the momentum.
-        momentum: f32,
-        /// For all other parameters.
-        rest: AdamW,
-    },
-}
 
 impl Rule {
     /// The rule of an optimizer's name. A rule reads some of the constants.
@@ -91,24 +46,6 @@ impl Rule {
             rule => rule.moments().len(),
         }
     }
-}
-
-impl Optimizer {
-    /// AdamW for all parameters.
-    pub fn adamw(adamw: AdamW, decay: f32) -> Self {
-        Self { rule: Rule::AdamW(adamw), decay, groups: BTreeMap::new() }
-    }
-}
-
-/// AdamW's constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the root of the second moment.
-    pub eps: f32,
 }
 
 /// A parameter on its way through the update.

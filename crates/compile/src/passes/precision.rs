@@ -5,21 +5,7 @@
 
 use crate::Context;
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
-
-/// Which types a run stores and sums in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Precision {
-    /// Type of parameters and activations: `f32`, `bf16` or `f16`.
-    pub compute: DType,
-    /// Type of gradient sums: `f32`, `bf16`, or `fixed64` for sums that do not depend on their order.
-    pub gradients: DType,
-}
-
-impl Precision {
-    /// Everything in f32.
-    pub const FP32: Precision = Precision { compute: DType::F32, gradients: DType::F32 };
-}
+use lockstep_ir::{Graph, Op, TypeError, ValueId};
 
 pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
@@ -64,7 +50,7 @@ fn without_idle_casts(g: &mut Graph) {
 
 #[cfg(test)]
 mod tests {
-    use super::Precision;
+    use crate::Precision;
     use crate::passes::tests::{check, small_model};
     use lockstep_ir::DType;
 

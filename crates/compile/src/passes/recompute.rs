@@ -7,53 +7,12 @@
 
 mod layers;
 
-pub use layers::Candidate;
 pub(crate) use layers::{Layers, Recomputation, recomputation};
 
-use crate::Context;
+use crate::settings::{Context, Recompute};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, Value};
 use lockstep_ir::{Graph, TypeError, ValueId};
-use std::collections::BTreeSet;
-
-/// What is recomputed in backward.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Recompute {
-    /// Nothing: everything that backward reads is saved.
-    #[default]
-    None,
-    /// What the op table calls cheap: norms and activation functions, which cost no matmul, and the weights of naive
-    /// attention, which cost one and are large.
-    Selective,
-    /// All of a layer but what enters it.
-    Full,
-    /// All of so many layers but what enters the first.
-    Every(usize),
-    /// As `Every`, with the square root of the number of layers.
-    Sqrt,
-    /// What these ops make, by their names.
-    Ops(Vec<String>),
-    /// Exactly these values of the layers of each kind.
-    Values(Recomputed),
-}
-
-/// Values that layers recompute.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Recomputed {
-    /// So many layers of every pipeline stage, from its first on, recompute `by_first`; the others recompute `by_rest`.
-    pub first: usize,
-    /// By the first layers.
-    pub by_first: BTreeSet<Candidate>,
-    /// By the others.
-    pub by_rest: BTreeSet<Candidate>,
-}
-
-impl Recomputed {
-    /// The same by all layers.
-    pub fn by_all(values: BTreeSet<Candidate>) -> Self {
-        Self { by_rest: values, ..Self::default() }
-    }
-}
 
 pub(super) fn recompute(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let count = graph.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
@@ -118,7 +77,7 @@ impl Rewrite {
 
 #[cfg(test)]
 mod tests {
-    use super::Recompute;
+    use crate::Recompute;
     use crate::passes::tests::small_model;
 
     /// Backward of the small model, whose norms are a layer, under a policy.

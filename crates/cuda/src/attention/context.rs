@@ -4,7 +4,7 @@
 use super::blocks::{self, Block};
 use super::plans::{AttentionShape, Operands, SLACK, execute};
 use super::table::Room;
-use super::{Rows, WARPS, own_forward, own_grad};
+use super::{Attended, GradOperands, GradRows, Mask, Rows, WARPS, own_forward, own_grad};
 use crate::CudaError;
 use crate::call::Call;
 use crate::driver::{ALIGNMENT, Address};
@@ -91,7 +91,7 @@ fn types(call: &Call, wide: bool) -> &'static str {
 }
 
 /// Q, K and V of a block.
-fn inputs(call: &Call, (qkv, kv): (Address, Address), block: &Block) -> [Address; 3] {
+fn inputs(call: &Call, qkv: Address, kv: Address, block: &Block) -> [Address; 3] {
     let bytes = DType::BF16.bytes();
     let values = call.size('u') * call.size('e');
     let (query, key) = (block.query * super::width(call) * bytes, block.key * 2 * values * bytes);
@@ -104,45 +104,56 @@ fn inputs(call: &Call, (qkv, kv): (Address, Address), block: &Block) -> [Address
 /// The operands of the call are as large as its sizes say.
 pub unsafe fn forward(call: Call, wide: bool) -> Result<(), CudaError> {
     let (qkv, kv, parted) = (call.input(0), call.input(1), parted(&call)?);
-    let to = (call.output(0), call.output(1));
-    let mask = (parted.window, call.given(2));
+    let to = Attended { o: call.output(0), lse: call.output(1) };
+    let mask = Mask { window: parted.window, starts: call.given(2) };
     let Some(planned) = call.attention.blocks(call.bound, parted) else {
         // SAFETY: the operands have these sizes.
         return unsafe { own_forward(call, rows(&call, parted, qkv, kv), mask, types(&call, wide), to) };
     };
     let mut room = Room(call.scratch()?);
     let unused = room.take((4 * call.size('b') * call.size('q') * call.size('s')) as u64);
-    let to = (to.0, Some(to.1.unwrap_or(unused)));
+    let to = Attended { lse: Some(to.lse.unwrap_or(unused)), ..to };
     let rest = room.0;
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let mut room = Room(rest);
         let o = room.take((2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
         let (stats, scratch) = (room.take(shape.row_bytes()), room.take(SLACK));
-        let at = Operands { inputs: inputs(&call, (qkv, kv), block), o, lse: stats, scratch, ..Operands::default() };
+        let at = Operands { inputs: inputs(&call, qkv, kv, block), o, lse: stats, scratch, ..Operands::default() };
         let types = if wide { "block_f32" } else { "block_bf16" };
         // SAFETY: the operands have these sizes, and the scratch has room for all.
         unsafe {
             execute(call.stream, shape, plan, &at)?;
-            merge(call, types, to, (o, stats), to, (block.query, block.queries, i == 0))?;
+            let other = Attended { o: Some(o), lse: Some(stats) };
+            let rows = BlockRows { first: block.query, count: block.queries, fresh: i == 0 };
+            merge(call, types, to, other, to, rows)?;
         }
     }
     Ok(())
 }
 
-/// Merges rows of another set of keys into those of `before`: a first row, how many, and whether there is nothing before.
+/// Rows of a block among those of all.
+#[derive(Clone, Copy)]
+struct BlockRows {
+    first: usize,
+    count: usize,
+    /// Whether there is nothing before.
+    fresh: bool,
+}
+
+/// Merges rows of another set of keys into those of `before`.
 unsafe fn merge(
     call: Call,
     types: &str,
-    (o, lse): (Option<Address>, Option<Address>),
-    (other, other_lse): (Address, Address),
-    (to, to_lse): (Option<Address>, Option<Address>),
-    (first, count, fresh): (usize, usize, bool),
+    before: Attended,
+    other: Attended,
+    to: Attended,
+    BlockRows { first, count, fresh }: BlockRows,
 ) -> Result<(), CudaError> {
     let (seq, heads) = (call.size('s'), call.size('q'));
     let e = call.size('h') / heads;
-    let args = args![o, lse, other, other_lse, to, to_lse, seq, heads, e, first, count, fresh];
+    let args = args![before.o, before.lse, other.o, other.lse, to.o, to.lse, seq, heads, e, first, count, fresh];
     let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
-    // SAFETY: the caller vouches.
+    // SAFETY: rows of the block are among the sequence's, which all of these have.
     unsafe { call.plain(("context", &format!("merge_{types}")), grid, 32 * WARPS, args) }
 }
 
@@ -151,10 +162,11 @@ unsafe fn merge(
 /// # Safety
 /// The operands of the call are as large as its sizes say.
 pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
-    let before = (Some(call.input(0)), Some(call.input(1)));
-    let (other, to) = ((call.input(2), call.input(3)), (call.output(0), call.output(1)));
-    // SAFETY: the caller vouches.
-    unsafe { merge(call, "f32", before, other, to, (0, call.size('s'), false)) }
+    let of = |first| Attended { o: Some(call.input(first)), lse: Some(call.input(first + 1)) };
+    let to = Attended { o: call.output(0), lse: call.output(1) };
+    let rows = BlockRows { first: 0, count: call.size('s'), fresh: false };
+    // SAFETY: both inputs and the output are o and log-sum-exps of whole sequences.
+    unsafe { merge(call, "f32", of(0), of(2), to, rows) }
 }
 
 /// dq (in f32 where `wide`) and dkv in f32, from do, qkv, kv, o and log-sum-exps.
@@ -167,11 +179,12 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     let (heads, keys) = (call.size('q') * call.size('e'), 2 * call.size('u') * call.size('e'));
     let parted = parted(&call)?;
     let Some(planned) = call.attention.blocks(call.bound, parted) else {
-        let (mask, scratch) = ((parted.window, call.given(5)), call.scratch()?);
-        let dq = dq.map(|to| (to, heads, types(&call, wide)));
-        let dkv = dkv.map(|to| (to, keys, types(&call, true)));
+        let mask = Mask { window: parted.window, starts: call.given(5) };
+        let operands = GradOperands { dout, o, lse, delta: call.scratch()? };
+        let dq = dq.map(|at| GradRows { at, width: heads, types: types(&call, wide) });
+        let dkv = dkv.map(|at| GradRows { at, width: keys, types: types(&call, true) });
         // SAFETY: the operands have these sizes; the scratch has a number per row.
-        return unsafe { own_grad(call, rows(&call, parted, qkv, kv), mask, (dout, o, lse, scratch), (dq, dkv)) };
+        return unsafe { own_grad(call, rows(&call, parted, qkv, kv), mask, operands, dq, dkv) };
     };
     let (seq, count) = (call.size('s'), blocks::keys(parted, call.bound).1);
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
@@ -179,7 +192,7 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
         let row = (block.query * heads * DType::BF16.bytes()) as u64;
         let values = (call.size('u') * call.size('e') * DType::BF16.bytes()) as u64;
         let operands = Operands {
-            inputs: inputs(&call, (qkv, kv), block),
+            inputs: inputs(&call, qkv, kv, block),
             o: o + row,
             lse: at.stats,
             dout: dout + row,
@@ -191,11 +204,12 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
         let types = if wide { "f32" } else { "bf16" };
         // SAFETY: the operands have these sizes, and the scratch has room for all.
         unsafe {
-            statistics(call, shape, (lse, at.stats), block)?;
+            statistics(call, shape, lse, at.stats, block)?;
             execute(call.stream, shape, plan, &operands)?;
-            let (rows, columns) = ((block.query, block.queries, i == 0), (block.key, block.keys, i == 0));
-            add(call, types, (dq, at.dq), (seq, heads), rows)?;
-            add(call, "f32", (dkv, at.dkv), (count, keys), columns)?;
+            let queries = BlockRows { first: block.query, count: block.queries, fresh: i == 0 };
+            let block_keys = BlockRows { first: block.key, count: block.keys, fresh: i == 0 };
+            add(call, types, dq, at.dq, Matrix { rows: seq, width: heads }, queries)?;
+            add(call, "f32", dkv, at.dkv, Matrix { rows: count, width: keys }, block_keys)?;
         }
     }
     Ok(())
@@ -205,26 +219,35 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
 unsafe fn statistics(
     call: Call,
     shape: &AttentionShape,
-    (from, to): (Address, Address),
+    from: Address,
+    to: Address,
     block: &Block,
 ) -> Result<(), CudaError> {
     let grid = [block.queries.div_ceil(256), shape.batch * shape.heads, 1];
     let args = args![from, to, call.size('s'), block.query, block.queries];
-    // SAFETY: the caller vouches.
+    // SAFETY: the block's queries are among the sequence's, and the scratch has a number for each.
     unsafe { call.plain(("context", "block_statistics"), grid, 256, args) }
 }
 
-/// Adds the rows of a block to those of all: a first row, how many, and whether there is nothing before.
+/// Rows of so many elements.
+#[derive(Clone, Copy)]
+struct Matrix {
+    rows: usize,
+    width: usize,
+}
+
+/// Adds the rows of a block to those of all.
 unsafe fn add(
     call: Call,
     types: &str,
-    (to, block): (Option<Address>, Address),
-    (rows, width): (usize, usize),
-    (first, count, fresh): (usize, usize, bool),
+    to: Option<Address>,
+    block: Address,
+    Matrix { rows, width }: Matrix,
+    BlockRows { first, count, fresh }: BlockRows,
 ) -> Result<(), CudaError> {
     let Some(to) = to else { return Ok(()) };
     let args = args![to, block, rows, width, first, count, fresh];
-    // SAFETY: the caller vouches.
+    // SAFETY: the block's rows are among those of the whole, and the scratch has them.
     unsafe { call.plain(("context", &format!("add_block_{types}")), [rows, call.size('b'), 1], 256, args) }
 }
 

@@ -5,7 +5,7 @@ use super::table::Table;
 use crate::CudaError;
 use crate::call::Call;
 use crate::driver::Address;
-use crate::kernels::args;
+use crate::kernels::{Value, args};
 
 /// Queues what fills a table from where the document of each position starts.
 ///
@@ -13,11 +13,11 @@ use crate::kernels::args;
 /// The addresses of the table and the starts are of the call's arena.
 pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Address) -> Result<(), CudaError> {
     let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
+    let apart = Value::Long(table.apart);
     let heads = shape.heads * shape.e;
     let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
-    let args =
-        args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, table.apart, packed, rows, stats];
-    // SAFETY: the caller vouches.
+    let args = args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, apart, packed, rows, stats];
+    // SAFETY: the table has an entry per document and the starts one per token, by the caller's word.
     unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }
 }
 
@@ -25,15 +25,17 @@ pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Ad
 ///
 /// # Safety
 /// Both have as many elements.
-pub unsafe fn transpose(
-    call: Call,
-    (from, to): (Address, Address),
-    rows: usize,
-    columns: usize,
-) -> Result<(), CudaError> {
+pub unsafe fn transpose(call: Call, from: Address, to: Address, rows: usize, columns: usize) -> Result<(), CudaError> {
     let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
-    // SAFETY: the caller vouches.
+    // SAFETY: a number per row and column is read of the one and written to the other, both of that size by the caller's word.
     unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
+}
+
+/// Elements of packed rows: the first, and how many.
+#[derive(Clone, Copy)]
+pub struct Section {
+    pub first: usize,
+    pub count: usize,
 }
 
 /// Queues a copy of the key heads of a section of packed rows, one for every query head.
@@ -43,11 +45,12 @@ pub unsafe fn transpose(
 pub unsafe fn repeat_heads(
     call: Call,
     shape: &AttentionShape,
-    (packed, rows): (Address, Address),
-    section: (usize, usize),
+    packed: Address,
+    rows: Address,
+    section: Section,
 ) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("repeat_heads", shape.heads * shape.e), (packed, rows), section) }
+    // SAFETY: the contract is this one's, the section is one of the packed rows.
+    unsafe { copy_heads(call, shape, "repeat_heads", shape.heads * shape.e, packed, rows, section) }
 }
 
 /// Queues the way back: what query heads have of one head of the section is added up.
@@ -57,23 +60,26 @@ pub unsafe fn repeat_heads(
 pub unsafe fn sum_heads(
     call: Call,
     shape: &AttentionShape,
-    (rows, packed): (Address, Address),
-    section: (usize, usize),
+    rows: Address,
+    packed: Address,
+    section: Section,
 ) -> Result<(), CudaError> {
-    // SAFETY: the caller vouches.
-    unsafe { copy_heads(call, shape, ("sum_heads", section.1), (rows, packed), section) }
+    // SAFETY: the contract is this one's, the section is one of the packed rows.
+    unsafe { copy_heads(call, shape, "sum_heads", section.count, rows, packed, section) }
 }
 
 unsafe fn copy_heads(
     call: Call,
     shape: &AttentionShape,
-    (kernel, written): (&str, usize),
-    (from, to): (Address, Address),
-    (first, count): (usize, usize),
+    kernel: &str,
+    written: usize,
+    from: Address,
+    to: Address,
+    Section { first, count }: Section,
 ) -> Result<(), CudaError> {
     let (heads, width) = (shape.heads * shape.e, (shape.heads + 2 * shape.kv_heads) * shape.e);
     let packs = shape.batch * shape.seq * written / 8;
     let args = args![from, to, packs, shape.e / 8, count / 8, heads / 8, first / 8, width / 8];
-    // SAFETY: the caller vouches.
+    // SAFETY: packs of the section are read and as many are written, which both have by the callers' words.
     unsafe { call.plain(("documents", kernel), [packs.div_ceil(256), 1, 1], 256, args) }
 }

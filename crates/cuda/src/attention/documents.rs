@@ -1,9 +1,9 @@
 //! Attention with document masks: every document is an entry of cuDNN's batch.
 
-use super::document_kernels;
+use super::document_kernels::{self, Section};
 use super::plans::{AttentionShape, Operands, Ragged, SLACK, execute, scale};
 use super::table::{self, Room, Table};
-use super::{WARPS, keys_seen};
+use super::{GradOperands, GradRows, Mask, WARPS, keys_seen};
 use crate::CudaError;
 use crate::call::Call;
 use crate::cudnn::Plan;
@@ -75,7 +75,8 @@ pub unsafe fn forward(
     call: Call,
     shape: &AttentionShape,
     plan: &Plan,
-    (qkv, o): (Address, Address),
+    qkv: Address,
+    o: Address,
 ) -> Result<(), CudaError> {
     let mut room = Room(call.scratch()?);
     let (scratch, stats, table) = (room.take(SLACK), room.take(shape.row_bytes()), Table::new(shape, &mut room));
@@ -87,7 +88,7 @@ pub unsafe fn forward(
         document_kernels::fill(&table, call, shape, call.input(1))?;
         execute(call.stream, shape, plan, &at)?;
         match call.output(1) {
-            Some(lse) => document_kernels::transpose(call, (stats, lse), shape.seq, shape.heads),
+            Some(lse) => document_kernels::transpose(call, stats, lse, shape.seq, shape.heads),
             None => Ok(()),
         }
     }
@@ -102,26 +103,26 @@ pub unsafe fn forward(
 pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let at = GradScratch::new(shape, &mut Room(call.scratch()?));
-    let sections = sections(shape);
     let (mut inputs, mut gradients) = (shape.packed(qkv), shape.packed(dqkv));
     if let Some([k, v, dk, dv]) = at.heads {
         (inputs[1], inputs[2], gradients[1], gradients[2]) = (k, v, dk, dv);
     }
-    let [_, of_k, of_v] = sections;
+    let (heads, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    let [of_k, of_v] = [heads, heads + kv].map(|first| Section { first, count: kv });
     // SAFETY: the operands have these sizes, and the scratch has room for all.
     unsafe {
         document_kernels::fill(&at.table, call, shape, starts)?;
-        document_kernels::transpose(call, (lse, at.stats), shape.heads, shape.seq)?;
+        document_kernels::transpose(call, lse, at.stats, shape.heads, shape.seq)?;
         if at.heads.is_some() {
-            document_kernels::repeat_heads(call, shape, (qkv, inputs[1]), of_k)?;
-            document_kernels::repeat_heads(call, shape, (qkv, inputs[2]), of_v)?;
+            document_kernels::repeat_heads(call, shape, qkv, inputs[1], of_k)?;
+            document_kernels::repeat_heads(call, shape, qkv, inputs[2], of_v)?;
         }
         let ragged = Some(Ragged { table: at.table, row_sum: at.row_sum });
         let operands = Operands { inputs, o, lse: at.stats, dout, gradients, dq: at.dq, scratch: at.plan, ragged };
         execute(call.stream, shape, plan, &operands)?;
         if at.heads.is_some() {
-            document_kernels::sum_heads(call, shape, (gradients[1], dqkv), of_k)?;
-            document_kernels::sum_heads(call, shape, (gradients[2], dqkv), of_v)?;
+            document_kernels::sum_heads(call, shape, gradients[1], dqkv, of_k)?;
+            document_kernels::sum_heads(call, shape, gradients[2], dqkv, of_v)?;
         }
         match call.attention.deterministic {
             false => Ok(()),
@@ -144,9 +145,10 @@ unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: A
             let (name, grid) = (format!("attention_dq_{e}"), [seq.div_ceil(QUERIES), heads, batch]);
             return call.plain(("attention_dq", &name), grid, 2 * QUERIES, args);
         }
-        let to = Some((dqkv, super::width(&call), call.suffix()));
-        let (mask, reads) = ((shape.window, Some(starts)), (dout, o, lse, delta));
-        super::own_grad(call, super::Rows::packed(&call, qkv), mask, reads, (to, None))
+        let dq = GradRows { at: dqkv, width: super::width(&call), types: call.suffix() };
+        let (mask, operands) =
+            (Mask { window: shape.window, starts: Some(starts) }, GradOperands { dout, o, lse, delta });
+        super::own_grad(call, super::Rows::packed(&call, qkv), mask, operands, Some(dq), None)
     }
 }
 
@@ -154,12 +156,6 @@ unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: A
 const TENSOR_CORE_HEADS: [usize; 4] = [32, 64, 96, 128];
 /// Queries of a block of it.
 const QUERIES: usize = 64;
-
-/// Where Q, K and V are in packed rows: their first elements, and how many.
-fn sections(shape: &AttentionShape) -> [(usize, usize); 3] {
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
-    [(0, q), (q, kv), (q + kv, kv)]
-}
 
 #[cfg(test)]
 mod tests {

@@ -102,7 +102,7 @@ impl Graph {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
-        self.g.ragged((dims, strides), data, place, offsets)
+        self.g.ragged(dims, strides, data, place, offsets)
     }
 
     /// Rows from a sequence to the next, of queries and of keys.
@@ -172,7 +172,7 @@ impl Graph {
         match self.documents {
             None => self.column(Storage::Memory(id)),
             Some(d) => {
-                self.g.ragged(([self.b, h, s, 1], [h * s, 1, h, 1]), Data::Float, Storage::Memory(id), Some(d.stats))
+                self.g.ragged([self.b, h, s, 1], [h * s, 1, h, 1], Data::Float, Storage::Memory(id), Some(d.stats))
             }
         }
     }
@@ -184,7 +184,7 @@ impl Graph {
             Product::Scores => [lengths, lengths, None],
             Product::OverKeys => [lengths, None, lengths],
         };
-        self.g.matmul((a, b), c, sizes)
+        self.g.matmul(a, b, c, sizes)
     }
 
     /// Scores with those of positions behind the end of a document at −∞.
@@ -195,7 +195,7 @@ impl Graph {
         for (index, y) in [row, column].into_iter().zip(&mut inside) {
             self.g.pointwise(Pointwise::Less, (index, Some(lengths), None), *y)?;
         }
-        self.kept(x, (Pointwise::And, inside[0], inside[1]), id::MINUS_INFINITY_PADDING)
+        self.kept(x, Pointwise::And, inside[0], inside[1], id::MINUS_INFINITY_PADDING)
     }
 
     fn scores(&mut self, data: Data) -> Result<TensorId, CudaError> {
@@ -231,14 +231,14 @@ impl Graph {
             return Ok(x);
         }
         let (row, column) = self.indices(x, Data::Float)?;
-        let earlier = self.kept(x, (Pointwise::GreaterEqual, row, column), id::MINUS_INFINITY)?;
+        let earlier = self.kept(x, Pointwise::GreaterEqual, row, column, id::MINUS_INFINITY)?;
         if !self.window {
             return Ok(earlier);
         }
         let (row, column) = self.indices(earlier, Data::Float)?;
         let window = self.g.value(id::WINDOW)?;
         let end = self.binary(Pointwise::Add, column, window)?;
-        self.kept(earlier, (Pointwise::Greater, end, row), id::MINUS_INFINITY_BEFORE)
+        self.kept(earlier, Pointwise::Greater, end, row, id::MINUS_INFINITY_BEFORE)
     }
 
     /// The query and the key of each score.
@@ -253,7 +253,9 @@ impl Graph {
     fn kept(
         &mut self,
         x: TensorId,
-        (mode, a, b): (Pointwise, TensorId, TensorId),
+        mode: Pointwise,
+        a: TensorId,
+        b: TensorId,
         minus_infinity: i64,
     ) -> Result<TensorId, CudaError> {
         let sees = self.scores(Data::Boolean)?;

@@ -4,16 +4,15 @@ use super::blocks::{self, Block};
 use super::graph::{self, id};
 use super::table::Table;
 use crate::CudaError;
-use crate::cudnn::Plan;
-use crate::driver::{ALIGNMENT, Address, Memory, Stream};
-use crate::gpu::Gpu;
+use crate::cudnn::{Cudnn, Plan};
+use crate::driver::{ALIGNMENT, Address, Device, Memory, Stream};
 use crate::matmul::fill_random;
 use lockstep_exec::Note;
 use lockstep_exec::bound::Bound;
 use lockstep_ir::blocks::PartedAttention;
 use lockstep_ir::{DType, Op, Workspace, units};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// What a plan may ask for besides what grows with the shape.
 pub(crate) const SLACK: u64 = 1 << 20;
@@ -153,45 +152,57 @@ struct Made {
 }
 
 /// Plans that all programs on a device share, each made once.
-#[derive(Default)]
-pub struct Shared(Mutex<HashMap<AttentionShape, Arc<Made>>>);
+pub struct SharedPlans {
+    device: Arc<Device>,
+    cudnn: OnceLock<Result<Cudnn, CudaError>>,
+    made: Mutex<HashMap<AttentionShape, Arc<Made>>>,
+}
 
-impl Shared {
-    fn get(&self, gpu: &Gpu, shape: AttentionShape) -> Result<Arc<Made>, CudaError> {
+impl SharedPlans {
+    /// None yet.
+    pub fn new(device: &Arc<Device>) -> Self {
+        Self { device: device.clone(), cudnn: OnceLock::new(), made: Mutex::default() }
+    }
+
+    fn cudnn(&self) -> Result<&Cudnn, CudaError> {
+        self.cudnn.get_or_init(|| Cudnn::open(&self.device)).as_ref().map_err(Clone::clone)
+    }
+
+    fn get(&self, shape: AttentionShape) -> Result<Arc<Made>, CudaError> {
         // Held while plans are timed: two at once would time each other.
-        let mut made = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let mut made = self.made.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(made) = made.get(&shape) {
             return Ok(made.clone());
         }
-        let plan = make(gpu, &shape)?;
-        let cost = (shape.backward && shape.deterministic).then(|| cost(gpu, &shape, &plan));
+        let plan = make(self, &shape)?;
+        let cost = (shape.backward && shape.deterministic).then(|| cost(self, &shape, &plan));
         Ok(made.entry(shape).or_insert(Arc::new(Made { plan, cost })).clone())
     }
 }
 
-fn make(gpu: &Gpu, shape: &AttentionShape) -> Result<Plan, CudaError> {
-    let graph = graph::build(gpu.cudnn()?, shape)?;
+fn make(shared: &SharedPlans, shape: &AttentionShape) -> Result<Plan, CudaError> {
+    let graph = graph::build(shared.cudnn()?, shape)?;
     let key = format!("attention {shape:?}");
     // Plans of documents are made while a program runs too: the library's order counts.
     match shape.deterministic || shape.documents.is_some() {
         true => graph.plan(&key, shape.most_scratch(), None),
         false => {
             // Where there is no room to try, the library's order counts.
-            let time = |plan: &Plan| trial(gpu, shape, plan);
+            let time = |plan: &Plan| trial(shared, shape, plan);
             graph.plan(&key, shape.most_scratch(), Some(&time))
         }
     }
 }
 
 /// What a deterministic backward pass costs against the usual one.
-fn cost(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> String {
+fn cost(shared: &SharedPlans, shape: &AttentionShape, plan: &Plan) -> String {
     let usual = AttentionShape { deterministic: false, ..*shape };
     let [here, there] = [shape, &usual].map(|s| s.most_scratch() + s.dq_bytes());
     let scratch = match here >= there {
         true => format!("{} more scratch", units::bytes(here - there)),
         false => format!("{} less scratch", units::bytes(there - here)),
     };
-    let time = || Some((trial(gpu, shape, plan).ok()??, trial(gpu, &usual, &make(gpu, &usual).ok()?).ok()??));
+    let time = || Some((trial(shared, shape, plan).ok()??, trial(shared, &usual, &make(shared, &usual).ok()?).ok()??));
     match time() {
         Some((here, there)) => format!(
             "deterministic: attention's backward takes {:.2} ms instead of {:.2} ms per layer and micro-batch, with {scratch}",
@@ -219,33 +230,33 @@ pub struct Plans {
 
 impl Plans {
     /// Makes plans for all instructions that cuDNN takes.
-    pub fn new<'a>(gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>, deterministic: bool) -> Self {
+    pub fn new<'a>(shared: &SharedPlans, bounds: impl Iterator<Item = &'a Bound>, deterministic: bool) -> Self {
         let documents = Some(FIRST_DOCUMENTS);
         let mut plans = Self { plans: HashMap::new(), deterministic, documents, notes: Vec::new() };
-        plans.make(gpu, bounds);
+        plans.make(shared, bounds);
         plans
     }
 
-    fn make<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>) {
+    fn make<'a>(&mut self, shared: &SharedPlans, bounds: impl Iterator<Item = &'a Bound>) {
         for bound in bounds {
             if let Op::Attention { .. } | Op::AttentionGrad { .. } = bound.op {
-                self.want(gpu, AttentionShape::of(bound, self.deterministic, self.documents), IN_ONE);
+                self.want(shared, AttentionShape::of(bound, self.deterministic, self.documents), IN_ONE);
             }
             if let Some(parted) = PartedAttention::of(&bound.op) {
                 match self.shapes(bound, parted) {
-                    None => self.want(gpu, None, IN_BLOCKS),
-                    Some(shapes) => shapes.into_iter().for_each(|(_, shape)| self.want(gpu, Some(shape), IN_BLOCKS)),
+                    None => self.want(shared, None, IN_BLOCKS),
+                    Some(shapes) => shapes.into_iter().for_each(|(_, shape)| self.want(shared, Some(shape), IN_BLOCKS)),
                 }
             }
         }
     }
 
     /// Makes the plan of a shape; `when` says when cuDNN has none.
-    fn want(&mut self, gpu: &Gpu, shape: Option<AttentionShape>, when: &str) {
+    fn want(&mut self, shared: &SharedPlans, shape: Option<AttentionShape>, when: &str) {
         let note = match shape {
             None => Some(slow(when)),
             Some(shape) if self.plans.contains_key(&shape) => None,
-            Some(shape) => self.add(gpu, shape),
+            Some(shape) => self.add(shared, shape),
         };
         self.notes.extend(note.filter(|n| !self.notes.contains(n)));
     }
@@ -274,15 +285,15 @@ impl Plans {
     }
 
     /// Makes plans for micro-batches of so many documents.
-    pub fn fit<'a>(&mut self, gpu: &Gpu, bounds: impl Iterator<Item = &'a Bound>, documents: Option<usize>) {
+    pub fn fit<'a>(&mut self, shared: &SharedPlans, bounds: impl Iterator<Item = &'a Bound>, documents: Option<usize>) {
         self.documents = documents.map(|most| most.next_power_of_two().max(FIRST_DOCUMENTS));
         if self.documents.is_some() {
-            self.make(gpu, bounds);
+            self.make(shared, bounds);
         }
     }
 
-    fn add(&mut self, gpu: &Gpu, shape: AttentionShape) -> Option<Note> {
-        let made = gpu.attention.get(gpu, shape);
+    fn add(&mut self, shared: &SharedPlans, shape: AttentionShape) -> Option<Note> {
+        let made = shared.get(shape);
         self.plans.insert(shape, made.as_ref().ok().cloned());
         match made {
             Ok(made) => made.cost.clone().map(Note::Cost),
@@ -364,20 +375,20 @@ pub unsafe fn execute(stream: &Stream, shape: &AttentionShape, plan: &Plan, at: 
         operands.extend(shape.backward.then_some((id::ROW_SUM, ragged.row_sum)));
         values.push((id::MINUS_INFINITY_PADDING, f32::NEG_INFINITY));
     }
-    // SAFETY: the caller vouches.
+    // SAFETY: the plan is of this shape, which the operands have by the caller's word.
     unsafe { plan.execute(stream, &operands, &values, at.scratch) }
 }
 
 /// Seconds that a plan takes on random numbers, if there is room.
-fn trial(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
-    match seconds(gpu, shape, plan) {
+fn trial(shared: &SharedPlans, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+    match seconds(shared, shape, plan) {
         // What is counted as free cannot always be had.
         Err(CudaError::OutOfMemory) => Ok(None),
         tried => tried,
     }
 }
 
-fn seconds(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
+fn seconds(shared: &SharedPlans, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     const TIMES: usize = 3;
     let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
     let (queries, keys) = shape.parts.map_or((shape.seq, shape.seq), |parts| parts.rows);
@@ -385,10 +396,10 @@ fn seconds(gpu: &Gpu, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>
     let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
     let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
     let sizes = sizes.map(|s| s.next_multiple_of(ALIGNMENT));
-    if gpu.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {
+    if shared.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {
         return Ok(None);
     }
-    let (memory, stream) = (Memory::new(&gpu.device, sizes.iter().sum())?, Stream::new(&gpu.device)?);
+    let (memory, stream) = (Memory::new(&shared.device, sizes.iter().sum())?, Stream::new(&shared.device)?);
     fill_random(&stream, memory.base, memory.bytes)?;
     let mut next = memory.base;
     let [qkv, o, lse, dout, dqkv, dq, scratch] = sizes.map(|size| {

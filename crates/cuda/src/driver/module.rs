@@ -7,20 +7,20 @@ use std::ffi::{CString, c_int, c_uint, c_void};
 
 /// Loaded machine code. It stays loaded as long as the process lives.
 #[derive(Clone, Copy)]
-pub struct Module(Handle);
+pub struct Module(Code);
 
 /// A kernel.
 #[derive(Clone, Copy)]
-pub struct Function(Handle);
+pub struct Function(Code);
 
-// SAFETY: handles of code, which never changes.
-unsafe impl Send for Function {}
-// SAFETY: as above.
-unsafe impl Sync for Function {}
-// SAFETY: as above.
-unsafe impl Send for Module {}
-// SAFETY: as above.
-unsafe impl Sync for Module {}
+/// A handle of code, which never changes.
+#[derive(Clone, Copy)]
+struct Code(Handle);
+
+// SAFETY: the driver takes handles of any thread, and nobody changes the code.
+unsafe impl Send for Code {}
+// SAFETY: reading a handle changes nothing.
+unsafe impl Sync for Code {}
 
 impl Module {
     /// Loads machine code.
@@ -30,7 +30,7 @@ impl Module {
         // SAFETY: the code is a whole cubin.
         let status = unsafe { (device.driver.module_load)(&mut module, code.as_ptr().cast()) };
         device.driver.check("cuModuleLoadData", status)?;
-        Ok(Self(module))
+        Ok(Self(Code(module)))
     }
 
     /// The kernel of this name.
@@ -38,12 +38,12 @@ impl Module {
         let text = CString::new(name).map_err(|_| CudaError::Internal(format!("kernel name {name:?}")))?;
         let mut function = std::ptr::null_mut();
         // SAFETY: the module is loaded; the text ends with a zero.
-        let status = unsafe { (device.driver.module_function)(&mut function, self.0, text.as_ptr()) };
+        let status = unsafe { (device.driver.module_function)(&mut function, self.0.0, text.as_ptr()) };
         device
             .driver
             .check("cuModuleGetFunction", status)
             .map_err(|e| if e.lost() { e } else { CudaError::Internal(format!("kernel {name}: {e}")) })?;
-        Ok(Function(function))
+        Ok(Function(Code(function)))
     }
 }
 
@@ -65,13 +65,13 @@ impl Function {
         let [x, y, z] = grid;
         if shared > 0 {
             // SAFETY: the function is loaded.
-            let status = unsafe { (driver.function_attribute)(self.0, MOST_DYNAMIC_SHARED, shared as c_int) };
+            let status = unsafe { (driver.function_attribute)(self.0.0, MOST_DYNAMIC_SHARED, shared as c_int) };
             driver.check("cuFuncSetAttribute", status)?;
         }
-        // SAFETY: the caller vouches.
+        // SAFETY: the function is loaded and the stream open; the arguments are its own by the caller's word.
         let status = unsafe {
             (driver.launch)(
-                self.0,
+                self.0.0,
                 x,
                 y,
                 z,

@@ -52,8 +52,7 @@ impl Pinned {
         device.enter()?;
         let mut data = std::ptr::null_mut();
         let room = bytes.max(1);
-        // SAFETY: the address is valid for the call.
-        device.driver.check("cuMemHostAlloc", unsafe { (device.driver.host_alloc)(&mut data, room, 0) })?;
+        device.driver.check("cuMemHostAlloc", (device.driver.host_alloc)(&mut data, room, 0))?;
         Ok(of(data, room))
     }
 

@@ -43,8 +43,7 @@ impl Stream {
         const NON_BLOCKING: c_uint = 1;
         device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        let status = unsafe { (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int) };
+        let status = (device.driver.stream_create)(&mut handle, NON_BLOCKING, priority as c_int);
         device.driver.check("cuStreamCreate", status)?;
         Ok(Self { device: device.clone(), handle })
     }
@@ -75,7 +74,7 @@ impl Stream {
     /// # Safety
     /// `to` has room for the data; pinned data stay as they are until the copy is done.
     pub unsafe fn to_device(&self, to: Address, data: &[u8]) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the slice is as long as is said, and `to` has that room by the caller's word.
         let status = unsafe { (self.device.driver.copy_to_device)(to, data.as_ptr().cast(), data.len(), self.handle) };
         self.device.driver.check("cuMemcpyHtoDAsync", status)
     }
@@ -85,7 +84,7 @@ impl Stream {
     /// # Safety
     /// `from` has as many bytes as `data`, which is not touched until the copy is done.
     pub unsafe fn to_host(&self, data: &mut [u8], from: Address) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the slice is as long as is said, and `from` has as many bytes by the caller's word.
         let status =
             unsafe { (self.device.driver.copy_to_host)(data.as_mut_ptr().cast(), from, data.len(), self.handle) };
         self.device.driver.check("cuMemcpyDtoHAsync", status)
@@ -96,7 +95,7 @@ impl Stream {
     /// # Safety
     /// Both ranges exist and do not overlap.
     pub unsafe fn copy(&self, to: Address, from: Address, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the ranges exist and are apart by the caller's word.
         self.device
             .driver
             .check("cuMemcpyDtoDAsync", unsafe { (self.device.driver.copy)(to, from, bytes, self.handle) })
@@ -107,7 +106,7 @@ impl Stream {
     /// # Safety
     /// The range exists.
     pub unsafe fn fill(&self, at: Address, byte: u8, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller vouches.
+        // SAFETY: the range exists by the caller's word.
         self.device
             .driver
             .check("cuMemsetD8Async", unsafe { (self.device.driver.set_bytes)(at, byte, bytes, self.handle) })
@@ -236,8 +235,7 @@ impl Event {
     fn with_flags(device: &Arc<Device>, flags: c_uint) -> Result<Self, CudaError> {
         device.enter()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the address is valid for the call.
-        device.driver.check("cuEventCreate", unsafe { (device.driver.event_create)(&mut handle, flags) })?;
+        device.driver.check("cuEventCreate", (device.driver.event_create)(&mut handle, flags))?;
         Ok(Self { device: device.clone(), handle })
     }
 

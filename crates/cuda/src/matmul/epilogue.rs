@@ -114,7 +114,7 @@ impl Matmul {
         let placed = self.place(&described, shape.epilogue, beside);
         let called = placed.and_then(|()| {
             let operands = (second, first, to);
-            // SAFETY: the caller vouches.
+            // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
             unsafe { self.call(&described, &plan.algorithm, stream, operands, to, 0.0, scratch) }
         });
         // SAFETY: made above.
@@ -136,8 +136,7 @@ impl Matmul {
             return Ok(*worth);
         }
         self.device.enter()?;
-        // SAFETY: it takes nothing.
-        let version = unsafe { (self.lt.version)() };
+        let version = (self.lt.version)();
         let key = format!("{} {} {version} {shape:?}", self.device.name, self.device.processors);
         let worth = match cache::get("epilogue", &key) {
             Some(kept) => possible(if kept == [1] { self.prepared(shape) } else { Ok(false) })?.unwrap_or(false),

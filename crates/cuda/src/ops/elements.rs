@@ -4,7 +4,7 @@ use super::norm::add_shares;
 use super::pointwise::{Positions, in_parts, over_rows};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
-use crate::kernels::args;
+use crate::kernels::{Value, args};
 use lockstep_ir::counter;
 
 pub unsafe fn add_bias(call: Call) -> Result<(), CudaError> {
@@ -107,7 +107,7 @@ pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError>
     let [first, count, then] = call.span();
     let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
     let (x, keys, d, seq) = (call.input(0), call.input(1), call.size('d'), call.size('s'));
-    let args = args![x, keys, y, d, seq, first, count, then, site, below, scale];
+    let args = args![x, keys, y, d, seq, first, count, then, Value::Long(site), below, scale];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }
 }

@@ -4,7 +4,7 @@ use super::experts::Sorted;
 use crate::CudaError;
 use crate::call::{Call, sum_kind};
 use crate::driver::Address;
-use crate::kernels::{Value, args};
+use crate::kernels::{Block, Value, args};
 use crate::tensor_map::TensorMap;
 use lockstep_ir::DType;
 
@@ -93,5 +93,7 @@ unsafe fn launch(call: Call, name: &str, maps: [TensorMap; 2], args: &[Value]) -
     let grid = [call.kernels.processors() / 2 * 2, 1, 1];
     let (kernel, maps) = (("grouped", name), maps.map(|map| map.words));
     // SAFETY: the caller vouches.
-    unsafe { call.kernels.launch_with(call.stream, kernel, grid, (THREADS, SHARED), Some(maps.as_flattened()), args) }
+    unsafe {
+        call.on().launch_with(kernel, grid, Block { threads: THREADS, shared: SHARED }, Some(maps.as_flattened()), args)
+    }
 }

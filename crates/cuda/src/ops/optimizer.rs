@@ -2,7 +2,7 @@
 
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix, sum_kind};
-use crate::kernels::{Value, args};
+use crate::kernels::{Block, Value, args};
 use lockstep_ir::squares::LIMBS;
 use lockstep_ir::{DType, Op};
 
@@ -79,14 +79,8 @@ impl<const WORDS: usize> Many<WORDS> {
         let grid = [self.blocks, 1, 1];
         // SAFETY: the caller vouches.
         unsafe {
-            call.kernels.launch_with(
-                call.stream,
-                ("optimizer", name),
-                grid,
-                (THREADS, 0),
-                Some(&self.words()),
-                args,
-            )?;
+            let block = Block { threads: THREADS, shared: 0 };
+            call.on().launch_with(("optimizer", name), grid, block, Some(&self.words()), args)?;
         }
         *self = Self::new();
         Ok(())

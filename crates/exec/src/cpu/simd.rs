@@ -62,7 +62,7 @@ impl Simd {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512bw");
             if has_512 && is_x86_feature_detected!("fma") {
-                return if super::gemm::has_amx() { Simd::Amx } else { Simd::Avx512 };
+                return if has_amx() { Simd::Amx } else { Simd::Avx512 };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
                 return Simd::Avx2;
@@ -70,6 +70,21 @@ impl Simd {
         }
         Simd::Portable
     }
+}
+
+/// Whether this machine has AMX for bf16 and the system lets us use it.
+#[cfg(target_arch = "x86_64")]
+fn has_amx() -> bool {
+    use std::sync::OnceLock;
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| {
+        let leaf = std::arch::x86_64::__cpuid_count(7, 0);
+        let (tile, bf16) = (leaf.edx >> 24 & 1 == 1, leaf.edx >> 22 & 1 == 1);
+        const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+        // SAFETY: asks the kernel for the use of tile registers by this process; touches no memory.
+        tile && bf16 && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+    })
 }
 
 /// The environment asks for a vector path that cannot be taken.

@@ -1,11 +1,12 @@
 //! The search itself: a queue of what may be among the fastest, each looked at more closely in its turn.
 
+use super::LayoutChoice;
 use super::bound::{Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts};
 use super::budget::MOST_TIGHT;
 use super::proxy::{LayerCosts, layer_costs, small_policy};
 use super::queue::{Entry, Node};
 use super::simple::simplest;
-use super::space::{Data, LayoutChoice, Pipe, Space, Split};
+use super::space::{Data, Pipe, Space, Split};
 use super::tally::Tally;
 use super::whole::exact;
 use super::{RankedLayout, SearchRequest, SearchResult};

@@ -1,7 +1,8 @@
 //! How long a step takes at least, and how many bytes it needs at least: formulas over what a layer costs.
 
+use super::LayoutChoice;
 use super::proxy::{LayerCosts, Linear};
-use super::space::{Data, LayoutChoice, Pipe, Split};
+use super::space::{Data, Pipe, Split};
 use lockstep_compile::SEND_BUFFER_COPIES;
 use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
 use lockstep_ir::{Axes, Collective, Layout, MeshAxis};

@@ -1,7 +1,7 @@
 //! What a layer, the embedding and the output head cost under a choice: read off a small program of five layers on four stages, which
 //! takes a few milliseconds to compile. Stages of any number of layers are composed of it.
 
-use super::space::LayoutChoice;
+use super::LayoutChoice;
 use crate::plan::{prepare, settle_policy};
 use crate::{PlanError, SearchRequest};
 use lockstep_compile::Estimator;

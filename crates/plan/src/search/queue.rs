@@ -1,6 +1,6 @@
 //! What may still be among the fastest, by the least that it takes.
 
-use super::space::LayoutChoice;
+use super::LayoutChoice;
 use std::cmp::Ordering;
 
 /// By how much a formula, or an estimate, may be above the simulated time.

@@ -1,61 +1,11 @@
 //! What may be chosen: the axes of the search, and the values that fit a model, a batch and a number of GPUs.
 
-use super::{SearchRequest, Trainer};
+use super::{LayoutChoice, SearchRequest, Trainer};
 use crate::NoLayout;
 use lockstep_config::{Bytes, Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::schedule::PipeRank;
-use lockstep_ir::units::{self, counted, thousands};
+use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
-
-/// One choice of everything that a search decides. Prints as `dp=64 zero=1 tp=8 sp, micro-batch 2, recompute full`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct LayoutChoice {
-    /// How the work is split.
-    pub layout: Layout,
-    /// Sequences that a rank computes at once.
-    pub micro_batch: usize,
-    /// What backward recomputes.
-    pub recompute: RecomputePolicy,
-    /// Bytes that the arena of a rank may have, under the budget policy.
-    pub budget: Option<u64>,
-    /// What gradients are accumulated in.
-    pub gradients: GradientPrecision,
-}
-
-impl LayoutChoice {
-    /// The choice that a config has made.
-    pub fn of(config: &Config) -> Self {
-        Self {
-            layout: config.layout(),
-            micro_batch: config.train.micro_batch,
-            recompute: config.recompute.policy,
-            budget: config.recompute.budget.map(|Bytes(bytes)| bytes),
-            gradients: config.precision.gradients,
-        }
-    }
-
-    /// The run that a config describes, by this choice.
-    pub fn config(&self, config: &Config) -> Config {
-        let mut config = config.at(&self.layout);
-        config.train.micro_batch = self.micro_batch;
-        (config.recompute.policy, config.recompute.budget) = (self.recompute, self.budget.map(Bytes));
-        config.precision.gradients = self.gradients;
-        config
-    }
-}
-
-impl std::fmt::Display for LayoutChoice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}, micro-batch {}, recompute {}", self.layout, self.micro_batch, self.recompute)?;
-        if let Some(bytes) = self.budget {
-            write!(f, " of {}", units::bytes(bytes))?;
-        }
-        match self.gradients {
-            GradientPrecision::Fp32 => Ok(()),
-            GradientPrecision::Bf16 => f.write_str(", bf16 gradients"),
-        }
-    }
-}
 
 /// How the ranks of a stage split a sequence, the matrices and the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,21 +1,10 @@
 //! Layers as recomputation sees them: which are alike, what backward reads of each, what leaves it.
 
-use super::{Recompute, Recomputed};
 use crate::passes::fuse;
+use crate::settings::{Candidate, Recompute, Recomputed};
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// A value that the layers of a kind may save or recompute.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Candidate {
-    /// The kind of layer: kinds are counted in order of their first layer.
-    pub kind: usize,
-    /// Which of the layer's forward nodes makes it.
-    pub node: usize,
-    /// Which output it is.
-    pub output: usize,
-}
 
 /// The layers of a graph with a backward pass.
 #[derive(Clone, Debug)]

@@ -22,17 +22,20 @@ mod mpi;
 mod over;
 mod secret;
 mod sockets;
+mod start;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod wire;
 
 pub use board::Board;
 pub use conformance::conform;
-pub use join::{JoinError, Member, Start, Waiting, end_early, host, host_at, join};
+pub use join::{end_early, host_at, join};
 pub use measure::{Link, measure_link};
 pub use mpi::{MpiLibrary, end as end_mpi};
 pub use over::Over;
 pub use secret::JobSecret;
+pub use start::{JoinError, Member, Start, Waiting, host};
 
 use crate::comm::peers::Peers;
 use crate::comm::{
@@ -45,22 +48,11 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use transport::Transport;
 use wire::Writer;
 
 /// How often a thread that waits looks after the transport before it sleeps.
 const LOOKS: usize = 200;
-
-/// Moves frames between processes. What comes in goes to the inbox that it was made with.
-trait Transport: Send + Sync {
-    /// Sends a frame, and returns when its bytes may be changed, or when `goes_on` says no. Frames of one stream to one rank
-    /// arrive in order, and before one of [`Stream::LEFT`] that is sent after them. The error says why the rank cannot be reached.
-    fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String>;
-
-    /// Moves what can be moved, where that takes somebody to do it: says whether it does.
-    fn progress(&self) -> bool {
-        false
-    }
-}
 
 /// One rank that is this process.
 pub struct ProcessCommunicator {

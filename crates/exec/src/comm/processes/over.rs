@@ -4,8 +4,8 @@
 //! went well, and hear what it is in the end.
 
 use super::inbox::Inbox;
-use super::join::{JoinError, Member, REFUSAL, Start};
 use super::mpi::{self, Mpi};
+use super::start::{JoinError, Member, REFUSAL, Start};
 use super::wire::{Reader, Writer, read_note, write_note};
 use std::net::TcpStream;
 use std::sync::Arc;

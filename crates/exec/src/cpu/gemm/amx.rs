@@ -16,27 +16,6 @@ pub const K: usize = 32;
 /// Words of 32 bits (pairs of k) in a packed panel per step of `K`.
 const STEP: usize = NR * K / 2;
 
-/// Whether this machine has AMX for bf16 and the system lets us use it.
-#[cfg(target_arch = "x86_64")]
-pub fn available() -> bool {
-    use std::sync::OnceLock;
-    static AVAILABLE: OnceLock<bool> = OnceLock::new();
-    *AVAILABLE.get_or_init(|| {
-        let leaf = std::arch::x86_64::__cpuid_count(7, 0);
-        let (tile, bf16) = (leaf.edx >> 24 & 1 == 1, leaf.edx >> 22 & 1 == 1);
-        const ARCH_REQ_XCOMP_PERM: libc::c_int = 0x1023;
-        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-        // SAFETY: asks the kernel for the use of tile registers by this process; touches no memory.
-        tile && bf16 && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
-    })
-}
-
-/// Other machines have no AMX.
-#[cfg(not(target_arch = "x86_64"))]
-pub fn available() -> bool {
-    false
-}
-
 /// Packs `width` columns of B (at most `NR`), `depth` deep: for each step of `K` two registers, what is missing as zeros.
 pub unsafe fn pack_b(b: Matrix<Bf16>, width: usize, depth: usize, to: *mut u32) {
     // SAFETY: the caller vouches for `depth` × `width` elements of B and a panel behind `to`.
@@ -228,14 +207,14 @@ fn configure() {
         }
         Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
     };
-    // SAFETY: reads 64 bytes; `available` has seen AMX.
+    // SAFETY: reads 64 bytes; `Simd::detect` has seen AMX.
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, readonly)) };
 }
 
 /// Gives the tile registers back, so that the system need not save them.
 #[cfg(target_arch = "x86_64")]
 fn release() {
-    // SAFETY: touches tile registers only; `available` has seen AMX.
+    // SAFETY: touches tile registers only; `Simd::detect` has seen AMX.
     unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
 }
 

@@ -12,7 +12,6 @@ mod packed;
 mod transpose;
 mod vector;
 
-pub use amx::available as has_amx;
 pub use packed::{K_STEP, Packed, Unit, multiply, pack_a, pack_b, put_a_line, put_b_pair};
 pub use transpose::transpose;
 

@@ -1,0 +1,164 @@
+//! What was chosen for a run, as the passes see it: the device, the layout, the optimizer, types, recomputation.
+
+use lockstep_ir::{DType, DeviceProfile, Layout};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What passes may look at besides the graph.
+#[derive(Clone, Debug)]
+pub struct Context {
+    /// The device that will run the program.
+    pub device: DeviceProfile,
+    /// What was chosen for the run.
+    pub layout: Layout,
+    /// Layers of every virtual stage; stages as equal in FLOPs as can be where it is empty.
+    pub stages: Vec<usize>,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// Types of parameters, activations and gradient sums.
+    pub precision: Precision,
+    /// What is recomputed in backward.
+    pub recompute: Recompute,
+    /// What steps do besides.
+    pub steps: Steps,
+}
+
+/// What the steps of a run do besides computing gradients and moving parameters.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Steps {
+    /// Micro-batches of steps smaller than those of the layout: each size is an entry of the same program.
+    pub smaller: Vec<usize>,
+    /// Whether the gradients of the first micro-batch are measured, to tell noise from signal.
+    pub noise_scale: bool,
+    /// Whether a step whose loss or gradient norm is beyond [`StepLimits`](lockstep_ir::StepLimits) changes nothing.
+    pub limits: bool,
+    /// Whether evaluation says of every target whether greedy decoding misses it: [`MISSES`](crate::MISSES).
+    pub misses: bool,
+}
+
+/// The optimizer: update rules, parameter groups and clipping.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Optimizer {
+    /// By which rule.
+    pub rule: Rule,
+    /// Decoupled weight decay, for the parameters that ask for it.
+    pub decay: f32,
+    /// Parameters with other numbers, by the names of their values.
+    pub groups: BTreeMap<String, ParameterGroup>,
+}
+
+/// Numbers of some parameters.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ParameterGroup {
+    /// Times the learning rate.
+    pub lr_scale: f32,
+    /// Weight decay; `None` as without a group.
+    pub decay: Option<f32>,
+}
+
+/// An update rule with its constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Adam with decoupled decay.
+    AdamW(AdamW),
+    /// The sign of a mixture of moment and gradient.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+    },
+    /// Gradient descent with momentum.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Orthogonalised momentum for matrices of layers, section by section.
+    Muon {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// For all other parameters.
+        rest: AdamW,
+    },
+}
+
+impl Optimizer {
+    /// AdamW for all parameters.
+    pub fn adamw(adamw: AdamW, decay: f32) -> Self {
+        Self { rule: Rule::AdamW(adamw), decay, groups: BTreeMap::new() }
+    }
+}
+
+/// AdamW's constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+}
+
+/// Which types a run stores and sums in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Precision {
+    /// Type of parameters and activations: `f32`, `bf16` or `f16`.
+    pub compute: DType,
+    /// Type of gradient sums: `f32`, `bf16`, or `fixed64` for sums that do not depend on their order.
+    pub gradients: DType,
+}
+
+impl Precision {
+    /// Everything in f32.
+    pub const FP32: Precision = Precision { compute: DType::F32, gradients: DType::F32 };
+}
+
+/// What is recomputed in backward.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Recompute {
+    /// Nothing: everything that backward reads is saved.
+    #[default]
+    None,
+    /// What the op table calls cheap: norms and activation functions, which cost no matmul, and the weights of naive
+    /// attention, which cost one and are large.
+    Selective,
+    /// All of a layer but what enters it.
+    Full,
+    /// All of so many layers but what enters the first.
+    Every(usize),
+    /// As `Every`, with the square root of the number of layers.
+    Sqrt,
+    /// What these ops make, by their names.
+    Ops(Vec<String>),
+    /// Exactly these values of the layers of each kind.
+    Values(Recomputed),
+}
+
+/// Values that layers recompute.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recomputed {
+    /// So many layers of every pipeline stage, from its first on, recompute `by_first`; the others recompute `by_rest`.
+    pub first: usize,
+    /// By the first layers.
+    pub by_first: BTreeSet<Candidate>,
+    /// By the others.
+    pub by_rest: BTreeSet<Candidate>,
+}
+
+impl Recomputed {
+    /// The same by all layers.
+    pub fn by_all(values: BTreeSet<Candidate>) -> Self {
+        Self { by_rest: values, ..Self::default() }
+    }
+}
+
+/// A value that the layers of a kind may save or recompute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Candidate {
+    /// The kind of layer: kinds are counted in order of their first layer.
+    pub kind: usize,
+    /// Which of the layer's forward nodes makes it.
+    pub node: usize,
+    /// Which output it is.
+    pub output: usize,
+}

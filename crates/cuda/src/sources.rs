@@ -1,0 +1,42 @@
+//! The sources of kernels, and their compilation.
+
+use crate::{CudaError, nvrtc};
+
+/// What every source begins with.
+pub const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
+
+/// All sources, by name.
+pub const SOURCES: [(&str, &str); 19] = [
+    ("attention", include_str!("../kernels/attention.cu")),
+    ("attention_dq", include_str!("../kernels/attention_dq.cu")),
+    ("collectives", include_str!("../kernels/collectives.cu")),
+    ("context", include_str!("../kernels/context.cu")),
+    ("documents", include_str!("../kernels/documents.cu")),
+    ("elements", include_str!("../kernels/elements.cu")),
+    ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
+    ("experts", include_str!("../kernels/experts.cu")),
+    ("grouped", include_str!("../kernels/grouped.cu")),
+    ("loss", include_str!("../kernels/loss.cu")),
+    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
+    ("naive", include_str!("../kernels/naive.cu")),
+    ("norm", include_str!("../kernels/norm.cu")),
+    ("numbers", include_str!("../kernels/numbers.cu")),
+    ("optimizer", include_str!("../kernels/optimizer.cu")),
+    ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("router", include_str!("../kernels/router.cu")),
+    ("sections", include_str!("../kernels/sections.cu")),
+    ("sums", include_str!("../kernels/sums.cu")),
+];
+
+/// Compiles every kernel for a compute capability, and gives the bytes of machine code of each source. Needs no device.
+pub fn compile_all(capability: u32) -> Result<Vec<(&'static str, Vec<u8>)>, CudaError> {
+    let compile = |(name, source): (&'static str, &'static str)| {
+        Ok((name, nvrtc::cubin(name, &format!("{COMMON}{source}"), capability)?))
+    };
+    // They do not depend on each other, and what is not cached takes a second or two each.
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = SOURCES.map(|s| scope.spawn(move || compile(s))).into_iter().collect();
+        let lost = |_| Err(CudaError::Internal("the compiler of kernels stopped".into()));
+        threads.into_iter().map(|t| t.join().unwrap_or_else(lost)).collect()
+    })
+}
