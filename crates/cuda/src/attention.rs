@@ -20,7 +20,7 @@ use plans::{Operands, SLACK, execute, scale};
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
-        DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "bqs")] },
+        DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "batch heads seq")] },
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
@@ -30,10 +30,13 @@ pub fn scratch(compute: DType) -> Workspace {
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     let fixed = SLACK + 2 * ALIGNMENT;
     match (compute, deterministic) {
-        (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "bsh"), (8, "bqs")] },
-        (DType::BF16, true) => Workspace { fixed, terms: vec![(4, "bsh"), (8, "bqs"), (2, "bqSS")] },
+        (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "batch seq attended"), (8, "batch heads seq")] },
+        (DType::BF16, true) => Workspace {
+            fixed,
+            terms: vec![(4, "batch seq attended"), (8, "batch heads seq"), (2, "batch heads SEQ SEQ")],
+        },
         (DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64, _) => {
-            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
         }
     }
 }
@@ -62,19 +65,19 @@ struct Rows {
 impl Rows {
     /// Packed Q·K·V of whole sequences.
     fn packed(call: &Call, qkv: Address) -> Self {
-        let keys = qkv + (call.size('q') * call.size('e') * call.float().bytes()) as u64;
-        let (count, key_width) = (call.size('s'), width(call));
+        let keys = qkv + (call.size("heads") * call.size("head_dim") * call.float().bytes()) as u64;
+        let (count, key_width) = (call.size("seq"), width(call));
         Self { queries: qkv, keys, count, key_width, positions: Span::ALL, key_positions: Span::ALL }
     }
 
     /// The arguments of our own kernels behind their operands.
     fn sizes(&self, call: &Call, window: Option<usize>) -> Vec<Value> {
-        let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
+        let (heads, kv_heads, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
         let [first, count, then] = call.span_of(self.positions);
         let [key_first, key_count, key_then] = call.span_of(self.key_positions);
         let value = kv_heads * e;
         let rows = args![
-            call.size('s'),
+            call.size("seq"),
             heads,
             kv_heads,
             e,
@@ -125,7 +128,7 @@ struct GradRows<'a> {
 
 /// Elements of a row of packed Q·K·V.
 fn width(call: &Call) -> usize {
-    (call.size('q') + 2 * call.size('u')) * call.size('e')
+    (call.size("heads") + 2 * call.size("kv_heads")) * call.size("head_dim")
 }
 
 /// o, and the log-sum-exp of each row of scores.
@@ -151,8 +154,8 @@ pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError
 
 /// o and log-sum-exps by a kernel of our own, of these types.
 unsafe fn own_forward(call: Call, rows: Rows, mask: Mask, types: &str, to: Attended) -> Result<(), CudaError> {
-    check_head(call.size('e'))?;
-    let grid = [call.size('s').div_ceil(WARPS), call.size('q'), call.size('b')];
+    check_head(call.size("head_dim"))?;
+    let grid = [call.size("seq").div_ceil(WARPS), call.size("heads"), call.size("batch")];
     let operands = args![rows.queries, rows.keys, mask.starts, to.o, to.lse];
     let args = [&operands[..], &rows.sizes(&call, mask.window)].concat();
     // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word.
@@ -200,11 +203,11 @@ unsafe fn own_grad(
     dq: Option<GradRows>,
     dkv: Option<GradRows>,
 ) -> Result<(), CudaError> {
-    let (e, seq, heads, batch) = (call.size('e'), call.size('s'), call.size('q'), call.size('b'));
+    let (e, seq, heads, batch) = (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("batch"));
     check_head(e)?;
     let sizes = rows.sizes(&call, mask.window);
     let grid = [seq.div_ceil(WARPS), heads, batch];
-    let keys = [rows.count.div_ceil(WARPS), call.size('u'), batch];
+    let keys = [rows.count.div_ceil(WARPS), call.size("kv_heads"), batch];
     // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word; each gradient is written by one kernel.
     unsafe {
         call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
@@ -222,8 +225,8 @@ unsafe fn own_grad(
 pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let (Some(o), Some(cache)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let (e, seq, heads, kv_heads, context) =
-        (call.size('e'), call.size('s'), call.size('q'), call.size('u'), call.size('t'));
-    let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size('b'));
+        (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("kv_heads"), call.size("keys"));
+    let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size("batch"));
     check_head(e)?;
     let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, context];
     let args = args![qkv, cache, start, count, o, seq, heads, kv_heads, e, context, keys_seen(window), scale(e)];

@@ -25,14 +25,14 @@ pub struct Call<'a> {
 pub const THREADS: usize = 256;
 
 impl Call<'_> {
-    /// Size behind a letter of the op table.
-    pub fn size(&self, letter: char) -> usize {
-        self.bound.size(letter)
+    /// Size of a dimension of the op's row.
+    pub fn size(&self, name: &str) -> usize {
+        self.bound.size(name)
     }
 
     /// Positions of all sequences.
     pub fn rows(&self) -> usize {
-        self.size('b') * self.size('s')
+        self.size("batch") * self.size("seq")
     }
 
     fn at(&self, at: &At) -> Address {

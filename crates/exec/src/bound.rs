@@ -1,7 +1,7 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
 use crate::ExecError;
-use lockstep_ir::op::{Elem, IGNORED_TARGET, TypeVar};
+use lockstep_ir::op::{Dims, Elem, IGNORED_TARGET, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError};
 use std::collections::BTreeMap;
@@ -79,7 +79,7 @@ pub struct Bound {
     /// Where the rank has a part of the dimension that the op numbers.
     part: Option<Part>,
     /// Sizes by letter of the op table.
-    sizes: [usize; 26],
+    dims: Dims,
     /// Rows of the sections of the first input.
     pub sections: Vec<usize>,
     /// Elements of the sections of its last dimension.
@@ -172,11 +172,12 @@ impl Bound {
         let rows = types.first().and_then(|ty| ty.dims.first());
         let columns = types.first().and_then(|ty| ty.dims.last());
         let sizes_of = |dim: Option<&Dim>| dim.map_or(Vec::new(), |d| d.sections.iter().map(|s| s.size()).collect());
-        let (sizes, float) = match instr.op.communicates() {
-            true => ([1; 26], DType::F32),
+        let (dims, float) = match instr.op.communicates() {
+            true => (Dims::default(), DType::F32),
             false => {
                 let dims = instr.op.bind(&types)?;
-                (std::array::from_fn(|i| dims.size((b'a' + i as u8) as char)), dims.float(TypeVar::T))
+                let float = dims.float(TypeVar::T);
+                (dims, float)
             }
         };
         let blocks = match (instr.op, &instr.outputs[..]) {
@@ -193,16 +194,16 @@ impl Bound {
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
             float,
             part: instr.offsets.as_ref().map(|offsets| Part::new(offsets, program, here)),
-            sizes,
+            dims,
             sections: sizes_of(rows),
             columns: sizes_of(columns),
             blocks,
         })
     }
 
-    /// Size behind a letter of the op table.
-    pub fn size(&self, letter: char) -> usize {
-        self.sizes[letter as usize - 'a' as usize]
+    /// Size of a dimension of the op's row.
+    pub fn size(&self, name: &str) -> usize {
+        self.dims.size(name)
     }
 
     /// Whether an output adds to what is there.
@@ -216,7 +217,7 @@ impl Bound {
 
     /// The part of the vocabulary that the rank has: all of it, if nothing else is said.
     pub fn vocab_part(&self) -> VocabPart {
-        let entries = self.size('v');
+        let entries = self.size("vocab");
         let (first, whole) = self.part.as_ref().map_or((0, entries), |part| (part.all[part.index].first, part.whole));
         VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
     }

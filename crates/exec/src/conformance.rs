@@ -12,7 +12,7 @@ use crate::reference;
 use crate::{ExecError, Executor};
 use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{Draw, Elem, LEADING, Sample, samples};
+use lockstep_ir::op::{self, ANY, Draw, Elem, LEADING, ROWS, Sample, names, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, Placement, TensorType, ValueId, verify};
 use part::Part;
@@ -234,9 +234,9 @@ fn check_batch_invariance(
     seed: u64,
 ) -> Result<Option<CaseOutcome>, ExecError> {
     let spec = together.op.spec();
-    let per_sequence = |dims: &str| dims.starts_with(['b', LEADING]);
+    let per_sequence = |dims: &'static str| names(dims).next().is_some_and(|name| [op::BATCH, LEADING].contains(&name));
     // Chunks of positions, and blocks of rows, are of the whole micro-batch.
-    let chunks = spec.inputs.iter().chain(spec.outputs).any(|o| o.dims.contains(['?', 'c']));
+    let chunks = spec.inputs.iter().chain(spec.outputs).any(|o| names(o.dims).any(|name| [ANY, ROWS].contains(&name)));
     if chunks || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
@@ -247,7 +247,7 @@ fn check_batch_invariance(
     let sample = &alone;
     let mut failure = None;
     for b in 0..BATCH {
-        let share = |data: &[f64], dims: &str| match per_sequence(dims) {
+        let share = |data: &[f64], dims: &'static str| match per_sequence(dims) {
             true => data[b * data.len() / BATCH..(b + 1) * data.len() / BATCH].to_vec(),
             false => data.to_vec(),
         };

@@ -43,11 +43,11 @@ pub fn evaluate(graph: &Graph, feed: impl Fn(ValueId) -> Option<Vec<f64>>) -> Ve
 fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
     let types = graph.input_types(node);
     let dims = node.op.bind(&types).unwrap_or_else(|e| panic!("{e}"));
-    let rows = dims.size('b') * dims.size('s');
+    let rows = dims.size("batch") * dims.size("seq");
     match node.op {
         Op::Embedding => vec![embedding(&dims, x[0], x[1])],
         Op::EmbeddingGrad { vocab } => {
-            let d = dims.size('d');
+            let d = dims.size("features");
             let mut table = vec![0.0; vocab * d];
             for (row, token) in x[1].iter().enumerate() {
                 for i in 0..d {
@@ -56,11 +56,15 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             }
             vec![table]
         }
-        Op::Linear => vec![matmul((rows, dims.size('n'), dims.size('k')), x[0], false, x[1], true)],
-        Op::LinearGradInput => vec![matmul((rows, dims.size('k'), dims.size('n')), x[0], false, x[1], false)],
-        Op::LinearGradWeight => vec![matmul((dims.size('n'), dims.size('k'), rows), x[0], true, x[1], false)],
+        Op::Linear => vec![matmul((rows, dims.size("outputs"), dims.size("inputs")), x[0], false, x[1], true)],
+        Op::LinearGradInput => {
+            vec![matmul((rows, dims.size("inputs"), dims.size("outputs")), x[0], false, x[1], false)]
+        }
+        Op::LinearGradWeight => {
+            vec![matmul((dims.size("outputs"), dims.size("inputs"), rows), x[0], true, x[1], false)]
+        }
         Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
-        Op::BiasGrad => vec![column_sums(x[0], dims.size('d'), |i| x[0][i])],
+        Op::BiasGrad => vec![column_sums(x[0], dims.size("features"), |i| x[0][i])],
         Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
         Op::AddRmsNorm { eps } => {
             let sum = add(x[0], x[1]);
@@ -70,7 +74,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::RmsNormGrad => vec![norm_grad(x[0], x[1], x[2], x[3])],
         Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
         Op::RmsNormGradWeight => {
-            let d = dims.size('d');
+            let d = dims.size("features");
             vec![column_sums(x[0], d, |i| x[0][i] * x[1][i] * x[2][i / d])]
         }
         Op::LayerNorm { eps } => layer_norm(x[0], x[1], x[2], f64::from(eps)).into(),
@@ -82,7 +86,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::LayerNormGrad => vec![layer_norm_grad(x[0], x[1], x[2], x[3], x[4])],
         Op::AddLayerNormGrad => vec![add(&layer_norm_grad(x[0], x[1], x[2], x[3], x[4]), x[5])],
         Op::LayerNormGradWeight => {
-            let d = dims.size('d');
+            let d = dims.size("features");
             vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - x[2][i / d]) * x[3][i / d])]
         }
         Op::AddPositions { .. } => {
@@ -90,8 +94,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::AddPositionsAt => vec![add(x[0], &rows_of(&dims, x[1], &generation::rows_from(&dims, x[2])))],
         Op::PositionsGrad { .. } => {
-            let (d, positions) = (dims.size('d'), positions(&dims, given(x, 1)));
-            let mut table = vec![0.0; dims.size('t') * d];
+            let (d, positions) = (dims.size("features"), positions(&dims, given(x, 1)));
+            let mut table = vec![0.0; dims.size("table") * d];
             x[0].iter().enumerate().for_each(|(i, dx)| table[positions[i / d] * d + i % d] += dx);
             vec![table]
         }
@@ -143,13 +147,13 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::ExpertLoad { .. } => vec![experts::load(&dims, x[0])],
         Op::StackLoads => vec![x.concat()],
         Op::MoveBias { row, rate } => vec![experts::move_bias(&dims, row, f64::from(rate), x)],
-        Op::GroupedLinear => vec![experts::linear(&dims, dims.size('y'), x)],
+        Op::GroupedLinear => vec![experts::linear(&dims, dims.size("choices"), x)],
         Op::GroupedLinearEach => vec![experts::linear(&dims, 1, x)],
         Op::GroupedGradInput => vec![experts::grad_input(&dims, x)],
-        Op::GroupedGradWeight { .. } => vec![experts::grad_weight(&dims, dims.size('y'), x)],
+        Op::GroupedGradWeight { .. } => vec![experts::grad_weight(&dims, dims.size("choices"), x)],
         Op::GroupedGradWeightEach { .. } => vec![experts::grad_weight(&dims, 1, x)],
         Op::ExpertSlots { experts, blocks } => experts::slots(&dims, experts, blocks, x[0]).into(),
-        Op::SendRows { .. } => vec![experts::send_rows(&dims, dims.size('y'), x)],
+        Op::SendRows { .. } => vec![experts::send_rows(&dims, dims.size("choices"), x)],
         Op::SendRowsEach { .. } => vec![experts::send_rows(&dims, 1, x)],
         Op::TakeRows { .. } => vec![experts::take_rows(&dims, x)],
         Op::RowsLinear { .. } => vec![experts::linear(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
@@ -161,11 +165,11 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::SumChoices => vec![experts::combine(&dims, x[0], None)],
         Op::CombineGrad => experts::combine_grad(&dims, x).into(),
         Op::SwiGlu => {
-            let f = dims.size('f');
+            let f = dims.size("ffn");
             vec![gate_up(x[0], f, |g, u| g * sigmoid(g) * u)]
         }
         Op::SwiGluGrad => {
-            let f = dims.size('f');
+            let f = dims.size("ffn");
             let gate = gate_up(x[1], f, |g, u| u * sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g))));
             let up = gate_up(x[1], f, |g, _| g * sigmoid(g));
             let at = |i: usize| (i / (2 * f), i % (2 * f));
@@ -184,7 +188,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![x[0].iter().zip(x[1]).map(|(dy, x)| dy * slope(*x)).collect()]
         }
         Op::Dropout { rate, site, seq } => {
-            let (d, below) = (dims.size('d'), counter::threshold(rate));
+            let (d, below) = (dims.size("features"), counter::threshold(rate));
             let element = |i: usize| {
                 let (b, s) = (i / d / seq, i / d % seq);
                 let key = x[1][2 * b] as u64 | (x[1][2 * b + 1] as u64) << 32;
@@ -198,8 +202,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::Cast { .. } => vec![x[0].to_vec()],
         Op::Slice { first, .. } => {
             let sections = types[0].dims.last().map_or(&[][..], |d| &d.sections);
-            let (at, n) = (sections[..first].iter().map(|s| s.size()).sum::<usize>(), dims.size('h'));
-            vec![x[0].chunks(dims.size('p')).flat_map(|row| &row[at..at + n]).copied().collect()]
+            let (at, n) = (sections[..first].iter().map(|s| s.size()).sum::<usize>(), dims.size("sections"));
+            vec![x[0].chunks(dims.size("packed")).flat_map(|row| &row[at..at + n]).copied().collect()]
         }
         Op::Concat => {
             let widths: Vec<usize> = x.iter().map(|part| part.len() / rows).collect();
@@ -210,7 +214,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::CrossEntropyGrad { weight } => vec![cross_entropy_grad(x[0], x[1], f64::from(weight))],
         Op::LinearCrossEntropy { .. } => {
             let seed = given(x, 3).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
-            let (k, v) = (dims.size('k'), dims.size('v'));
+            let (k, v) = (dims.size("inputs"), dims.size("vocab"));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
             let dlogits = cross_entropy_grad(&logits, x[2], seed);
@@ -219,7 +223,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             vec![loss, dx, dw]
         }
         Op::LinearScore { .. } => {
-            let (k, v) = (dims.size('k'), dims.size('v'));
+            let (k, v) = (dims.size("inputs"), dims.size("vocab"));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
             let missed = |(row, target): (&[f64], &f64)| {
@@ -331,7 +335,7 @@ fn matmul((m, n, k): (usize, usize, usize), a: &[f64], a_transposed: bool, b: &[
 }
 
 fn embedding(dims: &Dims, tokens: &[f64], table: &[f64]) -> Vec<f64> {
-    let d = dims.size('d');
+    let d = dims.size("features");
     tokens.iter().flat_map(|t| &table[*t as usize * d..(*t as usize + 1) * d]).copied().collect()
 }
 
@@ -356,14 +360,14 @@ fn norm_grad(dy: &[f64], x: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
 
 /// Calls `f(head, weight, norm)` for every head of Q and K in every row: where its elements, its weight and its norm stand.
 fn each_normed_head(dims: &Dims, mut f: impl FnMut(usize, usize, usize)) {
-    let (e, q, heads) = (dims.size('e'), dims.size('q'), dims.size('x'));
-    for (row, h) in (0..dims.size('b') * dims.size('s')).flat_map(|row| (0..heads).map(move |h| (row, h))) {
-        f(row * dims.size('p') + h * e, if h < q { 0 } else { e }, row * heads + h);
+    let (e, q, heads) = (dims.size("head_dim"), dims.size("heads"), dims.size("normed"));
+    for (row, h) in (0..dims.size("batch") * dims.size("seq")).flat_map(|row| (0..heads).map(move |h| (row, h))) {
+        f(row * dims.size("qkv") + h * e, if h < q { 0 } else { e }, row * heads + h);
     }
 }
 
 fn qk_norm(dims: &Dims, qkv: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
-    let e = dims.size('e');
+    let e = dims.size("head_dim");
     let (mut y, mut rstd) = (qkv.to_vec(), Vec::new());
     each_normed_head(dims, |at, weight, _| {
         let [head, scale] = norm(&qkv[at..at + e], &w[weight..weight + e], eps);
@@ -374,7 +378,7 @@ fn qk_norm(dims: &Dims, qkv: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
 }
 
 fn qk_norm_grad(dims: &Dims, dy: &[f64], qkv: &[f64], w: &[f64], rstd: &[f64]) -> Vec<f64> {
-    let e = dims.size('e');
+    let e = dims.size("head_dim");
     let mut dx = dy.to_vec();
     each_normed_head(dims, |at, weight, n| {
         let head = at..at + e;
@@ -385,7 +389,7 @@ fn qk_norm_grad(dims: &Dims, dy: &[f64], qkv: &[f64], w: &[f64], rstd: &[f64]) -
 }
 
 fn qk_norm_grad_weight(dims: &Dims, dy: &[f64], qkv: &[f64], rstd: &[f64]) -> Vec<f64> {
-    let e = dims.size('e');
+    let e = dims.size("head_dim");
     let mut dw = vec![0.0; 2 * e];
     each_normed_head(dims, |at, weight, n| {
         (0..e).for_each(|i| dw[weight + i] += dy[at + i] * qkv[at + i] * rstd[n]);
@@ -420,24 +424,24 @@ fn gelu_tanh(x: f64) -> (f64, f64) {
 
 /// The position of every row in its sequence, or in its document.
 fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
-    starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size('s') - start).collect()
+    starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size("seq") - start).collect()
 }
 
 /// Rows of a table, one behind the other.
 fn rows_of(dims: &Dims, table: &[f64], rows: &[usize]) -> Vec<f64> {
-    let d = dims.size('d');
+    let d = dims.size("features");
     rows.iter().flat_map(|row| &table[row * d..(row + 1) * d]).copied().collect()
 }
 
 /// Where the document of every row starts: given, or 0; a start after its row counts as the row.
 fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
-    let seq = dims.size('s');
-    (0..dims.size('b') * seq).map(|row| given.map_or(0, |starts| (starts[row] as usize).min(row % seq))).collect()
+    let seq = dims.size("seq");
+    (0..dims.size("batch") * seq).map(|row| given.map_or(0, |starts| (starts[row] as usize).min(row % seq))).collect()
 }
 
 /// The first key that every query sees: where its document starts, but no more than a window before it.
 fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> Vec<usize> {
-    let seq = dims.size('s');
+    let seq = dims.size("seq");
     let first = |(row, start): (usize, usize)| {
         start.max((row % seq + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1))))
     };
@@ -445,8 +449,8 @@ fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> Vec<
 }
 
 fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
-    let (e, width) = (dims.size('e'), dims.size('p'));
-    let rotated = (dims.size('q') + dims.size('u')) * e;
+    let (e, width) = (dims.size("head_dim"), dims.size("qkv"));
+    let rotated = (dims.size("heads") + dims.size("kv_heads")) * e;
     let half = e / 2;
     let element = |at: usize| {
         let (row, column) = (at / width, at % width);
@@ -474,7 +478,12 @@ struct Heads {
 
 impl Heads {
     fn of(dims: &Dims) -> Self {
-        Self { seq: dims.size('s'), heads: dims.size('q'), kv_heads: dims.size('u'), e: dims.size('e') }
+        Self {
+            seq: dims.size("seq"),
+            heads: dims.size("heads"),
+            kv_heads: dims.size("kv_heads"),
+            e: dims.size("head_dim"),
+        }
     }
 
     /// Index in qkv of element `i` at position `s` for head `h`: query heads first, then keys, then values.
@@ -515,7 +524,7 @@ impl Heads {
 
 fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
-    let batch = dims.size('b');
+    let batch = dims.size("batch");
     let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
     let mut lse = vec![0.0; batch * g.heads * g.seq];
     for b in 0..batch {
@@ -536,7 +545,7 @@ fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Ve
     let g = Heads::of(dims);
     let scale = 1.0 / (g.e as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
-    for b in 0..dims.size('b') {
+    for b in 0..dims.size("batch") {
         for h in 0..g.heads {
             for s in 0..g.seq {
                 let from = first[b * g.seq + s];
@@ -578,8 +587,8 @@ fn cross_entropy(dims: &Dims, logits: &[f64], targets: &[f64]) -> [Vec<f64>; 2] 
         true => lse[row] - logits[row * v + targets[row] as usize],
         false => 0.0,
     };
-    let seq = dims.size('s');
-    let loss = (0..dims.size('b')).map(|b| (b * seq..(b + 1) * seq).map(token).sum()).collect();
+    let seq = dims.size("seq");
+    let loss = (0..dims.size("batch")).map(|b| (b * seq..(b + 1) * seq).map(token).sum()).collect();
     [loss, lse]
 }
 

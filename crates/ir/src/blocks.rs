@@ -47,7 +47,7 @@ pub fn document_blocks(starts: &[u32], ranks: usize, window: Option<usize>) -> V
 /// Rows of a rank's queries, and how often they stand there: heads of all sequences.
 fn size(instr: &Instr) -> (usize, u64) {
     let types: Vec<_> = instr.inputs.iter().map(|arg| &arg.ty).collect();
-    instr.op.bind(&types).map_or((0, 0), |dims| (dims.size('s'), dims.product("bq") as u64))
+    instr.op.bind(&types).map_or((0, 0), |dims| (dims.size("seq"), dims.product("batch heads") as u64))
 }
 
 /// What an op says of attention over parts of sequences: which keys queries see, and of which rank.

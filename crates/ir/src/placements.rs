@@ -1,4 +1,4 @@
-//! Whether the shardings of an op's operands go together, by the letters of its row.
+//! Whether the shardings of an op's operands go together, by the dimensions of its row.
 
 use crate::op::Split;
 use crate::{Axes, Op, Placement, Sharding};
@@ -7,7 +7,7 @@ use crate::{Axes, Op, Placement, Sharding};
 pub(crate) type Placed = (Sharding, usize);
 
 /// Checks the operands of an op that does not communicate, along every axis of a stage: what is split, is split along one of the op's
-/// groups of letters, in every operand that has them; an output without them is a partial sum.
+/// groups of dimensions, in every operand that has them; an output without them is a partial sum.
 pub(crate) fn check(op: &Op, inputs: &[Placed], outputs: &[Option<Placed>]) -> Result<(), String> {
     // Ops on flat ranges take every element on its own.
     if inputs.iter().any(|(sharding, _)| !sharding.axes(Placement::Flat).is_empty()) {

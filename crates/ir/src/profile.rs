@@ -1,6 +1,6 @@
 //! What the compiler must know of a device: plain data.
 
-use crate::op::{Dims, TypeError};
+use crate::op::{Dims, TypeError, names};
 use crate::{FusedMatmul, Fusion, Op, OpKind, TensorType};
 use std::collections::BTreeMap;
 
@@ -30,22 +30,21 @@ pub struct DeviceProfile {
 pub struct Workspace {
     /// Bytes whatever the shapes.
     pub fixed: u64,
-    /// Bytes per product of the sizes behind these letters (see the op table). An upper-case letter is the size of its lower-case
-    /// one in whole tiles of [`Workspace::TILE`].
+    /// Bytes per product of the sizes behind these names (see the op table). A name in capitals is that size in whole tiles of
+    /// [`Workspace::TILE`].
     pub terms: Vec<(u64, &'static str)>,
 }
 
 impl Workspace {
-    /// What an upper-case letter of a term is a multiple of.
+    /// What a name in capitals counts whole ones of.
     pub const TILE: usize = 128;
 
     fn bytes(&self, dims: &Dims) -> u64 {
-        let size = |letter: char| match letter.is_ascii_uppercase() {
-            true => dims.size(letter.to_ascii_lowercase()).next_multiple_of(Self::TILE) as u128,
-            false => dims.size(letter) as u128,
+        let size = |name: &str| match name.starts_with(|c: char| c.is_ascii_uppercase()) {
+            true => dims.size(&name.to_ascii_lowercase()).next_multiple_of(Self::TILE) as u128,
+            false => dims.size(name) as u128,
         };
-        let terms =
-            self.terms.iter().map(|(bytes, letters)| bytes * letters.chars().map(size).product::<u128>() as u64);
+        let terms = self.terms.iter().map(|(bytes, of)| bytes * names(of).map(size).product::<u128>() as u64);
         self.fixed + terms.sum::<u64>()
     }
 }
@@ -74,13 +73,16 @@ mod tests {
     use crate::{Axis, DType, Dim};
 
     #[test]
-    fn upper_case_letters_of_a_term_count_whole_tiles() {
+    fn names_in_capitals_count_whole_tiles() {
         let profile = DeviceProfile {
             name: String::new(),
             alignment: 1,
             cross_entropy_logits: 1,
             cross_entropy_rows: 1,
-            workspaces: BTreeMap::from([(OpKind::Add, Workspace { fixed: 5, terms: vec![(2, "bSS"), (1, "bs")] })]),
+            workspaces: BTreeMap::from([(
+                OpKind::Add,
+                Workspace { fixed: 5, terms: vec![(2, "batch SEQ SEQ"), (1, "batch seq")] },
+            )]),
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),

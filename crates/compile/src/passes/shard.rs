@@ -2,9 +2,9 @@
 //!
 //! One sweep in order. Seeds: inputs are split by sequences, and by positions over context-parallel ranks; a parameter with heads, hidden units or vocabulary entries is
 //! split along them; the residual stream is whole on every tensor-parallel rank, or split by positions with sequence
-//! parallelism. Everything else follows from the op table: a letter that is split in one operand is split in all, and a split
-//! letter that an output lacks leaves partial sums, which are reduced at once (activations) or after the last micro-batch
-//! (gradients). Where two letters would be split over the same ranks, positions give way and are gathered; backward gathers
+//! parallelism. Everything else follows from the op table: a dimension that is split in one operand is split in all, and a split
+//! dimension that an output lacks leaves partial sums, which are reduced at once (activations) or after the last micro-batch
+//! (gradients). Where two dimensions would be split over the same ranks, positions give way and are gathered; backward gathers
 //! what forward saved split again. Rows that go to experts give way to these: an all-to-all makes parts of the experts of parts of
 //! the rows, once for forward and backward.
 //!
@@ -140,9 +140,9 @@ impl Sweep<'_> {
         let mut consider = |operand: &Operand, value: &Value| {
             let Placement::Split(dim) = value.sharding.over(axis) else { return };
             let mut splits = spec.splits_of(operand, value.ty.dims.len(), dim);
-            // Tensor-parallel ranks have the same rows of blocks and chunks, and of parts of the heads a part each.
-            splits
-                .retain(|split| axis != MeshAxis::Tp || ![Split::Letters("sc"), Split::Letters("pa")].contains(split));
+            if axis == MeshAxis::Tp {
+                splits.retain(|split| !spec.same_over_tp.iter().any(|group| *split == Split::Group(group)));
+            }
             let both: Vec<Split> = may.iter().filter(|split| splits.contains(split)).copied().collect();
             if !both.is_empty() {
                 may = both;

@@ -41,8 +41,8 @@ impl Block {
 /// The positions of an instruction's keys, and how many a sequence has.
 pub fn keys(parted: PartedAttention, bound: &Bound) -> (Span, usize) {
     match parted.step {
-        Some(step) => (bound.positions_before(step), bound.size('t')),
-        None => (Span::ALL, bound.size('o')),
+        Some(step) => (bound.positions_before(step), bound.size("keys")),
+        None => (Span::ALL, bound.size("whole_seq")),
     }
 }
 
@@ -50,7 +50,7 @@ pub fn keys(parted: PartedAttention, bound: &Bound) -> (Span, usize) {
 pub fn of(bound: &Bound, parted: PartedAttention) -> Option<Vec<Block>> {
     let documents = bound.inputs.len() == bound.op.spec().inputs.len();
     let uncut = parted.window.is_none() && !documents;
-    uncut.then(|| blocks((bound.positions(), bound.size('s')), keys(parted, bound))).flatten()
+    uncut.then(|| blocks((bound.positions(), bound.size("seq")), keys(parted, bound))).flatten()
 }
 
 /// The blocks of queries and keys at these positions, in ascending order of queries.

@@ -15,15 +15,19 @@ use lockstep_ir::{DType, Workspace};
 /// Scratch of the forward kernels: cuDNN's, o and log-sum-exps of a block, and all log-sum-exps where they are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
-        DType::BF16 => Workspace { fixed: SLACK + 3 * ALIGNMENT, terms: vec![(2, "bsh"), (8, "bqs")] },
+        DType::BF16 => {
+            Workspace { fixed: SLACK + 3 * ALIGNMENT, terms: vec![(2, "batch seq attended"), (8, "batch heads seq")] }
+        }
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
 
 /// Terms of the scratch of backward kernels that grow with keys, and that of all of dS.
 type KeyTerms = [(u64, &'static str); 2];
-const OF_A_PART: (KeyTerms, (u64, &str)) = ([(4, "bth"), (2, "btw")], (2, "bqST"));
-const OF_ALL: (KeyTerms, (u64, &str)) = ([(4, "boh"), (2, "bow")], (2, "bqSO"));
+const OF_A_PART: (KeyTerms, (u64, &str)) =
+    ([(4, "batch keys attended"), (2, "batch keys kv")], (2, "batch heads SEQ KEYS"));
+const OF_ALL: (KeyTerms, (u64, &str)) =
+    ([(4, "batch whole_seq attended"), (2, "batch whole_seq kv")], (2, "batch heads SEQ WHOLE_SEQ"));
 
 /// Scratch of the backward kernels of a step of the ring: see [`GradScratch`]. Without cuDNN, a number per row.
 pub fn ring_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
@@ -38,12 +42,12 @@ pub fn gathered_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
 fn grad_scratch(compute: DType, deterministic: bool, (keys, scores): (KeyTerms, (u64, &'static str))) -> Workspace {
     match compute {
         DType::BF16 => {
-            let rows = [(6, "bsh"), (12, "bqs")];
+            let rows = [(6, "batch seq attended"), (12, "batch heads seq")];
             let terms = rows.into_iter().chain(keys).chain(deterministic.then_some(scores));
             Workspace { fixed: SLACK + 5 * ALIGNMENT, terms: terms.collect() }
         }
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
-            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
         }
     }
 }
@@ -81,7 +85,7 @@ fn parted(call: &Call) -> Result<PartedAttention, CudaError> {
 /// Queries of packed Q·K·V over packed K·V.
 fn rows(call: &Call, parted: PartedAttention, qkv: Address, kv: Address) -> Rows {
     let (key_positions, count) = blocks::keys(parted, call.bound);
-    let key_width = 2 * call.size('u') * call.size('e');
+    let key_width = 2 * call.size("kv_heads") * call.size("head_dim");
     Rows { queries: qkv, keys: kv, count, key_width, positions: call.bound.positions(), key_positions }
 }
 
@@ -93,7 +97,7 @@ fn types(call: &Call, wide: bool) -> &'static str {
 /// Q, K and V of a block.
 fn inputs(call: &Call, qkv: Address, kv: Address, block: &Block) -> [Address; 3] {
     let bytes = DType::BF16.bytes();
-    let values = call.size('u') * call.size('e');
+    let values = call.size("kv_heads") * call.size("head_dim");
     let (query, key) = (block.query * super::width(call) * bytes, block.key * 2 * values * bytes);
     [qkv + query as u64, kv + key as u64, kv + (key + values * bytes) as u64]
 }
@@ -111,7 +115,7 @@ pub unsafe fn forward(call: Call, wide: bool) -> Result<(), CudaError> {
         return unsafe { own_forward(call, rows(&call, parted, qkv, kv), mask, types(&call, wide), to) };
     };
     let mut room = Room(call.scratch()?);
-    let unused = room.take((4 * call.size('b') * call.size('q') * call.size('s')) as u64);
+    let unused = room.take((4 * call.size("batch") * call.size("heads") * call.size("seq")) as u64);
     let to = Attended { lse: Some(to.lse.unwrap_or(unused)), ..to };
     let rest = room.0;
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
@@ -149,10 +153,10 @@ unsafe fn merge(
     to: Attended,
     BlockRows { first, count, fresh }: BlockRows,
 ) -> Result<(), CudaError> {
-    let (seq, heads) = (call.size('s'), call.size('q'));
-    let e = call.size('h') / heads;
+    let (seq, heads) = (call.size("seq"), call.size("heads"));
+    let e = call.size("attended") / heads;
     let args = args![before.o, before.lse, other.o, other.lse, to.o, to.lse, seq, heads, e, first, count, fresh];
-    let grid = [seq.div_ceil(WARPS), heads, call.size('b')];
+    let grid = [seq.div_ceil(WARPS), heads, call.size("batch")];
     // SAFETY: rows of the block are among the sequence's, which all of these have.
     unsafe { call.plain(("context", &format!("merge_{types}")), grid, 32 * WARPS, args) }
 }
@@ -164,7 +168,7 @@ unsafe fn merge(
 pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
     let of = |first| Attended { o: Some(call.input(first)), lse: Some(call.input(first + 1)) };
     let to = Attended { o: call.output(0), lse: call.output(1) };
-    let rows = BlockRows { first: 0, count: call.size('s'), fresh: false };
+    let rows = BlockRows { first: 0, count: call.size("seq"), fresh: false };
     // SAFETY: both inputs and the output are o and log-sum-exps of whole sequences.
     unsafe { merge(call, "f32", of(0), of(2), to, rows) }
 }
@@ -176,7 +180,7 @@ pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
 pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     let (dout, qkv, kv, o, lse) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let (dq, dkv) = (call.output(0), call.output(1));
-    let (heads, keys) = (call.size('q') * call.size('e'), 2 * call.size('u') * call.size('e'));
+    let (heads, keys) = (call.size("heads") * call.size("head_dim"), 2 * call.size("kv_heads") * call.size("head_dim"));
     let parted = parted(&call)?;
     let Some(planned) = call.attention.blocks(call.bound, parted) else {
         let mask = Mask { window: parted.window, starts: call.given(5) };
@@ -186,11 +190,11 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
         // SAFETY: the operands have these sizes; the scratch has a number per row.
         return unsafe { own_grad(call, rows(&call, parted, qkv, kv), mask, operands, dq, dkv) };
     };
-    let (seq, count) = (call.size('s'), blocks::keys(parted, call.bound).1);
+    let (seq, count) = (call.size("seq"), blocks::keys(parted, call.bound).1);
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let at = GradScratch::new(shape, &mut Room(call.scratch()?));
         let row = (block.query * heads * DType::BF16.bytes()) as u64;
-        let values = (call.size('u') * call.size('e') * DType::BF16.bytes()) as u64;
+        let values = (call.size("kv_heads") * call.size("head_dim") * DType::BF16.bytes()) as u64;
         let operands = Operands {
             inputs: inputs(&call, qkv, kv, block),
             o: o + row,
@@ -224,7 +228,7 @@ unsafe fn statistics(
     block: &Block,
 ) -> Result<(), CudaError> {
     let grid = [block.queries.div_ceil(256), shape.batch * shape.heads, 1];
-    let args = args![from, to, call.size('s'), block.query, block.queries];
+    let args = args![from, to, call.size("seq"), block.query, block.queries];
     // SAFETY: the block's queries are among the sequence's, and the scratch has a number for each.
     unsafe { call.plain(("context", "block_statistics"), grid, 256, args) }
 }
@@ -248,7 +252,7 @@ unsafe fn add(
     let Some(to) = to else { return Ok(()) };
     let args = args![to, block, rows, width, first, count, fresh];
     // SAFETY: the block's rows are among those of the whole, and the scratch has them.
-    unsafe { call.plain(("context", &format!("add_block_{types}")), [rows, call.size('b'), 1], 256, args) }
+    unsafe { call.plain(("context", &format!("add_block_{types}")), [rows, call.size("batch"), 1], 256, args) }
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Ad
 /// # Safety
 /// Both have as many elements.
 pub unsafe fn transpose(call: Call, from: Address, to: Address, rows: usize, columns: usize) -> Result<(), CudaError> {
-    let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size('b')];
+    let grid = [rows.div_ceil(32), columns.div_ceil(32), call.size("batch")];
     // SAFETY: a number per row and column is read of the one and written to the other, both of that size by the caller's word.
     unsafe { call.plain(("documents", "transpose_statistics"), grid, 256, args![from, to, rows, columns]) }
 }

@@ -14,7 +14,10 @@ use lockstep_ir::{DType, Workspace};
 /// Scratch of the forward kernels: cuDNN's, log-sum-exps position by position, and the table of documents.
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
-        DType::BF16 => Workspace { fixed: SLACK + table::ROUNDING, terms: vec![(4, "bqs"), (table::BYTES, "bs")] },
+        DType::BF16 => Workspace {
+            fixed: SLACK + table::ROUNDING,
+            terms: vec![(4, "batch heads seq"), (table::BYTES, "batch seq")],
+        },
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
     }
 }
@@ -24,10 +27,16 @@ pub fn grad_scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace {
             fixed: SLACK + table::ROUNDING,
-            terms: vec![(4, "bsp"), (GUARD, "p"), (8, "bsh"), (12, "bqs"), (table::BYTES, "bs")],
+            terms: vec![
+                (4, "batch seq qkv"),
+                (GUARD, "qkv"),
+                (8, "batch seq attended"),
+                (12, "batch heads seq"),
+                (table::BYTES, "batch seq"),
+            ],
         },
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
-            Workspace { fixed: 0, terms: vec![(4, "bqs")] }
+            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
         }
     }
 }

@@ -62,7 +62,8 @@ impl AttentionShape {
         };
         let documents = bound.inputs.len() == bound.op.spec().inputs.len();
         let size = |letter| bound.size(letter);
-        let (batch, seq, heads, kv_heads, e) = (size('b'), size('s'), size('q'), size('u'), size('e'));
+        let (batch, seq, heads, kv_heads, e) =
+            (size("batch"), size("seq"), size("heads"), size("kv_heads"), size("head_dim"));
         let window = window.filter(|w| *w < seq);
         // A window is added to positions as a float, which holds whole numbers up to here.
         let exact = window.is_none() || seq <= 1 << 23;
@@ -81,8 +82,8 @@ impl AttentionShape {
     /// Of a block of an instruction that cuDNN may run in blocks.
     fn of_block(bound: &Bound, parted: PartedAttention, block: &Block, deterministic: bool) -> Self {
         let size = |letter| bound.size(letter);
-        let (batch, heads, kv_heads, e) = (size('b'), size('q'), size('u'), size('e'));
-        let rows = (size('s'), blocks::keys(parted, bound).1);
+        let (batch, heads, kv_heads, e) = (size("batch"), size("heads"), size("kv_heads"), size("head_dim"));
+        let rows = (size("seq"), blocks::keys(parted, bound).1);
         let parts = Some(Parts { keys: block.keys, causal: block.causal, rows });
         let (seq, window, documents, backward) = (block.queries, None, None, parted.backward);
         Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
@@ -263,7 +264,7 @@ impl Plans {
 
     /// The blocks of an instruction that cuDNN may run in blocks.
     fn shapes(&self, bound: &Bound, parted: PartedAttention) -> Option<Vec<(Block, AttentionShape)>> {
-        let e = bound.size('e');
+        let e = bound.size("head_dim");
         let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256;
         let blocks = blocks::of(bound, parted).filter(|_| fits)?;
         let shape = |b: Block| (b, AttentionShape::of_block(bound, parted, &b, self.deterministic));

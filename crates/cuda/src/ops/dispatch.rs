@@ -11,13 +11,13 @@ const WARPS: usize = THREADS / 32;
 
 /// Places of choices, in the order of tokens, and the experts of places.
 pub unsafe fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) -> Result<(), CudaError> {
-    let (choices, each) = (call.rows() * call.size('y'), check_experts(call)? / parts);
-    let (beyond, of_sequence) = (call.output(2), call.size('s') * call.size('y'));
+    let (choices, each) = (call.rows() * call.size("choices"), check_experts(call)? / parts);
+    let (beyond, of_sequence) = (call.output(2), call.size("seq") * call.size("choices"));
     let args = args![call.input(0), call.output(0), call.output(1), beyond, choices, each, rows, of_sequence];
     // SAFETY: the operands have these sizes.
     unsafe {
         if let Some(beyond) = beyond {
-            call.stream.fill(beyond, 0, 8 * call.size('b'))?;
+            call.stream.fill(beyond, 0, 8 * call.size("batch"))?;
         }
         call.plain(("experts", "expert_slots"), [parts, 1, 1], 1024, args)
     }
@@ -26,8 +26,8 @@ pub unsafe fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) -> Result<()
 /// Rows of x, of which `sharers` choices have one, at the places of choices; zeros elsewhere.
 pub unsafe fn send_rows(call: Call, sharers: usize) -> Result<(), CudaError> {
     let (Some(rows), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let (choices, d) = (call.rows() * call.size('y'), call.size('d'));
-    let args = args![call.input(0), call.input(1), rows, choices, call.size('a') * call.size('c'), d, sharers];
+    let (choices, d) = (call.rows() * call.size("choices"), call.size("features"));
+    let args = args![call.input(0), call.input(1), rows, choices, call.size("parts") * call.size("rows"), d, sharers];
     // SAFETY: the operands have these sizes.
     unsafe {
         call.stream.fill(rows, 0, at.elements * at.dtype.bytes())?;
@@ -38,8 +38,8 @@ pub unsafe fn send_rows(call: Call, sharers: usize) -> Result<(), CudaError> {
 /// The row at every choice's place.
 pub unsafe fn take_rows(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let (choices, d) = (call.rows() * call.size('y'), call.size('d'));
-    let args = args![call.input(0), call.input(1), y, choices, call.size('a') * call.size('c'), d];
+    let (choices, d) = (call.rows() * call.size("choices"), call.size("features"));
+    let args = args![call.input(0), call.input(1), y, choices, call.size("parts") * call.size("rows"), d];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("experts", "take_rows"), [choices.div_ceil(WARPS), 1, 1], THREADS, args) }
 }

@@ -9,7 +9,7 @@ use lockstep_ir::counter;
 
 pub unsafe fn add_bias(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let d = call.size('d');
+    let d = call.size("features");
     let (grid, wide) = over_rows(call, d);
     let bytes = call.float().bytes();
     in_parts(grid, |first, grid| {
@@ -34,7 +34,7 @@ fn over_columns(call: Call, d: usize) -> ([usize; 3], bool) {
 
 /// Scratch: a share for every block of rows.
 pub unsafe fn bias_grad(call: Call) -> Result<(), CudaError> {
-    let (d, shares) = (call.size('d'), call.scratch()?);
+    let (d, shares) = (call.size("features"), call.scratch()?);
     let (grid, wide) = over_columns(call, d);
     let args = args![call.input(0), shares, call.rows(), d, wide];
     // SAFETY: the operands and the scratch have these sizes.
@@ -47,7 +47,7 @@ pub unsafe fn bias_grad(call: Call) -> Result<(), CudaError> {
 /// dx of a GELU, and the gradient of the bias before it, in one pass.
 pub unsafe fn gelu_bias_grad(gelu: Call, bias: Call) -> Result<(), CudaError> {
     let Some(dx) = gelu.output(0) else { return Ok(()) };
-    let (d, shares) = (bias.size('d'), bias.scratch()?);
+    let (d, shares) = (bias.size("features"), bias.scratch()?);
     let (grid, wide) = over_columns(bias, d);
     let args = args![gelu.input(0), gelu.input(1), dx, shares, bias.rows(), d, wide];
     // SAFETY: the operands and the scratch have these sizes; an element's dy is read before its dx is written.
@@ -80,12 +80,12 @@ pub unsafe fn gelu_grad(call: Call) -> Result<(), CudaError> {
 /// `seq` is `None` where positions go on from a number on the device.
 pub unsafe fn add_positions(call: Call, seq: Option<usize>) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let (d, here) = (call.size('d'), call.size('s'));
+    let (d, here) = (call.size("features"), call.size("seq"));
     let whole = seq.unwrap_or(here);
     let [first, count, then] = call.span();
     let starts = call.given(2);
     let positions = if seq.is_none() { Positions::From } else { Positions::of(starts) };
-    let (x, table, how, rows) = (call.input(0), call.input(1), positions as i32, call.size('t'));
+    let (x, table, how, rows) = (call.input(0), call.input(1), positions as i32, call.size("table"));
     let args = args![x, table, starts, y, d, here, whole, first, count, then, how, rows];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "add_positions"), [call.rows(), 1, 1], THREADS, args) }
@@ -93,7 +93,7 @@ pub unsafe fn add_positions(call: Call, seq: Option<usize>) -> Result<(), CudaEr
 
 pub unsafe fn positions_grad(call: Call, seq: usize) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let (d, rows, batch, here) = (call.size('d'), call.size('t'), call.size('b'), call.size('s'));
+    let (d, rows, batch, here) = (call.size("features"), call.size("table"), call.size("batch"), call.size("seq"));
     let [first, count, then] = call.span();
     let starts = call.given(1);
     let (kind, adds, how) = (sum_kind(at.dtype), call.adds(0), Positions::of(starts) as i32);
@@ -106,7 +106,7 @@ pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError>
     let Some(y) = call.output(0) else { return Ok(()) };
     let [first, count, then] = call.span();
     let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
-    let (x, keys, d, seq) = (call.input(0), call.input(1), call.size('d'), call.size('s'));
+    let (x, keys, d, seq) = (call.input(0), call.input(1), call.size("features"), call.size("seq"));
     let args = args![x, keys, y, d, seq, first, count, then, Value::Long(site), below, scale];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }

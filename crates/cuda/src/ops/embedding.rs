@@ -7,7 +7,7 @@ use crate::kernels::args;
 
 pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(x) = call.output(0) else { return Ok(()) };
-    let (d, part) = (call.size('d'), call.vocab_part());
+    let (d, part) = (call.size("features"), call.vocab_part());
     let wide = call.wide(d);
     let work = if wide { d / call.pack() } else { d };
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
@@ -20,7 +20,7 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
 /// where its positions start.
 pub unsafe fn grad(call: Call) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let (n, d, v, part) = (call.rows(), call.size('d'), call.size('v'), call.vocab_part());
+    let (n, d, v, part) = (call.rows(), call.size("features"), call.size("vocab"), call.vocab_part());
     let (tokens, dy) = (call.input(1), call.input(0));
     let step = |elements: usize| (4 * elements as u64).next_multiple_of(ALIGNMENT);
     let ranks = call.scratch()?;

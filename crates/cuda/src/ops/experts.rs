@@ -22,7 +22,10 @@ const EACH: usize = 1024;
 /// Scratch of a grouped matmul: the order of rows, with room for each expert's last tile; where experts start, how many rows they
 /// have and which have most; counts of every share.
 pub fn scratch() -> Workspace {
-    Workspace { fixed: 3 * ALIGNMENT, terms: vec![(4, "…yac"), (4 * (TILE + 3 + SHARES) as u64, "j")] }
+    Workspace {
+        fixed: 3 * ALIGNMENT,
+        terms: vec![(4, "… choices parts rows"), (4 * (TILE + 3 + SHARES) as u64, "experts")],
+    }
 }
 
 /// The same of one into weights, which has x in the order of rows besides, and where in it each row is.
@@ -30,7 +33,11 @@ pub fn weight_scratch(compute: DType) -> Workspace {
     let Workspace { fixed, mut terms } = scratch();
     if grouped::DTYPE == compute {
         let bytes = compute.bytes() as u64;
-        terms.extend([(4, "…yac"), (bytes, "…yack"), (bytes * TILE as u64, "jk")]);
+        terms.extend([
+            (4, "… choices parts rows"),
+            (bytes, "… choices parts rows inputs"),
+            (bytes * TILE as u64, "experts inputs"),
+        ]);
     }
     Workspace { fixed: fixed + 2 * ALIGNMENT, terms }
 }
@@ -51,8 +58,8 @@ pub struct Sorted {
 
 /// Sorts the rows of a call by what input 2 says; says where each is if `inverse`.
 unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
-    let (parts, experts, chosen) = (call.size('a'), check_experts(call)?, call.input(2));
-    let rows = call.rows() * call.size('y') * parts * call.size('c');
+    let (parts, experts, chosen) = (call.size("parts"), check_experts(call)?, call.input(2));
+    let rows = call.rows() * call.size("choices") * parts * call.size("rows");
     let (of_part, of_experts) = (rows.div_ceil(parts).max(1), experts / parts);
     let whole = |elements: usize| (4 * elements as u64).next_multiple_of(ALIGNMENT);
     let order = call.scratch()?;
@@ -80,13 +87,13 @@ unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
 /// out by rows of `a`, `sharers` of which are one, and weights.
 unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let (n, k) = (call.size('n'), call.size('k'));
+    let (n, k) = (call.size("outputs"), call.size("inputs"));
     let (a, w) = (call.input(0), call.input(1));
     // SAFETY: the operands have these sizes.
     unsafe {
         let sorted = sort(call, false)?;
         // Blocks have rows of no expert.
-        if let Some(at) = call.bound.outputs[0].filter(|_| call.size('c') > 1) {
+        if let Some(at) = call.bound.outputs[0].filter(|_| call.size("rows") > 1) {
             call.stream.fill(out, 0, at.elements * at.dtype.bytes())?;
         }
         if grouped::fits(call) {
@@ -118,7 +125,7 @@ pub unsafe fn grad_input(call: Call) -> Result<(), CudaError> {
 /// dw (+)= dyᵀ · x of every expert.
 pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
     let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let (n, k, add) = (call.size('n'), call.size('k'), call.adds(0));
+    let (n, k, add) = (call.size("outputs"), call.size("inputs"), call.adds(0));
     let (dy, x, kind) = (call.input(0), call.input(1), sum_kind(at.dtype));
     // SAFETY: the operands have these sizes.
     unsafe {
@@ -128,7 +135,7 @@ pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
             return grouped::weight(call, (dy, x, dw), sorted, sharers, (at.dtype, add));
         }
         let Sorted { experts, order, starts, .. } = sorted;
-        let of_sequence = call.size('s') * call.size('y') * call.size('a') * call.size('c');
+        let of_sequence = call.size("seq") * call.size("choices") * call.size("parts") * call.size("rows");
         let grid = [k.div_ceil(SIDE), n.div_ceil(SIDE), experts];
         let args = args![dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence];
         call.typed(("experts", "grouped_weight"), grid, THREADS, args)
@@ -138,18 +145,18 @@ pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
 /// out `[tokens, d]`: the sum of y `[tokens, choices, d]`, by their weights where `weighted`.
 pub unsafe fn combine(call: Call, weighted: bool) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let (d, weights) = (call.size('d'), weighted.then(|| call.input(1)));
+    let (d, weights) = (call.size("features"), weighted.then(|| call.input(1)));
     let wide = call.wide(d);
     let work = if wide { d / call.pack() } else { d };
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
-    let args = args![call.input(0), weights, out, call.size('y'), d, wide];
+    let args = args![call.input(0), weights, out, call.size("choices"), d, wide];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("experts", "combine"), [call.rows(), 1, 1], threads, args) }
 }
 
 /// dy = weight · dout, dweight = dout · y.
 pub unsafe fn combine_grad(call: Call) -> Result<(), CudaError> {
-    let (d, choices) = (call.size('d'), call.size('y'));
+    let (d, choices) = (call.size("features"), call.size("choices"));
     let rows = call.rows() * choices;
     let (dout, y, weights) = (call.input(0), call.input(1), call.input(2));
     let args = args![dout, y, weights, call.output(0), call.output(1), rows, choices, d, call.wide(d)];

@@ -33,7 +33,7 @@ pub fn shapes(segment: &Segment, bounds: &[Bound]) -> Vec<MatmulShape> {
 pub fn shape(matmul: &FusedMatmul) -> Result<Option<MatmulShape>, CudaError> {
     let refused = |e: lockstep_ir::TypeError| CudaError::Internal(e.to_string());
     let dims = matmul.op.bind(&matmul.inputs.iter().collect::<Vec<_>>()).map_err(refused)?;
-    let plain = linear::shape(matmul.op, &|letter| dims.size(letter), matmul.inputs[0].dtype);
+    let plain = linear::shape(matmul.op, &|name| dims.size(name), matmul.inputs[0].dtype);
     Ok(epilogue(matmul.fusion).zip(plain).map(|(epilogue, shape)| MatmulShape { epilogue, ..shape }))
 }
 

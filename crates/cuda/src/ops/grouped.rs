@@ -30,10 +30,10 @@ pub const DTYPE: DType = DType::BF16;
 
 /// Whether these kernels take a call.
 pub fn fits(call: Call) -> bool {
-    let sizes = [call.size('n'), call.size('k')];
+    let sizes = [call.size("outputs"), call.size("inputs")];
     call.kernels.capability() == 90
         && call.float() == DTYPE
-        && call.size('j') <= MOST_EXPERTS
+        && call.size("experts") <= MOST_EXPERTS
         && sizes.iter().all(|n| n.is_multiple_of(BLOCK))
 }
 
@@ -48,7 +48,7 @@ pub unsafe fn rows(
     Sorted { experts, order, starts, .. }: Sorted,
     sharers: usize,
 ) -> Result<(), CudaError> {
-    let (n, k) = (call.size('n'), call.size('k'));
+    let (n, k) = (call.size("outputs"), call.size("inputs"));
     let (name, columns, depth, lines) = match product {
         Product::Forward => ("grouped_forward", n, k, COLUMNS),
         Product::Input => ("grouped_input", k, n, BLOCK as u32),
@@ -70,14 +70,14 @@ pub unsafe fn weight(
     sharers: usize,
     (sums, add): (DType, bool),
 ) -> Result<(), CudaError> {
-    let (n, k) = (call.size('n'), call.size('k'));
+    let (n, k) = (call.size("outputs"), call.size("inputs"));
     let from = TensorMap::new(room, DTYPE, &[k as u64, places as u64], &[BLOCK as u32; 2])?;
     // Sums in bf16 go there without it.
     let to = match sums {
         DType::F32 => TensorMap::new(dw, sums, &[k as u64, n as u64, experts as u64], &[32, BLOCK as u32, 1])?,
         DType::BF16 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => TensorMap::default(),
     };
-    let rows = call.rows() * call.size('y') * call.size('a') * call.size('c');
+    let rows = call.rows() * call.size("choices") * call.size("parts") * call.size("rows");
     let blocks = [experts + rows.div_ceil(sharers).div_ceil(8), 1, 1];
     let scattered = args![x, room, places_of, starts, rows, experts, k / 8, sharers];
     let args = args![dy, dw, order, starts, experts, k, 0, n, 1, sum_kind(sums), add];

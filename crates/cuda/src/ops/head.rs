@@ -59,7 +59,7 @@ unsafe fn chunked(
     (dx, dw): (Option<Address>, Option<At>),
     misses: Option<Address>,
 ) -> Result<(), CudaError> {
-    let (m, seq, k, v) = (call.rows(), call.size('s'), call.size('k'), call.size('v'));
+    let (m, seq, k, v) = (call.rows(), call.size("seq"), call.size("inputs"), call.size("vocab"));
     let (x, w, targets) = (call.input(0), call.input(1), call.input(2));
     let input = call.float();
     let bytes = input.bytes() as u64;
@@ -117,18 +117,18 @@ unsafe fn chunked(
     }
     let Some(loss) = call.output(0) else { return Ok(()) };
     // SAFETY: losses of all rows are there.
-    unsafe { call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, seq]) }
+    unsafe { call.plain(("loss", "sum_losses"), [call.size("batch"), 1, 1], 256, args![losses, loss, seq]) }
 }
 
 pub unsafe fn cross_entropy(call: Call) -> Result<(), CudaError> {
-    let (seq, v, losses) = (call.size('s'), call.size('v'), call.scratch()?);
+    let (seq, v, losses) = (call.size("seq"), call.size("vocab"), call.scratch()?);
     let out: Option<u64> = None;
     let args = args![call.input(0), call.input(1), losses, call.output(1), out, out, v, v, call.wide(v)];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
         call.typed(("loss", "cross_entropy"), [call.rows(), 1, 1], row_threads(call, v), args)?;
         match call.output(0) {
-            Some(loss) => call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, seq]),
+            Some(loss) => call.plain(("loss", "sum_losses"), [call.size("batch"), 1, 1], 256, args![losses, loss, seq]),
             None => Ok(()),
         }
     }
@@ -136,7 +136,7 @@ pub unsafe fn cross_entropy(call: Call) -> Result<(), CudaError> {
 
 pub unsafe fn cross_entropy_grad(call: Call, weight: f32) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let args = args![call.input(0), call.input(1), call.input(2), out, call.size('v'), weight];
+    let args = args![call.input(0), call.input(1), call.input(2), out, call.size("vocab"), weight];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("loss", "cross_entropy_grad"), [call.rows(), 1, 1], THREADS, args) }
 }
@@ -144,7 +144,7 @@ pub unsafe fn cross_entropy_grad(call: Call, weight: f32) -> Result<(), CudaErro
 /// Logits of a chunk over this rank's part of the vocabulary, and their statistics.
 pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
     let (Some(logits), Some(statistics)) = (call.output(0), call.output(1)) else { return Ok(()) };
-    let (k, v, part, input) = (call.size('k'), call.size('v'), call.vocab_part(), call.float());
+    let (k, v, part, input) = (call.size("inputs"), call.size("vocab"), call.vocab_part(), call.float());
     let x = call.input(0) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(2) + 4 * rows.first as u64;
     let shape = MatmulShape {
@@ -169,7 +169,7 @@ pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
 /// Losses from the statistics of all chunks.
 pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
     let Some(loss) = call.output(0) else { return Ok(()) };
-    let (parts, losses) = (call.size('a'), call.scratch()?);
+    let (parts, losses) = (call.size("parts"), call.scratch()?);
     let mut done = 0;
     let chunks = call.bound.inputs.len() - 1;
     let targets = call.input(chunks);
@@ -181,13 +181,15 @@ pub unsafe fn vocab_loss(call: Call) -> Result<(), CudaError> {
         done += rows;
     }
     // SAFETY: losses of all rows are there.
-    unsafe { call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, call.size('s')]) }
+    unsafe {
+        call.plain(("loss", "sum_losses"), [call.size("batch"), 1, 1], 256, args![losses, loss, call.size("seq")])
+    }
 }
 
 /// Misses of a chunk by this rank's part of the vocabulary.
 pub unsafe fn vocab_misses(call: Call, rows: Rows) -> Result<(), CudaError> {
     let Some(misses) = call.output(0) else { return Ok(()) };
-    let (v, parts, part) = (call.size('v'), call.size('a'), call.vocab_part());
+    let (v, parts, part) = (call.size("vocab"), call.size("parts"), call.vocab_part());
     let targets = call.input(2) + 4 * rows.first as u64;
     let args = args![call.input(0), call.input(1), targets, misses, parts, v, part.first, part.entries];
     // SAFETY: the operands have these sizes.
@@ -196,7 +198,8 @@ pub unsafe fn vocab_misses(call: Call, rows: Rows) -> Result<(), CudaError> {
 
 /// This part's share of dx, and dw. Scratch: a matmul's; dlogits in the compute type; for sums in fixed point dw once.
 pub unsafe fn vocab_grad(call: Call, rows: Rows) -> Result<(), CudaError> {
-    let (k, v, parts, part, input) = (call.size('k'), call.size('v'), call.size('a'), call.vocab_part(), call.float());
+    let (k, v, parts, part, input) =
+        (call.size("inputs"), call.size("vocab"), call.size("parts"), call.vocab_part(), call.float());
     let x = call.input(2) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(4) + 4 * rows.first as u64;
     let scratch = call.scratch()?;

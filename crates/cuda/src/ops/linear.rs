@@ -9,12 +9,12 @@ use lockstep_ir::{DType, Op};
 /// The matmuls that an instruction may ask for, so that they can be planned before anything runs.
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     let size = |letter| bound.size(letter);
-    let (m, input) = (size('b') * size('s'), bound.float);
+    let (m, input) = (size("batch") * size("seq"), bound.float);
     let plain = |gemm, m, n, output| MatmulShape {
         gemm,
         m,
         n,
-        k: size('k'),
+        k: size("inputs"),
         input,
         output,
         adds: false,
@@ -26,17 +26,17 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     match bound.op {
         Op::Linear | Op::LinearGradInput => shape(bound.op, &size, input).into_iter().collect(),
         Op::LinearGradWeight => {
-            let (rows, output) = weight_rows(input, gradients(0), m, size('s'));
-            sums(plain(Gemm::Weight, rows, size('n'), output)).to_vec()
+            let (rows, output) = weight_rows(input, gradients(0), m, size("seq"));
+            sums(plain(Gemm::Weight, rows, size("outputs"), output)).to_vec()
         }
         Op::LinearCrossEntropy { rows, .. } => {
             let fixed = gradients(2) == DType::Fixed64 && bound.outputs[2].is_some();
             let mut shapes = Vec::new();
-            for count in super::head::chunk_sizes(m, size('s'), rows, fixed) {
+            for count in super::head::chunk_sizes(m, size("seq"), rows, fixed) {
                 let (_, output) = weight_rows(input, gradients(2), count, count);
-                for (first, columns) in super::head::column_parts(size('v')) {
+                for (first, columns) in super::head::column_parts(size("vocab")) {
                     let of = |gemm, output| MatmulShape {
-                        y_stride: padded(size('v')),
+                        y_stride: padded(size("vocab")),
                         ..plain(gemm, count, columns, output)
                     };
                     shapes
@@ -47,19 +47,19 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             shapes
         }
         Op::LinearScore { rows } => {
-            let sizes = super::head::chunk_sizes(m, size('s'), rows, false);
-            let parts = super::head::column_parts(size('v'));
+            let sizes = super::head::chunk_sizes(m, size("seq"), rows, false);
+            let parts = super::head::column_parts(size("vocab"));
             let of = |count, columns| MatmulShape {
-                y_stride: padded(size('v')),
+                y_stride: padded(size("vocab")),
                 ..plain(Gemm::Forward, count, columns, input)
             };
             sizes.iter().flat_map(|count| parts.iter().map(|(_, columns)| of(*count, *columns))).collect()
         }
-        Op::VocabLogits { rows, .. } => vec![plain(Gemm::Forward, rows.count, size('v'), DType::F32)],
+        Op::VocabLogits { rows, .. } => vec![plain(Gemm::Forward, rows.count, size("vocab"), DType::F32)],
         Op::VocabGrad { rows, .. } => {
             let (_, output) = weight_rows(input, gradients(1), rows.count, rows.count);
-            let weight = sums(plain(Gemm::Weight, rows.count, size('v'), output));
-            [&[plain(Gemm::Input, rows.count, size('v'), input)][..], &weight].concat()
+            let weight = sums(plain(Gemm::Weight, rows.count, size("vocab"), output));
+            [&[plain(Gemm::Input, rows.count, size("vocab"), input)][..], &weight].concat()
         }
         Op::Orthogonalise => super::orthogonal::shapes(bound),
         _ => Vec::new(),
@@ -67,13 +67,13 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
 }
 
 /// The matmul of an op that is one, of these sizes and this type.
-pub fn shape(op: Op, size: &dyn Fn(char) -> usize, input: DType) -> Option<MatmulShape> {
+pub fn shape(op: Op, size: &dyn Fn(&'static str) -> usize, input: DType) -> Option<MatmulShape> {
     let gemm = match op {
         Op::Linear => Gemm::Forward,
         Op::LinearGradInput => Gemm::Input,
         _ => return None,
     };
-    let (m, n, k) = (size('b') * size('s'), size('n'), size('k'));
+    let (m, n, k) = (size("batch") * size("seq"), size("outputs"), size("inputs"));
     Some(MatmulShape { gemm, m, n, k, input, output: input, adds: false, y_stride: n, epilogue: Epilogue::None })
 }
 
@@ -146,7 +146,7 @@ pub unsafe fn grad_input(call: Call) -> Result<(), CudaError> {
 
 /// dw (+)= dyᵀ · x.
 pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
-    let (n, k, seq) = (call.size('n'), call.size('k'), call.size('s'));
+    let (n, k, seq) = (call.size("outputs"), call.size("inputs"), call.size("seq"));
     let scratch = call.scratch()?;
     let sizes = (call.rows(), seq, n, k);
     let factors = (call.input(0), call.input(1));

@@ -32,24 +32,24 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let of = |fixed, terms: &[(u64, &'static str)]| Workspace { fixed, terms: terms.to_vec() };
     let share = |letters| if linear::apart(compute, gradients) { vec![(4, letters)] } else { Vec::new() };
     let shares = |count: usize, letter| of(0, &[(4 * count as u64, letter)]);
-    let logits = (compute.bytes() as u64, "cv");
+    let logits = (compute.bytes() as u64, "rows vocab");
     // Rows of logits end in padding.
-    let score = [logits, (8 * compute.bytes() as u64, "c"), (4, "bs")];
-    let head = [&score[..], &share("vk")].concat();
-    let vocab_grad = of(WORKSPACE + ALIGNMENT, &[&[logits][..], &share("vk")].concat());
+    let score = [logits, (8 * compute.bytes() as u64, "rows"), (4, "batch seq")];
+    let head = [&score[..], &share("vocab inputs")].concat();
+    let vocab_grad = of(WORKSPACE + ALIGNMENT, &[&[logits][..], &share("vocab inputs")].concat());
     let workspaces = BTreeMap::from([
         (OpKind::Linear, fixed(WORKSPACE)),
         (OpKind::LinearGradInput, fixed(WORKSPACE)),
-        (OpKind::LinearGradWeight, Workspace { fixed: WORKSPACE, terms: share("nk") }),
+        (OpKind::LinearGradWeight, Workspace { fixed: WORKSPACE, terms: share("outputs inputs") }),
         (OpKind::LinearCrossEntropy, Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
         (OpKind::LinearScore, of(WORKSPACE + 3 * ALIGNMENT, &score)),
-        (OpKind::RmsNormGradWeight, shares(norm::SHARES, "d")),
-        (OpKind::LayerNormGradWeight, shares(norm::SHARES, "d")),
-        (OpKind::QkNormGradWeight, shares(norm::SHARES, "i")),
-        (OpKind::BiasGrad, shares(elements::SHARES, "d")),
-        (OpKind::AttentionScoresGrad, of(0, &[(4, "bqs")])),
-        (OpKind::EmbeddingGrad, of(4 * ALIGNMENT, &[(8, "bs"), (8, "v")])),
-        (OpKind::CrossEntropy, of(0, &[(4, "bs")])),
+        (OpKind::RmsNormGradWeight, shares(norm::SHARES, "features")),
+        (OpKind::LayerNormGradWeight, shares(norm::SHARES, "features")),
+        (OpKind::QkNormGradWeight, shares(norm::SHARES, "weights")),
+        (OpKind::BiasGrad, shares(elements::SHARES, "features")),
+        (OpKind::AttentionScoresGrad, of(0, &[(4, "batch heads seq")])),
+        (OpKind::EmbeddingGrad, of(4 * ALIGNMENT, &[(8, "batch seq"), (8, "vocab")])),
+        (OpKind::CrossEntropy, of(0, &[(4, "batch seq")])),
         (OpKind::SquareSum, fixed(ALIGNMENT)),
         (OpKind::Orthogonalise, orthogonal::scratch()),
         (OpKind::Attention, attention::scratch(compute)),
@@ -59,9 +59,9 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         (OpKind::GatheredAttention, attention::context::scratch(compute)),
         (OpKind::GatheredAttentionGrad, attention::context::gathered_grad_scratch(compute, deterministic)),
         (OpKind::VocabLogits, fixed(WORKSPACE)),
-        (OpKind::VocabLoss, of(0, &[(4, "bs")])),
+        (OpKind::VocabLoss, of(0, &[(4, "batch seq")])),
         (OpKind::VocabGrad, vocab_grad),
-        (OpKind::RouterLoss, of(0, &[(4, "bs")])),
+        (OpKind::RouterLoss, of(0, &[(4, "batch seq")])),
         (OpKind::GroupedLinear, experts::scratch()),
         (OpKind::GroupedLinearEach, experts::scratch()),
         (OpKind::GroupedGradInput, experts::scratch()),
@@ -76,9 +76,9 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         (OpKind::AttentionGrad, attention::documents::grad_scratch(compute)),
         // Kernels of our own.
         (OpKind::RingAttention, Workspace::default()),
-        (OpKind::RingAttentionGrad, of(0, &[(4, "bqs")])),
+        (OpKind::RingAttentionGrad, of(0, &[(4, "batch heads seq")])),
         (OpKind::GatheredAttention, Workspace::default()),
-        (OpKind::GatheredAttentionGrad, of(0, &[(4, "bqs")])),
+        (OpKind::GatheredAttentionGrad, of(0, &[(4, "batch heads seq")])),
     ]);
     DeviceProfile {
         name: name.to_owned(),
@@ -154,7 +154,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
-            Op::Cast { .. } => pointwise::map(call, "cast"),
+            Op::Cast { .. } => pointwise::map(call, "rows parts seq keys"),
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
@@ -189,13 +189,13 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::ExpertCounts { .. } => router::counts(call),
             Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),
             Op::RouterLossGrad { balance, z } => router::router_loss_grad(call, balance, z),
-            Op::GroupedLinear => experts::linear(call, call.size('y')),
+            Op::GroupedLinear => experts::linear(call, call.size("choices")),
             Op::GroupedLinearEach => experts::linear(call, 1),
             Op::GroupedGradInput => experts::grad_input(call),
-            Op::GroupedGradWeight { .. } => experts::grad_weight(call, call.size('y')),
+            Op::GroupedGradWeight { .. } => experts::grad_weight(call, call.size("choices")),
             Op::GroupedGradWeightEach { .. } => experts::grad_weight(call, 1),
             Op::ExpertSlots { blocks, .. } => dispatch::slots(call, blocks),
-            Op::SendRows { .. } => dispatch::send_rows(call, call.size('y')),
+            Op::SendRows { .. } => dispatch::send_rows(call, call.size("choices")),
             Op::SendRowsEach { .. } => dispatch::send_rows(call, 1),
             Op::TakeRows { .. } => dispatch::take_rows(call),
             Op::RowsLinear { .. } => experts::linear(call, 1),

@@ -8,15 +8,15 @@ use crate::kernels::args;
 
 /// Grids over positions of query heads and of key heads, having checked the width of heads.
 fn grids(call: Call) -> Result<[[usize; 3]; 2], CudaError> {
-    check_head(call.size('e'))?;
-    let rows = call.size('s').div_ceil(WARPS);
-    Ok([call.size('q'), call.size('u')].map(|heads| [rows, heads, call.size('b')]))
+    check_head(call.size("head_dim"))?;
+    let rows = call.size("seq").div_ceil(WARPS);
+    Ok([call.size("heads"), call.size("kv_heads")].map(|heads| [rows, heads, call.size("batch")]))
 }
 
 pub unsafe fn scores(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let Some(p) = call.output(0) else { return Ok(()) };
     let [grid, _] = grids(call)?;
-    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let [s, q, u, e] = ["seq", "heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let args = args![call.input(0), call.given(1), p, s, q, u, e, keys_seen(window), scale(e)];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("naive", "scores"), grid, 32 * WARPS, args) }
@@ -25,14 +25,14 @@ pub unsafe fn scores(call: Call, window: Option<usize>) -> Result<(), CudaError>
 pub unsafe fn mix(call: Call) -> Result<(), CudaError> {
     let Some(o) = call.output(0) else { return Ok(()) };
     let [grid, _] = grids(call)?;
-    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let [s, q, u, e] = ["seq", "heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("naive", "mix"), grid, 32 * WARPS, args![call.input(0), call.input(1), o, s, q, u, e]) }
 }
 
 pub unsafe fn mix_grad(call: Call) -> Result<(), CudaError> {
     let [grid, keys] = grids(call)?;
-    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let [s, q, u, e] = ["seq", "heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let (dout, p, qkv) = (call.input(0), call.input(1), call.input(2));
     // SAFETY: the operands have these sizes.
     unsafe {
@@ -52,7 +52,7 @@ pub unsafe fn mix_grad(call: Call) -> Result<(), CudaError> {
 pub unsafe fn scores_grad(call: Call) -> Result<(), CudaError> {
     let Some(dqkv) = call.output(0) else { return Ok(()) };
     let [grid, keys] = grids(call)?;
-    let [s, q, u, e] = ['s', 'q', 'u', 'e'].map(|c| call.size(c));
+    let [s, q, u, e] = ["seq", "heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let (dp, p, qkv, means) = (call.input(0), call.input(1), call.input(2), call.scratch()?);
     let args = args![dp, p, qkv, means, dqkv, s, q, u, e, scale(e)];
     // SAFETY: the operands and the scratch have these sizes.

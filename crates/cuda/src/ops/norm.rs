@@ -60,7 +60,7 @@ impl Variant {
 
 /// y and the statistics of x, or of x + delta, which is kept too.
 pub unsafe fn forward(call: Call, norm: Kind, eps: f32, add: bool) -> Result<(), CudaError> {
-    let d = call.size('d');
+    let d = call.size("features");
     let Variant { name: kind, threads, .. } = Variant::new(call, d);
     let (prefix, delta, weights) = if add { ("add_", Some(call.input(1)), 2) } else { ("", None, 1) };
     let (w, bias) = (call.input(weights), (norm == Kind::Layer).then(|| call.input(weights + 1)));
@@ -86,7 +86,7 @@ fn statistics(call: Call, norm: Kind, first: usize) -> (Option<u64>, u64, usize)
 
 /// dx, plus what reaches the sum on the residual path.
 pub unsafe fn grad(call: Call, norm: Kind, add: bool) -> Result<(), CudaError> {
-    let variant = Variant::new(call, call.size('d'));
+    let variant = Variant::new(call, call.size("features"));
     // Every row on its way at once: nothing is summed over rows.
     let blocks = call.rows().div_ceil(variant.rows);
     // SAFETY: the operands have these sizes.
@@ -102,7 +102,7 @@ unsafe fn gradients(
     [weight, bias, after]: [Option<u64>; 3],
 ) -> Result<(), CudaError> {
     let Some(dx) = call.output(0) else { return Ok(()) };
-    let (rows, d) = (call.rows(), call.size('d'));
+    let (rows, d) = (call.rows(), call.size("features"));
     let (mean, rstd, count) = statistics(call, norm, 3);
     let dsum = add.then(|| call.input(3 + count));
     let name = format!("{}_grad_{}", norm.name(), variant.name);
@@ -114,7 +114,7 @@ unsafe fn gradients(
 
 /// dw (+)= Σ over rows of dy · normed x.
 pub unsafe fn grad_weight(call: Call, norm: Kind) -> Result<(), CudaError> {
-    let (rows, d, shares) = (call.rows(), call.size('d'), call.scratch()?);
+    let (rows, d, shares) = (call.rows(), call.size("features"), call.scratch()?);
     let variant = Variant::new(call, d);
     let blocks = variant.blocks.min(rows.div_ceil(variant.rows));
     let (mean, rstd, _) = statistics(call, norm, 2);
@@ -135,7 +135,7 @@ pub unsafe fn grad_all(
     (input, norm, add): (Call, Kind, bool),
     after: Option<Call>,
 ) -> Result<(), CudaError> {
-    let (d, shares) = (input.size('d'), weight.scratch()?);
+    let (d, shares) = (input.size("features"), weight.scratch()?);
     let variant = Variant::new(input, d);
     let blocks = variant.blocks.min(input.rows().div_ceil(variant.rows));
     // Shares of one sum stand behind those of another.
@@ -173,11 +173,11 @@ const WARPS: usize = 8;
 
 /// A warp per position and head of packed Q·K·V.
 fn heads(call: Call) -> [usize; 3] {
-    [(call.rows() * (call.size('q') + 2 * call.size('u'))).div_ceil(WARPS), 1, 1]
+    [(call.rows() * (call.size("heads") + 2 * call.size("kv_heads"))).div_ceil(WARPS), 1, 1]
 }
 
 pub unsafe fn heads_forward(call: Call, eps: f32) -> Result<(), CudaError> {
-    let [q, u, e] = ['q', 'u', 'e'].map(|c| call.size(c));
+    let [q, u, e] = ["heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let args = args![call.input(0), call.input(1), call.output(0), call.output(1), call.rows(), q, u, e, eps];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("norm", "qk_norm"), heads(call), 32 * WARPS, args) }
@@ -185,14 +185,14 @@ pub unsafe fn heads_forward(call: Call, eps: f32) -> Result<(), CudaError> {
 
 pub unsafe fn heads_grad(call: Call) -> Result<(), CudaError> {
     let Some(dqkv) = call.output(0) else { return Ok(()) };
-    let [q, u, e] = ['q', 'u', 'e'].map(|c| call.size(c));
+    let [q, u, e] = ["heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let args = args![call.input(0), call.input(1), call.input(2), call.input(3), dqkv, call.rows(), q, u, e];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("norm", "qk_norm_grad"), heads(call), 32 * WARPS, args) }
 }
 
 pub unsafe fn heads_grad_weight(call: Call) -> Result<(), CudaError> {
-    let [q, u, e] = ['q', 'u', 'e'].map(|c| call.size(c));
+    let [q, u, e] = ["heads", "kv_heads", "head_dim"].map(|name| call.size(name));
     let (rows, shares) = (call.rows(), call.scratch()?);
     let blocks = SHARES.min(rows);
     let args = args![call.input(0), call.input(1), call.input(2), shares, rows, q, u, e];

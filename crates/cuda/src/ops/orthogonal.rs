@@ -15,7 +15,7 @@ const SHARES: usize = 256;
 /// A matmul's; the matrix and what is added to it; two squares of its shorter side; shares of the norm.
 pub fn scratch() -> Workspace {
     let fixed = WORKSPACE + (8 * SHARES) as u64 + 5 * ALIGNMENT;
-    Workspace { fixed, terms: vec![(8, "nk"), (8, "aa")] }
+    Workspace { fixed, terms: vec![(8, "outputs inputs"), (8, "short short")] }
 }
 
 /// The Gram matrix of the shorter side, its square, and the polynomial times the matrix.
@@ -34,12 +34,12 @@ fn gemms(rows: usize, columns: usize) -> [MatmulShape; 3] {
 
 /// All matmuls of an instruction.
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
-    bound.sections.iter().flat_map(|rows| gemms(*rows, bound.size('k'))).collect()
+    bound.sections.iter().flat_map(|rows| gemms(*rows, bound.size("inputs"))).collect()
 }
 
 pub unsafe fn orthogonalise(call: Call) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let columns = call.size('k');
+    let columns = call.size("inputs");
     let mut first = 0;
     for &rows in &call.bound.sections {
         let at = (4 * first * columns) as u64;

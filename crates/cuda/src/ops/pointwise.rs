@@ -44,13 +44,13 @@ pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
 unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
     let starts = call.given(2);
-    let (e, width) = (call.size('e'), call.size('p'));
-    let rotated = (call.size('q') + call.size('u')) * e;
+    let (e, width) = (call.size("head_dim"), call.size("qkv"));
+    let rotated = (call.size("heads") + call.size("kv_heads")) * e;
     let wide = call.wide(e / 2) && call.wide(width);
     let work = if wide { rotated / 2 / call.pack() } else { rotated / 2 };
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
     let (qkv, table) = (call.input(0), call.input(1));
-    let (seq, rows) = (call.size('s'), call.size('t'));
+    let (seq, rows) = (call.size("seq"), call.size("table"));
     let [first, count, then] = call.span();
     let how = positions as i32;
     let args = args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, rows, sign, how, wide];
@@ -76,7 +76,7 @@ pub fn in_parts(
 
 pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let f = call.size('f');
+    let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
     let bytes = call.float().bytes();
     in_parts(grid, |first, grid| {
@@ -88,7 +88,7 @@ pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
 
 pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
-    let f = call.size('f');
+    let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
     let bytes = call.float().bytes();
     in_parts(grid, |first, grid| {
@@ -109,7 +109,7 @@ pub unsafe fn add(call: Call) -> Result<(), CudaError> {
 
 pub unsafe fn last_position(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let args = args![call.input(0), call.input(1), y, call.size('s'), call.size('d')];
+    let args = args![call.input(0), call.input(1), y, call.size("seq"), call.size("features")];
     // SAFETY: the operands have these sizes.
-    unsafe { call.typed(("pointwise", "last_position"), [call.size('b'), 1, 1], THREADS, args) }
+    unsafe { call.typed(("pointwise", "last_position"), [call.size("batch"), 1, 1], THREADS, args) }
 }

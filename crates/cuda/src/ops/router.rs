@@ -19,7 +19,7 @@ fn over_tokens(call: Call) -> Result<([usize; 3], usize, usize), CudaError> {
 
 /// The number of experts, if kernels have room for as many.
 pub fn check_experts(call: Call) -> Result<usize, CudaError> {
-    match call.size('j') {
+    match call.size("experts") {
         experts @ 1..=MOST_EXPERTS => Ok(experts),
         experts => Err(CudaError::Internal(format!("{experts} experts are too many for the device's kernels"))),
     }
@@ -66,10 +66,10 @@ pub unsafe fn route_grad(call: Call, how: &Routing) -> Result<(), CudaError> {
 
 pub unsafe fn counts(call: Call) -> Result<(), CudaError> {
     let Some(counts) = call.output(0) else { return Ok(()) };
-    let rows = call.size('s') * call.size('y');
+    let rows = call.size("seq") * call.size("choices");
     let args = args![call.input(0), counts, rows, check_experts(call)?];
     // SAFETY: the operands have these sizes.
-    unsafe { call.plain(("router", "expert_counts"), [call.size('b'), 1, 1], 1024, args) }
+    unsafe { call.plain(("router", "expert_counts"), [call.size("batch"), 1, 1], 1024, args) }
 }
 
 pub unsafe fn load(call: Call) -> Result<(), CudaError> {
@@ -89,7 +89,7 @@ pub unsafe fn load(call: Call) -> Result<(), CudaError> {
 
 pub unsafe fn stack_loads(call: Call) -> Result<(), CudaError> {
     let Some(loads) = call.output(0) else { return Ok(()) };
-    let bytes = 8 * call.size('j');
+    let bytes = 8 * call.size("experts");
     (0..call.bound.inputs.len()).try_for_each(|layer| {
         // SAFETY: there is a row for every input, of as many elements.
         unsafe { call.stream.copy(loads + (layer * bytes) as u64, call.input(layer), bytes) }
@@ -109,12 +109,12 @@ pub unsafe fn move_bias(call: Call, row: usize, rate: f32) -> Result<(), CudaErr
 pub unsafe fn router_loss(call: Call, balance: f32, z: f32) -> Result<(), CudaError> {
     let Some(loss) = call.output(0) else { return Ok(()) };
     let (grid, threads, experts) = over_tokens(call)?;
-    let (seq, losses) = (call.size('s'), call.scratch()?);
+    let (seq, losses) = (call.size("seq"), call.scratch()?);
     let args = args![call.input(0), call.input(1), losses, call.rows(), seq, experts, balance, z];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
         call.plain(("router", "router_loss"), grid, threads, args)?;
-        call.plain(("loss", "sum_losses"), [call.size('b'), 1, 1], 256, args![losses, loss, seq])
+        call.plain(("loss", "sum_losses"), [call.size("batch"), 1, 1], 256, args![losses, loss, seq])
     }
 }
 
@@ -122,7 +122,7 @@ pub unsafe fn router_loss_grad(call: Call, balance: f32, z: f32) -> Result<(), C
     let Some(dlogits) = call.output(0) else { return Ok(()) };
     let (grid, threads, experts) = over_tokens(call)?;
     let scale = call.given(2).map(|scalars| scalars + LOSS_SCALE);
-    let (logits, counts, tokens, seq) = (call.input(0), call.input(1), call.rows(), call.size('s'));
+    let (logits, counts, tokens, seq) = (call.input(0), call.input(1), call.rows(), call.size("seq"));
     let args = args![logits, counts, scale, dlogits, tokens, seq, experts, balance, z];
     // SAFETY: the operands have these sizes.
     unsafe { call.plain(("router", "router_loss_grad"), grid, threads, args) }

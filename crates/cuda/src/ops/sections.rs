@@ -9,9 +9,9 @@ use lockstep_ir::op::MOST_SECTIONS;
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub unsafe fn slice(call: Call, first: usize) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let (n, at) = (call.size('h'), call.bound.columns[..first].iter().sum());
+    let (n, at) = (call.size("sections"), call.bound.columns[..first].iter().sum());
     // SAFETY: the sections lie in the rows.
-    unsafe { copy_columns(call, (call.input(0), call.size('p'), at), (y, n, 0), n) }
+    unsafe { copy_columns(call, (call.input(0), call.size("packed"), at), (y, n, 0), n) }
 }
 
 /// whole `[rows, p]` = all inputs side by side.
@@ -20,7 +20,7 @@ pub unsafe fn concat(call: Call) -> Result<(), CudaError> {
     let mut at = 0;
     call.bound.inputs.iter().enumerate().try_for_each(|(i, part)| {
         let n = part.elements / call.rows();
-        let to = (whole, call.size('p'), at);
+        let to = (whole, call.size("packed"), at);
         at += n;
         // SAFETY: the parts together are as wide as the whole.
         unsafe { copy_columns(call, (call.input(i), n, 0), to, n) }
@@ -45,7 +45,7 @@ pub unsafe fn part(call: Call) -> Result<(), CudaError> {
 /// Heads in parts, blocks `[a, c, b, w]` of x `[b, s, p]`, or x of blocks.
 pub unsafe fn heads(call: Call, ranks: usize, join: bool) -> Result<(), CudaError> {
     let Some(to) = call.output(0) else { return Ok(()) };
-    let [parts, rows, batch] = ['a', 'c', 'b'].map(|letter| call.size(letter));
+    let [parts, rows, batch] = ["parts", "rows", "batch"].map(|name| call.size(name));
     // What a part has of the sections.
     let of_part = |n: &usize| if join { *n } else { n / parts };
     let all_wide = call.bound.columns.iter().all(|n| call.wide(of_part(n)));

@@ -1,6 +1,6 @@
 //! What one of several context-parallel ranks has of a sample.
 
-use lockstep_ir::op::{Operand, Sample, Split};
+use lockstep_ir::op::{Operand, SEQ, Sample, Split, names};
 use lockstep_ir::program::Offsets;
 use lockstep_ir::{Coordinates, Mesh, MeshAxis, Op, Placement, Sharding, TensorType};
 
@@ -19,8 +19,8 @@ impl Part {
 
     /// Sharding of an operand of `rank` dimensions: split along positions, where it has them.
     pub fn sharding(&self, op: &Op, operand: &Operand, rank: usize) -> Sharding {
-        let along = op.spec().splits.iter().find(|group| group.starts_with('s'));
-        let dim = along.and_then(|group| operand.dim_of(Split::Letters(group), rank));
+        let along = op.spec().splits.iter().find(|group| names(group).next() == Some(SEQ));
+        let dim = along.and_then(|group| operand.dim_of(Split::Group(group), rank));
         dim.map_or(Sharding::REPLICATED, |dim| Sharding::REPLICATED.with(MeshAxis::Cp, Placement::Split(dim)))
     }
 
@@ -35,7 +35,11 @@ impl Part {
     /// Where the rank stands whose part of an operand this rank has: keys and values have come around the ring.
     fn here(&self, op: &Op, operand: &Operand) -> Coordinates {
         let step = match *op {
-            Op::RingAttention { step, .. } | Op::RingAttentionGrad { step, .. } if operand.dims.contains('t') => step,
+            Op::RingAttention { step, .. } | Op::RingAttentionGrad { step, .. }
+                if names(operand.dims).any(|name| name == "keys") =>
+            {
+                step
+            }
             _ => 0,
         };
         let parts = self.mesh.ranks();

@@ -21,9 +21,9 @@ pub struct Call<'a> {
 unsafe impl Sync for Call<'_> {}
 
 impl Call<'_> {
-    /// Size behind a letter of the op table.
-    pub fn size(&self, letter: char) -> usize {
-        self.bound.size(letter)
+    /// Size of a dimension of the op's row.
+    pub fn size(&self, name: &str) -> usize {
+        self.bound.size(name)
     }
 
     fn at(&self, at: &At) -> *mut u8 {

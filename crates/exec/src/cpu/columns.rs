@@ -31,7 +31,7 @@ struct Terms<T> {
 pub(super) const COLUMNS: usize = 64;
 
 fn sum_columns<T: Float>(call: Call, terms: Terms<T>) {
-    let (batch, seq, d) = (call.size('b'), call.size('s'), call.size('d'));
+    let (batch, seq, d) = (call.size("batch"), call.size("seq"), call.size("features"));
     let Some(dw) = call.accumulator(0).map(Ptr) else { return };
     let terms = Ptr(terms);
     call.ranges(d, COLUMNS, |from, to| {

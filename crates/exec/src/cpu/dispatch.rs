@@ -6,7 +6,7 @@ use lockstep_ir::op::{Blocks, NO_ROW};
 
 /// Places of choices, in the order of tokens, the experts of places, and how many choices of every sequence have no place.
 pub fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) {
-    let (choices, each) = (call.size('b') * call.size('s') * call.size('y'), call.size('j') / parts);
+    let (choices, each) = (call.size("batch") * call.size("seq") * call.size("choices"), call.size("experts") / parts);
     let chosen = Ptr(call.input::<u32>(0));
     let (slots, owners) = (call.output::<u32>(0).map(Ptr), call.output::<u32>(1).map(Ptr));
     let all = parts * each;
@@ -36,8 +36,8 @@ pub fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) {
         }
     });
     if let (Some(slots), Some(beyond)) = (slots, call.output::<f64>(2)) {
-        let of_sequence = call.size('s') * call.size('y');
-        for b in 0..call.size('b') {
+        let of_sequence = call.size("seq") * call.size("choices");
+        for b in 0..call.size("batch") {
             // SAFETY: the choices of a sequence, and its count.
             unsafe {
                 let missing = slots.slice(b * of_sequence, of_sequence).iter().filter(|slot| **slot == NO_ROW);
@@ -50,11 +50,11 @@ pub fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) {
 /// Rows of x, of which `sharers` choices have one, at the places of choices; zeros elsewhere.
 pub fn send_rows<T: Float>(call: Call, sharers: usize) {
     let Some(rows) = call.output::<T>(0).map(Ptr) else { return };
-    let (x, slots, d) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)), call.size('d'));
-    let places = call.size('a') * call.size('c');
+    let (x, slots, d) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)), call.size("features"));
+    let places = call.size("parts") * call.size("rows");
     // SAFETY: places of the output, each once.
     call.rows(places, |from, to| unsafe { rows.slice(from * d, (to - from) * d).fill(T::of(0.0)) });
-    call.rows(call.size('b') * call.size('s') * call.size('y'), |from, to| {
+    call.rows(call.size("batch") * call.size("seq") * call.size("choices"), |from, to| {
         for i in from..to {
             // SAFETY: choices have places of their own.
             unsafe {
@@ -70,9 +70,9 @@ pub fn send_rows<T: Float>(call: Call, sharers: usize) {
 /// The row at every choice's place.
 pub fn take_rows<T: Float>(call: Call) {
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
-    let (rows, slots, d) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)), call.size('d'));
-    let places = call.size('a') * call.size('c');
-    call.rows(call.size('b') * call.size('s') * call.size('y'), |from, to| {
+    let (rows, slots, d) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)), call.size("features"));
+    let places = call.size("parts") * call.size("rows");
+    call.rows(call.size("batch") * call.size("seq") * call.size("choices"), |from, to| {
         for i in from..to {
             // SAFETY: choices from .. to belong to this task.
             unsafe {

@@ -7,11 +7,11 @@ use lockstep_ir::counter;
 
 /// y `[b, s, d]` = x / (1 − rate), or 0 by a mask drawn from keys `[b, 2]`, in sequences of which this rank may have a part.
 pub fn dropout<T: Float>(call: Call, rate: f32, site: u64) {
-    let (here, d, places) = (call.size('s'), call.size('d'), call.positions());
+    let (here, d, places) = (call.size("seq"), call.size("features"), call.positions());
     let (x, keys) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     let (below, scale) = (counter::threshold(rate), 1.0 / (1.0 - rate));
-    call.rows(call.size('b') * here, |from, to| {
+    call.rows(call.size("batch") * here, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task; there is a key per sequence.
             unsafe {

@@ -17,7 +17,7 @@ pub type Scratch = (u64, Vec<(u64, &'static str)>);
 /// not in f32.
 pub fn scratch(gemm: u64, rounded: Option<(u64, &'static str)>, share: Option<(u64, &'static str)>) -> Scratch {
     let each = 4 * CHUNK as u64;
-    let rows = [(4, "…yac"), (8, "j"), (each, "n"), (each, "k")];
+    let rows = [(4, "… choices parts rows"), (8, "experts"), (each, "outputs"), (each, "inputs")];
     (gemm + 6 * 64, rows.into_iter().chain(rounded).chain(share).collect())
 }
 
@@ -44,10 +44,11 @@ struct Grouped<'a, T> {
 impl<'a, T: Float> Grouped<'a, T> {
     /// Sorts the rows of a call by what input `chosen` says.
     fn new(call: Call<'a>, chosen: usize) -> Self {
-        let blocks = call.size('a') * call.size('c');
-        let (rows, experts) = (call.size('b') * call.size('s') * call.size('y') * blocks, call.size('j'));
-        let (of_part, each) = (rows.div_ceil(call.size('a')), experts / call.size('a'));
-        let (n, k) = (call.size('n'), call.size('k'));
+        let blocks = call.size("parts") * call.size("rows");
+        let (rows, experts) =
+            (call.size("batch") * call.size("seq") * call.size("choices") * blocks, call.size("experts"));
+        let (of_part, each) = (rows.div_ceil(call.size("parts")), experts / call.size("parts"));
+        let (n, k) = (call.size("outputs"), call.size("inputs"));
         let mut at = call.scratch::<u8>();
         let gemm = at.cast();
         // SAFETY: the scratch has room for all of it, as `scratch` says; each part starts at a multiple of 64.
@@ -194,7 +195,7 @@ pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
     let grouped = Grouped::<T>::new(call, 2);
     let size = grouped.n * grouped.k;
     let (dy, x) = (call.input::<T>(0), call.input::<T>(1));
-    let of_sequence = (call.size('s') * call.size('y') * call.size('a') * call.size('c')) as u32;
+    let of_sequence = (call.size("seq") * call.size("choices") * call.size("parts") * call.size("rows")) as u32;
     let share = grouped.share;
     for expert in 0..grouped.experts() {
         let rows = grouped.rows(expert);
@@ -235,7 +236,7 @@ pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
 
 /// out `[tokens, d]`: the sum of y `[tokens, choices, d]`, by their weights where `weighted`.
 pub fn combine<T: Float>(call: Call, weighted: bool) {
-    let (tokens, choices, d) = (call.size('b') * call.size('s'), call.size('y'), call.size('d'));
+    let (tokens, choices, d) = (call.size("batch") * call.size("seq"), call.size("choices"), call.size("features"));
     let (y, weights) = (Ptr(call.input::<T>(0)), weighted.then(|| Ptr(call.input::<f32>(1))));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(tokens, |from, to| {
@@ -254,7 +255,7 @@ pub fn combine<T: Float>(call: Call, weighted: bool) {
 
 /// dy = weight · dout, dweight = dout · y.
 pub fn combine_grad<T: Float>(call: Call) {
-    let (tokens, choices, d) = (call.size('b') * call.size('s'), call.size('y'), call.size('d'));
+    let (tokens, choices, d) = (call.size("batch") * call.size("seq"), call.size("choices"), call.size("features"));
     let (dout, y, weights) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)), Ptr(call.input::<f32>(2)));
     let (dy, dweights) = (call.output::<T>(0).map(Ptr), call.output::<f32>(1).map(Ptr));
     call.rows(tokens * choices, |from, to| {

@@ -113,7 +113,7 @@ fn kept_bytes(compute: DType) -> usize {
     }
 }
 
-/// An upper bound of the scratch as bytes and bytes per product of letters: `c` rows of a chunk, `k` inputs, `v` columns.
+/// An upper bound of the scratch as bytes and bytes per product of dimensions.
 pub fn scratch_bytes(simd: Simd, compute: DType, threads: usize) -> (u64, Vec<(u64, &'static str)>) {
     let unit = Unit::for_dtype(compute, simd);
     let packed = unit.element();
@@ -124,12 +124,12 @@ pub fn scratch_bytes(simd: Simd, compute: DType, threads: usize) -> (u64, Vec<(u
     let widest = 11 * BLOCK_STEP;
     let own = per_column * widest + packed * (ROWS + 2 * lines) * DW_DEPTH + MOST_DX_ROWS * lines * packed + 256;
     let terms = [
-        (2 * packed, "vk"),
-        (kept, "cv"),
-        (packed, "ck"),
-        (8 * (MOST_BLOCKS + 1) + 8 + lines * packed, "c"),
-        (2 * lines * packed + threads * per_column.div_ceil(MOST_BLOCKS), "v"),
-        ((2 * lines + ROWS) * packed + threads * (MOST_DX_ROWS * 4 + DW_DEPTH * packed + K_STEP * 4), "k"),
+        (2 * packed, "vocab inputs"),
+        (kept, "rows vocab"),
+        (packed, "rows inputs"),
+        (8 * (MOST_BLOCKS + 1) + 8 + lines * packed, "rows"),
+        (2 * lines * packed + threads * per_column.div_ceil(MOST_BLOCKS), "vocab"),
+        ((2 * lines + ROWS) * packed + threads * (MOST_DX_ROWS * 4 + DW_DEPTH * packed + K_STEP * 4), "inputs"),
     ];
     let fixed = threads * own + (2 * lines + ROWS) * lines * packed + 1024;
     (fixed as u64, terms.map(|(bytes, letters)| (bytes as u64, letters)).to_vec())
@@ -174,7 +174,7 @@ struct Outputs<T> {
 }
 
 fn chunked<T: Float>(call: Call, most_rows: usize, seed: f32, outputs: Outputs<T>) {
-    let (batch, seq, k, v) = (call.size('b'), call.size('s'), call.size('k'), call.size('v'));
+    let (batch, seq, k, v) = (call.size("batch"), call.size("seq"), call.size("inputs"), call.size("vocab"));
     let (x, w, targets) = (call.input::<T>(0), call.input::<T>(1), call.input::<u32>(2));
     let loss = call.output::<f64>(0);
     let Outputs { dx, dw, misses } = outputs;
@@ -493,6 +493,7 @@ mod tests {
 
     #[test]
     fn the_profile_asks_for_enough_scratch_at_every_shape() {
+        use lockstep_ir::op::names;
         let types = [DType::F32, DType::BF16, DType::F16];
         for (simd, compute) in [Simd::Avx512, Simd::Amx].into_iter().flat_map(|simd| types.map(|t| (simd, t))) {
             let unit = Unit::for_dtype(compute, simd);
@@ -501,8 +502,8 @@ mod tests {
                 for rows in [1, 23, 96, 512, 1000, 1024] {
                     for k in [1, 7, 32, 71, 288, 512, 1000, 4096] {
                         for v in [1, 50, 256, 1536, 1537, 8192, 32000, 50257, 151_936, 262_144] {
-                            let size = |c: char| if c == 'c' { rows } else if c == 'k' { k } else { v } as u64;
-                            let product = |letters: &str| letters.chars().map(size).product::<u64>();
+                            let size = |name| if name == "rows" { rows } else if name == "inputs" { k } else { v } as u64;
+                            let product = |of: &'static str| names(of).map(size).product::<u64>();
                             let asked = fixed + terms.iter().map(|(bytes, l)| bytes * product(l)).sum::<u64>();
                             let needed = Layout::new(unit, kept_bytes(compute), (rows, k, v), threads).end as u64;
                             assert!(asked >= needed, "{compute} {threads} {rows} {k} {v}: {asked} < {needed}");

@@ -18,22 +18,23 @@ struct Section {
 
 /// Q and K.
 fn sections(call: &Call) -> [Section; 2] {
-    let (q, u, e) = (call.size('q'), call.size('u'), call.size('e'));
+    let (q, u, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
     [Section { first: 0, heads: q, weight: 0 }, Section { first: q, heads: u, weight: e }]
 }
 
 /// V of a row, where it is not in place.
 unsafe fn copy_v<T: Float>(call: &Call, from: *const T, to: *mut T) {
     if !std::ptr::eq(from, to) {
-        let before = call.size('x') * call.size('e');
+        let before = call.size("normed") * call.size("head_dim");
         // SAFETY: the caller vouches for whole rows, one apart from the other.
-        unsafe { std::ptr::copy_nonoverlapping(from.add(before), to.add(before), call.size('p') - before) };
+        unsafe { std::ptr::copy_nonoverlapping(from.add(before), to.add(before), call.size("qkv") - before) };
     }
 }
 
 /// y = x / rms(x) · w.
 pub fn forward<T: Float>(call: Call, eps: f32) {
-    let (rows, width, normed, e) = (call.size('b') * call.size('s'), call.size('p'), call.size('x'), call.size('e'));
+    let (rows, width, normed, e) =
+        (call.size("batch") * call.size("seq"), call.size("qkv"), call.size("normed"), call.size("head_dim"));
     let (qkv, w) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     let rstd = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
@@ -59,7 +60,8 @@ pub fn forward<T: Float>(call: Call, eps: f32) {
 
 /// dqkv from dy, qkv, w and rstd.
 pub fn grad<T: Float>(call: Call) {
-    let (rows, width, normed, e) = (call.size('b') * call.size('s'), call.size('p'), call.size('x'), call.size('e'));
+    let (rows, width, normed, e) =
+        (call.size("batch") * call.size("seq"), call.size("qkv"), call.size("normed"), call.size("head_dim"));
     let (dy, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (w, rstd) = (Ptr(call.input::<T>(2)), Ptr(call.input::<f32>(3)));
     let Some(dx) = call.output::<T>(0).map(Ptr) else { return };
@@ -82,8 +84,8 @@ pub fn grad<T: Float>(call: Call) {
 
 /// dw = Σ over rows and heads of dy · x · rstd.
 pub fn grad_weight<T: Float>(call: Call) {
-    let (batch, seq, e) = (call.size('b'), call.size('s'), call.size('e'));
-    let (width, normed) = (call.size('p'), call.size('x'));
+    let (batch, seq, e) = (call.size("batch"), call.size("seq"), call.size("head_dim"));
+    let (width, normed) = (call.size("qkv"), call.size("normed"));
     let (dy, qkv, rstd) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)), Ptr(call.input::<f32>(2)));
     let Some(dw) = call.accumulator(0).map(Ptr) else { return };
     let blocks = e.div_ceil(COLUMNS);

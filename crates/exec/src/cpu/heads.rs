@@ -20,7 +20,7 @@ pub fn join<T: Float>(call: Call, ranks: usize) {
 
 /// Where every piece stands in x and in blocks, and how many elements it has: what a part has of a section, at one position.
 fn runs(call: Call, ranks: usize, copy: impl Fn(usize, usize, usize) + Sync) {
-    let [parts, rows, batch, p, w] = ['a', 'c', 'b', 'p', 'w'].map(|letter| call.size(letter));
+    let [parts, rows, batch, p, w] = ["parts", "rows", "batch", "packed", "part"].map(|name| call.size(name));
     // Sections are those of the input.
     let of_input: usize = call.bound.columns.iter().sum();
     call.rows(rows * batch, |first, last| {

@@ -8,7 +8,7 @@ use lockstep_ir::fixed;
 
 /// y = x · wᵀ.
 pub fn forward<T: Float>(call: Call) {
-    let (rows, n, k) = (call.size('b') * call.size('s'), call.size('n'), call.size('k'));
+    let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(y) = call.output::<T>(0) else { return };
     let (x, w) = (Matrix::rows(call.input::<T>(0), k), Matrix::rows(call.input::<T>(1), k).transposed());
     // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs.
@@ -17,7 +17,7 @@ pub fn forward<T: Float>(call: Call) {
 
 /// dx = dy · w.
 pub fn grad_input<T: Float>(call: Call) {
-    let (rows, n, k) = (call.size('b') * call.size('s'), call.size('n'), call.size('k'));
+    let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(dx) = call.output::<T>(0) else { return };
     let (dy, w) = (Matrix::rows(call.input::<T>(0), n), Matrix::rows(call.input::<T>(1), k));
     // SAFETY: as in `forward`.
@@ -26,7 +26,7 @@ pub fn grad_input<T: Float>(call: Call) {
 
 /// dw = dyᵀ · x.
 pub fn grad_weight<T: Float>(call: Call) {
-    let (batch, seq, n, k) = (call.size('b'), call.size('s'), call.size('n'), call.size('k'));
+    let (batch, seq, n, k) = (call.size("batch"), call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(dw) = call.accumulator(0) else { return };
     let scratch: *mut f32 = call.scratch();
     // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.

@@ -7,7 +7,7 @@ use super::simd::{self, Simd, vectorised};
 
 /// logits `[b, s, v]`, targets `[b, s]` → loss `[b]` (f64), lse `[b, s]`.
 pub fn cross_entropy<T: Float>(call: Call) {
-    let (batch, seq, v) = (call.size('b'), call.size('s'), call.size('v'));
+    let (batch, seq, v) = (call.size("batch"), call.size("seq"), call.size("vocab"));
     let (logits, targets) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let loss = call.output::<f64>(0).map(Ptr);
     let lse = call.output::<f32>(1).map(Ptr);
@@ -35,7 +35,7 @@ pub fn cross_entropy<T: Float>(call: Call) {
 
 /// dlogits = weight · (softmax(logits) − one-hot(target)); 0 where the target is ignored.
 pub fn cross_entropy_grad<T: Float>(call: Call, weight: f32) {
-    let (rows, v) = (call.size('b') * call.size('s'), call.size('v'));
+    let (rows, v) = (call.size("batch") * call.size("seq"), call.size("vocab"));
     let (logits, targets) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let lse = Ptr(call.input::<f32>(2));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };

@@ -7,7 +7,7 @@ use super::simd::{self, vectorised};
 
 /// `add` says whether the call adds first, `layer` whether it is a layer norm.
 pub fn forward<T: Float>(call: Call, eps: f32, add: bool, layer: bool) {
-    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (rows, d) = (call.size("batch") * call.size("seq"), call.size("features"));
     let x = Ptr(call.input::<T>(0));
     let delta = Ptr(if add { call.input::<T>(1) } else { std::ptr::null() });
     let first = usize::from(add);
@@ -65,7 +65,7 @@ vectorised! {
 /// dx = rstd · (w·dy − x · rstd² · mean(w·dy·x)), plus `dsum` where `add` says so. For a layer norm x stands for x − mean, and
 /// dx is less by its own mean.
 pub fn grad<T: Float>(call: Call, add: bool, layer: bool) {
-    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (rows, d) = (call.size("batch") * call.size("seq"), call.size("features"));
     let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (w, shift) = (Ptr(call.input::<T>(2)), usize::from(layer));
     let mean = Ptr(if layer { call.input::<f32>(3) } else { std::ptr::null() });

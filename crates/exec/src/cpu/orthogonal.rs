@@ -11,12 +11,12 @@ const PARTS: usize = 64;
 
 /// Scratch: a matmul's, the parts of a norm, two square matrices and a whole one.
 pub fn scratch(gemm: u64) -> (u64, Vec<(u64, &'static str)>) {
-    (gemm + 8 * PARTS as u64, vec![(8, "aa"), (4, "nk")])
+    (gemm + 8 * PARTS as u64, vec![(8, "short short"), (4, "outputs inputs")])
 }
 
 /// Every section of the rows on its own.
 pub fn orthogonalise(call: Call) {
-    let columns = call.size('k');
+    let columns = call.size("inputs");
     let Some(x) = call.output::<f32>(0) else { return };
     let input = call.input::<f32>(0);
     let mut first = 0;

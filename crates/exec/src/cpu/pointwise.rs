@@ -28,7 +28,7 @@ fn map_into<T: Float, U: Float>(call: Call, f: impl Fn(f32) -> f32 + Sync) {
 
 /// x `[rows, d]` = table `[v, d]` at tokens `[rows]`; zeros for tokens of another rank's part.
 pub fn embedding<T: Float>(call: Call) {
-    let (rows, d, part) = (call.size('b') * call.size('s'), call.size('d'), call.vocab_part());
+    let (rows, d, part) = (call.size("batch") * call.size("seq"), call.size("features"), call.vocab_part());
     let (tokens, table) = (Ptr(call.input::<u32>(0)), Ptr(call.input::<T>(1)));
     let Some(x) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
@@ -48,13 +48,13 @@ pub fn embedding<T: Float>(call: Call) {
 pub fn embedding_grad<T: Float>(call: Call) {
     let (part, tokens) = (call.vocab_part(), Ptr(call.input::<u32>(1)));
     // SAFETY: there is a token per row.
-    add_rows::<T>(call, call.size('v'), |row| unsafe { part.find(*tokens.at(row)) });
+    add_rows::<T>(call, call.size("vocab"), |row| unsafe { part.find(*tokens.at(row)) });
 }
 
 /// The sum `[v, d]` += dx `[rows, d]`, each row to the one that `to` names (below `v`), if any, in row order.
 pub fn add_rows<T: Float>(call: Call, v: usize, to: impl Fn(usize) -> Option<usize> + Sync) {
     const COLUMNS: usize = 32;
-    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (rows, d) = (call.size("batch") * call.size("seq"), call.size("features"));
     let dx = Ptr(call.input::<T>(0));
     let Some(dtable) = call.accumulator(0).map(Ptr) else { return };
     call.ranges(d, COLUMNS, |from, end| {
@@ -108,11 +108,11 @@ pub fn checked_target(target: u32, vocab: usize) -> Option<usize> {
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position, which is given (below
 /// the table's rows) as is their sign.
 pub fn rotate<T: Float>(call: Call, sign: f32, position: impl Fn(usize) -> usize + Sync) {
-    let (seq, e) = (call.size('s'), call.size('e'));
-    let (rotated, width) = (call.size('q') + call.size('u'), call.size('p'));
+    let (seq, e) = (call.size("seq"), call.size("head_dim"));
+    let (rotated, width) = (call.size("heads") + call.size("kv_heads"), call.size("qkv"));
     let (qkv, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<f32>(1)));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
-    call.rows(call.size('b') * seq, |from, to| {
+    call.rows(call.size("batch") * seq, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
             unsafe {
@@ -147,7 +147,7 @@ vectorised! {
 
 /// y `[rows, f]` = silu(gate) · up, of gate_up `[rows, 2f]`.
 pub fn swiglu<T: Float>(call: Call) {
-    let (rows, f) = (call.size('b') * call.size('s'), call.size('f'));
+    let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let gate_up = Ptr(call.input::<T>(0));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
@@ -166,7 +166,7 @@ vectorised! {
 
 /// dgate_up `[rows, 2f]` from dy `[rows, f]` and gate_up.
 pub fn swiglu_grad<T: Float>(call: Call) {
-    let (rows, f) = (call.size('b') * call.size('s'), call.size('f'));
+    let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let (dy, gate_up) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
@@ -194,7 +194,7 @@ fn sigmoid(x: f32) -> f32 {
 
 /// y = gelu(x), elementwise.
 pub fn gelu<T: Float>(call: Call) {
-    let n = call.size('b') * call.size('s') * call.size('f');
+    let n = call.size("batch") * call.size("seq") * call.size("ffn");
     let x = Ptr(call.input::<T>(0));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(n, |from, to| {
@@ -216,7 +216,7 @@ vectorised! {
 
 /// dx from dy and x, elementwise.
 pub fn gelu_grad<T: Float>(call: Call) {
-    let n = call.size('b') * call.size('s') * call.size('f');
+    let n = call.size("batch") * call.size("seq") * call.size("ffn");
     let (dy, x) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(dx) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(n, |from, to| {
@@ -243,7 +243,7 @@ pub fn add_bias<T: Float>(call: Call) {
 
 /// y `[rows, d]` = x + table `[.., d]`, whose row for each row of x is given.
 pub fn add_table<T: Float>(call: Call, entry: impl Fn(usize) -> usize + Sync) {
-    let (rows, d) = (call.size('b') * call.size('s'), call.size('d'));
+    let (rows, d) = (call.size("batch") * call.size("seq"), call.size("features"));
     let (x, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
@@ -256,7 +256,7 @@ pub fn add_table<T: Float>(call: Call, entry: impl Fn(usize) -> usize + Sync) {
 
 /// sum = a + b.
 pub fn add<T: Float>(call: Call) {
-    let n = call.size('b') * call.size('s') * call.size('d');
+    let n = call.size("batch") * call.size("seq") * call.size("features");
     let (a, b) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(sum) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(n, |from, to| {

@@ -11,7 +11,7 @@ pub fn rope_at<T: Float>(call: Call) {
 
 /// The row of a table for every row of `[b, s]`: from `start[b]` on, input 2, and the last where there are no more.
 fn rows_from_start(call: &Call) -> impl Fn(usize) -> usize + Sync + use<> {
-    let (seq, table_rows) = (call.size('s'), call.size('t'));
+    let (seq, table_rows) = (call.size("seq"), call.size("table"));
     let start = Ptr(call.input::<u32>(2));
     move |row| {
         // SAFETY: there is an element per sequence.
@@ -34,13 +34,13 @@ pub fn add<T: Float>(call: Call, seq: usize) {
 /// dtable `[t, d]` += dx `[b, s, d]` by the same positions.
 pub fn grad<T: Float>(call: Call, seq: usize) {
     let position = positions(&call, seq, call.given(1));
-    add_rows::<T>(call, call.size('t'), |row| Some(position(row)));
+    add_rows::<T>(call, call.size("table"), |row| Some(position(row)));
 }
 
 /// The position of every row of `[b, s]` in sequences of `seq`, of which this rank may have a part; with `starts[b, seq]` in its
 /// document.
 fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usize) -> usize + Sync + use<> {
-    let (here, places) = (call.size('s'), call.positions());
+    let (here, places) = (call.size("seq"), call.positions());
     let starts = starts.map(Ptr);
     move |row| {
         let position = places.entry(row % here);
@@ -53,7 +53,7 @@ fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usi
 /// Rope of qkv `[b, s, (q + 2u)·e]` by positions in sequences, of which this rank may have a part, or, with `starts[b, s]`, in
 /// documents.
 pub fn rope<T: Float>(call: Call, inverse: bool) {
-    let (here, places, sign) = (call.size('s'), call.positions(), if inverse { -1.0 } else { 1.0 });
+    let (here, places, sign) = (call.size("seq"), call.positions(), if inverse { -1.0 } else { 1.0 });
     match call.given::<u32>(2).map(Ptr) {
         None => rotate::<T>(call, sign, |row| places.entry(row % here)),
         Some(starts) => rotate::<T>(call, sign, |row| {
@@ -66,10 +66,10 @@ pub fn rope<T: Float>(call: Call, inverse: bool) {
 
 /// y `[b, 1, d]` = x `[b, s, d]` at position `count[b] − 1`.
 pub fn last_position<T: Float>(call: Call) {
-    let (seq, d) = (call.size('s'), call.size('d'));
+    let (seq, d) = (call.size("seq"), call.size("features"));
     let (x, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(1)));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
-    call.ranges(call.size('b'), 1, |b, _| {
+    call.ranges(call.size("batch"), 1, |b, _| {
         // SAFETY: sequence b belongs to this task; the count is checked against the sequence.
         unsafe {
             let count = *count.at(b) as usize;

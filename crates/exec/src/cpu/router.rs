@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 
 /// Scratch of the router: what it chooses by, and what it may still choose, on every thread.
 pub fn route_scratch(threads: usize) -> Scratch {
-    (0, vec![(8 * threads as u64, "j")])
+    (0, vec![(8 * threads as u64, "experts")])
 }
 
 /// The scores of some logits.
@@ -49,7 +49,8 @@ fn close_groups(how: &Routing, key: impl Fn(usize) -> f32, open: &mut [f32]) {
 
 /// weights, chosen `[tokens, choices]` of logits `[tokens, experts]`.
 pub fn route(call: Call, how: &Routing) {
-    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (tokens, experts, choices) =
+        (call.size("batch") * call.size("seq"), call.size("experts"), call.size("choices"));
     let (logits, bias) = (Ptr(call.input::<f32>(0)), call.given::<f32>(1).map(Ptr));
     let (weights, chosen) = (call.output::<f32>(0).map(Ptr), call.output::<u32>(1).map(Ptr));
     let scratch = Ptr(call.scratch::<f32>());
@@ -89,12 +90,13 @@ pub fn route(call: Call, how: &Routing) {
 
 /// Scratch of weights for given experts: scores, on every thread.
 pub fn route_to_scratch(threads: usize) -> Scratch {
-    (0, vec![(4 * threads as u64, "j")])
+    (0, vec![(4 * threads as u64, "experts")])
 }
 
 /// weights and chosen `[tokens, choices]` of logits `[tokens, experts]` and given `[tokens, choices]`, with the bits of [`route`].
 pub fn route_to(call: Call, how: &Routing) {
-    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (tokens, experts, choices) =
+        (call.size("batch") * call.size("seq"), call.size("experts"), call.size("choices"));
     let (logits, given) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<u32>(1)));
     let (weights, chosen) = (call.output::<f32>(0).map(Ptr), call.output::<u32>(1).map(Ptr));
     let scratch = Ptr(call.scratch::<f32>());
@@ -123,7 +125,8 @@ pub fn route_to(call: Call, how: &Routing) {
 
 /// dlogits `[tokens, experts]` from dweights `[tokens, choices]`.
 pub fn route_grad(call: Call, how: &Routing) {
-    let (tokens, experts, choices) = (call.size('b') * call.size('s'), call.size('j'), call.size('y'));
+    let (tokens, experts, choices) =
+        (call.size("batch") * call.size("seq"), call.size("experts"), call.size("choices"));
     let (dweights, logits) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let chosen = Ptr(call.input::<u32>(2));
     let Some(dlogits) = call.output::<f32>(0).map(Ptr) else { return };
@@ -155,15 +158,15 @@ pub fn route_grad(call: Call, how: &Routing) {
 
 /// Scratch of the router's losses: on every thread the shares of a sequence's experts, and scores.
 pub fn router_loss_scratch(threads: usize) -> Scratch {
-    (0, vec![(8 * threads as u64, "j")])
+    (0, vec![(8 * threads as u64, "experts")])
 }
 
 /// counts `[b, experts]` of chosen `[b, s, choices]`.
 pub fn counts(call: Call) {
-    let (rows, experts) = (call.size('s') * call.size('y'), call.size('j'));
+    let (rows, experts) = (call.size("seq") * call.size("choices"), call.size("experts"));
     let chosen = Ptr(call.input::<u32>(0));
     let Some(counts) = call.output::<f32>(0).map(Ptr) else { return };
-    call.ranges(call.size('b'), 1, |sequence, _| {
+    call.ranges(call.size("batch"), 1, |sequence, _| {
         // SAFETY: the sequence belongs to this task.
         let (chosen, counts) =
             unsafe { (chosen.slice(sequence * rows, rows), counts.slice(sequence * experts, experts)) };
@@ -175,7 +178,7 @@ pub fn counts(call: Call) {
 /// load `[experts]` (f64) of chosen `[tokens, choices]`.
 pub fn load(call: Call) {
     let Some(load) = call.output::<f64>(0).map(Ptr) else { return };
-    let (rows, experts) = (call.bound.inputs[0].elements, call.size('j'));
+    let (rows, experts) = (call.bound.inputs[0].elements, call.size("experts"));
     // SAFETY: the operands have as many elements.
     let (chosen, load) = unsafe { (Ptr(call.input::<u32>(0)).slice(0, rows), load.slice(0, experts)) };
     if !call.adds(0) {
@@ -186,7 +189,7 @@ pub fn load(call: Call) {
 
 /// loads `[layers, experts]` of those of every layer.
 pub fn stack_loads(call: Call) {
-    let (Some(loads), experts) = (call.output::<f64>(0).map(Ptr), call.size('j')) else { return };
+    let (Some(loads), experts) = (call.output::<f64>(0).map(Ptr), call.size("experts")) else { return };
     for layer in 0..call.bound.inputs.len() {
         // SAFETY: there is a row for every input, of as many elements.
         unsafe {
@@ -198,7 +201,7 @@ pub fn stack_loads(call: Call) {
 
 /// next `[experts]` of bias `[experts]`, row `row` of loads `[layers, experts]` and stats.
 pub fn move_bias(call: Call, row: usize, rate: f32) {
-    let (Some(next), experts) = (call.output::<f32>(0).map(Ptr), call.size('j')) else { return };
+    let (Some(next), experts) = (call.output::<f32>(0).map(Ptr), call.size("experts")) else { return };
     // SAFETY: the operands have as many elements; the shape rule has checked the row.
     unsafe {
         let load = Ptr(call.input::<f64>(1)).slice(row * experts, experts);
@@ -217,9 +220,9 @@ pub fn move_bias(call: Call, row: usize, rate: f32) {
 
 /// Calls `f(sequence, shares, scores)` for every sequence: how much of its tokens each expert gets, and room for scores.
 fn each_sequence(call: Call, f: impl Fn(usize, &[f32], &mut [f32]) + Sync) {
-    let experts = call.size('j');
+    let experts = call.size("experts");
     let (counts, scratch) = (Ptr(call.input::<f32>(1)), Ptr(call.scratch::<f32>()));
-    call.pool.run(call.size('b'), |sequence, worker| {
+    call.pool.run(call.size("batch"), |sequence, worker| {
         // SAFETY: a worker has its own scratch.
         unsafe {
             let shares = scratch.slice(worker * 2 * experts, experts);
@@ -248,7 +251,7 @@ fn busy(scores: &[f32], shares: &[f32]) -> f32 {
 
 /// loss `[b]` (f64) of logits `[b, s, experts]` and counts `[b, experts]`.
 pub fn router_loss(call: Call, balance: f32, z: f32) {
-    let (seq, experts) = (call.size('s'), call.size('j'));
+    let (seq, experts) = (call.size("seq"), call.size("experts"));
     let logits = Ptr(call.input::<f32>(0));
     let Some(loss) = call.output::<f64>(0).map(Ptr) else { return };
     each_sequence(call, |sequence, shares, scores| {
@@ -265,7 +268,7 @@ pub fn router_loss(call: Call, balance: f32, z: f32) {
 
 /// dlogits `[b, s, experts]`.
 pub fn router_loss_grad(call: Call, balance: f32, z: f32) {
-    let (seq, experts) = (call.size('s'), call.size('j'));
+    let (seq, experts) = (call.size("seq"), call.size("experts"));
     let logits = Ptr(call.input::<f32>(0));
     let Some(dlogits) = call.output::<f32>(0).map(Ptr) else { return };
     each_sequence(call, |sequence, shares, _| {

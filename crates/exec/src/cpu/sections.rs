@@ -6,8 +6,8 @@ use super::float::Float;
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub fn slice<T: Float>(call: Call, first: usize) {
     let Some(y) = call.output::<T>(0) else { return };
-    let (n, at) = (call.size('h'), call.bound.columns[..first].iter().sum());
-    copy_columns(call, (call.input::<T>(0), call.size('p'), at), (y, n, 0), n);
+    let (n, at) = (call.size("sections"), call.bound.columns[..first].iter().sum());
+    copy_columns(call, (call.input::<T>(0), call.size("packed"), at), (y, n, 0), n);
 }
 
 /// whole `[rows, p]` = all inputs side by side.
@@ -15,8 +15,8 @@ pub fn concat<T: Float>(call: Call) {
     let Some(whole) = call.output::<T>(0) else { return };
     let mut at = 0;
     for (i, part) in call.bound.inputs.iter().enumerate() {
-        let n = part.elements / (call.size('b') * call.size('s'));
-        copy_columns(call, (call.input::<T>(i), n, 0), (whole, call.size('p'), at), n);
+        let n = part.elements / (call.size("batch") * call.size("seq"));
+        copy_columns(call, (call.input::<T>(i), n, 0), (whole, call.size("packed"), at), n);
         at += n;
     }
 }
@@ -43,7 +43,7 @@ pub fn part(call: Call) {
 /// Copies `n` columns of every row; of either side the rows' width and the first of the columns are given.
 fn copy_columns<T: Float>(call: Call, from: (*const T, usize, usize), to: (*mut T, usize, usize), n: usize) {
     let ((from, from_width, from_at), (to, to_width, to_at)) = ((Ptr(from.0), from.1, from.2), (Ptr(to.0), to.1, to.2));
-    call.rows(call.size('b') * call.size('s'), |first, last| {
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
         for row in first..last {
             // SAFETY: rows first .. last belong to this task; the columns lie in them.
             unsafe {

@@ -17,7 +17,7 @@ const STATISTICS: usize = 3;
 
 /// Logits of a chunk and their statistics.
 pub fn logits<T: Float>(call: Call, rows: Rows) {
-    let (k, v) = (call.size('k'), call.size('v'));
+    let (k, v) = (call.size("inputs"), call.size("vocab"));
     let (x, w, targets) = (call.input::<T>(0), call.input::<T>(1), Ptr(call.input::<u32>(2)));
     let (Some(logits), Some(statistics)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
     let part = call.vocab_part();
@@ -60,7 +60,7 @@ unsafe fn combine(statistics: Ptr<*const f32>, parts: usize, rows: usize, row: u
 
 /// Losses from the statistics of all chunks, in order of positions.
 pub fn loss(call: Call) {
-    let (batch, seq, parts) = (call.size('b'), call.size('s'), call.size('a'));
+    let (batch, seq, parts) = (call.size("batch"), call.size("seq"), call.size("parts"));
     let Some(loss) = call.output::<f64>(0) else { return };
     let chunks = call.bound.inputs.len() - 1;
     let targets = Ptr(call.input::<u32>(chunks));
@@ -84,7 +84,7 @@ pub fn loss(call: Call) {
 
 /// Of each position of a chunk, 1 where this part has a token that is taken before the target.
 pub fn misses(call: Call, rows: Rows) {
-    let (v, parts) = (call.size('v'), call.size('a'));
+    let (v, parts) = (call.size("vocab"), call.size("parts"));
     let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let (targets, part) = (Ptr(call.input::<u32>(2)), call.vocab_part());
     let Some(misses) = call.output::<f32>(0).map(Ptr) else { return };
@@ -114,7 +114,7 @@ pub(super) fn is_beaten(logits: &[f32], hit: f32, before: usize) -> bool {
 ///
 /// Scratch: a matmul's; dlogits in the compute type; dx in f32; for sums that are not in f32 dw once.
 pub fn grad<T: Float>(call: Call, rows: Rows) {
-    let (k, v, parts) = (call.size('k'), call.size('v'), call.size('a'));
+    let (k, v, parts) = (call.size("inputs"), call.size("vocab"), call.size("parts"));
     let (logits, statistics) = (Ptr(call.input::<f32>(0)), Ptr(call.input::<f32>(1)));
     let (x, w, targets) = (call.input::<T>(2), call.input::<T>(3), Ptr(call.input::<u32>(4)));
     let part = call.vocab_part();

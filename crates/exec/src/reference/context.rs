@@ -28,7 +28,7 @@ impl Ring {
 /// Calls `f(b, h, s, keys)` for every query, with the keys that it sees; `first` says from which on, of every row.
 fn each_query(dims: &Dims, first: &[usize], ring: Ring, mut f: impl FnMut(usize, usize, usize, &[usize])) {
     let g = Heads::of(dims);
-    for b in 0..dims.size('b') {
+    for b in 0..dims.size("batch") {
         for s in 0..g.seq {
             let keys: Vec<usize> = (first[b * g.seq + s]..=s).filter(|t| ring.has(s, *t, g.seq)).collect();
             (0..g.heads).for_each(|h| f(b, h, s, &keys));
@@ -50,8 +50,8 @@ fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t
 /// o and lse.
 pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Ring) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
-    let mut o = vec![0.0; dims.size('b') * g.seq * g.heads * g.e];
-    let mut lse = vec![f64::NEG_INFINITY; dims.size('b') * g.heads * g.seq];
+    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
+    let mut lse = vec![f64::NEG_INFINITY; dims.size("batch") * g.heads * g.seq];
     each_query(dims, first, ring, |b, h, s, keys| {
         let scores: Vec<f64> = keys.iter().map(|t| score(&g, (qkv, kv), b, h, s, *t)).collect();
         if keys.is_empty() {
@@ -89,8 +89,8 @@ pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Ring) -> [Vec<f64>
 
 /// o and lse over two sets of keys.
 pub fn merge(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
-    let (seq, heads) = (dims.size('s'), dims.size('q'));
-    let e = dims.size('h') / heads;
+    let (seq, heads) = (dims.size("seq"), dims.size("heads"));
+    let e = dims.size("attended") / heads;
     let both = |i: usize| [x[1][i], x[3][i]];
     let lse: Vec<f64> = (0..x[1].len())
         .map(|i| if both(i).iter().all(|x| x.is_infinite()) { f64::NEG_INFINITY } else { log_sum_exp(&both(i)) })

@@ -39,7 +39,7 @@ fn weights_of(how: &Routing, scores: &[f64], experts: &[usize]) -> Vec<f64> {
 
 pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
     let (mut weights, mut chosen) = (Vec::new(), Vec::new());
-    for logits in x[0].chunks(dims.size('j')) {
+    for logits in x[0].chunks(dims.size("experts")) {
         let scores = scores(how, logits);
         let bias = |e: usize| x.get(1).map_or(0.0, |bias| bias[e]);
         let keys: Vec<f64> = scores.iter().enumerate().map(|(e, s)| s + bias(e)).collect();
@@ -51,7 +51,7 @@ pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
 }
 
 pub fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
-    let tokens = x[0].chunks(dims.size('j')).zip(x[1].chunks(dims.size('y')));
+    let tokens = x[0].chunks(dims.size("experts")).zip(x[1].chunks(dims.size("choices")));
     let of = |(logits, chosen): (&[f64], &[f64])| {
         weights_of(how, &scores(how, logits), &chosen.iter().map(|e| *e as usize).collect::<Vec<_>>())
     };
@@ -59,7 +59,7 @@ pub fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
 }
 
 pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
-    let (experts, choices, scale) = (dims.size('j'), dims.size('y'), f64::from(how.scale));
+    let (experts, choices, scale) = (dims.size("experts"), dims.size("choices"), f64::from(how.scale));
     let mut all = Vec::new();
     for (token, logits) in x[1].chunks(experts).enumerate() {
         let scores = scores(how, logits);
@@ -83,7 +83,7 @@ pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
 
 /// Places of choices, the experts of places, and how many choices of every sequence have no place.
 pub fn slots(dims: &Dims, experts: usize, blocks: Blocks, chosen: &[f64]) -> [Vec<f64>; 3] {
-    let (all, each) = (dims.size('c'), experts / blocks.parts);
+    let (all, each) = (dims.size("rows"), experts / blocks.parts);
     let mut owners = vec![f64::from(NO_ROW); blocks.parts * all];
     let mut filled = vec![0; blocks.parts * blocks.ranks];
     let place = |(i, expert): (usize, &f64)| {
@@ -99,14 +99,14 @@ pub fn slots(dims: &Dims, experts: usize, blocks: Blocks, chosen: &[f64]) -> [Ve
     };
     let slots: Vec<f64> = chosen.iter().enumerate().map(place).collect();
     let missing = |slots: &[f64]| slots.iter().filter(|slot| **slot == f64::from(NO_ROW)).count() as f64;
-    let beyond = slots.chunks(dims.size('s') * dims.size('y')).map(missing).collect();
+    let beyond = slots.chunks(dims.size("seq") * dims.size("choices")).map(missing).collect();
     [slots, owners, beyond]
 }
 
 /// Rows at the places of choices, of which `sharers` have one.
 pub fn send_rows(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
-    let d = dims.size('d');
-    let mut rows = vec![0.0; dims.size('a') * dims.size('c') * d];
+    let d = dims.size("features");
+    let mut rows = vec![0.0; dims.size("parts") * dims.size("rows") * d];
     for (i, slot) in x[1].iter().enumerate().filter(|(_, slot)| **slot != f64::from(NO_ROW)) {
         rows[*slot as usize * d..][..d].copy_from_slice(&x[0][i / sharers * d..][..d]);
     }
@@ -114,7 +114,7 @@ pub fn send_rows(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
 }
 
 pub fn take_rows(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
-    let d = dims.size('d');
+    let d = dims.size("features");
     let of = |slot: &f64| match *slot == f64::from(NO_ROW) {
         true => vec![f64::NAN; d],
         false => x[0][*slot as usize * d..][..d].to_vec(),
@@ -124,9 +124,9 @@ pub fn take_rows(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
 
 /// The expert of every row of blocks, counted over all parts; NaN where there is none.
 pub fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
-    let each = (dims.size('j') / dims.size('a')) as f64;
+    let each = (dims.size("experts") / dims.size("parts")) as f64;
     let of = |(row, owner): (usize, &f64)| match *owner < each {
-        true => (row / dims.size('c')) as f64 * each + owner,
+        true => (row / dims.size("rows")) as f64 * each + owner,
         false => f64::NAN,
     };
     owners.iter().enumerate().map(of).collect()
@@ -134,7 +134,7 @@ pub fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
 
 /// y = x · wᵀ by the weights of each row's expert; `sharers` rows behind each other have one row of x.
 pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
-    let (n, k) = (dims.size('n'), dims.size('k'));
+    let (n, k) = (dims.size("outputs"), dims.size("inputs"));
     let of = |(row, expert): (usize, &f64)| {
         if expert.is_nan() {
             return vec![0.0; n];
@@ -146,7 +146,7 @@ pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
 }
 
 pub fn grad_input(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
-    let (n, k) = (dims.size('n'), dims.size('k'));
+    let (n, k) = (dims.size("outputs"), dims.size("inputs"));
     let of = |(row, expert): (usize, &f64)| {
         if expert.is_nan() {
             return vec![0.0; k];
@@ -158,8 +158,8 @@ pub fn grad_input(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
 }
 
 pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
-    let (n, k) = (dims.size('n'), dims.size('k'));
-    let mut dw = vec![0.0; dims.size('j') * n * k];
+    let (n, k) = (dims.size("outputs"), dims.size("inputs"));
+    let mut dw = vec![0.0; dims.size("experts") * n * k];
     for (row, expert) in x[2].iter().enumerate().filter(|(_, expert)| !expert.is_nan()) {
         for (j, i) in (0..n).flat_map(|j| (0..k).map(move |i| (j, i))) {
             dw[(*expert as usize * n + j) * k + i] += x[0][row * n + j] * x[1][row / sharers * k + i];
@@ -169,7 +169,7 @@ pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
 }
 
 pub fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
-    let (d, choices) = (dims.size('d'), dims.size('y'));
+    let (d, choices) = (dims.size("features"), dims.size("choices"));
     let mut out = vec![0.0; y.len() / choices];
     for (row, y) in y.chunks(d).enumerate() {
         let weight = weights.map_or(1.0, |w| w[row]);
@@ -179,7 +179,7 @@ pub fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
 }
 
 pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
-    let (d, choices) = (dims.size('d'), dims.size('y'));
+    let (d, choices) = (dims.size("features"), dims.size("choices"));
     let of = |row: usize| &x[0][row / choices * d..][..d];
     let rows = x[2].len();
     let dy = (0..rows).flat_map(|row| of(row).iter().map(move |dout| dout * x[2][row])).collect();
@@ -189,21 +189,21 @@ pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
 
 pub fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
     let of = |chosen: &[f64]| {
-        let mut counts = vec![0.0; dims.size('j')];
+        let mut counts = vec![0.0; dims.size("experts")];
         chosen.iter().for_each(|e| counts[*e as usize] += 1.0);
         counts
     };
-    chosen.chunks(dims.size('s') * dims.size('y')).flat_map(of).collect()
+    chosen.chunks(dims.size("seq") * dims.size("choices")).flat_map(of).collect()
 }
 
 pub fn load(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
-    let mut load = vec![0.0; dims.size('j')];
+    let mut load = vec![0.0; dims.size("experts")];
     chosen.iter().for_each(|e| load[*e as usize] += 1.0);
     load
 }
 
 pub fn move_bias(dims: &Dims, row: usize, rate: f64, x: &[&[f64]]) -> Vec<f64> {
-    let experts = dims.size('j');
+    let experts = dims.size("experts");
     let load = &x[1][row * experts..][..experts];
     let mean = load.iter().sum::<f64>() / experts as f64;
     let step = |n: f64| if n == mean || x[2][1].is_nan() { 0.0 } else { rate * (mean - n).signum() };
@@ -212,7 +212,7 @@ pub fn move_bias(dims: &Dims, row: usize, rate: f64, x: &[&[f64]]) -> Vec<f64> {
 
 /// Of each sequence: softmax scores and log-sum-exp of every token, and how much of its tokens each expert gets.
 fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(Vec<f64>, f64)>, Vec<f64>)> + use<'a> {
-    let (seq, experts) = (dims.size('s'), dims.size('j'));
+    let (seq, experts) = (dims.size("seq"), dims.size("experts"));
     let of_token = |logits: &[f64]| {
         let sum: f64 = logits.iter().map(|l| l.exp()).sum();
         (logits.iter().map(|l| l.exp() / sum).collect::<Vec<f64>>(), sum.ln())
@@ -224,7 +224,7 @@ fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(
 }
 
 pub fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
-    let experts = dims.size('j') as f64;
+    let experts = dims.size("experts") as f64;
     let of = |(tokens, shares): (Vec<(Vec<f64>, f64)>, Vec<f64>)| {
         let of_token = |(scores, lse): &(Vec<f64>, f64)| {
             let even: f64 = scores.iter().zip(&shares).map(|(p, share)| p * share).sum();
@@ -236,7 +236,7 @@ pub fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64
 }
 
 pub fn router_loss_grad(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
-    let experts = dims.size('j') as f64;
+    let experts = dims.size("experts") as f64;
     let mut d = Vec::new();
     for (tokens, shares) in of_sequences(dims, x) {
         for (scores, lse) in &tokens {

@@ -4,23 +4,23 @@ use lockstep_ir::op::Dims;
 
 /// Rope's angles for every sequence and position: the row of the table, clamped to its last.
 pub fn rows_from(dims: &Dims, start: &[f64]) -> Vec<usize> {
-    let row = |b: usize, s: usize| (start[b] as usize + s).min(dims.size('t') - 1);
-    (0..dims.size('b')).flat_map(|b| (0..dims.size('s')).map(move |s| row(b, s))).collect()
+    let row = |b: usize, s: usize| (start[b] as usize + s).min(dims.size("table") - 1);
+    (0..dims.size("batch")).flat_map(|b| (0..dims.size("seq")).map(move |s| row(b, s))).collect()
 }
 
 /// Of each sequence, position `count − 1`.
 pub fn last_position(dims: &Dims, x: &[f64], count: &[f64]) -> Vec<f64> {
-    let (seq, d) = (dims.size('s'), dims.size('d'));
+    let (seq, d) = (dims.size("seq"), dims.size("features"));
     let row = |b: usize| (b * seq + count[b] as usize - 1) * d;
-    (0..dims.size('b')).flat_map(|b| &x[row(b)..row(b) + d]).copied().collect()
+    (0..dims.size("batch")).flat_map(|b| &x[row(b)..row(b) + d]).copied().collect()
 }
 
 /// o, and the cache with the new keys and values.
 pub fn cached_attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
     let [qkv, cache, start, count] = *x else { panic!("cached attention has four inputs") };
-    let (batch, seq, context) = (dims.size('b'), dims.size('s'), dims.size('t'));
-    let (heads, kv_heads, e) = (dims.size('q'), dims.size('u'), dims.size('e'));
-    let (width, cached) = (dims.size('p'), dims.size('w'));
+    let (batch, seq, context) = (dims.size("batch"), dims.size("seq"), dims.size("cache"));
+    let (heads, kv_heads, e) = (dims.size("heads"), dims.size("kv_heads"), dims.size("head_dim"));
+    let (width, cached) = (dims.size("qkv"), dims.size("kv"));
     let mut cache = cache.to_vec();
     let mut o = vec![0.0; batch * seq * heads * e];
     for b in 0..batch {

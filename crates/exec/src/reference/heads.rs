@@ -5,7 +5,7 @@ use lockstep_ir::op::Dims;
 
 /// Blocks `[a, c, b, w]` of x `[b, s, p]`.
 pub fn split(dims: &Dims, packed: &Dim, x: &[f64], ranks: usize) -> Vec<f64> {
-    let parts = dims.size('a');
+    let parts = dims.size("parts");
     let widths: Vec<usize> = packed.sections.iter().map(|s| s.size() / parts).collect();
     places(dims, &widths, ranks).into_iter().map(|at| x[at]).collect()
 }
@@ -20,7 +20,7 @@ pub fn join(dims: &Dims, packed: &Dim, blocks: &[f64], ranks: usize) -> Vec<f64>
 
 /// Of every element of the blocks, in their order, where it stands in x; a part has so many elements of each section.
 fn places(dims: &Dims, widths: &[usize], ranks: usize) -> Vec<usize> {
-    let [parts, rows, batch] = ['a', 'c', 'b'].map(|letter| dims.size(letter));
+    let [parts, rows, batch] = ["parts", "rows", "batch"].map(|name| dims.size(name));
     let features = parts * widths.iter().sum::<usize>();
     // Positions as ranks have them: an early chunk and a late one.
     let chunk = rows / (2 * ranks);

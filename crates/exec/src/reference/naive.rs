@@ -5,7 +5,7 @@ use lockstep_ir::op::Dims;
 
 /// Calls `f(b, h, s, t, at)` for every query and key of every head: `at` is where their weight stands.
 fn each_pair(dims: &Dims, mut f: impl FnMut(usize, usize, usize, usize, usize)) {
-    let (batch, seq, heads) = (dims.size('b'), dims.size('s'), dims.size('q'));
+    let (batch, seq, heads) = (dims.size("batch"), dims.size("seq"), dims.size("heads"));
     for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
         for (s, t) in (0..seq).flat_map(|s| (0..seq).map(move |t| (s, t))) {
             f(b, h, s, t, ((b * heads + h) * seq + s) * seq + t);
@@ -15,7 +15,7 @@ fn each_pair(dims: &Dims, mut f: impl FnMut(usize, usize, usize, usize, usize)) 
 
 pub fn scores(dims: &Dims, qkv: &[f64], first: &[usize]) -> Vec<f64> {
     let g = Heads::of(dims);
-    let mut p = vec![0.0; dims.size('b') * g.heads * g.seq * g.seq];
+    let mut p = vec![0.0; dims.size("batch") * g.heads * g.seq * g.seq];
     for (row, weights) in p.chunks_mut(g.seq).enumerate() {
         let (b, h, s) = (row / g.seq / g.heads, row / g.seq % g.heads, row % g.seq);
         let from = first[b * g.seq + s];
@@ -26,7 +26,7 @@ pub fn scores(dims: &Dims, qkv: &[f64], first: &[usize]) -> Vec<f64> {
 
 pub fn mix(dims: &Dims, p: &[f64], qkv: &[f64]) -> Vec<f64> {
     let g = Heads::of(dims);
-    let mut o = vec![0.0; dims.size('b') * g.seq * g.heads * g.e];
+    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
     each_pair(dims, |b, h, s, t, at| {
         (0..g.e).for_each(|i| o[g.out(b, s, h, i)] += p[at] * qkv[g.at(b, t, g.value(h), i)]);
     });

@@ -7,7 +7,7 @@ use lockstep_ir::op::{Dims, Rows};
 const STATISTICS: usize = 3;
 
 pub(super) fn logits(dims: &Dims, x: &[f64], w: &[f64], targets: &[f64], rows: Rows, parts: usize) -> [Vec<f64>; 2] {
-    let (k, v) = (dims.size('k'), dims.size('v'));
+    let (k, v) = (dims.size("inputs"), dims.size("vocab"));
     let chunk = &x[rows.first * k..(rows.first + rows.count) * k];
     let logits = matmul((rows.count, v, k), chunk, false, w, true);
     let size = v.div_ceil(parts);
@@ -35,7 +35,7 @@ fn combine(statistics: &[f64], parts: usize, row: usize) -> (f64, f64) {
 }
 
 pub(super) fn loss(dims: &Dims, chunks: &[&[f64]], targets: &[f64]) -> Vec<f64> {
-    let (parts, seq) = (dims.size('a'), dims.size('s'));
+    let (parts, seq) = (dims.size("parts"), dims.size("seq"));
     let rows = |chunk: &[f64]| chunk.len() / parts / STATISTICS;
     let each = chunks.iter().flat_map(|c| (0..rows(c)).map(|row| combine(c, parts, row)));
     let counted = |((lse, logit), target): ((f64, f64), &f64)| if is_counted(*target) { lse - logit } else { 0.0 };
@@ -49,7 +49,7 @@ pub(super) fn is_beaten(logits: &[f64], first: usize, hit: f64, target: usize) -
 }
 
 pub(super) fn misses(dims: &Dims, logits: &[f64], statistics: &[f64], targets: &[f64], rows: Rows) -> Vec<f64> {
-    let (v, parts) = (dims.size('v'), dims.size('a'));
+    let (v, parts) = (dims.size("vocab"), dims.size("parts"));
     let size = v.div_ceil(parts);
     let beaten = |(row, logits): (usize, &[f64])| {
         let (target, (_, hit)) = (targets[rows.first + row], combine(statistics, parts, row));
@@ -61,7 +61,7 @@ pub(super) fn misses(dims: &Dims, logits: &[f64], statistics: &[f64], targets: &
 
 /// From logits, statistics, x, w and targets.
 pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64>; 2] {
-    let (k, v, parts) = (dims.size('k'), dims.size('v'), dims.size('a'));
+    let (k, v, parts) = (dims.size("inputs"), dims.size("vocab"), dims.size("parts"));
     let chunk = &x[2][rows.first * k..(rows.first + rows.count) * k];
     let hit = |i: usize| if x[4][rows.first + i / v] as usize == i % v { 1.0 } else { 0.0 };
     let lse: Vec<f64> = (0..rows.count).map(|row| combine(x[1], parts, row).0).collect();

@@ -7,12 +7,12 @@ use crate::{Axis, Dim, Section, TensorType};
 
 /// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
 pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeError> {
-    let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
+    let sections = dims.get("qkv").map(|p| p.sections.clone()).unwrap_or_default();
     match sections[..] {
         [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
-            op.ask(dims, 'q', Dim::new(Axis::Heads, q.count))?;
-            dims.set('u', &Dim::new(Axis::KvHeads, k.count));
-            dims.set('e', &Dim::new(Axis::HeadDim, q.unit));
+            op.ask(dims, "heads", Dim::new(Axis::Heads, q.count))?;
+            dims.set("kv_heads", &Dim::new(Axis::KvHeads, k.count));
+            dims.set("head_dim", &Dim::new(Axis::HeadDim, q.unit));
             Ok(q)
         }
         _ => Err(op.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
@@ -21,35 +21,36 @@ pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeErro
 
 const FUSED: ShapeRule = |op, _, dims| {
     let out = Dim::packed([packed_heads(op, dims)?]);
-    op.ask(dims, 'h', out)
+    op.ask(dims, "attended", out)
 };
 
 const NAIVE: ShapeRule = |op, inputs, dims| {
     FUSED(op, inputs, dims)?;
-    let keys = dims.get('s').cloned().unwrap_or(Dim::new(Axis::Seq, 1));
-    op.ask(dims, 't', keys)
+    let keys = dims.get("seq").cloned().unwrap_or(Dim::new(Axis::Seq, 1));
+    op.ask(dims, "keys", keys)
 };
 
 /// A query of a window counts as many keys as the window has.
 fn flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
-    flops_of(dims, dims.size('s'), window, model, hardware)
+    flops_of(dims, dims.size("seq"), window, model, hardware)
 }
 
 /// The same of sequences of `s` positions.
 pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, model: u128, hardware: u128) -> Flops {
     let w = window.unwrap_or(s).min(s);
-    let (whole, seen) = (dims.product("bh") * (s * w) as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
+    let (whole, seen) =
+        (dims.product("batch attended") * (s * w) as u128, dims.product("batch attended") * ((2 * s - w) * w) as u128);
     Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
 }
 
 /// Fused attention over sequences of `seq` positions.
 pub(super) fn fused(dims: &Dims, seq: usize, backward: bool) -> Cost {
-    Cost::Attention { head_dim: dims.size('e') as u64, seq: seq as u64, backward }
+    Cost::Attention { head_dim: dims.size("head_dim") as u64, seq: seq as u64, backward }
 }
 
 /// Weights that exist are computed for all keys.
 fn naive_flops(dims: &Dims, window: Option<usize>, each: u128) -> Flops {
-    Flops { hardware: each * dims.product("bssh"), ..flops(dims, window, each, each) }
+    Flops { hardware: each * dims.product("batch seq seq attended"), ..flops(dims, window, each, each) }
 }
 
 /// All keys; one; less than a tile; across tiles; past the start.
@@ -74,28 +75,38 @@ fn tiled(batch: usize, of: impl Fn(&Shapes, Option<usize>, Option<(TensorType, D
     samples
 }
 
-pub(super) static ATTENTION: Spec =
-    row("attention", &[float("qkv", "bsp"), u32("starts", "bs")], &[float("o", "bsh"), f32("lse", "bqs")], |batch| {
+pub(super) static ATTENTION: Spec = row(
+    "attention",
+    &[float("qkv", "batch seq qkv"), u32("starts", "batch seq")],
+    &[float("o", "batch seq attended"), f32("lse", "batch heads seq")],
+    |batch| {
         tiled(batch, |s, window, starts| {
             let inputs: Vec<_> = [s.normal(s.qkv())].into_iter().chain(starts).collect();
             sample(Op::Attention { window }, inputs)
         })
-    })
-    .optional(1)
-    .gradient(&[Input(0), Input(1), Output(0), Output(1)])
-    .splits(&["b", "phqu"])
-    .shape(FUSED)
-    // Where documents end is known on the device only: what they mask is counted.
-    .flops(|op, dims, _| {
-        attributes!(op, Op::Attention { window });
-        flops(dims, window, 4, 4)
-    })
-    .multiplies(&[0], |_, dims, _| fused(dims, dims.size('s'), false));
+    },
+)
+.optional(1)
+.gradient(&[Input(0), Input(1), Output(0), Output(1)])
+.splits(&["batch", "qkv attended heads kv_heads"])
+.shape(FUSED)
+// Where documents end is known on the device only: what they mask is counted.
+.flops(|op, dims, _| {
+    attributes!(op, Op::Attention { window });
+    flops(dims, window, 4, 4)
+})
+.multiplies(&[0], |_, dims, _| fused(dims, dims.size("seq"), false));
 
 pub(super) static ATTENTION_GRAD: Spec = row(
     "attention_grad",
-    &[float("do", "bsh"), float("qkv", "bsp"), float("o", "bsh"), f32("lse", "bqs"), u32("starts", "bs")],
-    &[float("dqkv", "bsp")],
+    &[
+        float("do", "batch seq attended"),
+        float("qkv", "batch seq qkv"),
+        float("o", "batch seq attended"),
+        f32("lse", "batch heads seq"),
+        u32("starts", "batch seq"),
+    ],
+    &[float("dqkv", "batch seq qkv")],
     |batch| {
         tiled(batch, |s, window, starts| {
             let reads: &[usize] = if starts.is_some() { &[1, 4] } else { &[1] };
@@ -107,15 +118,15 @@ pub(super) static ATTENTION_GRAD: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "phqu"])
+.splits(&["batch", "qkv attended heads kv_heads"])
 .shape(FUSED)
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionGrad { window });
     flops(dims, window, 8, 10)
 })
-.multiplies(&[0, 1, 2], |_, dims, _| fused(dims, dims.size('s'), true));
+.multiplies(&[0, 1, 2], |_, dims, _| fused(dims, dims.size("seq"), true));
 
-const P: Operand = float("p", "bqst");
+const P: Operand = float("p", "batch heads seq keys");
 
 fn weights(s: &Shapes) -> TensorType {
     floats([s.b(), Dim::new(Axis::Heads, s.q().count), s.s(), s.s()])
@@ -127,7 +138,7 @@ const fn drawn_weights(inputs: &'static [usize]) -> Draw {
 }
 
 pub(super) static ATTENTION_SCORES: Spec =
-    row("attention_scores", &[float("qkv", "bsp"), u32("starts", "bs")], &[P], |batch| {
+    row("attention_scores", &[float("qkv", "batch seq qkv"), u32("starts", "batch seq")], &[P], |batch| {
         let s = Shapes::new(batch);
         let inputs = [s.normal(s.qkv()), s.starts()];
         let of = |window, inputs: &[_]| sample(Op::AttentionScores { window }, inputs);
@@ -135,7 +146,7 @@ pub(super) static ATTENTION_SCORES: Spec =
     })
     .optional(1)
     .gradient(&[Input(0), Output(0)])
-    .splits(&["b", "pqu"])
+    .splits(&["batch", "qkv heads kv_heads"])
     .cheap(&[0])
     .shape(NAIVE)
     .flops(|op, dims, _| {
@@ -144,28 +155,32 @@ pub(super) static ATTENTION_SCORES: Spec =
     })
     .multiplies(&[0], |_, _, _| Cost::Scores);
 
-pub(super) static ATTENTION_SCORES_GRAD: Spec =
-    row("attention_scores_grad", &[float("dp", "bqst"), P, float("qkv", "bsp")], &[float("dqkv", "bsp")], |batch| {
+pub(super) static ATTENTION_SCORES_GRAD: Spec = row(
+    "attention_scores_grad",
+    &[float("dp", "batch heads seq keys"), P, float("qkv", "batch seq qkv")],
+    &[float("dqkv", "batch seq qkv")],
+    |batch| {
         let s = Shapes::new(batch);
         let inputs = [normal(weights(&s).dims), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
         vec![sample(Op::AttentionScoresGrad { window: None }, inputs)]
-    })
-    .splits(&["b", "pqu"])
-    .shape(NAIVE)
-    .flops(|op, dims, _| {
-        attributes!(op, Op::AttentionScoresGrad { window });
-        naive_flops(dims, window, 4)
-    })
-    .multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
+    },
+)
+.splits(&["batch", "qkv heads kv_heads"])
+.shape(NAIVE)
+.flops(|op, dims, _| {
+    attributes!(op, Op::AttentionScoresGrad { window });
+    naive_flops(dims, window, 4)
+})
+.multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
 pub(super) static ATTENTION_MIX: Spec =
-    row("attention_mix", &[P, float("qkv", "bsp")], &[float("o", "bsh")], |batch| {
+    row("attention_mix", &[P, float("qkv", "batch seq qkv")], &[float("o", "batch seq attended")], |batch| {
         let s = Shapes::new(batch);
         let inputs = [(weights(&s), drawn_weights(&[1])), s.normal(s.qkv())];
         vec![sample(Op::AttentionMix { window: None }, inputs)]
     })
     .gradient(&[Input(0), Input(1)])
-    .splits(&["b", "phqu"])
+    .splits(&["batch", "qkv attended heads kv_heads"])
     .shape(NAIVE)
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionMix { window });
@@ -175,15 +190,15 @@ pub(super) static ATTENTION_MIX: Spec =
 
 pub(super) static ATTENTION_MIX_GRAD: Spec = row(
     "attention_mix_grad",
-    &[float("do", "bsh"), P, float("qkv", "bsp")],
-    &[float("dp", "bqst"), float("dqkv", "bsp")],
+    &[float("do", "batch seq attended"), P, float("qkv", "batch seq qkv")],
+    &[float("dp", "batch heads seq keys"), float("dqkv", "batch seq qkv")],
     |batch| {
         let s = Shapes::new(batch);
         let inputs = [s.normal(s.heads()), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
         vec![sample(Op::AttentionMixGrad { window: None }, inputs)]
     },
 )
-.splits(&["b", "phqu"])
+.splits(&["batch", "qkv attended heads kv_heads"])
 .shape(NAIVE)
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionMixGrad { window });
@@ -193,8 +208,8 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
 
 pub(super) static CACHED_ATTENTION: Spec = row(
     "cached_attention",
-    &[float("qkv", "bsp"), float("cache", "btw"), u32("start", "b"), u32("count", "b")],
-    &[float("o", "bsh"), float("cache", "btw")],
+    &[float("qkv", "batch seq qkv"), float("cache", "batch cache kv"), u32("start", "batch"), u32("count", "batch")],
+    &[float("o", "batch seq attended"), float("cache", "batch cache kv")],
     |batch| {
         // New positions on both sides of a border between tiles, and fewer than there is room for.
         let s = Shapes::new(batch);
@@ -207,30 +222,34 @@ pub(super) static CACHED_ATTENTION: Spec = row(
 .always_in_place(&[(1, 1)])
 .shape(|op, _, dims| {
     let q = packed_heads(op, dims)?;
-    dims.set('h', &Dim::packed([q]));
-    let [packed, cached] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
+    dims.set("attended", &Dim::packed([q]));
+    let [packed, cached] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
     if packed[1..] != *cached {
         return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
     }
-    if dims.size('t') < dims.size('s') {
-        return Err(op.refuse(format!("cache has {} rows for {}", dims.size('t'), dims.size('s'))));
+    if dims.size("cache") < dims.size("seq") {
+        return Err(op.refuse(format!("cache has {} rows for {}", dims.size("cache"), dims.size("seq"))));
     }
     Ok(())
 })
 // How full the cache is is known on the device only: every new position counts over all of it.
 .flops(|op, dims, _| {
     attributes!(op, Op::CachedAttention { window });
-    let t = dims.size('t');
-    Flops::all(4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128)
+    let t = dims.size("cache");
+    Flops::all(4 * dims.product("batch seq attended") * window.unwrap_or(t).min(t) as u128)
 })
-.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size('s'), false));
+.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("seq"), false));
 
-pub(super) static LAST_POSITION: Spec =
-    row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], |batch| {
+pub(super) static LAST_POSITION: Spec = row(
+    "last_position",
+    &[float("x", "batch seq features"), u32("count", "batch")],
+    &[float("y", "batch one features")],
+    |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::LastPosition, [s.normal(embed()), (s.number(), Draw::Between(1, 60))])]
-    })
-    .shape(|_, _, dims| {
-        dims.set('l', &Dim::new(Axis::Seq, 1));
-        Ok(())
-    });
+    },
+)
+.shape(|_, _, dims| {
+    dims.set("one", &Dim::new(Axis::Seq, 1));
+    Ok(())
+});

@@ -9,8 +9,8 @@ use crate::{Axis, Dim, TensorType};
 /// Packed K·V is that of packed Q·K·V.
 fn keys_and_values(op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
     let q = packed_heads(op, dims)?;
-    op.ask(dims, 'h', Dim::packed([q]))?;
-    let [packed, kv] = ['p', 'w'].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
+    op.ask(dims, "attended", Dim::packed([q]))?;
+    let [packed, kv] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
     match packed[1..] == *kv {
         true => Ok(()),
         false => Err(op.refuse("keys and values must be the K and V sections of the packed dimension".into())),
@@ -23,10 +23,10 @@ const RING: ShapeRule = |op, _, dims| {
     let (Op::RingAttention { step, parts, .. } | Op::RingAttentionGrad { step, parts, .. }) = *op else {
         return Ok(());
     };
-    match dims.size('s') == dims.size('t') && step < parts {
+    match dims.size("seq") == dims.size("keys") && step < parts {
         true => Ok(()),
         false => {
-            let (s, t) = (dims.size('s'), dims.size('t'));
+            let (s, t) = (dims.size("seq"), dims.size("keys"));
             Err(op.refuse(format!("{s} queries over {t} keys of another part, in step {step} of {parts}")))
         }
     }
@@ -34,18 +34,18 @@ const RING: ShapeRule = |op, _, dims| {
 
 const GATHERED: ShapeRule = |op, _, dims| {
     keys_and_values(op, dims)?;
-    let (s, o) = (dims.size('s'), dims.size('o'));
+    let (s, o) = (dims.size("seq"), dims.size("whole_seq"));
     if o.is_multiple_of(s) { Ok(()) } else { Err(op.refuse(format!("{s} queries of a sequence of {o}"))) }
 };
 
 /// A step is its share of the work on a rank's queries: with a mask that is causal alone, every step of every rank is the same.
 fn step_flops(dims: &Dims, (window, parts): (Option<usize>, usize), model: u128, hardware: u128) -> Flops {
-    share(flops_of(dims, dims.size('s') * parts, window, model, hardware), parts * parts)
+    share(flops_of(dims, dims.size("seq") * parts, window, model, hardware), parts * parts)
 }
 
 /// A rank's queries are as much work as another's.
 fn gathered_flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
-    let (s, o) = (dims.size('s'), dims.size('o'));
+    let (s, o) = (dims.size("seq"), dims.size("whole_seq"));
     share(flops_of(dims, o, window, model, hardware), o / s)
 }
 
@@ -106,8 +106,8 @@ fn backward(s: &Shapes, window: Option<usize>, documents: bool) -> Vec<(TensorTy
 
 pub(super) static RING_ATTENTION: Spec = row(
     "ring_attention",
-    &[float("qkv", "bsp"), float("kv", "btw"), u32("starts", "bs")],
-    &[f32("o", "bsh"), f32("lse", "bqs")],
+    &[float("qkv", "batch seq qkv"), float("kv", "batch keys kv"), u32("starts", "batch seq")],
+    &[f32("o", "batch seq attended"), f32("lse", "batch heads seq")],
     |batch| {
         parted(batch, |s, (window, documents), parts| {
             let t = Tensors::of(s, &[0], documents);
@@ -118,8 +118,8 @@ pub(super) static RING_ATTENTION: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "st", "phquw"])
-.numbers('s')
+.splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
+.numbers("seq")
 .forward()
 .shape(RING)
 .flops(|op, dims, _| {
@@ -128,16 +128,21 @@ pub(super) static RING_ATTENTION: Spec = row(
 })
 .multiplies(&[0, 1], |op, dims, _| {
     attributes!(op, Op::RingAttention { parts, .. });
-    fused(dims, dims.size('s') * parts, false)
+    fused(dims, dims.size("seq") * parts, false)
 });
 
-const BACKWARD: [Operand; 5] =
-    [float("do", "bsh"), float("qkv", "bsp"), float("kv", "btw"), float("o", "bsh"), f32("lse", "bqs")];
+const BACKWARD: [Operand; 5] = [
+    float("do", "batch seq attended"),
+    float("qkv", "batch seq qkv"),
+    float("kv", "batch keys kv"),
+    float("o", "batch seq attended"),
+    f32("lse", "batch heads seq"),
+];
 
 pub(super) static RING_ATTENTION_GRAD: Spec = row(
     "ring_attention_grad",
-    &[BACKWARD[0], BACKWARD[1], BACKWARD[2], BACKWARD[3], BACKWARD[4], u32("starts", "bs")],
-    &[f32("dq", "bsh"), f32("dkv", "btw")],
+    &[BACKWARD[0], BACKWARD[1], BACKWARD[2], BACKWARD[3], BACKWARD[4], u32("starts", "batch seq")],
+    &[f32("dq", "batch seq attended"), f32("dkv", "batch keys kv")],
     |batch| {
         parted(batch, |s, (window, documents), parts| {
             let inputs = backward(s, window, documents);
@@ -147,8 +152,8 @@ pub(super) static RING_ATTENTION_GRAD: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "st", "phquw"])
-.numbers('s')
+.splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
+.numbers("seq")
 .shape(RING)
 .flops(|op, dims, _| {
     attributes!(op, Op::RingAttentionGrad { window, parts, .. });
@@ -156,13 +161,18 @@ pub(super) static RING_ATTENTION_GRAD: Spec = row(
 })
 .multiplies(&[0, 1, 2, 3], |op, dims, _| {
     attributes!(op, Op::RingAttentionGrad { parts, .. });
-    fused(dims, dims.size('s') * parts, true)
+    fused(dims, dims.size("seq") * parts, true)
 });
 
 pub(super) static ATTENTION_MERGE: Spec = row(
     "attention_merge",
-    &[f32("o", "bsh"), f32("lse", "bqs"), f32("other", "bsh"), f32("other_lse", "bqs")],
-    &[f32("o", "bsh"), f32("lse", "bqs")],
+    &[
+        f32("o", "batch seq attended"),
+        f32("lse", "batch heads seq"),
+        f32("other", "batch seq attended"),
+        f32("other_lse", "batch heads seq"),
+    ],
+    &[f32("o", "batch seq attended"), f32("lse", "batch heads seq")],
     |batch| {
         let s = Shapes::new(batch);
         let lse = || normal([s.b(), Dim::new(Axis::Heads, s.q().count), s.s()]);
@@ -174,16 +184,16 @@ pub(super) static ATTENTION_MERGE: Spec = row(
     },
 )
 .in_place(&[(0, 0), (1, 1)])
-.splits(&["b", "s", "hq"])
-.shape(|op, _, dims| match dims.get('h').map(|h| h.sections.as_slice()) {
-    Some(&[heads]) if heads.count == dims.size('q') => Ok(()),
+.splits(&["batch", "seq", "attended heads"])
+.shape(|op, _, dims| match dims.get("attended").map(|h| h.sections.as_slice()) {
+    Some(&[heads]) if heads.count == dims.size("heads") => Ok(()),
     _ => Err(op.refuse("a log-sum-exp of every head".into())),
 });
 
 pub(super) static GATHERED_ATTENTION: Spec = row(
     "gathered_attention",
-    &[float("qkv", "bsp"), float("kv", "bow"), u32("starts", "bs")],
-    &[float("o", "bsh"), f32("lse", "bqs")],
+    &[float("qkv", "batch seq qkv"), float("kv", "batch whole_seq kv"), u32("starts", "batch seq")],
+    &[float("o", "batch seq attended"), f32("lse", "batch heads seq")],
     |batch| {
         parted(batch, |s, (window, documents), _| {
             let t = Tensors::of(s, &[0], documents);
@@ -193,20 +203,27 @@ pub(super) static GATHERED_ATTENTION: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "s", "phquw"])
-.numbers('s')
+.splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
+.numbers("seq")
 .forward()
 .shape(GATHERED)
 .flops(|op, dims, _| {
     attributes!(op, Op::GatheredAttention { window });
     gathered_flops(dims, window, 4, 4)
 })
-.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size('o'), false));
+.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("whole_seq"), false));
 
 pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     "gathered_attention_grad",
-    &[BACKWARD[0], BACKWARD[1], float("kv", "bow"), BACKWARD[3], BACKWARD[4], u32("starts", "bs")],
-    &[float("dq", "bsh"), f32("dkv", "bow")],
+    &[
+        BACKWARD[0],
+        BACKWARD[1],
+        float("kv", "batch whole_seq kv"),
+        BACKWARD[3],
+        BACKWARD[4],
+        u32("starts", "batch seq"),
+    ],
+    &[float("dq", "batch seq attended"), f32("dkv", "batch whole_seq kv")],
     |batch| {
         parted(batch, |s, (window, documents), _| {
             vec![sample(Op::GatheredAttentionGrad { window }, backward(s, window, documents))]
@@ -214,11 +231,11 @@ pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "s", "phquw"])
-.numbers('s')
+.splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
+.numbers("seq")
 .shape(GATHERED)
 .flops(|op, dims, _| {
     attributes!(op, Op::GatheredAttentionGrad { window });
     gathered_flops(dims, window, 8, 10)
 })
-.multiplies(&[0, 1, 2, 3], |_, dims, _| fused(dims, dims.size('o'), true));
+.multiplies(&[0, 1, 2, 3], |_, dims, _| fused(dims, dims.size("whole_seq"), true));

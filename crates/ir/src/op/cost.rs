@@ -60,9 +60,15 @@ impl Matmuls {
         Self { rows, cols, inner, calls: 1, gradients: 0, logits: 0, passes: 1, reread: 0 }
     }
 
+    /// One matmul, by the names of its rows, columns and terms.
+    pub(super) fn of(dims: &Dims, rows: &'static str, cols: &'static str, inner: &'static str) -> Self {
+        let [rows, cols, inner] = [rows, cols, inner].map(|of| dims.product(of) as u64);
+        Self::one(rows, cols, inner)
+    }
+
     /// The weight gradients of so many weights, each over its share of the terms.
     pub(super) fn of_weights(weights: u64, dims: &Dims, terms: u64, call: &Call) -> Self {
-        let (calls, rows, cols) = (weights.max(1), dims.size('n') as u64, dims.size('k') as u64);
+        let (calls, rows, cols) = (weights.max(1), dims.size("outputs") as u64, dims.size("inputs") as u64);
         let gradients = if call.sums { calls * rows * cols } else { 0 };
         Self { calls, gradients, ..Self::one(rows, cols, terms.div_ceil(calls)) }
     }

@@ -1,33 +1,46 @@
 use super::TypeVar;
 use crate::{DType, Dim};
 
-/// What stands for any number of leading dimensions, at least one, in an operand's letters.
-pub const LEADING: char = '…';
+/// What stands for any number of leading dimensions, at least one, among an operand's dimensions.
+pub const LEADING: &str = "…";
+/// What stands for one dimension of any size.
+pub const ANY: &str = "?";
+/// Sequences, in every row that has them.
+pub const BATCH: &str = "batch";
+/// Positions of sequences, in every row that has them.
+pub const SEQ: &str = "seq";
+/// Rows of a chunk or of blocks, each of a token, in every row that has them.
+pub const ROWS: &str = "rows";
 
-/// The dimensions behind an op's letters, and the types behind its type variables.
+/// The names in an operand's dimensions, in a group that is split together or in a product.
+pub fn names(dims: &'static str) -> impl Iterator<Item = &'static str> + Clone {
+    dims.split_ascii_whitespace()
+}
+
+/// The dimensions behind an op's names, and the types behind its type variables.
 #[derive(Clone, Debug, Default)]
 pub struct Dims {
-    known: Vec<(char, Dim)>,
+    known: Vec<(&'static str, Dim)>,
     /// Behind [`LEADING`]; none where no operand has it.
     pub(super) leading: Vec<Dim>,
     floats: [Option<DType>; TypeVar::COUNT],
 }
 
 impl Dims {
-    /// The dimension behind a letter.
-    pub fn get(&self, letter: char) -> Option<&Dim> {
-        self.known.iter().find(|(c, _)| *c == letter).map(|(_, d)| d)
+    /// The dimension behind a name.
+    pub fn get(&self, name: &str) -> Option<&Dim> {
+        self.known.iter().find(|(known, _)| *known == name).map(|(_, d)| d)
     }
 
-    /// Its size; 1 where the op has no such letter. Of leading dimensions, `b` is the outermost where there are several, and `s` all
-    /// others: however many there are, `b` × `s` are the rows.
-    pub fn size(&self, letter: char) -> usize {
+    /// Its size; 1 where the op has no such dimension. Of leading dimensions, [`BATCH`] is the outermost where there are several, and
+    /// [`SEQ`] all others: however many there are, their product is the number of rows.
+    pub fn size(&self, name: &str) -> usize {
         let product = |dims: &[Dim]| dims.iter().map(Dim::size).product::<usize>();
-        match (letter, &self.leading[..]) {
-            (LEADING, all) | ('s', all @ [_]) => product(all),
-            ('b', [outermost, _, ..]) => outermost.size(),
-            ('s', [_, others @ .., last]) => product(others) * last.size(),
-            _ => self.get(letter).map_or(1, Dim::size),
+        match (name, &self.leading[..]) {
+            (LEADING, all) | (SEQ, all @ [_]) => product(all),
+            (BATCH, [outermost, _, ..]) => outermost.size(),
+            (SEQ, [_, others @ .., last]) => product(others) * last.size(),
+            _ => self.get(name).map_or(1, Dim::size),
         }
     }
 
@@ -36,17 +49,17 @@ impl Dims {
         self.floats[var as usize].unwrap_or(DType::F32)
     }
 
-    /// The product of the sizes of these letters.
-    pub fn product(&self, letters: &str) -> u128 {
-        letters.chars().map(|c| self.size(c) as u128).product()
+    /// The product of the sizes behind these names.
+    pub fn product(&self, of: &'static str) -> u128 {
+        names(of).map(|name| self.size(name) as u128).product()
     }
 
-    /// Binds a letter, or returns the dimension that it is bound to already.
-    pub(super) fn set(&mut self, letter: char, dim: &Dim) -> Option<&Dim> {
-        match self.known.iter().position(|(c, _)| *c == letter) {
+    /// Binds a name, or returns the dimension that it is bound to already.
+    pub(super) fn set(&mut self, name: &'static str, dim: &Dim) -> Option<&Dim> {
+        match self.known.iter().position(|(known, _)| *known == name) {
             Some(i) => Some(&self.known[i].1),
             None => {
-                self.known.push((letter, dim.clone()));
+                self.known.push((name, dim.clone()));
                 None
             }
         }

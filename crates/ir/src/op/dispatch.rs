@@ -1,6 +1,6 @@
 //! Expert parallelism: rows of tokens in blocks, one for every part of the experts, and matmuls of blocks.
 //!
-//! Blocks are `ac`: `a` the parts of the experts, one to a rank along ep, and `c` rows from all ranks that have tokens, as many from
+//! Blocks are `parts rows`: the parts of the experts, one to a rank along ep, and rows from all ranks that have tokens, as many from
 //! each. A rank fills its rows of every block; an all-to-all makes of them all rows of its block. Sizes are those of a bound, known
 //! when a program is compiled: rows that no token fills are zeros, and no expert's.
 
@@ -32,8 +32,8 @@ impl Blocks {
     }
 
     fn bind(self, op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
-        op.ask(dims, 'a', Dim::new(Axis::Parts, self.parts))?;
-        op.ask(dims, 'c', Dim::new(Axis::Rows, self.rows * self.ranks))
+        op.ask(dims, "parts", Dim::new(Axis::Parts, self.parts))?;
+        op.ask(dims, "rows", Dim::new(Axis::Rows, self.rows * self.ranks))
     }
 
     /// Of so many rows of blocks, those that tokens fill.
@@ -44,11 +44,11 @@ impl Blocks {
 
 const SHAPE: ShapeRule = |op, _, dims| blocks(op).bind(op, dims);
 
-const MATMUL: FlopsRule = |op, dims, _| Flops::all(2 * u128::from(filled(op, dims)) * dims.product("nk"));
+const MATMUL: FlopsRule = |op, dims, _| Flops::all(2 * u128::from(filled(op, dims)) * dims.product("outputs inputs"));
 
 /// Rows that tokens fill, if choices are even.
 fn filled(op: &Op, dims: &Dims) -> u64 {
-    blocks(op).filled(dims.product("ac") as u64)
+    blocks(op).filled(dims.product("parts rows") as u64)
 }
 
 /// The blocks that an op is about.
@@ -69,7 +69,7 @@ fn blocks(op: &Op) -> Blocks {
 impl Op {
     /// Refuses experts that do not come in equal parts.
     fn even_parts(&self, dims: &Dims) -> Result<(), TypeError> {
-        let (experts, parts) = (dims.size('j'), dims.size('a'));
+        let (experts, parts) = (dims.size("experts"), dims.size("parts"));
         match parts > 0 && experts.is_multiple_of(parts) {
             true => Ok(()),
             false => Err(self.refuse(format!("{experts} experts in {parts} parts"))),
@@ -134,8 +134,8 @@ impl Grouped {
 
 pub(super) static EXPERT_SLOTS: Spec = row(
     "expert_slots",
-    &[u32("chosen", "bsy")],
-    &[u32("slots", "bsy"), u32("owners", "ac"), f64("beyond", "b")],
+    &[u32("chosen", "batch seq choices")],
+    &[u32("slots", "batch seq choices"), u32("owners", "parts rows"), f64("beyond", "batch")],
     |batch| {
         let of = |blocks| {
             let op = Op::ExpertSlots { experts: PARTS * EACH, blocks };
@@ -146,11 +146,12 @@ pub(super) static EXPERT_SLOTS: Spec = row(
 )
 .always_made(&[0])
 .gradient(&[])
-.splits(&["bc", "sc"])
+.splits(&["batch rows", "seq rows"])
+.same_over_tp(&["seq rows"])
 .shape(|op, _, dims| {
     attributes!(op, Op::ExpertSlots { experts, blocks });
     blocks.bind(op, dims)?;
-    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))?;
+    op.ask(dims, "experts", Dim::new(Axis::Experts, experts))?;
     op.even_parts(dims)
 })
 .local(|op, _| {
@@ -158,73 +159,92 @@ pub(super) static EXPERT_SLOTS: Spec = row(
     Op::ExpertSlots { experts, blocks: blocks.of_one_rank() }
 });
 
-pub(super) static SEND_ROWS: Spec =
-    row("send_rows", &[float("x", "bsd"), u32("slots", "bsy")], &[float("rows", "acd")], |batch| {
+pub(super) static SEND_ROWS: Spec = row(
+    "send_rows",
+    &[float("x", "batch seq features"), u32("slots", "batch seq choices")],
+    &[float("rows", "parts rows features")],
+    |batch| {
         let places = places(batch, Draw::Places((PARTS * BLOCKS.rows) as u32));
         vec![sample(Op::SendRows { blocks: BLOCKS }, [Shapes::new(batch).normal(embed()), places])]
-    })
-    .gradient(&[Input(1)])
-    .splits(&["bc", "sc", "d"])
-    .shape(SHAPE)
-    .local(|op, _| Op::SendRows { blocks: blocks(op).of_one_rank() });
+    },
+)
+.gradient(&[Input(1)])
+.splits(&["batch rows", "seq rows", "features"])
+.same_over_tp(&["seq rows"])
+.shape(SHAPE)
+.local(|op, _| Op::SendRows { blocks: blocks(op).of_one_rank() });
 
-pub(super) static SEND_ROWS_EACH: Spec =
-    row("send_rows_each", &[float("x", "bsyd"), u32("slots", "bsy")], &[float("rows", "acd")], |batch| {
+pub(super) static SEND_ROWS_EACH: Spec = row(
+    "send_rows_each",
+    &[float("x", "batch seq choices features"), u32("slots", "batch seq choices")],
+    &[float("rows", "parts rows features")],
+    |batch| {
         let places = places(batch, Draw::Places((PARTS * BLOCKS.rows) as u32));
         let mut each = Shapes::new(batch).act(choices());
         each.dims.push(embed());
         vec![sample(Op::SendRowsEach { blocks: BLOCKS }, [(each, Draw::Normal), places])]
-    })
-    .splits(&["bc", "sc", "d"])
-    .shape(SHAPE)
-    .local(|op, _| Op::SendRowsEach { blocks: blocks(op).of_one_rank() });
+    },
+)
+.splits(&["batch rows", "seq rows", "features"])
+.same_over_tp(&["seq rows"])
+.shape(SHAPE)
+.local(|op, _| Op::SendRowsEach { blocks: blocks(op).of_one_rank() });
 
-pub(super) static TAKE_ROWS: Spec =
-    row("take_rows", &[float("rows", "acd"), u32("slots", "bsy")], &[float("y", "bsyd")], |batch| {
+pub(super) static TAKE_ROWS: Spec = row(
+    "take_rows",
+    &[float("rows", "parts rows features"), u32("slots", "batch seq choices")],
+    &[float("y", "batch seq choices features")],
+    |batch| {
         let places = places(batch, Draw::Below((PARTS * BLOCKS.rows) as u32));
         vec![sample(Op::TakeRows { blocks: BLOCKS }, [rows(BLOCKS, embed()), places])]
-    })
-    .gradient(&[Input(1)])
-    .splits(&["bc", "sc", "d"])
-    .keeps_partial()
-    .shape(SHAPE)
-    .local(|op, _| Op::TakeRows { blocks: blocks(op).of_one_rank() });
+    },
+)
+.gradient(&[Input(1)])
+.splits(&["batch rows", "seq rows", "features"])
+.same_over_tp(&["seq rows"])
+.keeps_partial()
+.shape(SHAPE)
+.local(|op, _| Op::TakeRows { blocks: blocks(op).of_one_rank() });
 
-pub(super) static ROWS_LINEAR: Spec =
-    row("rows_linear", &[float("x", "ack"), float("w", "jnk"), u32("owners", "ac")], &[float("y", "acn")], |_| {
+pub(super) static ROWS_LINEAR: Spec = row(
+    "rows_linear",
+    &[float("x", "parts rows inputs"), float("w", "experts outputs inputs"), u32("owners", "parts rows")],
+    &[float("y", "parts rows outputs")],
+    |_| {
         let of = |g: &Grouped| sample(Op::RowsLinear { blocks: g.blocks }, [g.rows(&g.embed), g.stack(), g.owners()]);
         Grouped::all().iter().map(of).collect()
-    })
-    .gradient(&[Input(0), Input(1), Input(2)])
-    .splits(&["c", "aj", "n", "k"])
-    .shape(|op, _, dims| op.even_parts(dims))
-    .chunks()
-    .flops(MATMUL)
-    .multiplies(&[0, 1], |op, dims, _| {
-        Cost::Matmul(Matmuls::one(filled(op, dims), dims.size('n') as u64, dims.size('k') as u64))
-    });
+    },
+)
+.gradient(&[Input(0), Input(1), Input(2)])
+.splits(&["rows", "parts experts", "outputs", "inputs"])
+.shape(|op, _, dims| op.even_parts(dims))
+.chunks()
+.flops(MATMUL)
+.multiplies(&[0, 1], |op, dims, _| {
+    Cost::Matmul(Matmuls::one(filled(op, dims), dims.size("outputs") as u64, dims.size("inputs") as u64))
+});
 
 pub(super) static ROWS_GRAD_INPUT: Spec = row(
     "rows_grad_input",
-    &[float("dy", "acn"), float("w", "jnk"), u32("owners", "ac")],
-    &[float("dx", "ack")],
+    &[float("dy", "parts rows outputs"), float("w", "experts outputs inputs"), u32("owners", "parts rows")],
+    &[float("dx", "parts rows inputs")],
     |_| {
         let of = |g: &Grouped| sample(Op::RowsGradInput { blocks: g.blocks }, [g.rows(&g.ffn), g.stack(), g.owners()]);
         Grouped::all().iter().map(of).collect()
     },
 )
-.splits(&["c", "aj", "n", "k"])
+.splits(&["rows", "parts experts", "outputs", "inputs"])
 .shape(|op, _, dims| op.even_parts(dims))
 .chunks()
 .flops(MATMUL)
 .multiplies(&[0, 1], |op, dims, _| {
-    Cost::Matmul(Matmuls::one(filled(op, dims), dims.size('k') as u64, dims.size('n') as u64))
+    Cost::Matmul(Matmuls::one(filled(op, dims), dims.size("inputs") as u64, dims.size("outputs") as u64))
 });
 
 pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
     "rows_grad_weight",
-    &[float("dy", "acn"), float("x", "ack"), u32("owners", "ac")],
-    &[accumulator("dw", "jnk")],
+    &[float("dy", "parts rows outputs"), float("x", "parts rows inputs"), u32("owners", "parts rows")],
+    &[accumulator("dw", "experts outputs inputs")],
     |_| {
         let of = |g: &Grouped| {
             let op = Op::RowsGradWeight { experts: g.experts, blocks: g.blocks };
@@ -234,10 +254,10 @@ pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
     },
 )
 .sums(0)
-.splits(&["c", "aj", "n", "k"])
+.splits(&["rows", "parts experts", "outputs", "inputs"])
 .shape(|op, _, dims| {
     attributes!(op, Op::RowsGradWeight { experts, .. });
-    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))?;
+    op.ask(dims, "experts", Dim::new(Axis::Experts, experts))?;
     op.even_parts(dims)
 })
 .local(|op, outputs| {
@@ -247,5 +267,5 @@ pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
 })
 .flops(MATMUL)
 .multiplies(&[0, 1], |op, dims, call| {
-    Cost::Matmul(Matmuls::of_weights(dims.size('j') as u64, dims, filled(op, dims), call))
+    Cost::Matmul(Matmuls::of_weights(dims.size("experts") as u64, dims, filled(op, dims), call))
 });

@@ -1,6 +1,6 @@
 //! Mixtures of experts (MoE): the router's choice, and matmuls whose weights are those of the experts that a token goes to.
 //!
-//! What experts compute stays with its token: `…` are tokens and `y` the experts of each, the best first. Kernels sort rows by expert
+//! What experts compute stays with its token: `…` are tokens and `choices` the experts of each, the best first. Kernels sort rows by expert
 //! for themselves, so that no shape depends on how many tokens an expert gets, and none of them needs a bound.
 
 use super::cost::CostRule;
@@ -44,7 +44,7 @@ impl Routing {
 
     /// Binds the experts of a token, or says why they cannot be chosen.
     fn bind(&self, op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
-        let experts = dims.size('j');
+        let experts = dims.size("experts");
         let &Self { choices, groups, top_groups, .. } = self;
         if groups == 0 || !experts.is_multiple_of(groups) || !(1..=groups).contains(&top_groups) {
             return Err(op.refuse(format!("{top_groups} of {groups} groups of {experts} experts")));
@@ -55,7 +55,7 @@ impl Routing {
         if choices == 0 || choices > experts / groups * top_groups {
             return Err(op.refuse(format!("{choices} of {} experts", experts / groups * top_groups)));
         }
-        op.ask(dims, 'y', Dim::new(Axis::Choices, choices))
+        op.ask(dims, "choices", Dim::new(Axis::Choices, choices))
     }
 }
 
@@ -130,22 +130,20 @@ impl Grouped {
 }
 
 /// One matmul for every expert of a token.
-const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…ynk"));
+const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… choices outputs inputs"));
 
 /// As one matmul of all rows.
-const FORWARD: CostRule = |_, dims, _| {
-    let [rows, cols, inner] = ["…y", "n", "k"].map(|letters| dims.product(letters) as u64);
-    Cost::Matmul(Matmuls::one(rows, cols, inner))
-};
+const FORWARD: CostRule = |_, dims, _| Cost::Matmul(Matmuls::of(dims, "… choices", "outputs", "inputs"));
 
 /// As many matmuls as experts, each over its share of the rows.
-const WEIGHTS: CostRule =
-    |_, dims, call| Cost::Matmul(Matmuls::of_weights(dims.size('j') as u64, dims, dims.product("…y") as u64, call));
+const WEIGHTS: CostRule = |_, dims, call| {
+    Cost::Matmul(Matmuls::of_weights(dims.size("experts") as u64, dims, dims.product("… choices") as u64, call))
+};
 
 pub(super) static ROUTE: Spec = row(
     "route",
-    &[f32("logits", "…j"), f32("bias", "j")],
-    &[f32("weights", "…y"), u32("chosen", "…y")],
+    &[f32("logits", "… experts"), f32("bias", "experts")],
+    &[f32("weights", "… choices"), u32("chosen", "… choices")],
     |batch| {
         let of = |(s, how): (Shapes, Routing)| sample(Op::Route { how }, [s.normal(experts())]);
         let biased = |how| sample(Op::Route { how }, [Shapes::new(batch).normal(experts()), normal([experts()])]);
@@ -162,8 +160,8 @@ pub(super) static ROUTE: Spec = row(
 
 pub(super) static ROUTE_TO: Spec = row(
     "route_to",
-    &[f32("logits", "…j"), u32("given", "…y")],
-    &[f32("weights", "…y"), u32("chosen", "…y")],
+    &[f32("logits", "… experts"), u32("given", "… choices")],
+    &[f32("weights", "… choices"), u32("chosen", "… choices")],
     |batch| {
         let of = |(s, how): (Shapes, Routing)| sample(Op::RouteTo { how }, [s.normal(experts()), chosen(&s)]);
         Shapes::any_leading(batch).into_iter().zip(ways()).map(of).collect()
@@ -178,8 +176,8 @@ pub(super) static ROUTE_TO: Spec = row(
 
 pub(super) static ROUTE_GRAD: Spec = row(
     "route_grad",
-    &[f32("dweights", "…y"), f32("logits", "…j"), u32("chosen", "…y")],
-    &[f32("dlogits", "…j")],
+    &[f32("dweights", "… choices"), f32("logits", "… experts"), u32("chosen", "… choices")],
+    &[f32("dlogits", "… experts")],
     |batch| {
         let of = |(s, how): (Shapes, Routing)| {
             let chosen = (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Of(Op::Route { how }, 1, &[1]));
@@ -195,14 +193,14 @@ pub(super) static ROUTE_GRAD: Spec = row(
 });
 
 pub(super) static EXPERT_COUNTS: Spec =
-    row("expert_counts", &[u32("chosen", "bsy")], &[f32("counts", "bj")], |batch| {
+    row("expert_counts", &[u32("chosen", "batch seq choices")], &[f32("counts", "batch experts")], |batch| {
         vec![sample(Op::ExpertCounts { experts: EXPERTS }, [chosen(&Shapes::new(batch))])]
     })
     .gradient(&[])
-    .splits(&["b", "s"])
+    .splits(&["batch", "seq"])
     .shape(|op, _, dims| {
         attributes!(op, Op::ExpertCounts { experts });
-        op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+        op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
     });
 
 /// How many tokens of each sequence every expert gets.
@@ -210,18 +208,22 @@ fn counts(s: &Shapes) -> (TensorType, Draw) {
     (floats([s.b(), experts()]), Draw::Positive)
 }
 
-pub(super) static ROUTER_LOSS: Spec =
-    row("router_loss", &[f32("logits", "bsj"), f32("counts", "bj")], &[f64("loss", "b")], |batch| {
+pub(super) static ROUTER_LOSS: Spec = row(
+    "router_loss",
+    &[f32("logits", "batch seq experts"), f32("counts", "batch experts")],
+    &[f64("loss", "batch")],
+    |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::RouterLoss { balance: 0.5, z: 0.25 }, [s.normal(experts()), counts(&s)])]
-    })
-    .gradient(&[Input(0), Input(1)])
-    .splits(&["b", "s"]);
+    },
+)
+.gradient(&[Input(0), Input(1)])
+.splits(&["batch", "seq"]);
 
 pub(super) static ROUTER_LOSS_GRAD: Spec = row(
     "router_loss_grad",
-    &[f32("logits", "bsj"), f32("counts", "bj"), f32("scalars", "z")],
-    &[f32("dlogits", "bsj")],
+    &[f32("logits", "batch seq experts"), f32("counts", "batch experts"), f32("scalars", "scalars")],
+    &[f32("dlogits", "batch seq experts")],
     |batch| {
         let s = Shapes::new(batch);
         let op = Op::RouterLossGrad { balance: 0.5, z: 0.25 };
@@ -230,121 +232,122 @@ pub(super) static ROUTER_LOSS_GRAD: Spec = row(
     },
 )
 .optional(1)
-.splits(&["b", "s"]);
+.splits(&["batch", "seq"]);
 
 pub(super) static GROUPED_LINEAR: Spec = row(
     "grouped_linear",
-    &[float("x", "…k"), float("w", "jnk"), u32("chosen", "…y")],
-    &[float("y", "…yn")],
+    &[float("x", "… inputs"), float("w", "experts outputs inputs"), u32("chosen", "… choices")],
+    &[float("y", "… choices outputs")],
     |batch| {
         let of = |g: &Grouped| sample(Op::GroupedLinear, [g.x(), g.stack(), g.chosen()]);
         Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
-.splits(&["…", "n", "k"])
+.splits(&["…", "outputs", "inputs"])
 .flops(MATMUL)
 .multiplies(&[0, 1], FORWARD);
 
 pub(super) static GROUPED_LINEAR_EACH: Spec = row(
     "grouped_linear_each",
-    &[float("x", "…yk"), float("w", "jnk"), u32("chosen", "…y")],
-    &[float("y", "…yn")],
+    &[float("x", "… choices inputs"), float("w", "experts outputs inputs"), u32("chosen", "… choices")],
+    &[float("y", "… choices outputs")],
     |batch| {
         let of = |g: &Grouped| sample(Op::GroupedLinearEach, [g.each(&g.embed), g.stack(), g.chosen()]);
         Grouped::all(batch).iter().map(of).collect()
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
-.splits(&["…", "n", "k"])
+.splits(&["…", "outputs", "inputs"])
 .flops(MATMUL)
 .multiplies(&[0, 1], FORWARD);
 
 pub(super) static GROUPED_GRAD_INPUT: Spec = row(
     "grouped_grad_input",
-    &[float("dy", "…yn"), float("w", "jnk"), u32("chosen", "…y")],
-    &[float("dx", "…yk")],
+    &[float("dy", "… choices outputs"), float("w", "experts outputs inputs"), u32("chosen", "… choices")],
+    &[float("dx", "… choices inputs")],
     |batch| {
         let of = |g: &Grouped| sample(Op::GroupedGradInput, [g.each(&g.ffn), g.stack(), g.chosen()]);
         Grouped::all(batch).iter().map(of).collect()
     },
 )
-.splits(&["…", "n", "k"])
+.splits(&["…", "outputs", "inputs"])
 .flops(MATMUL)
-.multiplies(&[0, 1], |_, dims, _| {
-    let [rows, cols, inner] = ["…y", "k", "n"].map(|letters| dims.product(letters) as u64);
-    Cost::Matmul(Matmuls::one(rows, cols, inner))
-});
+.multiplies(&[0, 1], |_, dims, _| Cost::Matmul(Matmuls::of(dims, "… choices", "inputs", "outputs")));
 
 pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     "grouped_grad_weight",
-    &[float("dy", "…yn"), float("x", "…k"), u32("chosen", "…y")],
-    &[accumulator("dw", "jnk")],
+    &[float("dy", "… choices outputs"), float("x", "… inputs"), u32("chosen", "… choices")],
+    &[accumulator("dw", "experts outputs inputs")],
     |batch| {
         let op = |g: &Grouped| Op::GroupedGradWeight { experts: g.experts };
         Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.x(), g.chosen()])).collect()
     },
 )
 .sums(0)
-.splits(&["…", "n", "k"])
+.splits(&["…", "outputs", "inputs"])
 .shape(|op, _, dims| {
     attributes!(op, Op::GroupedGradWeight { experts });
-    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+    op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
 })
 .flops(MATMUL)
 .multiplies(&[0, 1], WEIGHTS);
 
 pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     "grouped_grad_weight_each",
-    &[float("dy", "…yn"), float("x", "…yk"), u32("chosen", "…y")],
-    &[accumulator("dw", "jnk")],
+    &[float("dy", "… choices outputs"), float("x", "… choices inputs"), u32("chosen", "… choices")],
+    &[accumulator("dw", "experts outputs inputs")],
     |batch| {
         let op = |g: &Grouped| Op::GroupedGradWeightEach { experts: g.experts };
         Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
     },
 )
 .sums(0)
-.splits(&["…", "n", "k"])
+.splits(&["…", "outputs", "inputs"])
 .shape(|op, _, dims| {
     attributes!(op, Op::GroupedGradWeightEach { experts });
-    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
+    op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
 })
 .flops(MATMUL)
 .multiplies(&[0, 1], WEIGHTS);
 
-pub(super) static COMBINE: Spec =
-    row("combine", &[float("y", "…yd"), f32("weights", "…y")], &[float("out", "…d")], |batch| {
-        Shapes::any_leading(batch).map(|s| sample(Op::Combine, [each(&s, embed()), s.normal(choices())])).into()
-    })
-    .gradient(&[Input(0), Input(1)])
-    .splits(&["…", "d"]);
+pub(super) static COMBINE: Spec = row(
+    "combine",
+    &[float("y", "… choices features"), f32("weights", "… choices")],
+    &[float("out", "… features")],
+    |batch| Shapes::any_leading(batch).map(|s| sample(Op::Combine, [each(&s, embed()), s.normal(choices())])).into(),
+)
+.gradient(&[Input(0), Input(1)])
+.splits(&["…", "features"]);
 
-pub(super) static SUM_CHOICES: Spec = row("sum_choices", &[float("y", "…yd")], &[float("sum", "…d")], |batch| {
-    Shapes::any_leading(batch).map(|s| sample(Op::SumChoices, [each(&s, embed())])).into()
-})
-.splits(&["…", "d"]);
+pub(super) static SUM_CHOICES: Spec =
+    row("sum_choices", &[float("y", "… choices features")], &[float("sum", "… features")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::SumChoices, [each(&s, embed())])).into()
+    })
+    .splits(&["…", "features"]);
 
 pub(super) static COMBINE_GRAD: Spec = row(
     "combine_grad",
-    &[float("dout", "…d"), float("y", "…yd"), f32("weights", "…y")],
-    &[float("dy", "…yd"), f32("dweights", "…y")],
+    &[float("dout", "… features"), float("y", "… choices features"), f32("weights", "… choices")],
+    &[float("dy", "… choices features"), f32("dweights", "… choices")],
     |batch| {
         let of = |s: Shapes| sample(Op::CombineGrad, [s.normal(embed()), each(&s, embed()), s.normal(choices())]);
         Shapes::any_leading(batch).map(of).into()
     },
 )
 .in_place(&[(1, 0)])
-.splits(&["…", "d"]);
+.splits(&["…", "features"]);
 
-pub(super) static EXPERT_LOAD: Spec = row("expert_load", &[u32("chosen", "…y")], &[f64("load", "j")], |batch| {
-    Shapes::any_leading(batch).map(|s| sample(Op::ExpertLoad { experts: EXPERTS }, [chosen(&s)])).into()
-})
-.sums(0)
-.splits(&["…"])
-.shape(|op, _, dims| {
-    attributes!(op, Op::ExpertLoad { experts });
-    op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
-});
+pub(super) static EXPERT_LOAD: Spec =
+    row("expert_load", &[u32("chosen", "… choices")], &[f64("load", "experts")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::ExpertLoad { experts: EXPERTS }, [chosen(&s)])).into()
+    })
+    .sums(0)
+    .splits(&["…"])
+    .shape(|op, _, dims| {
+        attributes!(op, Op::ExpertLoad { experts });
+        op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
+    });
 
 /// Tokens of every expert, of so many layers.
 fn loads(layers: Option<usize>) -> (TensorType, Draw) {
@@ -352,26 +355,31 @@ fn loads(layers: Option<usize>) -> (TensorType, Draw) {
     (TensorType::new(DType::F64, rows.into_iter().chain([experts()]).collect::<Vec<_>>()), Draw::Below(5))
 }
 
-pub(super) static STACK_LOADS: Spec = row("stack_loads", &[f64("load", "j")], &[f64("loads", "lj")], |_| {
-    vec![sample(Op::StackLoads, [loads(None), loads(None), loads(None)])]
-})
-.variadic()
-.keeps_partial()
-.shape(|_, inputs, dims| {
-    dims.set('l', &Dim::new(Axis::Scalar, inputs.len()));
-    Ok(())
-});
+pub(super) static STACK_LOADS: Spec =
+    row("stack_loads", &[f64("load", "experts")], &[f64("loads", "layers experts")], |_| {
+        vec![sample(Op::StackLoads, [loads(None), loads(None), loads(None)])]
+    })
+    .variadic()
+    .keeps_partial()
+    .shape(|_, inputs, dims| {
+        dims.set("layers", &Dim::new(Axis::Scalar, inputs.len()));
+        Ok(())
+    });
 
-pub(super) static MOVE_BIAS: Spec =
-    row("move_bias", &[f32("bias", "j"), f64("loads", "lj"), f32("stats", "y")], &[f32("next", "j")], |_| {
+pub(super) static MOVE_BIAS: Spec = row(
+    "move_bias",
+    &[f32("bias", "experts"), f64("loads", "layers experts"), f32("stats", "stats")],
+    &[f32("next", "experts")],
+    |_| {
         let stats = (floats([Dim::new(Axis::Scalar, 2)]), Draw::Stats);
         vec![sample(Op::MoveBias { row: 1, rate: 0.125 }, [normal([experts()]), loads(Some(3)), stats])]
-    })
-    .in_place(&[(0, 0)])
-    .shape(|op, _, dims| {
-        attributes!(op, Op::MoveBias { row, rate: _ });
-        match row < dims.size('l') {
-            true => Ok(()),
-            false => Err(op.refuse(format!("row {row} of {}", dims.size('l')))),
-        }
-    });
+    },
+)
+.in_place(&[(0, 0)])
+.shape(|op, _, dims| {
+    attributes!(op, Op::MoveBias { row, rate: _ });
+    match row < dims.size("layers") {
+        true => Ok(()),
+        false => Err(op.refuse(format!("row {row} of {}", dims.size("layers")))),
+    }
+});

@@ -30,7 +30,7 @@ fn limbs() -> TensorType {
 }
 
 pub(super) static SQUARE_SUM: Spec =
-    row("square_sum", &[accumulator("grad", "*"), f32("scalars", "z")], &[fixed("sum", "m")], |batch| {
+    row("square_sum", &[accumulator("grad", "*"), f32("scalars", "scalars")], &[fixed("sum", "limbs")], |batch| {
         let s = Shapes::new(batch);
         magnitudes(batch, |magnitude| {
             let grad = |ty| (ty, Draw::Scaled(magnitude));
@@ -40,30 +40,30 @@ pub(super) static SQUARE_SUM: Spec =
     })
     .variadic()
     .shape(|_, _, dims| {
-        dims.set('m', &Dim::new(Axis::Scalar, squares::LIMBS));
+        dims.set("limbs", &Dim::new(Axis::Scalar, squares::LIMBS));
         Ok(())
     });
 
-pub(super) static MERGE_SUMS: Spec = row("merge_sums", &[fixed("sum", "m")], &[fixed("total", "m")], |_| {
+pub(super) static MERGE_SUMS: Spec = row("merge_sums", &[fixed("sum", "limbs")], &[fixed("total", "limbs")], |_| {
     let sum = (limbs(), Draw::Below(1000));
     vec![sample(Op::MergeSums, [sum.clone(), sum.clone(), sum])]
 })
 .variadic();
 
-pub(super) static LOSS_SUM: Spec = row("loss_sum", &[f64("loss", "b")], &[fixed("sum", "m")], |batch| {
+pub(super) static LOSS_SUM: Spec = row("loss_sum", &[f64("loss", "batch")], &[fixed("sum", "limbs")], |batch| {
     let losses = TensorType::new(DType::F64, [Dim::new(Axis::Batch, 7 * batch)]);
     vec![sample(Op::LossSum, [(losses, Draw::Positive)])]
 })
-.splits(&["b"])
+.splits(&["batch"])
 .shape(|_, _, dims| {
-    dims.set('m', &Dim::new(Axis::Scalar, squares::LIMBS));
+    dims.set("limbs", &Dim::new(Axis::Scalar, squares::LIMBS));
     Ok(())
 });
 
 pub(super) static GRADIENT_NORM: Spec = row(
     "gradient_norm",
-    &[fixed("sum", "m"), f32("scalars", "z"), fixed("losses", "m"), f32("limits", "y")],
-    &[f32("stats", "y")],
+    &[fixed("sum", "limbs"), f32("scalars", "scalars"), fixed("losses", "limbs"), f32("limits", "stats")],
+    &[f32("stats", "stats")],
     |batch| {
         let norm = |magnitude| [(limbs(), Draw::Squares(3.51 * magnitude)), scalars()];
         // The square root of the sum of losses is drawn, and the scalars divide that sum by 8.
@@ -79,6 +79,6 @@ pub(super) static GRADIENT_NORM: Spec = row(
 )
 .optional(2)
 .shape(|_, _, dims| {
-    dims.set('y', &Dim::new(Axis::Scalar, 2));
+    dims.set("stats", &Dim::new(Axis::Scalar, 2));
     Ok(())
 });

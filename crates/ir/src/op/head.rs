@@ -7,20 +7,20 @@ use crate::{Axis, Dim, TensorType};
 
 pub(super) static CROSS_ENTROPY: Spec = row(
     "cross_entropy",
-    &[float("logits", "bsv"), u32("targets", "bs")],
-    &[f64("loss", "b"), f32("lse", "bs")],
+    &[float("logits", "batch seq vocab"), u32("targets", "batch seq")],
+    &[f64("loss", "batch"), f32("lse", "batch seq")],
     |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::CrossEntropy, [s.normal(vocab()), (s.ids(), Draw::Targets(50))])]
     },
 )
 .gradient(&[Input(0), Input(1), Output(1)])
-.splits(&["b", "s"]);
+.splits(&["batch", "seq"]);
 
 pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
     "cross_entropy_grad",
-    &[float("logits", "bsv"), u32("targets", "bs"), f32("lse", "bs")],
-    &[float("dlogits", "bsv")],
+    &[float("logits", "batch seq vocab"), u32("targets", "batch seq"), f32("lse", "batch seq")],
+    &[float("dlogits", "batch seq vocab")],
     |batch| {
         let s = Shapes::new(batch);
         let lse = (s.row(), Draw::Of(Op::CrossEntropy, 1, &[0, 1]));
@@ -28,11 +28,11 @@ pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
     },
 )
 .in_place(&[(0, 0)])
-.splits(&["b", "s"]);
+.splits(&["batch", "seq"]);
 
 /// So many matmuls, chunk by chunk of rows. Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
 fn chunked(dims: &Dims, matmuls: u64) -> Cost {
-    let [tokens, cols, inner, rows] = ["bs", "v", "k", "c"].map(|letters| dims.product(letters) as u64);
+    let [tokens, cols, inner, rows] = ["batch seq", "vocab", "inputs", "rows"].map(|names| dims.product(names) as u64);
     let chunks = tokens.div_ceil(rows.clamp(1, tokens.max(1))).max(1);
     Cost::Matmul(Matmuls {
         calls: matmuls * chunks,
@@ -50,8 +50,13 @@ fn matmuls(wanted: &[bool]) -> u64 {
 
 pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
     "linear_cross_entropy",
-    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs"), f32("scalars", "z")],
-    &[f64("loss", "b"), float("dx", "bsk"), accumulator("dw", "vk")],
+    &[
+        float("x", "batch seq inputs"),
+        float("w", "vocab inputs"),
+        u32("targets", "batch seq"),
+        f32("scalars", "scalars"),
+    ],
+    &[f64("loss", "batch"), float("dx", "batch seq inputs"), accumulator("dw", "vocab inputs")],
     |batch| {
         // Enough columns for several blocks of a kernel that cuts the vocabulary.
         let s = Shapes::new(batch);
@@ -64,13 +69,13 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
 .optional(1)
 .sums(2)
 .gradient(&[Output(1), Output(2)])
-.splits(&["b", "s"])
+.splits(&["batch", "seq"])
 .shape(|op, _, dims| {
     attributes!(op, Op::LinearCrossEntropy { rows });
-    dims.set('c', &Dim::new(Axis::Seq, rows));
+    dims.set("rows", &Dim::new(Axis::Seq, rows));
     Ok(())
 })
-.flops(|_, dims, wanted| Flops::all(2 * u128::from(matmuls(wanted)) * dims.product("bskv")))
+.flops(|_, dims, wanted| Flops::all(2 * u128::from(matmuls(wanted)) * dims.product("batch seq inputs vocab")))
 .multiplies(&[0, 1], |_, dims, call| chunked(dims, matmuls(call.wanted)));
 
 /// One number of each position.
@@ -80,8 +85,8 @@ fn one() -> Dim {
 
 pub(super) static LINEAR_SCORE: Spec = row(
     "linear_score",
-    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
-    &[f64("loss", "b"), f32("misses", "bsi")],
+    &[float("x", "batch seq inputs"), float("w", "vocab inputs"), u32("targets", "batch seq")],
+    &[f64("loss", "batch"), f32("misses", "batch seq one")],
     |batch| {
         // Small whole numbers, so that logits are exact in every type and many are equal.
         let s = Shapes::new(batch);
@@ -93,14 +98,14 @@ pub(super) static LINEAR_SCORE: Spec = row(
         vec![of(400), of(7)]
     },
 )
-.splits(&["b", "s"])
+.splits(&["batch", "seq"])
 .shape(|op, _, dims| {
     attributes!(op, Op::LinearScore { rows });
-    dims.set('c', &Dim::new(Axis::Seq, rows));
-    dims.set('i', &one());
+    dims.set("rows", &Dim::new(Axis::Seq, rows));
+    dims.set("one", &one());
     Ok(())
 })
-.flops(|_, dims, _| Flops::all(2 * dims.product("bskv")))
+.flops(|_, dims, _| Flops::all(2 * dims.product("batch seq inputs vocab")))
 .multiplies(&[0, 1], |_, dims, _| chunked(dims, 1));
 
 /// Some positions of one rank.
@@ -112,47 +117,52 @@ fn statistics(rows: usize) -> TensorType {
 
 pub(super) static VOCAB_LOGITS: Spec = row(
     "vocab_logits",
-    &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs")],
-    &[f32("logits", "cv"), f32("statistics", "acj")],
+    &[float("x", "batch seq inputs"), float("w", "vocab inputs"), u32("targets", "batch seq")],
+    &[f32("logits", "rows vocab"), f32("statistics", "parts rows statistics")],
     |batch| {
         let s = Shapes::new(batch);
         let inputs = [s.normal(embed()), normal([vocab(), embed()]), (s.ids(), Draw::Below(50))];
         vec![sample(Op::VocabLogits { rows: CHUNK, parts: 1 }, inputs)]
     },
 )
-.splits(&["bc", "sc", "va"])
-.numbers('v')
+.splits(&["batch rows", "seq rows", "vocab parts"])
+.same_over_tp(&["seq rows"])
+.numbers("vocab")
 .local(|op, _| {
     attributes!(op, Op::VocabLogits { rows, .. });
     Op::VocabLogits { rows: rows.of_one_rank(), parts: 1 }
 })
 .shape(|op, _, dims| {
     attributes!(op, Op::VocabLogits { rows, parts });
-    dims.set('c', &Dim::new(Axis::Seq, rows.count * rows.ranks));
-    dims.set('a', &Dim::new(Axis::Parts, parts));
-    dims.set('j', &Dim::new(Axis::Scalar, 3));
+    dims.set("rows", &Dim::new(Axis::Seq, rows.count * rows.ranks));
+    dims.set("parts", &Dim::new(Axis::Parts, parts));
+    dims.set("statistics", &Dim::new(Axis::Scalar, 3));
     Ok(())
 })
-.flops(|_, dims, _| Flops::all(2 * dims.product("ckv")))
+.flops(|_, dims, _| Flops::all(2 * dims.product("rows inputs vocab")))
 .multiplies(&[0, 1], |_, dims, _| {
-    let [rows, cols, inner] = ["c", "v", "k"].map(|letters| dims.product(letters) as u64);
-    Cost::Matmul(Matmuls { logits: rows * cols, ..Matmuls::one(rows, cols, inner) })
+    let of = Matmuls::of(dims, "rows", "vocab", "inputs");
+    Cost::Matmul(Matmuls { logits: of.rows * of.cols, ..of })
 });
 
-pub(super) static VOCAB_LOSS: Spec =
-    row("vocab_loss", &[f32("statistics", "a?j"), u32("targets", "bs")], &[f64("loss", "b")], |batch| {
+pub(super) static VOCAB_LOSS: Spec = row(
+    "vocab_loss",
+    &[f32("statistics", "parts ? statistics"), u32("targets", "batch seq")],
+    &[f64("loss", "batch")],
+    |batch| {
         let s = Shapes::new(batch);
         let chunk = |rows| (statistics(rows), Draw::Positive);
         let rest = s.batch * s.seq - CHUNK.count;
         vec![sample(Op::VocabLoss, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Targets(50))])]
-    })
-    .variadic()
-    .splits(&["b?", "s?"]);
+    },
+)
+.variadic()
+.splits(&["batch ?", "seq ?"]);
 
 pub(super) static VOCAB_MISSES: Spec = row(
     "vocab_misses",
-    &[f32("logits", "cv"), f32("statistics", "acj"), u32("targets", "bs")],
-    &[f32("misses", "ci")],
+    &[f32("logits", "rows vocab"), f32("statistics", "parts rows statistics"), u32("targets", "batch seq")],
+    &[f32("misses", "rows one")],
     |batch| {
         // The target's logit, which is the last of the statistics, is as large as the largest logits, or next to that.
         let logits = (floats([Dim::new(Axis::Seq, CHUNK.count), vocab()]), Draw::Between(0, 9));
@@ -161,29 +171,30 @@ pub(super) static VOCAB_MISSES: Spec = row(
         vec![sample(Op::VocabMisses { rows: CHUNK }, [logits, statistics, targets])]
     },
 )
-.splits(&["bc", "sc", "v"])
-.numbers('v')
+.splits(&["batch rows", "seq rows", "vocab"])
+.same_over_tp(&["seq rows"])
+.numbers("vocab")
 .chunks()
 .local(|op, _| {
     attributes!(op, Op::VocabMisses { rows });
     Op::VocabMisses { rows: rows.of_one_rank() }
 })
 .shape(|_, _, dims| {
-    dims.set('i', &one());
+    dims.set("one", &one());
     Ok(())
 });
 
 pub(super) static VOCAB_GRAD: Spec = row(
     "vocab_grad",
     &[
-        f32("logits", "cv"),
-        f32("statistics", "acj"),
-        float("x", "bsk"),
-        float("w", "vk"),
-        u32("targets", "bs"),
-        f32("scalars", "z"),
+        f32("logits", "rows vocab"),
+        f32("statistics", "parts rows statistics"),
+        float("x", "batch seq inputs"),
+        float("w", "vocab inputs"),
+        u32("targets", "batch seq"),
+        f32("scalars", "scalars"),
     ],
-    &[float("dx", "ck"), accumulator("dw", "vk")],
+    &[float("dx", "rows inputs"), accumulator("dw", "vocab inputs")],
     |batch| {
         let s = Shapes::new(batch);
         let of = |output| Draw::Of(Op::VocabLogits { rows: CHUNK, parts: 1 }, output, &[2, 3, 4]);
@@ -201,27 +212,34 @@ pub(super) static VOCAB_GRAD: Spec = row(
 )
 .optional(1)
 .sums(1)
-.splits(&["bc", "sc", "v"])
-.numbers('v')
+.splits(&["batch rows", "seq rows", "vocab"])
+.same_over_tp(&["seq rows"])
+.numbers("vocab")
 .chunks()
 .local(|op, _| {
     attributes!(op, Op::VocabGrad { rows });
     Op::VocabGrad { rows: rows.of_one_rank() }
 })
-.flops(|_, dims, wanted| Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")))
+.flops(|_, dims, wanted| {
+    Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("rows inputs vocab"))
+})
 .multiplies(&[2, 3], |_, dims, call| {
-    let [rows, cols, inner] = ["c", "v", "k"].map(|letters| dims.product(letters) as u64);
+    let of = Matmuls::of(dims, "rows", "vocab", "inputs");
     let calls = call.wanted.iter().filter(|w| **w).count() as u64;
-    Cost::Matmul(Matmuls { calls, gradients: cols * inner, ..Matmuls::one(rows, cols, inner) })
+    Cost::Matmul(Matmuls { calls, gradients: of.cols * of.inner, ..of })
 });
 
-pub(super) static JOIN_ROWS: Spec =
-    row("join_rows", &[float("part", "?k"), u32("targets", "bs")], &[float("joined", "bsk")], |batch| {
+pub(super) static JOIN_ROWS: Spec = row(
+    "join_rows",
+    &[float("part", "? inputs"), u32("targets", "batch seq")],
+    &[float("joined", "batch seq inputs")],
+    |batch| {
         let s = Shapes::new(batch);
         let chunk = |rows| normal([Dim::new(Axis::Seq, rows), embed()]);
         let rest = s.batch * s.seq - CHUNK.count;
         vec![sample(Op::JoinRows, [chunk(CHUNK.count), chunk(rest), (s.ids(), Draw::Below(50))])]
-    })
-    .variadic()
-    .splits(&["b?", "s?"])
-    .keeps_partial();
+    },
+)
+.variadic()
+.splits(&["batch ?", "seq ?"])
+.keeps_partial();

@@ -1,6 +1,6 @@
 //! Heads in parts, as an all-to-all of context-parallel ranks takes and gives them (Ulysses).
 //!
-//! Blocks are `acbw`: `a` the parts of the heads, one to a rank along cp, `c` positions, `b` sequences, and `w` what a part has of every section. A
+//! Blocks are `parts rows batch part`: the parts of the heads, one to a rank along cp, positions, sequences, and what a part has of every section. A
 //! rank makes all blocks of its positions; an all-to-all makes of them the block of its heads at all positions, in the order of ranks.
 
 use super::row::{ShapeRule, Spec, float, row};
@@ -20,8 +20,8 @@ pub fn position_in_ranks(row: usize, rows: usize, ranks: usize) -> usize {
 }
 
 /// What is the same in both directions: every rank has two equal chunks of positions.
-fn chunks(op: &Op, dims: &Dims, rows: char, ranks: usize) -> Result<(), TypeError> {
-    let (rows, sections) = (dims.size(rows), dims.get('w').map_or(0, |w| w.sections.len()));
+fn chunks(op: &Op, dims: &Dims, rows: &str, ranks: usize) -> Result<(), TypeError> {
+    let (rows, sections) = (dims.size(rows), dims.get("part").map_or(0, |w| w.sections.len()));
     if ranks == 0 || rows == 0 || !rows.is_multiple_of(2 * ranks) {
         return Err(op.refuse(format!("{rows} positions of {ranks} ranks, which have two equal chunks each")));
     }
@@ -32,29 +32,29 @@ fn chunks(op: &Op, dims: &Dims, rows: char, ranks: usize) -> Result<(), TypeErro
 }
 
 /// The same sections with other counts.
-fn counted(dims: &Dims, letter: char, count: impl Fn(usize) -> usize) -> Dim {
-    let sections = dims.get(letter).map(|dim| dim.sections.clone()).unwrap_or_default();
+fn counted(dims: &Dims, name: &str, count: impl Fn(usize) -> usize) -> Dim {
+    let sections = dims.get(name).map(|dim| dim.sections.clone()).unwrap_or_default();
     Dim::packed(sections.into_iter().map(|s| Section { count: count(s.count), ..s }).collect::<Vec<_>>())
 }
 
 const SPLIT: ShapeRule = |op, _, dims| {
     attributes!(op, Op::SplitHeads { parts, ranks });
     let even = |s: &Section| parts > 0 && s.count.is_multiple_of(parts);
-    if !dims.get('p').is_some_and(|p| p.sections.iter().all(even)) {
+    if !dims.get("packed").is_some_and(|p| p.sections.iter().all(even)) {
         return Err(op.refuse(format!("sections that do not come in {parts} equal parts")));
     }
-    op.ask(dims, 'a', Dim::new(Axis::Parts, parts))?;
-    op.ask(dims, 'c', Dim::new(Axis::Rows, dims.size('s')))?;
-    op.ask(dims, 'w', counted(dims, 'p', |count| count / parts))?;
-    chunks(op, dims, 's', ranks)
+    op.ask(dims, "parts", Dim::new(Axis::Parts, parts))?;
+    op.ask(dims, "rows", Dim::new(Axis::Rows, dims.size("seq")))?;
+    op.ask(dims, "part", counted(dims, "packed", |count| count / parts))?;
+    chunks(op, dims, "seq", ranks)
 };
 
 const JOIN: ShapeRule = |op, _, dims| {
     attributes!(op, Op::JoinHeads { ranks });
-    let parts = dims.size('a');
-    op.ask(dims, 's', Dim::new(Axis::Seq, dims.size('c')))?;
-    op.ask(dims, 'p', counted(dims, 'w', |count| count * parts))?;
-    chunks(op, dims, 'c', ranks)
+    let parts = dims.size("parts");
+    op.ask(dims, "seq", Dim::new(Axis::Seq, dims.size("rows")))?;
+    op.ask(dims, "packed", counted(dims, "part", |count| count * parts))?;
+    chunks(op, dims, "rows", ranks)
 };
 
 /// Shapes, features and (parts, ranks): what a context-parallel rank has before an all-to-all, and behind it. Features are Q·K·V or queries
@@ -66,27 +66,31 @@ fn calls(batch: usize) -> Vec<(Shapes, Dim, (usize, usize))> {
     features.into_iter().flat_map(|(s, dim)| how.map(|how| (s, dim.clone(), how))).collect()
 }
 
-pub(super) static SPLIT_HEADS: Spec = row("split_heads", &[float("x", "bsp")], &[float("blocks", "acbw")], |batch| {
-    let of = |(s, dim, (parts, ranks)): (Shapes, Dim, _)| sample(Op::SplitHeads { parts, ranks }, [s.normal(dim)]);
-    calls(batch).into_iter().map(of).collect()
-})
-.splits(&["b", "sc", "pa", "pw"])
-.shape(SPLIT)
-.local(|op, outputs| {
-    attributes!(op, Op::SplitHeads { parts, ranks });
-    let here = outputs.first().and_then(|blocks| blocks.as_ref()).map_or(parts, |blocks| blocks.dims[0].size());
-    Op::SplitHeads { parts: here, ranks }
-});
+pub(super) static SPLIT_HEADS: Spec =
+    row("split_heads", &[float("x", "batch seq packed")], &[float("blocks", "parts rows batch part")], |batch| {
+        let of = |(s, dim, (parts, ranks)): (Shapes, Dim, _)| sample(Op::SplitHeads { parts, ranks }, [s.normal(dim)]);
+        calls(batch).into_iter().map(of).collect()
+    })
+    .splits(&["batch", "seq rows", "packed parts", "packed part"])
+    .same_over_tp(&["seq rows", "packed parts"])
+    .shape(SPLIT)
+    .local(|op, outputs| {
+        attributes!(op, Op::SplitHeads { parts, ranks });
+        let here = outputs.first().and_then(|blocks| blocks.as_ref()).map_or(parts, |blocks| blocks.dims[0].size());
+        Op::SplitHeads { parts: here, ranks }
+    });
 
-pub(super) static JOIN_HEADS: Spec = row("join_heads", &[float("blocks", "acbw")], &[float("x", "bsp")], |batch| {
-    let of = |(s, dim, (parts, ranks)): (Shapes, Dim, _)| {
-        let (a, c) = (Dim::new(Axis::Parts, parts), Dim::new(Axis::Rows, s.seq));
-        sample(Op::JoinHeads { ranks }, [normal([a, c, s.b(), dim])])
-    };
-    calls(batch).into_iter().map(of).collect()
-})
-.splits(&["b", "sc", "pa", "pw"])
-.shape(JOIN);
+pub(super) static JOIN_HEADS: Spec =
+    row("join_heads", &[float("blocks", "parts rows batch part")], &[float("x", "batch seq packed")], |batch| {
+        let of = |(s, dim, (parts, ranks)): (Shapes, Dim, _)| {
+            let (a, c) = (Dim::new(Axis::Parts, parts), Dim::new(Axis::Rows, s.seq));
+            sample(Op::JoinHeads { ranks }, [normal([a, c, s.b(), dim])])
+        };
+        calls(batch).into_iter().map(of).collect()
+    })
+    .splits(&["batch", "seq rows", "packed parts", "packed part"])
+    .same_over_tp(&["seq rows", "packed parts"])
+    .shape(JOIN);
 
 #[cfg(test)]
 mod tests {

@@ -2,54 +2,57 @@
 
 use super::row::{FlopsRule, Spec, accumulator, float, row};
 use super::sample::{Shapes, embed, ffn, normal, sample};
-use super::{Cost, Dims, Flops, Matmuls, Op, Saved::Input};
+use super::{Cost, Flops, Matmuls, Op, Saved::Input};
 
 /// One matmul.
-const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…nk"));
-
-/// A matmul of these letters: rows, columns, terms.
-fn matmul(dims: &Dims, rows: &str, cols: &str, inner: &str) -> Cost {
-    let [rows, cols, inner] = [rows, cols, inner].map(|letters| dims.product(letters) as u64);
-    Cost::Matmul(Matmuls::one(rows, cols, inner))
-}
+const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… outputs inputs"));
 
 pub(super) static LINEAR: Spec =
-    row("linear", &[float("x", "…k"), float("w", "nk")], &[float("y", "…n")], |batch| {
+    row("linear", &[float("x", "… inputs"), float("w", "outputs inputs")], &[float("y", "… outputs")], |batch| {
         Shapes::any_leading(batch).map(|s| sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])])).into()
     })
     .gradient(&[Input(0), Input(1)])
-    .splits(&["…", "n", "k"])
+    .splits(&["…", "outputs", "inputs"])
     .flops(MATMUL)
-    .multiplies(&[0, 1], |_, dims, _| matmul(dims, "…", "n", "k"));
+    .multiplies(&[0, 1], |_, dims, _| Cost::Matmul(Matmuls::of(dims, "…", "outputs", "inputs")));
 
-pub(super) static LINEAR_GRAD_INPUT: Spec =
-    row("linear_grad_input", &[float("dy", "…n"), float("w", "nk")], &[float("dx", "…k")], |batch| {
+pub(super) static LINEAR_GRAD_INPUT: Spec = row(
+    "linear_grad_input",
+    &[float("dy", "… outputs"), float("w", "outputs inputs")],
+    &[float("dx", "… inputs")],
+    |batch| {
         let of = |s: Shapes| sample(Op::LinearGradInput, [s.normal(ffn()), normal([ffn(), embed()])]);
         Shapes::any_leading(batch).map(of).into()
-    })
-    .splits(&["…", "n", "k"])
-    .flops(MATMUL)
-    .multiplies(&[0, 1], |_, dims, _| matmul(dims, "…", "k", "n"));
+    },
+)
+.splits(&["…", "outputs", "inputs"])
+.flops(MATMUL)
+.multiplies(&[0, 1], |_, dims, _| Cost::Matmul(Matmuls::of(dims, "…", "inputs", "outputs")));
 
-pub(super) static LINEAR_GRAD_WEIGHT: Spec =
-    row("linear_grad_weight", &[float("dy", "…n"), float("x", "…k")], &[accumulator("dw", "nk")], |batch| {
+pub(super) static LINEAR_GRAD_WEIGHT: Spec = row(
+    "linear_grad_weight",
+    &[float("dy", "… outputs"), float("x", "… inputs")],
+    &[accumulator("dw", "outputs inputs")],
+    |batch| {
         Shapes::any_leading(batch).map(|s| sample(Op::LinearGradWeight, [s.normal(ffn()), s.normal(embed())])).into()
-    })
-    .sums(0)
-    .splits(&["…", "n", "k"])
-    .flops(MATMUL)
-    .multiplies(&[0, 1], |_, dims, call| Cost::Matmul(Matmuls::of_weights(1, dims, dims.product("…") as u64, call)));
+    },
+)
+.sums(0)
+.splits(&["…", "outputs", "inputs"])
+.flops(MATMUL)
+.multiplies(&[0, 1], |_, dims, call| Cost::Matmul(Matmuls::of_weights(1, dims, dims.product("…") as u64, call)));
 
 pub(super) static ADD_BIAS: Spec =
-    row("add_bias", &[float("x", "…d"), float("bias", "d")], &[float("y", "…d")], |batch| {
+    row("add_bias", &[float("x", "… features"), float("bias", "features")], &[float("y", "… features")], |batch| {
         Shapes::any_leading(batch).map(|s| sample(Op::AddBias, [s.normal(s.qkv()), normal([s.qkv()])])).into()
     })
     .in_place(&[(0, 0)])
     .gradient(&[])
-    .splits(&["…", "d"]);
+    .splits(&["…", "features"]);
 
-pub(super) static BIAS_GRAD: Spec = row("bias_grad", &[float("dy", "…d")], &[accumulator("dbias", "d")], |batch| {
-    Shapes::any_leading(batch).map(|s| sample(Op::BiasGrad, [s.normal(s.qkv())])).into()
-})
-.sums(0)
-.splits(&["…", "d"]);
+pub(super) static BIAS_GRAD: Spec =
+    row("bias_grad", &[float("dy", "… features")], &[accumulator("dbias", "features")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::BiasGrad, [s.normal(s.qkv())])).into()
+    })
+    .sums(0)
+    .splits(&["…", "features"]);

@@ -1,17 +1,13 @@
 //! The op table: every operation, declared once.
 //!
-//! A row says what an op is called, what it reads and writes (each operand's dimensions as letters, its element type),
+//! A row says what an op is called, what it reads and writes (each operand's dimensions by name, its element type),
 //! which output may take over which input's memory, what its gradient may look at, what it costs, and what it is tried on. Shape
 //! inference, the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows. `list.rs` names
 //! all ops; a file per family has their rows.
 //!
-//! Letters: `b` batch, `s` sequence, `d`/`k`/`n` features, `p` packed Q·K·V, `h` heads × head_dim, `q` query heads,
-//! `u` key and value heads, `e` head_dim, `g` packed gate·up, `f` ffn, `v` vocabulary, `t` rows of a table, positions of a cache
-//! or keys, `r` table columns, `a` the
-//! shorter side of a matrix or parts of a vocabulary, of experts or of heads, `w` packed K·V of a cache or of a part, or what a part has of packed heads, `o` a whole sequence of which `s` may be a part, `x` query and key heads
-//! together, `i` packed weights of their norms, `l` a single position, `c` rows of a chunk or of blocks, `z` step scalars or words of a key,
-//! `m` statistics, `j` experts, `y` the experts of a token, `…` any leading dimensions. A letter that stands in two operands is the same dimension in both; a letter in the inputs that no output has
-//! is summed over.
+//! Dimensions have names in their row, as many as it needs: `batch`, `seq` (positions), `features`, and so on. A name that stands in two
+//! operands is the same dimension in both; `…` are any leading dimensions, `?` is one of any size. A dimension of the inputs that no
+//! output has is summed over. Three names mean the same in all rows, since generic code asks for them: [`BATCH`], [`SEQ`] and [`ROWS`].
 
 mod attention;
 mod collective;
@@ -40,7 +36,7 @@ mod tests;
 
 pub use collective::Transfer;
 pub use cost::{Call, Cost, Matmuls};
-pub use dims::{Dims, LEADING};
+pub use dims::{ANY, BATCH, Dims, LEADING, ROWS, SEQ, names};
 pub use dispatch::{Blocks, NO_ROW};
 pub use experts::{Routing, Score};
 pub use flops::Flops;
@@ -136,12 +132,12 @@ impl Op {
         }
     }
 
-    /// The operand and dimension that have the letter which the op numbers: (whether it is an input, its index,
+    /// The operand and dimension whose entries the op numbers: (whether it is an input, its index,
     /// the dimension). Inputs come first.
     pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
         let spec = self.spec();
-        let letter = spec.numbers?;
-        let find = |dims: &str| dims.chars().position(|c| c == letter);
+        let numbered = spec.numbers?;
+        let find = |dims: &'static str| names(dims).position(|name| name == numbered);
         let input = (0..inputs).find_map(|i| Some((true, i, find(self.input(i, inputs).dims)?)));
         input.or_else(|| (0..spec.outputs.len()).find_map(|o| Some((false, o, find(spec.outputs[o].dims)?))))
     }
@@ -177,21 +173,22 @@ impl Op {
             };
             let shape = match o.dims {
                 "*" => Ok(inputs[0].dims.clone()),
-                letters => {
-                    let leading = if letters.starts_with(LEADING) { dims.leading.clone() } else { Vec::new() };
-                    let others = letters.chars().filter(|c| *c != LEADING).map(|c| dims.get(c).cloned().ok_or(c));
-                    leading.into_iter().map(Ok).chain(others).collect::<Result<Vec<Dim>, char>>()
+                of => {
+                    let leading = if of.starts_with(LEADING) { dims.leading.clone() } else { Vec::new() };
+                    let others = names(of).filter(|name| *name != LEADING);
+                    let others = others.map(|name| dims.get(name).cloned().ok_or(name));
+                    leading.into_iter().map(Ok).chain(others).collect::<Result<Vec<Dim>, &str>>()
                 }
             };
             match shape {
                 Ok(dims) => Ok(TensorType::new(elem, dims)),
-                Err(c) => Err(self.refuse(format!("dimension `{c}` of output `{}` is unknown", o.name))),
+                Err(name) => Err(self.refuse(format!("dimension `{name}` of output `{}` is unknown", o.name))),
             }
         };
         spec.outputs.iter().map(output).collect()
     }
 
-    /// The dimension behind every letter for these inputs.
+    /// The dimension behind every name for these inputs.
     pub fn bind(&self, inputs: &[&TensorType]) -> Result<Dims, TypeError> {
         let spec = self.spec();
         let (least, most, given) = (spec.inputs.len() - spec.optional, spec.inputs.len(), inputs.len());
@@ -215,8 +212,8 @@ impl Op {
             if operand.dims == "*" {
                 continue;
             }
-            let letters = operand.dims.trim_start_matches(LEADING);
-            let leading = ty.dims.len().checked_sub(letters.chars().count());
+            let own = names(operand.dims).filter(|name| *name != LEADING);
+            let leading = ty.dims.len().checked_sub(own.clone().count());
             let Some(leading) = leading.filter(|n| (*n > 0) == operand.dims.starts_with(LEADING)) else {
                 return Err(self.refuse(format!("input `{}` must be [{}], is {ty}", operand.name, operand.dims)));
             };
@@ -227,12 +224,12 @@ impl Op {
             if !leading.is_empty() && dims.leading != leading {
                 return Err(self.refuse(format!("input `{}` is {ty}, of other leading dimensions", operand.name)));
             }
-            for (letter, dim) in letters.chars().zip(others) {
-                if letter != '?'
-                    && let Some(known) = dims.set(letter, dim)
+            for (name, dim) in own.zip(others) {
+                if name != ANY
+                    && let Some(known) = dims.set(name, dim)
                     && known != dim
                 {
-                    return Err(self.refuse(format!("input `{}` has {dim} where `{letter}` is {known}", operand.name)));
+                    return Err(self.refuse(format!("input `{}` has {dim} where `{name}` is {known}", operand.name)));
                 }
             }
         }
@@ -240,11 +237,11 @@ impl Op {
         Ok(dims)
     }
 
-    /// Binds a letter that follows from others; an operand may have said the same.
-    fn ask(&self, dims: &mut Dims, letter: char, dim: Dim) -> Result<(), TypeError> {
-        match dims.set(letter, &dim) {
+    /// Binds a dimension that follows from others; an operand may have said the same.
+    fn ask(&self, dims: &mut Dims, name: &'static str, dim: Dim) -> Result<(), TypeError> {
+        match dims.set(name, &dim) {
             Some(known) if *known != dim => {
-                Err(self.refuse(format!("`{letter}` is {known} where the heads ask for {dim}")))
+                Err(self.refuse(format!("`{name}` is {known} where the heads ask for {dim}")))
             }
             Some(_) | None => Ok(()),
         }

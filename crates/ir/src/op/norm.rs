@@ -8,19 +8,23 @@ use crate::{Axis, Dim, Section, TensorType};
 
 const EPS: f32 = 1e-5;
 
-pub(super) static RMS_NORM: Spec =
-    row("rms_norm", &[float("x", "…d"), float("w", "d")], &[float("y", "…d"), f32("rstd", "…")], |batch| {
+pub(super) static RMS_NORM: Spec = row(
+    "rms_norm",
+    &[float("x", "… features"), float("w", "features")],
+    &[float("y", "… features"), f32("rstd", "…")],
+    |batch| {
         let of = |s: Shapes| sample(Op::RmsNorm { eps: EPS }, [s.normal(embed()), normal([embed()])]);
         Shapes::any_leading(batch).map(of).into()
-    })
-    .gradient(&[Input(0), Input(1), Output(1)])
-    .splits(&["…"])
-    .cheap(&[0, 1]);
+    },
+)
+.gradient(&[Input(0), Input(1), Output(1)])
+.splits(&["…"])
+.cheap(&[0, 1]);
 
 pub(super) static ADD_RMS_NORM: Spec = row(
     "add_rms_norm",
-    &[float("x", "…d"), float("delta", "…d"), float("w", "d")],
-    &[float("sum", "…d"), float("y", "…d"), f32("rstd", "…")],
+    &[float("x", "… features"), float("delta", "… features"), float("w", "features")],
+    &[float("sum", "… features"), float("y", "… features"), f32("rstd", "…")],
     |batch| {
         let of = |x: (TensorType, Draw)| sample(Op::AddRmsNorm { eps: EPS }, [x.clone(), x, normal([embed()])]);
         Shapes::any_leading(batch).map(|s| of(s.normal(embed()))).into()
@@ -34,8 +38,8 @@ pub(super) static ADD_RMS_NORM: Spec = row(
 
 pub(super) static RMS_NORM_GRAD: Spec = row(
     "rms_norm_grad",
-    &[float("dy", "…d"), float("x", "…d"), float("w", "d"), f32("rstd", "…")],
-    &[float("dx", "…d")],
+    &[float("dy", "… features"), float("x", "… features"), float("w", "features"), f32("rstd", "…")],
+    &[float("dx", "… features")],
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
@@ -49,8 +53,14 @@ pub(super) static RMS_NORM_GRAD: Spec = row(
 
 pub(super) static ADD_RMS_NORM_GRAD: Spec = row(
     "add_rms_norm_grad",
-    &[float("dy", "…d"), float("sum", "…d"), float("w", "d"), f32("rstd", "…"), float("dsum", "…d")],
-    &[float("dx", "…d")],
+    &[
+        float("dy", "… features"),
+        float("sum", "… features"),
+        float("w", "features"),
+        f32("rstd", "…"),
+        float("dsum", "… features"),
+    ],
+    &[float("dx", "… features")],
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
@@ -64,8 +74,8 @@ pub(super) static ADD_RMS_NORM_GRAD: Spec = row(
 
 pub(super) static RMS_NORM_GRAD_WEIGHT: Spec = row(
     "rms_norm_grad_weight",
-    &[float("dy", "…d"), float("x", "…d"), f32("rstd", "…")],
-    &[accumulator("dw", "d")],
+    &[float("dy", "… features"), float("x", "… features"), f32("rstd", "…")],
+    &[accumulator("dw", "features")],
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
@@ -79,8 +89,8 @@ pub(super) static RMS_NORM_GRAD_WEIGHT: Spec = row(
 
 pub(super) static LAYER_NORM: Spec = row(
     "layer_norm",
-    &[float("x", "…d"), float("w", "d"), float("bias", "d")],
-    &[float("y", "…d"), f32("mean", "…"), f32("rstd", "…")],
+    &[float("x", "… features"), float("w", "features"), float("bias", "features")],
+    &[float("y", "… features"), f32("mean", "…"), f32("rstd", "…")],
     |batch| {
         let vector = || normal([embed()]);
         let of = |s: Shapes| sample(Op::LayerNorm { eps: EPS }, [s.normal(embed()), vector(), vector()]);
@@ -93,8 +103,8 @@ pub(super) static LAYER_NORM: Spec = row(
 
 pub(super) static ADD_LAYER_NORM: Spec = row(
     "add_layer_norm",
-    &[float("x", "…d"), float("delta", "…d"), float("w", "d"), float("bias", "d")],
-    &[float("sum", "…d"), float("y", "…d"), f32("mean", "…"), f32("rstd", "…")],
+    &[float("x", "… features"), float("delta", "… features"), float("w", "features"), float("bias", "features")],
+    &[float("sum", "… features"), float("y", "… features"), f32("mean", "…"), f32("rstd", "…")],
     |batch| {
         let of = |s: Shapes| {
             let (x, vector) = (s.normal(embed()), normal([embed()]));
@@ -111,8 +121,8 @@ pub(super) static ADD_LAYER_NORM: Spec = row(
 
 pub(super) static LAYER_NORM_GRAD: Spec = row(
     "layer_norm_grad",
-    &[float("dy", "…d"), float("x", "…d"), float("w", "d"), f32("mean", "…"), f32("rstd", "…")],
-    &[float("dx", "…d")],
+    &[float("dy", "… features"), float("x", "… features"), float("w", "features"), f32("mean", "…"), f32("rstd", "…")],
+    &[float("dx", "… features")],
     |batch| {
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
@@ -126,8 +136,15 @@ pub(super) static LAYER_NORM_GRAD: Spec = row(
 
 pub(super) static ADD_LAYER_NORM_GRAD: Spec = row(
     "add_layer_norm_grad",
-    &[float("dy", "…d"), float("sum", "…d"), float("w", "d"), f32("mean", "…"), f32("rstd", "…"), float("dsum", "…d")],
-    &[float("dx", "…d")],
+    &[
+        float("dy", "… features"),
+        float("sum", "… features"),
+        float("w", "features"),
+        f32("mean", "…"),
+        f32("rstd", "…"),
+        float("dsum", "… features"),
+    ],
+    &[float("dx", "… features")],
     |batch| {
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
@@ -142,8 +159,8 @@ pub(super) static ADD_LAYER_NORM_GRAD: Spec = row(
 
 pub(super) static LAYER_NORM_GRAD_WEIGHT: Spec = row(
     "layer_norm_grad_weight",
-    &[float("dy", "…d"), float("x", "…d"), f32("mean", "…"), f32("rstd", "…")],
-    &[accumulator("dw", "d")],
+    &[float("dy", "… features"), float("x", "… features"), f32("mean", "…"), f32("rstd", "…")],
+    &[accumulator("dw", "features")],
     |batch| {
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
@@ -158,11 +175,11 @@ pub(super) static LAYER_NORM_GRAD_WEIGHT: Spec = row(
 /// The packed weights of the norms, and a deviation of every head that is normed.
 const OF_HEADS: ShapeRule = |op, _, dims| {
     let q = packed_heads(op, dims)?;
-    let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size('u'))];
+    let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size("kv_heads"))];
     let norms = Dim::packed(norms.map(|(axis, count)| Section { axis, count, unit: 1 }));
     let weight = Section { axis: Axis::HeadDim, count: q.unit, unit: 1 };
-    op.ask(dims, 'x', norms)?;
-    op.ask(dims, 'i', Dim::packed([weight, weight]))
+    op.ask(dims, "normed", norms)?;
+    op.ask(dims, "weights", Dim::packed([weight, weight]))
 };
 
 fn head_weights(s: &Shapes) -> TensorType {
@@ -174,20 +191,29 @@ fn head_deviations(s: &Shapes) -> TensorType {
     s.act(Dim::packed([Section { unit: 1, ..s.q() }, Section { unit: 1, ..s.kv() }]))
 }
 
-pub(super) static QK_NORM: Spec =
-    row("qk_norm", &[float("qkv", "bsp"), float("w", "i")], &[float("y", "bsp"), f32("rstd", "bsx")], |batch| {
+pub(super) static QK_NORM: Spec = row(
+    "qk_norm",
+    &[float("qkv", "batch seq qkv"), float("w", "weights")],
+    &[float("y", "batch seq qkv"), f32("rstd", "batch seq normed")],
+    |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::QkNorm { eps: EPS }, [s.normal(s.qkv()), normal(head_weights(&s).dims)])]
-    })
-    .in_place(&[(0, 0)])
-    .gradient(&[Input(0), Input(1), Output(1)])
-    .splits(&["b", "s", "pqux"])
-    .shape(OF_HEADS);
+    },
+)
+.in_place(&[(0, 0)])
+.gradient(&[Input(0), Input(1), Output(1)])
+.splits(&["batch", "seq", "qkv heads kv_heads normed"])
+.shape(OF_HEADS);
 
 pub(super) static QK_NORM_GRAD: Spec = row(
     "qk_norm_grad",
-    &[float("dy", "bsp"), float("qkv", "bsp"), float("w", "i"), f32("rstd", "bsx")],
-    &[float("dqkv", "bsp")],
+    &[
+        float("dy", "batch seq qkv"),
+        float("qkv", "batch seq qkv"),
+        float("w", "weights"),
+        f32("rstd", "batch seq normed"),
+    ],
+    &[float("dqkv", "batch seq qkv")],
     |batch| {
         let s = Shapes::new(batch);
         let qkv = s.normal(s.qkv());
@@ -196,13 +222,13 @@ pub(super) static QK_NORM_GRAD: Spec = row(
     },
 )
 .in_place(&[(0, 0)])
-.splits(&["b", "s", "pqux"])
+.splits(&["batch", "seq", "qkv heads kv_heads normed"])
 .shape(OF_HEADS);
 
 pub(super) static QK_NORM_GRAD_WEIGHT: Spec = row(
     "qk_norm_grad_weight",
-    &[float("dy", "bsp"), float("qkv", "bsp"), f32("rstd", "bsx")],
-    &[accumulator("dw", "i")],
+    &[float("dy", "batch seq qkv"), float("qkv", "batch seq qkv"), f32("rstd", "batch seq normed")],
+    &[accumulator("dw", "weights")],
     |batch| {
         let s = Shapes::new(batch);
         let qkv = s.normal(s.qkv());
@@ -210,5 +236,5 @@ pub(super) static QK_NORM_GRAD_WEIGHT: Spec = row(
     },
 )
 .sums(0)
-.splits(&["b", "s", "pqux"])
+.splits(&["batch", "seq", "qkv heads kv_heads normed"])
 .shape(OF_HEADS);

@@ -15,7 +15,14 @@ fn stats() -> (TensorType, Draw) {
 
 pub(super) static ADAMW: Spec = row(
     "adamw",
-    &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("v", "*"), f32("scalars", "z"), f32("stats", "y")],
+    &[
+        f32("w", "*"),
+        accumulator("grad", "*"),
+        f32("m", "*"),
+        f32("v", "*"),
+        f32("scalars", "scalars"),
+        f32("stats", "stats"),
+    ],
     &[f32("w", "*"), f32("m", "*"), f32("v", "*"), rounded("copy", "*")],
     |_| {
         let op = Op::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, decay: 0.1, lr_scale: 0.5 };
@@ -29,7 +36,7 @@ pub(super) static ADAMW: Spec = row(
 /// An update by one moment.
 const fn by_moment(name: &'static str, samples: Samples) -> Spec {
     const INPUTS: &[Operand] =
-        &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "z"), f32("stats", "y")];
+        &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "scalars"), f32("stats", "stats")];
     const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), rounded("copy", "*")];
     row(name, INPUTS, OUTPUTS, samples).always_in_place(&[(0, 0), (2, 1)]).cost(|_, _, _| Cost::Optimizer)
 }
@@ -46,7 +53,7 @@ pub(super) static SGD: Spec = by_moment("sgd", |_| {
 
 pub(super) static MOMENTUM: Spec = row(
     "momentum",
-    &[accumulator("grad", "*"), f32("m", "*"), f32("stats", "y")],
+    &[accumulator("grad", "*"), f32("m", "*"), f32("stats", "stats")],
     &[f32("m", "*"), f32("update", "*")],
     |_| vec![sample(Op::Momentum { momentum: 0.95 }, [state(), state(), stats()])],
 )
@@ -54,27 +61,30 @@ pub(super) static MOMENTUM: Spec = row(
 .cost(|_, _, _| Cost::Optimizer);
 
 pub(super) static ORTHOGONALISE: Spec =
-    row("orthogonalise", &[f32("update", "nk")], &[f32("orthogonal", "nk")], |batch| {
+    row("orthogonalise", &[f32("update", "outputs inputs")], &[f32("orthogonal", "outputs inputs")], |batch| {
         // A section with more rows than columns, and one with fewer.
         let rows = [Shapes::new(batch).heads().sections, ffn().sections].concat();
         vec![sample(Op::Orthogonalise, [normal([Dim::packed(rows), embed()])])]
     })
     .in_place(&[(0, 0)])
     .shape(|_, _, dims| {
-        let (rows, columns) = (dims.get('n').cloned(), dims.size('k'));
+        let (rows, columns) = (dims.get("outputs").cloned(), dims.size("inputs"));
         let short = rows.iter().flat_map(|n| &n.sections).map(|s| s.size().min(columns)).max();
-        dims.set('a', &Dim::new(Axis::Embed, short.unwrap_or(0)));
+        dims.set("short", &Dim::new(Axis::Embed, short.unwrap_or(0)));
         Ok(())
     })
     // Not the model's.
     .flops(|_, dims, _| {
-        let sections = dims.get('n').into_iter().flat_map(|n| &n.sections);
-        let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
+        let sections = dims.get("outputs").into_iter().flat_map(|n| &n.sections);
+        let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size("inputs"))).sum();
         Flops { hardware, ..Flops::default() }
     })
     // Matmuls of its shorter side, whose operands are far from the matrix units.
     .multiplies(&[0], |op, dims, call| {
-        let (rows, inner) = (dims.size('n').min(dims.size('k')) as u64, dims.size('n').max(dims.size('k')) as u64);
+        let (rows, inner) = (
+            dims.size("outputs").min(dims.size("inputs")) as u64,
+            dims.size("outputs").max(dims.size("inputs")) as u64,
+        );
         let hardware = (op.spec().flops)(op, dims, call.wanted).hardware as u64;
         let calls = hardware.div_ceil((2 * rows * rows * inner).max(1));
         Cost::Matmul(Matmuls { calls, passes: 5, ..Matmuls::one(rows, rows, inner) })
@@ -82,7 +92,7 @@ pub(super) static ORTHOGONALISE: Spec =
 
 pub(super) static DESCEND: Spec = row(
     "descend",
-    &[f32("w", "*"), f32("update", "*"), f32("scalars", "z"), f32("stats", "y")],
+    &[f32("w", "*"), f32("update", "*"), f32("scalars", "scalars"), f32("stats", "stats")],
     &[f32("w", "*"), rounded("copy", "*")],
     |_| vec![sample(Op::Descend { decay: 0.1, lr_scale: 0.5 }, [state(), state(), scalars(), stats()])],
 )

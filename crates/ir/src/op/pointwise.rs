@@ -6,80 +6,92 @@ use super::{Op, Saved::Input, attributes};
 use crate::{Axis, DType, Dim, TensorType};
 
 /// Gate and up have equally many units.
-const GATED: ShapeRule = |op, _, dims| match dims.get('g').map(|g| g.sections.as_slice()) {
-    Some(&[gate, up]) if gate == up => op.ask(dims, 'f', Dim::packed([gate])),
+const GATED: ShapeRule = |op, _, dims| match dims.get("gate_up").map(|g| g.sections.as_slice()) {
+    Some(&[gate, up]) if gate == up => op.ask(dims, "ffn", Dim::packed([gate])),
     _ => Err(op.refuse("the packed dimension must be two equal sections".into())),
 };
 
-pub(super) static SWIGLU: Spec = row("swiglu", &[float("gate_up", "…g")], &[float("y", "…f")], |batch| {
+pub(super) static SWIGLU: Spec = row("swiglu", &[float("gate_up", "… gate_up")], &[float("y", "… ffn")], |batch| {
     Shapes::any_leading(batch).map(|s| sample(Op::SwiGlu, [s.normal(gate_up())])).into()
 })
 .gradient(&[Input(0)])
-.splits(&["…", "gf"])
+.splits(&["…", "gate_up ffn"])
 .cheap(&[0])
 .shape(GATED);
 
-pub(super) static SWIGLU_GRAD: Spec =
-    row("swiglu_grad", &[float("dy", "…f"), float("gate_up", "…g")], &[float("dgate_up", "…g")], |batch| {
-        Shapes::any_leading(batch).map(|s| sample(Op::SwiGluGrad, [s.normal(ffn()), s.normal(gate_up())])).into()
-    })
-    .in_place(&[(1, 0)])
-    .splits(&["…", "gf"])
-    .shape(GATED);
+pub(super) static SWIGLU_GRAD: Spec = row(
+    "swiglu_grad",
+    &[float("dy", "… ffn"), float("gate_up", "… gate_up")],
+    &[float("dgate_up", "… gate_up")],
+    |batch| Shapes::any_leading(batch).map(|s| sample(Op::SwiGluGrad, [s.normal(ffn()), s.normal(gate_up())])).into(),
+)
+.in_place(&[(1, 0)])
+.splits(&["…", "gate_up ffn"])
+.shape(GATED);
 
-pub(super) static GELU: Spec = row("gelu", &[float("x", "…f")], &[float("y", "…f")], |batch| {
+pub(super) static GELU: Spec = row("gelu", &[float("x", "… ffn")], &[float("y", "… ffn")], |batch| {
     Shapes::any_leading(batch).map(|s| sample(Op::Gelu, [s.normal(ffn())])).into()
 })
 .in_place(&[(0, 0)])
 .gradient(&[Input(0)])
-.splits(&["…", "f"])
+.splits(&["…", "ffn"])
 .cheap(&[0]);
 
 pub(super) static GELU_GRAD: Spec =
-    row("gelu_grad", &[float("dy", "…f"), float("x", "…f")], &[float("dx", "…f")], |batch| {
+    row("gelu_grad", &[float("dy", "… ffn"), float("x", "… ffn")], &[float("dx", "… ffn")], |batch| {
         Shapes::any_leading(batch).map(|s| sample(Op::GeluGrad, [s.normal(ffn()), s.normal(ffn())])).into()
     })
     .in_place(ANY_OPERAND)
-    .splits(&["…", "f"]);
+    .splits(&["…", "ffn"]);
 
-pub(super) static DROPOUT: Spec =
-    row("dropout", &[float("x", "bsd"), u32("keys", "bz")], &[float("y", "bsd")], |batch| {
+pub(super) static DROPOUT: Spec = row(
+    "dropout",
+    &[float("x", "batch seq features"), u32("keys", "batch words")],
+    &[float("y", "batch seq features")],
+    |batch| {
         let s = Shapes::new(batch);
         let keys = TensorType::new(DType::U32, [s.b(), Dim::new(Axis::Scalar, 2)]);
         let op = Op::Dropout { rate: 0.3, site: 0x1234_5678_9abc_def0, seq: s.seq };
         with_parts(vec![sample(op, [s.normal(embed()), (keys, Draw::Below(u32::MAX))])], 2)
-    })
-    .in_place(&[(0, 0)])
-    .gradient(&[Input(1)])
-    .splits(&["b", "s"])
-    .numbers('s')
-    .shape(|op, _, dims| {
-        attributes!(op, Op::Dropout { seq, .. });
-        let (part, words) = (dims.size('s'), dims.size('z'));
-        match seq.is_multiple_of(part) && words == 2 {
-            true => Ok(()),
-            false => Err(op.refuse(format!("{part} of {seq} positions with keys of {words} words"))),
-        }
-    });
-
-pub(super) static ADD: Spec = row("add", &[float("a", "…d"), float("b", "…d")], &[float("sum", "…d")], |batch| {
-    Shapes::any_leading(batch).map(|s| sample(Op::Add, [s.normal(embed()), s.normal(embed())])).into()
-})
-.in_place(ANY_OPERAND)
-.gradient(&[])
-.splits(&["…", "d"]);
-
-pub(super) static CAST: Spec = row("cast", &[float("x", "…d")], &[other_float("y", "…d")], |batch| {
-    let to = [DType::F32, DType::BF16, DType::F16];
-    Shapes::any_leading(batch).into_iter().zip(to).map(|(s, to)| sample(Op::Cast { to }, [s.normal(embed())])).collect()
-})
-.gradient(&[])
-.splits(&["…", "d"])
+    },
+)
+.in_place(&[(0, 0)])
+.gradient(&[Input(1)])
+.splits(&["batch", "seq"])
+.numbers("seq")
 .shape(|op, _, dims| {
-    attributes!(op, Op::Cast { to });
-    if !to.is_float() {
-        return Err(op.refuse(format!("{to} is no floating-point type")));
+    attributes!(op, Op::Dropout { seq, .. });
+    let (part, words) = (dims.size("seq"), dims.size("words"));
+    match seq.is_multiple_of(part) && words == 2 {
+        true => Ok(()),
+        false => Err(op.refuse(format!("{part} of {seq} positions with keys of {words} words"))),
     }
-    dims.set_float(TypeVar::U, to);
-    Ok(())
 });
+
+pub(super) static ADD: Spec =
+    row("add", &[float("a", "… features"), float("b", "… features")], &[float("sum", "… features")], |batch| {
+        Shapes::any_leading(batch).map(|s| sample(Op::Add, [s.normal(embed()), s.normal(embed())])).into()
+    })
+    .in_place(ANY_OPERAND)
+    .gradient(&[])
+    .splits(&["…", "features"]);
+
+pub(super) static CAST: Spec =
+    row("cast", &[float("x", "… features")], &[other_float("y", "… features")], |batch| {
+        let to = [DType::F32, DType::BF16, DType::F16];
+        Shapes::any_leading(batch)
+            .into_iter()
+            .zip(to)
+            .map(|(s, to)| sample(Op::Cast { to }, [s.normal(embed())]))
+            .collect()
+    })
+    .gradient(&[])
+    .splits(&["…", "features"])
+    .shape(|op, _, dims| {
+        attributes!(op, Op::Cast { to });
+        if !to.is_float() {
+            return Err(op.refuse(format!("{to} is no floating-point type")));
+        }
+        dims.set_float(TypeVar::U, to);
+        Ok(())
+    });

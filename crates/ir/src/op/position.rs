@@ -9,10 +9,10 @@ use crate::{Axis, Dim, TensorType};
 /// A rank may have a part of each sequence; starts of documents are of all of it.
 const POSITIONS: ShapeRule = |op, _, dims| {
     if let Op::PositionsGrad { rows, .. } = *op {
-        dims.set('t', &Dim::new(Axis::Seq, rows));
+        dims.set("table", &Dim::new(Axis::Seq, rows));
     }
     if let Op::AddPositions { seq } | Op::PositionsGrad { seq, .. } = *op {
-        let (whole, rows, part) = (dims.get('o').map_or(seq, Dim::size), dims.size('t'), dims.size('s'));
+        let (whole, rows, part) = (dims.get("whole_seq").map_or(seq, Dim::size), dims.size("table"), dims.size("seq"));
         if whole != seq || rows < seq || !seq.is_multiple_of(part) {
             let reason = format!("{part} of {seq} positions with {whole} starts and {rows} rows of a table");
             return Err(op.refuse(reason));
@@ -33,8 +33,8 @@ fn start(s: &Shapes) -> (TensorType, Draw) {
 
 pub(super) static ADD_POSITIONS: Spec = row(
     "add_positions",
-    &[float("x", "bsd"), float("table", "td"), u32("starts", "bo")],
-    &[float("y", "bsd")],
+    &[float("x", "batch seq features"), float("table", "table features"), u32("starts", "batch whole_seq")],
+    &[float("y", "batch seq features")],
     |batch| {
         let s = Shapes::new(batch);
         let op = Op::AddPositions { seq: s.seq };
@@ -45,14 +45,14 @@ pub(super) static ADD_POSITIONS: Spec = row(
 .optional(1)
 .in_place(&[(0, 0)])
 .gradient(&[Input(2)])
-.splits(&["b", "s"])
-.numbers('s')
+.splits(&["batch", "seq"])
+.numbers("seq")
 .shape(POSITIONS);
 
 pub(super) static ADD_POSITIONS_AT: Spec = row(
     "add_positions_at",
-    &[float("x", "bsd"), float("table", "td"), u32("start", "b")],
-    &[float("y", "bsd")],
+    &[float("x", "batch seq features"), float("table", "table features"), u32("start", "batch")],
+    &[float("y", "batch seq features")],
     |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::AddPositionsAt, [s.normal(embed()), table(), start(&s)])]
@@ -60,26 +60,30 @@ pub(super) static ADD_POSITIONS_AT: Spec = row(
 )
 .in_place(&[(0, 0)]);
 
-pub(super) static POSITIONS_GRAD: Spec =
-    row("positions_grad", &[float("dx", "bsd"), u32("starts", "bo")], &[accumulator("dtable", "td")], |batch| {
+pub(super) static POSITIONS_GRAD: Spec = row(
+    "positions_grad",
+    &[float("dx", "batch seq features"), u32("starts", "batch whole_seq")],
+    &[accumulator("dtable", "table features")],
+    |batch| {
         let s = Shapes::new(batch);
         let op = Op::PositionsGrad { rows: 65, seq: s.seq };
         let inputs = [s.normal(embed()), s.starts()];
         with_parts(vec![sample(op, &inputs[..1]), sample(op, inputs)], 2)
-    })
-    .optional(1)
-    .sums(0)
-    .splits(&["b", "s"])
-    .numbers('s')
-    .shape(POSITIONS);
+    },
+)
+.optional(1)
+.sums(0)
+.splits(&["batch", "seq"])
+.numbers("seq")
+.shape(POSITIONS);
 
 const ROTATED: ShapeRule = |op, _, dims| {
-    let (q, columns) = (packed_heads(op, dims)?, dims.size('r'));
+    let (q, columns) = (packed_heads(op, dims)?, dims.size("columns"));
     if columns != q.unit {
         return Err(op.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
     }
-    if dims.size('t') < dims.size('s') {
-        return Err(op.refuse(format!("table has {} rows for {}", dims.size('t'), dims.size('s'))));
+    if dims.size("table") < dims.size("seq") {
+        return Err(op.refuse(format!("table has {} rows for {}", dims.size("table"), dims.size("seq"))));
     }
     Ok(())
 };
@@ -88,25 +92,29 @@ fn angles(s: &Shapes) -> (TensorType, Draw) {
     normal([s.s(), Dim::new(Axis::HeadDim, s.head_dim)])
 }
 
-pub(super) static ROPE: Spec =
-    row("rope", &[float("qkv", "bsp"), f32("table", "tr"), u32("starts", "bs")], &[float("rotated", "bsp")], |batch| {
+pub(super) static ROPE: Spec = row(
+    "rope",
+    &[float("qkv", "batch seq qkv"), f32("table", "table columns"), u32("starts", "batch seq")],
+    &[float("rotated", "batch seq qkv")],
+    |batch| {
         let s = Shapes::new(batch);
         let inputs = [s.normal(s.qkv()), angles(&s), s.starts()];
         let of = |inverse, inputs: &[_]| sample(Op::Rope { inverse }, inputs);
         let both = [false, true].into_iter().flat_map(|inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)]);
         with_parts(both.collect(), 2)
-    })
-    .optional(1)
-    .in_place(&[(0, 0)])
-    .gradient(&[Input(1), Input(2)])
-    .splits(&["b", "s", "pqu"])
-    .numbers('s')
-    .shape(ROTATED);
+    },
+)
+.optional(1)
+.in_place(&[(0, 0)])
+.gradient(&[Input(1), Input(2)])
+.splits(&["batch", "seq", "qkv heads kv_heads"])
+.numbers("seq")
+.shape(ROTATED);
 
 pub(super) static ROPE_AT: Spec = row(
     "rope_at",
-    &[float("qkv", "bsp"), f32("table", "tr"), u32("start", "b")],
-    &[float("rotated", "bsp")],
+    &[float("qkv", "batch seq qkv"), f32("table", "table columns"), u32("start", "batch")],
+    &[float("rotated", "batch seq qkv")],
     |batch| {
         let s = Shapes::new(batch);
         vec![sample(Op::RopeAt, [s.normal(s.qkv()), angles(&s), start(&s)])]

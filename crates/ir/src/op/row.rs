@@ -1,7 +1,7 @@
 //! What a row of the op table says.
 
 use super::cost::{Cost, CostRule};
-use super::{Dims, Flops, LEADING, Op, Sample, Transfer, TypeError};
+use super::{Dims, Flops, LEADING, Op, ROWS, SEQ, Sample, Transfer, TypeError, names};
 use crate::{DType, Sharding, TensorType};
 
 /// Element types an operand accepts.
@@ -37,8 +37,8 @@ impl TypeVar {
 pub struct Operand {
     /// Name, for messages.
     pub name: &'static str,
-    /// One letter per dimension, `?` for a dimension of any size; first `…` for any leading dimensions, the same in all operands;
-    /// `*` for any shape.
+    /// Names of its dimensions, with a space between them; `?` for a dimension of any size; first `…` for any leading dimensions, the same
+    /// in all operands; `*` alone for any shape.
     pub dims: &'static str,
     /// Element type.
     pub elem: Elem,
@@ -66,7 +66,7 @@ pub enum RunBy {
     View,
 }
 
-/// Binds the letters that follow from attributes or from the sections of a packed dimension, or says why they do not fit.
+/// Binds the dimensions that follow from attributes or from the sections of a packed dimension, or says why they do not fit.
 pub type ShapeRule = fn(&Op, &[&TensorType], &mut Dims) -> Result<(), TypeError>;
 /// What ranks do together in an op.
 pub type TransferOf = fn(&Op) -> Transfer;
@@ -105,13 +105,15 @@ pub struct Spec {
     pub sums: Option<usize>,
     /// What the gradient rule reads besides the output gradients; `None` if the op has no gradient.
     pub gradient_reads: Option<&'static [Saved]>,
-    /// Dimensions along which the op may be sharded, as groups of letters that are split together, `s` first where positions are; `…`
-    /// for any one of the leading dimensions. An operand without a letter of the group is whole on every rank if it is an input, and a partial sum if it is an
-    /// output.
+    /// Dimensions along which the op may be sharded, as groups of names that are split together, positions first; `…` for any one of
+    /// the leading dimensions. An operand without a dimension of the group is whole on every rank if it is an input, and a partial sum if
+    /// it is an output.
     pub splits: &'static [&'static str],
-    /// The letter whose entries the op tells apart by number: where ranks split that dimension, it must know where their parts
-    /// start.
-    pub numbers: Option<char>,
+    /// Of these groups those that tensor-parallel ranks do not split: they have the same rows of blocks and chunks, and of parts of the
+    /// heads a part each.
+    pub same_over_tp: &'static [&'static str],
+    /// The dimension whose entries the op tells apart by number: where ranks split it, it must know where their parts start.
+    pub numbers: Option<&'static str>,
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
     pub keeps_partial: bool,
     /// Whether its outputs are chunks, joined by another op before they are reduced.
@@ -125,7 +127,7 @@ pub struct Spec {
     pub run_by: RunBy,
     /// For ops that change nothing but shardings.
     pub reshards: Option<ShardingRule>,
-    /// Letters that no input has.
+    /// Dimensions that no input has.
     pub shape: ShapeRule,
     /// Attributes that speak of what all ranks have.
     pub local: LocalRule,
@@ -196,6 +198,7 @@ pub(super) const fn row(
         sums: None,
         gradient_reads: None,
         splits: &[],
+        same_over_tp: &[],
         numbers: None,
         keeps_partial: false,
         chunks: false,
@@ -214,8 +217,8 @@ pub(super) const fn row(
 /// A dimension along which an op is sharded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// That behind these letters.
-    Letters(&'static str),
+    /// Those of this group.
+    Group(&'static str),
     /// This one of the leading dimensions.
     Leading(usize),
 }
@@ -223,7 +226,7 @@ pub enum Split {
 impl std::fmt::Display for Split {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Split::Letters(letters) => write!(f, "`{letters}`"),
+            Split::Group(group) => write!(f, "`{group}`"),
             Split::Leading(dim) => write!(f, "leading dimension {dim}"),
         }
     }
@@ -234,7 +237,7 @@ impl Split {
     /// weights are not.
     pub fn gives_way(&self) -> bool {
         match self {
-            Split::Letters(letters) => letters.starts_with(['s', 'c']),
+            Split::Group(group) => names(group).next().is_some_and(|name| [SEQ, ROWS].contains(&name)),
             Split::Leading(_) => true,
         }
     }
@@ -243,9 +246,9 @@ impl Split {
 impl Operand {
     /// Its leading dimensions, where it has `rank` dimensions.
     fn leading(&self, rank: usize) -> usize {
-        match self.dims.strip_prefix(LEADING) {
-            Some(rest) => rank.saturating_sub(rest.chars().count()),
-            None => 0,
+        match self.dims.starts_with(LEADING) {
+            true => (rank + 1).saturating_sub(names(self.dims).count()),
+            false => 0,
         }
     }
 
@@ -254,9 +257,9 @@ impl Operand {
         let leading = self.leading(rank);
         match split {
             Split::Leading(i) => (i < leading).then_some(i),
-            Split::Letters(group) => {
-                let mut letters = self.dims.chars().filter(|c| *c != LEADING);
-                letters.position(|c| group.contains(c)).map(|at| leading + at)
+            Split::Group(group) => {
+                let mut own = names(self.dims).filter(|name| *name != LEADING);
+                own.position(|name| names(group).any(|other| other == name)).map(|at| leading + at)
             }
         }
     }
@@ -268,7 +271,7 @@ impl Spec {
     pub fn splits_of(&self, operand: &Operand, rank: usize, dim: usize) -> Vec<Split> {
         let split = |group: &&'static str| match group.starts_with(LEADING) {
             true => Split::Leading(dim),
-            false => Split::Letters(group),
+            false => Split::Group(group),
         };
         self.splits.iter().map(split).filter(|split| operand.dim_of(*split, rank) == Some(dim)).collect()
     }
@@ -325,8 +328,12 @@ impl Spec {
         Spec { splits, ..self }
     }
 
-    pub(super) const fn numbers(self, letter: char) -> Spec {
-        Spec { numbers: Some(letter), ..self }
+    pub(super) const fn same_over_tp(self, groups: &'static [&'static str]) -> Spec {
+        Spec { same_over_tp: groups, ..self }
+    }
+
+    pub(super) const fn numbers(self, name: &'static str) -> Spec {
+        Spec { numbers: Some(name), ..self }
     }
 
     pub(super) const fn keeps_partial(self) -> Spec {

@@ -5,30 +5,30 @@ use super::sample::{Shapes, ffn, sample};
 use super::{Op, attributes};
 use crate::Dim;
 
-pub(super) static SLICE: Spec = row("slice", &[float("x", "…p")], &[float("y", "…h")], |batch| {
+pub(super) static SLICE: Spec = row("slice", &[float("x", "… packed")], &[float("y", "… sections")], |batch| {
     let sections = [(0, 1), (1, 2), (2, 1)];
     let of = |(s, (first, count)): (Shapes, _)| sample(Op::Slice { first, count }, [s.normal(s.qkv())]);
     Shapes::any_leading(batch).into_iter().zip(sections).map(of).collect()
 })
 .gradient(&[])
-.splits(&["…", "ph"])
+.splits(&["…", "packed sections"])
 .shape(|op, _, dims| {
     attributes!(op, Op::Slice { first, count });
-    let sections = dims.get('p').map(|p| p.sections.clone()).unwrap_or_default();
+    let sections = dims.get("packed").map(|p| p.sections.clone()).unwrap_or_default();
     match sections.get(first..first + count).filter(|sections| !sections.is_empty()) {
-        Some(sections) => op.ask(dims, 'h', Dim::packed(sections)),
+        Some(sections) => op.ask(dims, "sections", Dim::packed(sections)),
         None => Err(op.refuse(format!("{count} sections from {first} on, of {}", sections.len()))),
     }
 });
 
-pub(super) static CONCAT: Spec = row("concat", &[float("part", "…?")], &[float("whole", "…p")], |batch| {
+pub(super) static CONCAT: Spec = row("concat", &[float("part", "… ?")], &[float("whole", "… packed")], |batch| {
     let of = |s: Shapes| sample(Op::Concat, [s.normal(s.heads()), s.normal(s.qkv()), s.normal(ffn())]);
     Shapes::any_leading(batch).map(of).into()
 })
 .variadic()
 .gradient(&[])
-.splits(&["…", "?p"])
+.splits(&["…", "? packed"])
 .shape(|op, inputs, dims| {
     let sections = inputs.iter().filter_map(|part| part.dims.last()).flat_map(|dim| dim.sections.clone());
-    op.ask(dims, 'p', Dim::packed(sections.collect::<Vec<_>>()))
+    op.ask(dims, "packed", Dim::packed(sections.collect::<Vec<_>>()))
 });

@@ -19,7 +19,7 @@ fn a_dimension_with_another_meaning_is_refused_even_at_the_same_size() {
     let x = ty(&[(Axis::Batch, 2), (Axis::Seq, 3), (Axis::Ffn, 5)]);
     let w = ty(&[(Axis::Ffn, 7), (Axis::Embed, 5)]);
     let error = Op::Linear.infer(&[&x, &w]).unwrap_err();
-    assert_eq!(error.to_string(), "linear: input `w` has embed:5 where `k` is ffn:5");
+    assert_eq!(error.to_string(), "linear: input `w` has embed:5 where `inputs` is ffn:5");
 }
 
 #[test]
@@ -36,14 +36,14 @@ fn leading_dimensions_may_be_any_and_are_the_same_in_all_operands() {
         let rows: usize = leading.iter().map(|(_, n)| n).product();
         assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 5 * 7 * rows as u128);
         let dims = Op::Linear.bind(&[&x, &w]).unwrap();
-        assert_eq!(dims.size('b') * dims.size('s'), rows);
+        assert_eq!(dims.size("batch") * dims.size("seq"), rows);
         let spec = OpKind::Linear.spec();
         for dim in 0..leading.len() {
             let split = spec.splits_of(&spec.inputs[0], x.dims.len(), dim)[0];
             assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Leading(dim), Some(dim)));
         }
         let split = spec.splits_of(&spec.inputs[0], x.dims.len(), leading.len())[0];
-        assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Letters("k"), None));
+        assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Group("inputs"), None));
     }
     let (one, other) = (ty(&[t, s, k]), ty(&[s, k]));
     let error = Op::Add.infer(&[&one, &other]).unwrap_err();
@@ -88,7 +88,7 @@ fn attention_reads_heads_from_the_packed_dimension() {
     let starts = |seq| TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, seq)]);
     assert_eq!(Op::Attention { window: None }.infer(&[&qkv, &starts(8)]).unwrap(), out);
     let error = Op::Attention { window: None }.infer(&[&qkv, &starts(7)]).unwrap_err();
-    assert_eq!(error.to_string(), "attention: input `starts` has seq:7 where `s` is seq:8");
+    assert_eq!(error.to_string(), "attention: input `starts` has seq:7 where `seq` is seq:8");
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn norms_of_heads_have_a_weight_of_two_sections_and_a_deviation_per_head() {
     let error = norm.infer(&[&qkv, &weight(3)]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "qk_norm: `i` is head_dim:3+head_dim:3 where the heads ask for head_dim:4+head_dim:4"
+        "qk_norm: `weights` is head_dim:3+head_dim:3 where the heads ask for head_dim:4+head_dim:4"
     );
 }
 
@@ -146,7 +146,7 @@ fn weights_of_attention_are_of_every_query_and_key() {
     assert_eq!(naive, whole);
     let fewer = ty(&[(Axis::Batch, 1), (Axis::Heads, 5), (Axis::Seq, 8), (Axis::Seq, 8)]);
     let error = mix.infer(&[&fewer, &qkv]).unwrap_err();
-    assert_eq!(error.to_string(), "attention_mix: `q` is heads:5 where the heads ask for heads:6");
+    assert_eq!(error.to_string(), "attention_mix: `heads` is heads:5 where the heads ask for heads:6");
 }
 
 /// The types of a sample's inputs, and what the op makes of them.
@@ -196,17 +196,18 @@ fn every_in_place_pair_names_operands_of_equal_type() {
 fn what_a_row_says_of_its_operands_is_there() {
     for spec in OpKind::ALL.iter().map(|kind| kind.spec()) {
         let operands = || spec.inputs.iter().chain(spec.outputs);
-        for letter in spec.splits.iter().flat_map(|group| group.chars()) {
-            // Letters of a shape rule: heads that packed Q·K·V is of.
-            let known = operands().any(|o| o.dims.contains(letter)) || "qu".contains(letter);
-            assert!(known, "{} splits {letter}", spec.name);
+        for split in spec.splits.iter().flat_map(|group| names(group)) {
+            // Bound by a shape rule: heads that packed Q·K·V is of.
+            let known = operands().any(|o| names(o.dims).any(|name| name == split));
+            assert!(known || ["heads", "kv_heads"].contains(&split), "{} splits {split}", spec.name);
         }
+        assert!(spec.same_over_tp.iter().all(|group| spec.splits.contains(group)), "{}", spec.name);
         for (i, group) in spec.splits.iter().enumerate() {
             // Rows of a chunk are of sequences and of their positions, and heads in parts of those and of a part.
-            let parted = |c: char| c == 'p' && spec.splits.contains(&"pa");
-            let again =
-                |c: char| !"c?".contains(c) && !parted(c) && spec.splits[..i].iter().any(|other| other.contains(c));
-            assert!(!group.contains(again), "{} splits a letter of {group} twice", spec.name);
+            let parted = |name| name == "packed" && spec.splits.contains(&"packed parts");
+            let before = |name| spec.splits[..i].iter().any(|other| names(other).any(|other| other == name));
+            let again = |name| ![ROWS, ANY].contains(&name) && !parted(name) && before(name);
+            assert!(!names(group).any(again), "{} splits a dimension of {group} twice", spec.name);
         }
         for saved in spec.gradient_reads.unwrap_or_default() {
             match saved {

@@ -108,7 +108,7 @@ fn print(profile: &DeviceProfile) -> String {
     for (kind, table) in [("scratch", workspaces), ("scratch with optional operands", workspaces_with_optional)] {
         for (op, Workspace { fixed, terms }) in table {
             write!(text, "  {kind}: {} {fixed}", op.spec().name).unwrap();
-            terms.iter().for_each(|(bytes, letters)| write!(text, " {bytes}·{letters}").unwrap());
+            terms.iter().for_each(|(bytes, of)| write!(text, " {bytes}·{}", of.replace(' ', "·")).unwrap());
             text.push('\n');
         }
     }
@@ -158,9 +158,9 @@ fn parse(body: &str) -> DeviceProfile {
         let op = *OpKind::ALL.iter().find(|kind| kind.spec().name == op).unwrap();
         let fixed = words.next().unwrap().parse().unwrap();
         let term = |word: &str| {
-            let (bytes, letters) = word.split_once('·').unwrap();
+            let (bytes, of) = word.split_once('·').unwrap();
             // A test of a second: nothing is gained by giving a few bytes back.
-            (bytes.parse().unwrap(), &*letters.to_owned().leak())
+            (bytes.parse().unwrap(), &*of.replace('·', " ").leak())
         };
         table.insert(op, Workspace { fixed, terms: words.map(term).collect() });
     }

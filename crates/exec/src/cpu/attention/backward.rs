@@ -128,15 +128,15 @@ pub fn grad<T: Float>(call: Call, window: Option<usize>) {
 
 /// dq and dkv in f32 by a part of the keys that has come `step` ranks far; the sixth input, if given, says where documents start.
 pub fn ring_grad<T: Float>(call: Call, window: Option<usize>, step: usize) {
-    let rows = call.size('s');
+    let rows = call.size("seq");
     let places = Places::parts(call.positions(), call.bound.positions_before(step), rows);
     apart::<T, f32>(call, window, rows, places);
 }
 
 /// dq, and dkv in f32, of a part of the queries over all keys; the sixth input, if given, says where documents start.
 pub fn gathered_grad<T: Float>(call: Call, window: Option<usize>) {
-    let rows = call.size('o');
-    apart::<T, T>(call, window, rows, Places::gathered(call.positions(), call.size('s'), rows));
+    let rows = call.size("whole_seq");
+    apart::<T, T>(call, window, rows, Places::gathered(call.positions(), call.size("seq"), rows));
 }
 
 /// The same for `rows` keys and values that stand apart from queries.
@@ -175,7 +175,7 @@ fn over<T: Float, Q: Float, K: Float>(
     let starts = Ptr(call.given::<u32>(inputs.starts).unwrap_or(std::ptr::null()));
     let (dq, scratch) = (Ptr(dq), Ptr(call.scratch::<u8>()));
     let bytes = Buffers::bytes(unit, places.room, e);
-    call.pool.run(call.size('b') * kv_heads, |task, worker| {
+    call.pool.run(call.size("batch") * kv_heads, |task, worker| {
         let (b, kv_head) = (task / kv_heads, task % kv_heads);
         // SAFETY: the task owns the columns of its heads in the gradients; each worker has buffers of its own.
         unsafe {

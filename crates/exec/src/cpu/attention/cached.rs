@@ -11,9 +11,9 @@ use super::{KEYS, KeyRun, Mask};
 
 /// Appends the new keys and values to the cache, then o.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
-    let (batch, seq, context) = (call.size('b'), call.size('s'), call.size('t'));
-    let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
-    let (width, cached, group) = (call.size('p'), call.size('w'), heads / kv_heads);
+    let (batch, seq, context) = (call.size("batch"), call.size("seq"), call.size("cache"));
+    let (heads, kv_heads, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
+    let (width, cached, group) = (call.size("qkv"), call.size("kv"), heads / kv_heads);
     let (qkv, start, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(2)), Ptr(call.input::<u32>(3)));
     let Some(cache) = call.output::<T>(1).map(Ptr) else { return };
     let span = |b: usize| {

@@ -174,7 +174,7 @@ pub fn ring<T: Float>(call: Call, window: Option<usize>, step: usize) {
 
 /// o and lse of a part of the queries over all keys; the third input, if given, says where documents start.
 pub fn gathered<T: Float>(call: Call, window: Option<usize>) {
-    let (shape, seq) = (HeadShape::of(&call), call.size('o'));
+    let (shape, seq) = (HeadShape::of(&call), call.size("whole_seq"));
     let places = Places::gathered(call.positions(), shape.seq, seq);
     over::<T, T>(call, window, Keys::apart(&shape, call.input(1), seq), places, 2);
 }
@@ -192,7 +192,7 @@ fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T
     let panels = places.panels();
     // Keys behind the last query are seen by none.
     let end = places.queries.iter().map(|run| run.whole + run.len).max().unwrap_or(0);
-    let pairs = call.size('b') * kv_heads;
+    let pairs = call.size("batch") * kv_heads;
     let parts = parts(pairs, panels, call.pool.threads());
     call.pool.run(pairs * parts, |task, worker| {
         let (b, kv_head, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);

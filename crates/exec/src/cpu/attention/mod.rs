@@ -44,14 +44,14 @@ struct HeadShape {
 
 impl HeadShape {
     fn of(call: &Call) -> Self {
-        let (heads, kv_heads, e) = (call.size('q'), call.size('u'), call.size('e'));
+        let (heads, kv_heads, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
         Self {
-            seq: call.size('s'),
+            seq: call.size("seq"),
             e,
             heads,
             group: heads / kv_heads,
             kv_heads,
-            width: call.size('p'),
+            width: call.size("qkv"),
             scale: 1.0 / (e as f32).sqrt(),
         }
     }
@@ -307,7 +307,7 @@ impl Scratch {
 
     /// As a device profile's terms, with the letter of positions.
     pub fn terms(&self, position: &'static str, both: &'static str) -> (u64, Vec<(u64, &'static str)>) {
-        let terms = [(self.per_element, "e"), (self.per_position, position), (self.per_both, both)];
+        let terms = [(self.per_element, "head_dim"), (self.per_position, position), (self.per_both, both)];
         (self.fixed as u64, terms.map(|(bytes, letters)| (bytes as u64, letters)).to_vec())
     }
 }

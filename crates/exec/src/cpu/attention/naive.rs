@@ -122,7 +122,7 @@ pub fn scores_grad<T: Float>(call: Call) {
 
 /// Every sequence and query head.
 fn heads(call: &Call, shape: HeadShape) -> impl Iterator<Item = (usize, usize)> {
-    (0..call.size('b') * shape.heads).map(move |i| (i / shape.heads, i % shape.heads))
+    (0..call.size("batch") * shape.heads).map(move |i| (i / shape.heads, i % shape.heads))
 }
 
 /// Rounds the sums over a group of query heads to the key or value head that they read, after the last of them.
@@ -136,7 +136,7 @@ unsafe fn finish_head<T: Float>(call: &Call, shape: HeadShape, h: usize, sums: *
 /// Zeros in the columns from .. to of every row.
 fn clear<T: Float>(call: &Call, rows: *mut T, from: usize, to: usize, width: usize) {
     let rows = Ptr(rows);
-    call.rows(call.size('b') * call.size('s'), |first, end| {
+    call.rows(call.size("batch") * call.size("seq"), |first, end| {
         // SAFETY: rows first .. end belong to this task.
         (first..end).for_each(|row| unsafe { rows.slice(row * width + from, to - from).fill(T::of(0.0)) });
     });
