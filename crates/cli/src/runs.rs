@@ -115,10 +115,10 @@ struct Said {
 fn said(run: &Path) -> Result<Said, Failure> {
     let read = |name: &str| read_file(&run.join(name));
     let text = read("run.toml").map_err(|error| {
-        Failure::request(format!(
-            "{} is no run directory: run.toml: {error}\nhint: `lockstep runs DIR` lists those of a folder",
-            run.display()
-        ))
+        Failure::request(
+            format!("{} is no run directory: run.toml: {error}", run.display()),
+            "`lockstep runs DIR` lists those of a folder",
+        )
     })?;
     Ok(Said {
         config: Config::parse(&String::from_utf8_lossy(&text), "run.toml", &[])?,

@@ -1,5 +1,5 @@
 //! What is whose: the code map of ARCHITECTURE.md is that of the crates, an architecture is named in one
-//! place, keys of the config where the config is known, and names tell types apart.
+//! place, keys of the config where the config is known, flags in `cli`, hints beside messages, and names tell types apart.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -39,9 +39,7 @@ fn the_code_map_says_which_crate_uses_which() {
         }
         above.insert(name.to_owned());
     }
-    let crates = std::fs::read_dir(project().join("crates")).unwrap();
-    let all: BTreeSet<String> = crates.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    assert_eq!(above, all, "the code map and crates/ name different crates");
+    assert_eq!(above, all_crates().into_iter().collect(), "the code map and crates/ name different crates");
 }
 
 /// The sources of some crates, without their tests: path and text.
@@ -68,8 +66,7 @@ fn sources(crates: &[&str]) -> Vec<(String, String)> {
 fn an_architecture_is_a_file_and_a_line() {
     let names: Vec<String> = lockstep_config::Architecture::ALL.iter().map(|one| format!("{one:?}")).collect();
     assert!(names.len() >= 5);
-    let all = ["config", "model", "compile", "sim", "plan", "exec", "cuda", "data", "checkpoint", "train", "cli"];
-    for (path, text) in sources(&all) {
+    for (path, text) in sources(&all_crates().iter().map(String::as_str).collect::<Vec<_>>()) {
         for name in &names {
             let named = format!("Architecture::{name}");
             assert!(!text.contains(&named), "{path} names {named}: an architecture's file and line are all of it");
@@ -98,27 +95,46 @@ fn only_crates_that_know_the_config_name_its_keys() {
     }
 }
 
+/// Every crate of the tree, whatever its name.
+fn all_crates() -> Vec<String> {
+    let folders = std::fs::read_dir(project().join("crates")).unwrap();
+    let mut names: Vec<String> = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_hint_is_a_field_and_no_part_of_a_message() {
+    let all = all_crates();
+    for (path, text) in sources(&all.iter().map(String::as_str).collect::<Vec<_>>()) {
+        // A string may go on in the next line.
+        let joined: String = text.split("\\\n").map(str::trim_start).collect();
+        let prints = path == "crates/ir/src/hint.rs";
+        assert_eq!(joined.contains("\\nhint:"), prints, "{path}: give the error a #[hint], and let `Hint` print it");
+    }
+}
+
+#[test]
+fn train_names_no_flag_of_the_command_line() {
+    for (path, text) in sources(&["train"]) {
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
+            // A flag of another program is no flag of ours.
+            let line = line.replace("`hf download {name} --local-dir", "");
+            let flag =
+                line.match_indices("--").any(|(at, _)| line[at + 2..].starts_with(|c: char| c.is_ascii_lowercase()));
+            assert!(!flag, "{path}:{}: give a typed error, and let `cli` name the flag", number + 1);
+        }
+    }
+}
+
 #[test]
 fn names_of_types_tell_them_apart() {
     // Where it is in the tree: crate, file, whether other crates can name it, name.
     let mut all: Vec<(String, String, bool, String)> = Vec::new();
-    for name in [
-        "ir",
-        "config",
-        "model",
-        "compile",
-        "exec",
-        "cuda",
-        "sim",
-        "data",
-        "checkpoint",
-        "telemetry",
-        "plan",
-        "train",
-        "cli",
-    ] {
-        let root = read(project().join(format!("crates/{name}/src/{}.rs", if name == "cli" { "main" } else { "lib" })));
-        for (path, text) in sources(&[name]) {
+    for name in &all_crates() {
+        let root =
+            read(project().join(format!("crates/{name}/src/{}.rs", if *name == "cli" { "main" } else { "lib" })));
+        for (path, text) in sources(&[name.as_str()]) {
             for line in text.lines() {
                 let public = line.starts_with("pub ");
                 let line = line.trim_start().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");
@@ -128,7 +144,7 @@ fn names_of_types_tell_them_apart() {
                 {
                     // What stands in the crate's root by name can be named by others.
                     let exported = public && root.split(|c: char| !c.is_alphanumeric()).any(|word| word == ty);
-                    all.push((name.to_owned(), path.clone(), exported, ty.to_owned()));
+                    all.push((name.clone(), path.clone(), exported, ty.to_owned()));
                 }
             }
         }

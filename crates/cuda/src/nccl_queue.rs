@@ -16,8 +16,8 @@ use crate::progress::Lane;
 use crate::{CudaError, collectives::add_sent};
 use lockstep_exec::comm::{Collective, CommError, Communicator, Order, Piece, ProgramPlace, RankGroup, slice_of};
 use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Connection, Enqueued};
-use lockstep_ir::DType;
 use lockstep_ir::program::Slot;
+use lockstep_ir::{DType, Hint};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -112,9 +112,10 @@ impl NcclQueue {
             CudaError::Ranks(error) => error,
             error => {
                 let comm = &self.world.comm;
-                comm.fail(&error.behind(self.entry.as_deref()).to_string());
+                let error = error.behind(self.entry.as_deref());
+                comm.fail_with(&error.to_string(), error.hint());
                 let (rank, reason) = (comm.rank(), "the device failed".to_owned());
-                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason })
+                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
             }
         })
     }

@@ -2,7 +2,7 @@
 
 use crate::checkpoints::lines;
 use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
-use crate::{Devices, Prediction, StepMetrics, TrainError};
+use crate::{Devices, Prediction, StepMetrics, TrainError, Unmeasured};
 use lockstep_exec::Timing;
 use lockstep_plan::{Plan, Target};
 use lockstep_sim::{MachineProfile, Setting, SimError};
@@ -95,6 +95,10 @@ fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {
     })
 }
 
+fn unmeasured(file: &Path, what: Unmeasured) -> TrainError {
+    TrainError::Unmeasured { file: file.to_owned(), what }
+}
+
 fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
     match read_file(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -111,10 +115,8 @@ pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
     let written: Value = json(&plan)?.ok_or_else(|| {
         unusable(&plan, "there is no such file", "name the directory of a run that train has written")
     })?;
-    let prediction: Prediction = serde_json::from_value(written["prediction"].clone()).map_err(|_| {
-        let hint = "measure this machine with lockstep bench --save NAME, and train again";
-        unusable(&plan, "the run has no prediction: the machine had no profile when it began", hint)
-    })?;
+    let prediction: Prediction =
+        serde_json::from_value(written["prediction"].clone()).map_err(|_| unmeasured(&plan, Unmeasured::Prediction))?;
     let steps: Vec<StepMetrics> = lines(&run.join("metrics.jsonl"))?;
     let profiled: Option<MeasuredStep> = json(&run.join(MEASURED))?;
     // The first step touches new memory; the profiled one is slower on a GPU.
@@ -173,11 +175,7 @@ pub struct Learned {
 /// Adds what a run measured to the profile of the machine that it ran on, which is this one.
 pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
     let path = run.join(MEASURED);
-    let measured: MeasuredStep = json(&path)?.ok_or_else(|| {
-        let hint =
-            "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps";
-        unusable(&path, "there is no such file", hint)
-    })?;
+    let measured: MeasuredStep = json(&path)?.ok_or_else(|| unmeasured(&path, Unmeasured::Times))?;
     let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;
     let mut here = vec![processor(devices, Target::Cpu)?];
     here.extend(processor(devices, Target::Cuda { deterministic: false }));
@@ -186,8 +184,7 @@ pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
         return Err(unusable(&path, &reason, "learn on the machine that it ran on"));
     }
     let Some((file, mut profile)) = profile_of(&found.processor)? else {
-        let reason = format!("there is no profile of {}", found.processor);
-        return Err(unusable(&path, &reason, "measure this machine first: lockstep bench --save NAME"));
+        return Err(unmeasured(&path, Unmeasured::Machine(found.processor)));
     };
     let mut points = 0;
     for setting in found.settings {

@@ -100,7 +100,7 @@ impl CalibrationModel {
             batch * ranks,
             threads * ranks,
         );
-        Ok(Config::parse(&text, "bench --save", &[])?)
+        Ok(Config::parse(&text, "calibration", &[])?)
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a run does otherwise from a step on: `--change key=value` on resume, kept in the run directory.
+//! What a run does otherwise from a step on: `key=value` on resume, kept in the run directory.
 
 use crate::{TrainError, learning_rate};
 use lockstep_checkpoint::Loaded;
@@ -23,6 +23,19 @@ pub struct Changed {
     pub follows: bool,
 }
 
+/// A key that was changed before and that the config gives another value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overruled {
+    /// `table.key`.
+    pub key: String,
+    /// The step at which it was changed.
+    pub step: u64,
+    /// The value that counts, as TOML.
+    pub counts: String,
+    /// The value in the config, which does not.
+    pub given: String,
+}
+
 /// The config that a run goes on with.
 #[derive(Debug)]
 pub(crate) struct Course {
@@ -36,6 +49,8 @@ pub(crate) struct Course {
     pub(crate) undone: Vec<Change>,
     /// What the user should know of the config with its changes, and not of the one without.
     pub(crate) warnings: Vec<String>,
+    /// What the config says of keys that were changed before.
+    pub(crate) overruled: Vec<Overruled>,
     /// Learning rate of the next step, before and after, where what is changed by this call changes it.
     pub(crate) rates: Option<(f64, f64)>,
 }
@@ -82,6 +97,7 @@ pub(crate) fn course(
                 new: vec![],
                 undone: vec![],
                 warnings: vec![],
+                overruled: vec![],
                 rates: None,
             }),
             false => Err(TrainError::NothingToChange { dir: dir.to_owned() }),
@@ -179,17 +195,17 @@ pub(crate) fn course(
         true => other_schedule,
         false => !config.warnings().contains(text),
     };
-    let mut warnings: Vec<String> = now.warnings().iter().filter(|text| is_news(text)).cloned().collect();
+    let warnings: Vec<String> = now.warnings().iter().filter(|text| is_news(text)).cloned().collect();
+    let mut overruled = Vec::new();
     // What was changed before wins over the config, which may say something new by now.
     for change in changes.iter().filter(|c| c.step < step && config.is_given(c.key())) {
         let (key, counts, given) = (change.key(), now.value(change.key()), config.value(change.key()));
-        let text =
-            format!("{key} = {counts} since --change at step {}; {given} in the config does not count", change.step);
-        if counts != given && !warnings.contains(&text) && !asked.contains(&key) {
-            warnings.push(text);
+        let text = Overruled { key: key.to_owned(), step: change.step, counts, given };
+        if text.counts != text.given && !overruled.contains(&text) && !asked.contains(&key) {
+            overruled.push(text);
         }
     }
-    Ok(Course { config: now, changes, new, undone, warnings, rates })
+    Ok(Course { config: now, changes, new, undone, warnings, overruled, rates })
 }
 
 const STEPS: &str = "train.steps";

@@ -475,14 +475,14 @@ pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError
 
 /// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has
 /// rows that nothing reads.
-pub(crate) fn unused_vocabulary(config: &Config, tokenizer: &crate::RunTokenizer) -> Option<String> {
+pub(crate) fn unused_vocabulary(config: &Config, tokenizer: &crate::RunTokenizer) -> Option<TrainError> {
     let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary());
     let named = config.tokenizer_path().map_or("\"bytes\"".to_owned(), |path| path.display().to_string());
-    (tokens < vocab / 4 * 3).then(|| {
-        format!(
-            "model.vocab_size = {vocab}, and data.tokenizer ({named}) has {tokens} tokens: the others are never read\n\
-             hint: set data.tokenizer to the tokenizer of the model, or model.vocab_size = {tokens}"
-        )
+    (tokens < vocab / 4 * 3).then(|| TrainError::Rehearsal {
+        problem: format!(
+            "model.vocab_size = {vocab}, and data.tokenizer ({named}) has {tokens} tokens: the others are never read"
+        ),
+        hint: format!("set data.tokenizer to the tokenizer of the model, or model.vocab_size = {tokens}"),
     })
 }
 

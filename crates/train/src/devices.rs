@@ -1,7 +1,7 @@
 //! The devices of this machine: what planning must know of them, how a program gets there, what they tell of themselves.
 
 use crate::TrainError;
-use crate::error::worded;
+use crate::error::exec_hint;
 use crate::machine::{machine_profile, processor};
 use crate::peak::{self, Peak};
 use crate::processes::{Processes, Team};
@@ -11,7 +11,7 @@ use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_
 use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
-use lockstep_ir::{DType, DeviceProfile, StepProgram};
+use lockstep_ir::{DType, DeviceProfile, Hint, StepProgram};
 use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
 use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -182,10 +182,11 @@ impl Devices {
         let (problem, hint) = match Gpu::check() {
             // Most machines have no GPU: that is nothing to tell.
             Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
-            Err(error) => lines(&worded(&error.into()))?,
+            Err(error) => (error.to_string(), exec_hint(&error.into())?),
             Ok(()) => {
                 let cuda = Target::Cuda { deterministic: config.train.deterministic };
-                lines(&cuda.check(config).err()?.to_string())?
+                let error = cuda.check(config).err()?;
+                (error.to_string(), error.hint()?)
             }
         };
         Some(format!("training on the CPU: {problem} ({hint})"))
@@ -325,11 +326,6 @@ impl Devices {
             }
         }
     }
-}
-
-/// An error and its hint, a line each.
-fn lines(error: &str) -> Option<(String, String)> {
-    error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))
 }
 
 /// The largest resident memory so far, as the system counts it.

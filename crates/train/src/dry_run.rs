@@ -1,6 +1,6 @@
 //! What a run would do, without doing any of it.
 
-use crate::changes::Changed;
+use crate::changes::{Changed, Overruled};
 use crate::data::RunData;
 use crate::initial::InitialWeights;
 use crate::run::resume;
@@ -35,6 +35,8 @@ pub struct DryRun {
     pub data_folder: PathBuf,
     /// What is worth knowing.
     pub warnings: Vec<String>,
+    /// Values of the config that changes made before overrule.
+    pub overruled: Vec<Overruled>,
 }
 
 /// The data of a run that could start.
@@ -100,6 +102,7 @@ pub fn dry_run(
         data,
         data_folder: folder,
         warnings,
+        overruled: course.overruled,
         config,
     })
 }

@@ -59,6 +59,8 @@ pub struct RunOptions {
     pub profile_steps: Option<RangeInclusive<u64>>,
     /// Look at all that every op makes, and end with the first number that is not finite.
     pub debug_nans: bool,
+    /// The same options as the user spelled them, with their values: all processes of a run must be given the same.
+    pub given: Vec<(String, String)>,
     /// Who starts it, for the run directory.
     pub started_by: StartedBy,
 }
@@ -349,7 +351,7 @@ impl Run<'_> {
             ) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
-                Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
+                Err(error) => show(Event::Trouble { what: "no sample: ", error: &error }),
             }
         }
         if !self.profiled.is_empty() {

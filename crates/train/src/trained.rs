@@ -191,6 +191,7 @@ pub fn read_config(path: &Path) -> Result<Config, TrainError> {
 mod tests {
     use super::*;
     use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use lockstep_ir::Hint;
     use serde_json::json;
     use std::fs;
 
@@ -215,7 +216,7 @@ mod tests {
         fs::remove_file(path(TOKENIZER)).unwrap();
         assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
         fs::remove_dir_all(path("run/data")).unwrap();
-        let error = trained.tokenizer().unwrap_err().to_string();
+        let error = trained.tokenizer().unwrap_err().with_hint();
         assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
     }
 }

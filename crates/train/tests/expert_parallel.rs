@@ -4,6 +4,7 @@
 mod common;
 
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::{Layout, Op};
 use lockstep_plan::plan;
@@ -181,7 +182,7 @@ fn a_step_that_needs_more_rows_than_are_planned_ends_the_run_and_changes_nothing
         panic!("some expert gets more than its share")
     };
     let TrainError::ExpertBound { step: 1, rows, bound: 1.0 } = error else { panic!("{error}") };
-    assert!(rows > 0 && error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
+    assert!(rows > 0 && error.with_hint().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
     let [(_, Some(told))] = steps[..] else { panic!("{steps:?}") };
     assert_eq!(told, rows);
     // The same folder goes on with room for all; twice an even share of two ranks is as much as there can be.
@@ -201,7 +202,7 @@ fn a_validation_that_needs_more_rows_than_are_planned_ends_the_run_before_its_fi
     });
     let error = error.expect_err("some expert gets more than its share");
     assert!(matches!(error, TrainError::EvaluationBound { rows: 1.., bound: 1.0 }), "{error}");
-    assert!(error.to_string().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
+    assert!(error.with_hint().contains("--set parallel.ep_bound=2, or without the key"), "{error}");
 }
 
 /// A run on text whose last part, which validates, is one letter over and over: all of its tokens go to the same experts. Of some

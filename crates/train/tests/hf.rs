@@ -6,6 +6,7 @@ mod hf_folder;
 use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_ir::Hint;
 use lockstep_ir::{DType, bf16};
 use lockstep_train::{
     Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
@@ -33,11 +34,11 @@ impl Place {
     fn refused(&self, from: &str) -> String {
         let error = import(&self.at(from), &self.at("refused"), &mut |_, _| {}).unwrap_err();
         assert!(!self.at("refused").exists());
-        error.to_string()
+        error.with_hint()
     }
 
     fn export(&self, from: &str, out: &str, options: ExportOptions) -> Result<(), String> {
-        export(&self.at(from), &self.at(out), options, &mut |_, _| {}).map(drop).map_err(|e| e.to_string())
+        export(&self.at(from), &self.at(out), options, &mut |_, _| {}).map(drop).map_err(|e| e.with_hint())
     }
 
     fn weights(&self, folder: &str) -> Vec<u8> {
@@ -228,7 +229,7 @@ fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
     std::fs::remove_dir_all(place.at("imported")).unwrap();
     let config = config_for(&place, &theirs, "init_from = \"imported\"\n");
     assert!(run_with(&config, &place.at("a"), &mut |_| {}).unwrap().finished);
-    let error = run_with(&config, &place.at("gone"), &mut |_| {}).unwrap_err().to_string();
+    let error = run_with(&config, &place.at("gone"), &mut |_| {}).unwrap_err().with_hint();
     assert!(error.contains("imported: no such run or checkpoint"), "{error}");
 }
 
@@ -241,7 +242,7 @@ fn weights_that_do_not_fit_are_named() {
         let text = config_for(&place, &theirs, &format!("init_from = \"{from}\"\n")).resolved_toml();
         let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
         let config = Config::parse(&text, "run.toml", &set).unwrap();
-        run_with(&config, &place.at("new"), &mut |_| {}).unwrap_err().to_string()
+        run_with(&config, &place.at("new"), &mut |_| {}).unwrap_err().with_hint()
     };
     for from in ["hf", "imported"] {
         let text = refusal(&["model.ffn=48"], from);
@@ -266,7 +267,7 @@ fn weights_that_do_not_fit_are_named() {
     // Nobody trains into an imported folder by mistake.
     let config = config_for(&place, &theirs, "");
     let error = run_with(&config, &place.at("imported"), &mut |_| {}).unwrap_err();
-    assert!(error.to_string().contains("holds imported weights, not a run\nhint: ") && error.is_request(), "{error}");
+    assert!(error.with_hint().contains("holds imported weights, not a run\nhint: ") && error.is_request(), "{error}");
 }
 
 #[test]
@@ -442,7 +443,7 @@ fn a_folder_is_used_as_it_is() {
     let error = place.export("hf", "again", ExportOptions::default()).unwrap_err();
     assert!(error.contains("it is a Hugging Face model"), "{error}");
     std::fs::remove_file(place.at("hf/tokenizer.json")).unwrap();
-    let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().to_string();
+    let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().with_hint();
     assert!(error.contains("no tokenizer.json\nhint: "), "{error}");
 }
 
@@ -655,7 +656,7 @@ fn names_and_addresses_are_not_paths() {
         std::fs::write(place.at("run.toml"), text).unwrap();
         let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited);
         match config {
-            Err(error) => error.to_string(),
+            Err(error) => error.with_hint(),
             Ok(_) => panic!("{text} is read"),
         }
     };

@@ -128,8 +128,7 @@ pub fn export(
 /// Why the model of a config cannot be exported, if it cannot.
 pub(crate) fn export_problem(config: &Config) -> Option<String> {
     let beside = HfExtras { context: config.train.seq, dtype: "float32", end_token: None };
-    let text = describe(config, beside, Path::new("")).err()?.to_string();
-    let problem = text.split("\nhint: ").next().unwrap_or_default();
+    let problem = describe(config, beside, Path::new("")).err()?.to_string();
     Some(problem.trim_start_matches(": ").to_owned())
 }
 
@@ -192,6 +191,7 @@ fn tokenizer_files(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     #[test]
     fn a_model_that_no_config_json_can_describe_is_refused() {
@@ -201,7 +201,7 @@ mod tests {
         assert!(describe(&config, beside, Path::new("run")).is_ok());
         // The schema refuses this today; whoever allows it is told here.
         config.model.sliding_window = Some(8);
-        let error = describe(&config, beside, Path::new("run")).unwrap_err().to_string();
+        let error = describe(&config, beside, Path::new("run")).unwrap_err().with_hint();
         assert!(error.starts_with("run: Hugging Face's qwen2 has no model.sliding_window = 8\nhint: "), "{error}");
     }
 }

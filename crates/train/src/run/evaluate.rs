@@ -46,7 +46,9 @@ impl Run<'_> {
                 show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
             }
             // What has diverged shows in the losses too.
-            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+            Err(error) => {
+                show(Event::Trouble { what: &format!("no scores at step {}: ", line.step), error: &error });
+            }
         }
         Ok(true)
     }

@@ -5,7 +5,7 @@ use super::{Run, RunOptions};
 use crate::TrainError;
 use crate::event::Event;
 use crate::hf::ATTACHMENT;
-use crate::saver::{SaveEnd, SaveRequest, one_line};
+use crate::saver::{SaveEnd, SaveFailure, SaveRequest};
 use crate::trained::TOKENIZER;
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
 use lockstep_config::Config;
@@ -31,7 +31,7 @@ pub(crate) fn look_at_disk(
     for (place, dir) in places.iter().enumerate() {
         match require_space(dir, bytes) {
             Err(error) if place == 0 => return Err(error.into()),
-            Err(error) => show(Event::Warning(one_line(&error.to_string()))),
+            Err(error) => show(Event::Warning(&error.to_string())),
             Ok(()) => {}
         }
         let keep = config.checkpoint.keep as u64;
@@ -134,15 +134,18 @@ impl Run<'_> {
                 Err(cause) => causes.push(cause),
             }
             if self.places.len() > causes.len() {
-                let text = one_line(&causes[0]);
-                show(Event::Warning(&format!("step {step} was not saved: {text}; saving in the mirror")));
+                show(Event::Warning(&format!("step {step} was not saved: {}; saving in the mirror", causes[0])));
             }
         }
         Err(TrainError::NotSaved { step, cause: causes.swap_remove(0) })
     }
 
     /// Saves the last step in one place, or says why it cannot be.
-    fn save_at(&mut self, request: SaveRequest, show: &mut dyn FnMut(Event)) -> Result<Result<(), String>, TrainError> {
+    fn save_at(
+        &mut self,
+        request: SaveRequest,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<Result<(), SaveFailure>, TrainError> {
         let begun = Instant::now();
         let step = request.step;
         let progress = &mut |done, total| show(Event::Saving { done, total });
@@ -150,7 +153,7 @@ impl Run<'_> {
             self.session.begin_save(request)?;
             match self.session.wait_save(progress)? {
                 Some(SaveEnd::Saved { path, mirror_failed, .. }) => (path, mirror_failed),
-                Some(SaveEnd::Failed { rank, cause, .. }) => return Ok(Err(self.whose(rank, &cause))),
+                Some(SaveEnd::Failed { rank, cause, .. }) => return Ok(Err(self.whose(rank, cause))),
                 None => return Ok(Err("nothing was written".into())),
             }
         } else {
@@ -159,7 +162,7 @@ impl Run<'_> {
             let team = self.devices.team();
             match saved {
                 // Processes that wait for one that has failed hear of it when the run ends.
-                Err(TrainError::Checkpoint(error)) if team.0.is_none() => return Ok(Err(error.to_string())),
+                Err(TrainError::Checkpoint(error)) if team.0.is_none() => return Ok(Err(error.into())),
                 Err(error) => return Err(error),
                 Ok(path) => {
                     let mirrored = || request.mirrored(path.clone()).1.unwrap_or_default().into_bytes();
@@ -189,8 +192,7 @@ impl Run<'_> {
             }
             SaveEnd::Failed { step, rank, cause } => {
                 self.save_again = true;
-                let cause = self.whose(rank, &cause);
-                let cause = one_line(&cause);
+                let cause = self.whose(rank, cause).text;
                 show(Event::Warning(&format!(
                     "step {step} was not saved: {cause}; the run saves once more, and steps wait for it"
                 )));
@@ -200,10 +202,12 @@ impl Run<'_> {
     }
 
     /// A cause with the process that it comes from.
-    fn whose(&self, rank: Option<usize>, cause: &str) -> String {
+    fn whose(&self, rank: Option<usize>, cause: SaveFailure) -> SaveFailure {
         match (rank, self.devices.team().0) {
-            (Some(rank), Some(processes)) => format!("rank {rank} on host {}: {cause}", processes.host(rank)),
-            _ => cause.to_owned(),
+            (Some(rank), Some(processes)) => {
+                SaveFailure { text: format!("rank {rank} on host {}: {cause}", processes.host(rank)), ..cause }
+            }
+            _ => cause,
         }
     }
 

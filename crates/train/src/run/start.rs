@@ -86,14 +86,9 @@ pub(super) fn start<'a>(
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    course.overruled.iter().for_each(|overruled| show(Event::Overruled(overruled)));
     for change in &course.undone {
-        let (text, step) = (&change.text, change.step);
-        show(Event::Warning(&match options.resume_from {
-            Some(to) if to == step => format!(
-                "{text} was changed at step {step}, to which the run goes back: it is undone; --change makes it again"
-            ),
-            _ => format!("{text} was changed at step {step}, which the run has yet to reach: it is undone"),
-        }));
+        show(Event::Undone { change, goes_back: options.resume_from == Some(change.step) });
     }
     // A run that goes on has weights of its own.
     let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
@@ -129,8 +124,8 @@ pub(super) fn start<'a>(
     }
     team.agree("data", &format!("{:016x}", data.fingerprint()))?;
     let tokenizer = RunTokenizer::from(data.tokenizer()?);
-    if let Some(text) = unused_vocabulary(config, &tokenizer) {
-        show(Event::Warning(&text));
+    if let Some(error) = unused_vocabulary(config, &tokenizer) {
+        show(Event::Trouble { what: "", error: &error });
     }
     if team.is_first() && found.loaded.is_none() {
         data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
@@ -185,11 +180,7 @@ pub(super) fn start<'a>(
         session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
         if config.is_inherited("precision.policy") {
-            let policy = config.precision.policy.word();
-            let text = format!(
-                "precision.policy = \"{policy}\", as these weights are; an export keeps it unless it is given --dtype"
-            );
-            show(Event::Note(&Note::Cost(text)));
+            show(Event::PrecisionInherited(config.precision.policy.word()));
         }
     }
     let read_ahead = session.read_ahead(&train, config.batches().at(step).first_sample)?;
@@ -205,7 +196,7 @@ pub(super) fn start<'a>(
         None => (Vec::new(), None),
     };
     let prediction = predict(devices, plan).unwrap_or_else(|error| {
-        show(Event::Warning(&format!("no prediction: {error}")));
+        show(Event::Trouble { what: "no prediction: ", error: &error });
         None
     });
     if let Some(Prediction { by, forecast, .. }) = &prediction {
