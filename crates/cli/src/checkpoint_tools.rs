@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::table::table;
 use lockstep_checkpoint::{Keep, list, looks_whole, open};
 use lockstep_ir::units;
-use lockstep_train::{RunDir, checkpoints};
+use lockstep_rundir::{RunDir, checkpoints};
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};

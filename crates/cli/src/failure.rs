@@ -145,6 +145,12 @@ impl From<std::io::Error> for Failure {
     }
 }
 
+impl From<lockstep_rundir::RunDirError> for Failure {
+    fn from(error: lockstep_rundir::RunDirError) -> Self {
+        lockstep_train::TrainError::from(error).into()
+    }
+}
+
 impl From<lockstep_checkpoint::CheckpointError> for Failure {
     fn from(error: lockstep_checkpoint::CheckpointError) -> Self {
         lockstep_train::TrainError::from(error).into()

@@ -6,7 +6,8 @@ use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_ir::{Hint, units};
-use lockstep_train::{Changed, Event, StepMetrics, TaskScores};
+use lockstep_rundir::Changed;
+use lockstep_train::{Event, StepMetrics, TaskScores};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 

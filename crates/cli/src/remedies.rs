@@ -3,14 +3,17 @@
 use lockstep_config::{Change, Difference};
 use lockstep_exec::Remedy;
 use lockstep_ir::Hint;
-use lockstep_train::{Overruled, TrainError, Unmeasured, shell_quoted};
+use lockstep_rundir::{Overruled, RunDirError};
+use lockstep_train::{TrainError, Unmeasured, shell_quoted};
 use std::io::ErrorKind;
 
 /// The message: an error that is about a flag begins with it.
 pub fn message(error: &TrainError) -> String {
     match error {
-        TrainError::FinishedRun { changes, .. } => format!("--change {}: {error}", changes.join(", ")),
-        TrainError::CannotChange { key, .. } => format!("--change {key}: {error}"),
+        TrainError::Dir(RunDirError::FinishedRun { changes, .. }) => {
+            format!("--change {}: {error}", changes.join(", "))
+        }
+        TrainError::Dir(RunDirError::CannotChange { key, .. }) => format!("--change {key}: {error}"),
         TrainError::Sampling { .. } => format!("--{error}"),
         error => error.to_string(),
     }
@@ -48,23 +51,23 @@ pub fn hint(error: &TrainError) -> Option<String> {
              CUDA_VISIBLE_DEVICES may hide some"
         }
         TrainError::NotShared { .. } => "give all ranks the same --run-dir, on a file system that all hosts share",
-        TrainError::ConfigChanged { differences, step, stays_finished, .. } => {
+        TrainError::Dir(RunDirError::ConfigChanged { differences, step, stays_finished, .. }) => {
             return Some(ways_on(differences, *step, *stays_finished));
         }
-        TrainError::FinishedRun { step, .. } => {
+        TrainError::Dir(RunDirError::FinishedRun { step, .. }) => {
             return Some(format!(
                 "give --change train.steps=N too, with N more than {step}, to go on with it; or take the run back with \
                  --resume-from STEP (`lockstep checkpoint list` shows which there are)"
             ));
         }
-        TrainError::CannotChange { key, .. } => {
+        TrainError::Dir(RunDirError::CannotChange { key, .. }) => {
             return Some(format!(
                 "{}: start another run, or give --fresh to start over (the old run is kept in a folder inside)",
                 why_fixed(key)
             ));
         }
-        TrainError::NothingToChange { .. } => "give the values with --set instead of --change",
-        TrainError::StepsDone { step, .. } => {
+        TrainError::Dir(RunDirError::NothingToChange { .. }) => "give the values with --set instead of --change",
+        TrainError::Dir(RunDirError::StepsDone { step, .. }) => {
             return Some(format!(
                 "choose at least {step}, or go back with --resume-from STEP (`lockstep checkpoint list` shows which \
                  there are)"
@@ -73,7 +76,7 @@ pub fn hint(error: &TrainError) -> Option<String> {
         TrainError::NoSuchStep { there, .. } if there.is_empty() => {
             "there is none of any step: start without --resume-from"
         }
-        TrainError::Locked { .. } => "wait for it, or choose another --run-dir",
+        TrainError::Dir(RunDirError::Locked { .. }) => "wait for it, or choose another --run-dir",
         TrainError::DataChanged { .. } => {
             "restore the folder, or restore the text and delete the folder, which is then prepared again, or give \
              --fresh to start over"
@@ -117,7 +120,7 @@ pub fn hint(error: &TrainError) -> Option<String> {
             }
             Unmeasured::Machine(_) => "measure this machine first: lockstep bench --save NAME",
         },
-        TrainError::Io { cause, .. } => match cause.kind() {
+        TrainError::Dir(RunDirError::Io { cause, .. }) => match cause.kind() {
             ErrorKind::PermissionDenied => "choose a --run-dir that you may write to",
             ErrorKind::NotADirectory | ErrorKind::AlreadyExists => "choose a --run-dir that is a folder",
             _ => return error.hint(),
@@ -203,7 +206,8 @@ mod tests {
         let option =
             TrainError::Sampling { option: "top-k", value: "0".into(), hint: "give at least 1, or leave it out" };
         assert_eq!(shown(option), "--top-k 0 has no meaning\nhint: give at least 1, or leave it out");
-        let fixed = TrainError::CannotChange { key: "model.dim", before: "8".into(), now: "9".into() };
+        let fixed =
+            TrainError::Dir(RunDirError::CannotChange { key: "model.dim", before: "8".into(), now: "9".into() });
         let text = shown(fixed);
         assert!(
             text.starts_with("--change model.dim: a run that has begun cannot go from 8 to 9\nhint: its weights "),

@@ -7,8 +7,9 @@ use crate::watch::run_dirs;
 use crate::{explain, machine};
 use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
+use lockstep_rundir::read_config;
 use lockstep_telemetry::RunPage;
-use lockstep_train::{Devices, analyze, read_config, settled};
+use lockstep_train::{Devices, analyze, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 

@@ -13,9 +13,8 @@ use crate::warn;
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_ir::units;
-use lockstep_train::{
-    Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, StartedBy, dry_run, shell_quoted,
-};
+use lockstep_rundir::StartedBy;
+use lockstep_train::{Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, dry_run, shell_quoted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::Write;

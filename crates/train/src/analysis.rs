@@ -1,19 +1,16 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
-use crate::checkpoints::lines;
 use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
 use crate::{Devices, Prediction, StepMetrics, TrainError, Unmeasured};
 use lockstep_exec::Timing;
 use lockstep_plan::{Plan, Target};
+use lockstep_rundir::{MEASURED, lines};
 use lockstep_sim::{MachineProfile, Setting, SimError};
 use lockstep_telemetry::read_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-
-/// What a run measured of one of its steps: the file of a run directory.
-pub(crate) const MEASURED: &str = "measured.json";
 
 /// One step of a run whose instructions were timed.
 #[derive(Clone, Debug, Serialize, Deserialize)]

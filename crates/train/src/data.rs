@@ -1,12 +1,13 @@
 //! The data of a run: from the keys of `[data]` to prepared corpora and their samplers.
 
-use crate::{RunDir, TrainError};
+use crate::TrainError;
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
     Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, SpecialInText, Survey, TokenStream,
     Tokenizer, TokenizerSpec, is_current, is_same_text, prepare_with, survey, token_files,
 };
+use lockstep_rundir::RunDir;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;

@@ -1,6 +1,5 @@
 //! What a run would do, without doing any of it.
 
-use crate::changes::{Changed, Overruled};
 use crate::data::RunData;
 use crate::initial::InitialWeights;
 use crate::run::resume;
@@ -9,6 +8,7 @@ use crate::{Devices, Existing, RunOptions, TrainError, data_folder};
 use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_plan::{Plan, plan};
+use lockstep_rundir::{Changed, Overruled};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 

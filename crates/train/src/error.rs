@@ -1,12 +1,13 @@
 use crate::saver::SaveFailure;
 use crate::spikes::{RollBack, SkippedStep};
 use lockstep_checkpoint::CheckpointError;
-use lockstep_config::{ConfigError, Difference};
+use lockstep_config::ConfigError;
 use lockstep_data::DataError;
 use lockstep_exec::comm::processes::JoinError;
 use lockstep_exec::{ExecError, Remedy};
 use lockstep_ir::{Hint, units};
 use lockstep_plan::PlanError;
+use lockstep_rundir::RunDirError;
 use std::path::{Path, PathBuf};
 
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
@@ -20,6 +21,10 @@ pub enum TrainError {
     #[error("{0}")]
     #[hint(_0.hint())]
     Data(#[from] DataError),
+    /// The run directory cannot be used as it is asked for.
+    #[error("{0}")]
+    #[hint(_0.hint())]
+    Dir(#[from] RunDirError),
     /// A checkpoint cannot be written or read.
     #[error("{0}")]
     #[hint(_0.hint())]
@@ -200,56 +205,6 @@ pub enum TrainError {
         /// The folder of prepared data.
         dir: PathBuf,
     },
-    /// The run directory holds a run with another config.
-    #[error("{} holds a run with another config:{}", dir.display(), list(differences))]
-    ConfigChanged {
-        /// The run directory.
-        dir: PathBuf,
-        /// What differs.
-        differences: Vec<Difference>,
-        /// Steps that the run has done.
-        step: u64,
-        /// Whether these are all of its steps, with the new config too.
-        stays_finished: bool,
-    },
-    /// Changes were asked for where no step is left that they could have an effect on.
-    #[error(
-        "the run in {} is finished, all {step} steps are done: it would have no effect, and nothing \
-         was recorded",
-        dir.display()
-    )]
-    FinishedRun {
-        /// The run directory.
-        dir: PathBuf,
-        /// Steps done.
-        step: u64,
-        /// What was asked for, as `table.key=value`.
-        changes: Vec<String>,
-    },
-    /// A run may not take on another value of this key.
-    #[error("a run that has begun cannot go from {before} to {now}")]
-    CannotChange {
-        /// `table.key`.
-        key: &'static str,
-        /// Its value in the run.
-        before: String,
-        /// The value that was asked for.
-        now: String,
-    },
-    /// Changes were asked for where there is no run to change.
-    #[error("{} has no checkpoint, so there is no run to change", dir.display())]
-    NothingToChange {
-        /// The run directory.
-        dir: PathBuf,
-    },
-    /// A run is to have fewer steps than it has done.
-    #[error("train.steps = {steps} is less than the {step} steps that the run has done")]
-    StepsDone {
-        /// Asked for.
-        steps: u64,
-        /// Done.
-        step: u64,
-    },
     /// There is no checkpoint of a step.
     #[error("{} has no checkpoint of step {step}", dir.display())]
     #[hint((!there.is_empty()).then(|| format!("there are those of {}", steps(there))))]
@@ -260,12 +215,6 @@ pub enum TrainError {
         step: u64,
         /// Steps that have one.
         there: Vec<u64>,
-    },
-    /// Another process trains in this directory.
-    #[error("{} is in use by another process", dir.display())]
-    Locked {
-        /// The run directory.
-        dir: PathBuf,
     },
     /// The checkpoint was made from other data than those in the run directory.
     #[error("the prepared data in {} are not those that the checkpoint was trained on", dir.display())]
@@ -349,23 +298,6 @@ pub enum TrainError {
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare")]
     AlwaysDeterministic,
-    /// A path is neither a run directory nor a checkpoint.
-    #[error(
-        "{}: {}",
-        path.display(),
-        if path.exists() { "neither a run directory nor a checkpoint" } else { "no such run or checkpoint" }
-    )]
-    #[hint(
-        "{}",
-        match crate::hf::is_foreign(path) {
-            true => "it is a Hugging Face model: make a run directory of it with `lockstep checkpoint import`",
-            false => "name a run directory (runs/quickstart, say) or a checkpoint in it (checkpoints/step-…)",
-        }
-    )]
-    NotTrained {
-        /// The path.
-        path: PathBuf,
-    },
     /// A run directory holds imported weights.
     #[error("{} holds imported weights, not a run", dir.display())]
     Imported {
@@ -439,17 +371,6 @@ pub enum TrainError {
         /// What to do.
         hint: String,
     },
-    /// A file of the run directory cannot be read or written.
-    #[error("cannot {action} {}: {cause}", path.display())]
-    #[hint("{}", hint(cause))]
-    Io {
-        /// What was being done.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        cause: std::io::Error,
-    },
 }
 
 /// What a machine without a profile lacks.
@@ -468,7 +389,7 @@ pub enum Unmeasured {
 
 impl TrainError {
     pub(crate) fn io(action: &'static str, path: &Path, cause: std::io::Error) -> Self {
-        TrainError::Io { action, path: path.to_owned(), cause }
+        RunDirError::io(action, path, cause).into()
     }
 
     /// Whether nothing is wrong: the run was asked to stop, and the same command goes on.
@@ -499,6 +420,7 @@ impl TrainError {
     pub fn is_request(&self) -> bool {
         match self {
             TrainError::Plan(error) => return error.is_request(),
+            TrainError::Dir(error) => return error.is_request(),
             _ if self.is_interrupt() => return false,
             _ => {}
         }
@@ -514,17 +436,10 @@ impl TrainError {
                 | TrainError::ToldOtherwise { .. }
                 | TrainError::Vocabulary { .. }
                 | TrainError::SharedData { .. }
-                | TrainError::ConfigChanged { .. }
-                | TrainError::CannotChange { .. }
-                | TrainError::NothingToChange { .. }
-                | TrainError::StepsDone { .. }
-                | TrainError::FinishedRun { .. }
                 | TrainError::NoSuchStep { .. }
-                | TrainError::Locked { .. }
                 | TrainError::DataChanged { .. }
                 | TrainError::OtherData { .. }
                 | TrainError::AlwaysDeterministic
-                | TrainError::NotTrained { .. }
                 | TrainError::Imported { .. }
                 | TrainError::Checkpoint(CheckpointError::Unfit { .. })
                 | TrainError::NoCheckpoint { .. }
@@ -568,10 +483,6 @@ pub(crate) fn exec_hint(error: &ExecError) -> Option<String> {
     Some(error.hint().map_or_else(|| keys.to_owned(), |hint| hint + behind_a_hint + keys))
 }
 
-fn list(differences: &[Difference]) -> String {
-    differences.iter().map(|d| format!("\n  {}: {} before, {} now", d.path, d.theirs, d.ours)).collect()
-}
-
 /// `5, 10 and 15`.
 fn steps(steps: &[u64]) -> String {
     let text: Vec<String> = steps.iter().map(u64::to_string).collect();
@@ -591,15 +502,6 @@ fn rolled_back(roll_backs: &[RollBack]) -> u64 {
 fn spike_report(roll_backs: &[RollBack], skipped: &[SkippedStep]) -> String {
     let done = roll_backs.iter().map(|roll_back| format!("\n  rolled back {roll_back}"));
     done.chain(skipped.iter().map(|s| format!("\n  step {}: {s}", s.step))).collect()
-}
-
-fn hint(cause: &std::io::Error) -> &'static str {
-    match cause.kind() {
-        std::io::ErrorKind::StorageFull | std::io::ErrorKind::FileTooLarge | std::io::ErrorKind::QuotaExceeded => {
-            "free some space and run the same command again: it resumes from the last checkpoint"
-        }
-        _ => "check the path; the same command resumes from the last checkpoint",
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,3 @@
-use crate::changes::{Changed, Overruled};
 use crate::loads::ExpertMetrics;
 use crate::spikes::{RollBack, SkippedStep};
 use crate::{Peak, TaskScores, TrainError};
@@ -6,6 +5,7 @@ use lockstep_config::Change;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use lockstep_plan::Plan;
+use lockstep_rundir::{Changed, Overruled};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;

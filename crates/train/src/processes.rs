@@ -6,13 +6,13 @@
 use crate::TrainError;
 use crate::gpus::{self, GpuOfRank};
 use crate::run::RunOptions;
-use crate::run_dir::FAILURES;
 use lockstep_config::Config;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{CommError, Communicator, ProgramPlace};
 use lockstep_ir::counter;
+use lockstep_rundir::FAILURES;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;

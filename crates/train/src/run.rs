@@ -18,7 +18,6 @@ use crate::loss_scale::LossScale;
 use crate::noise::{Measured, Noise};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
-use crate::provenance::StartedBy;
 use crate::sample::{Sample, sample};
 use crate::saves::with_save_interval;
 use crate::schedule::step_scalars;
@@ -27,13 +26,14 @@ use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
 use crate::spikes::Spikes;
 use crate::tasks::TaskRequests;
-use crate::{Devices, Peak, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
+use crate::{Devices, Peak, RunTokenizer, TaskFile, TrainError, learning_rate};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batch, Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::{DeviceTime, ExecError};
 use lockstep_ir::{StepLimits, StepScalars, units};
 use lockstep_plan::{LayoutChoice, Plan, plan};
+use lockstep_rundir::{RunDir, StartedBy};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -380,7 +380,7 @@ impl Run<'_> {
             units::seconds(others_s)
         )));
         let fields = json!({ "step": step, "rank": rank, "host": host, "busy_s": busy_s, "others_s": others_s });
-        self.dir.event("slow_rank", fields)
+        Ok(self.dir.event("slow_rank", fields)?)
     }
 
     /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.

@@ -8,14 +8,12 @@ use crate::TrainError;
 use crate::event::number_or_nan;
 use lockstep_config::SpikesConfig;
 use lockstep_ir::StepLimits;
+use lockstep_rundir::ROLL_BACKS;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fmt::{self, Display};
 use std::path::Path;
-
-/// The file in a run directory that lists roll-backs, with the samples that each left out.
-pub(crate) const ROLL_BACKS: &str = "roll_backs.json";
 
 /// From the median absolute deviation to the standard deviation of a normal distribution.
 const DEVIATION: f64 = 1.4826;

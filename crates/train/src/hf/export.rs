@@ -8,6 +8,7 @@ use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, HfExtras};
 use lockstep_plan::check_positions;
+use lockstep_rundir::RunDirError;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -54,7 +55,7 @@ pub fn export(
 ) -> Result<Exported, TrainError> {
     let trained = Trained::open(from)?;
     let Some(checkpoint) = trained.checkpoint() else {
-        return Err(TrainError::NotTrained { path: from.to_owned() });
+        return Err(RunDirError::NotTrained { path: from.to_owned() }.into());
     };
     let (config, kept) = (&trained.config, trained.kept()?);
     let dtype = match (options.dtype, config.precision.policy) {

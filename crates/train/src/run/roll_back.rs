@@ -5,7 +5,7 @@ use super::{Run, Step, start};
 use crate::TrainError;
 use crate::event::Event;
 use crate::initial::InitialWeights;
-use crate::spikes::{RollBack, SkippedStep};
+use crate::spikes::{self, RollBack, SkippedStep};
 use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
 use lockstep_telemetry::SinkChoice;
 use serde_json::json;
@@ -75,7 +75,8 @@ impl Run<'_> {
             latest.warnings.iter().for_each(|text| show(Event::Warning(text)));
             found = latest.loaded;
             let to = found.as_ref().map_or(0, |loaded| loaded.step);
-            self.dir.roll_backs(&with(to))?;
+            let roll_backs = with(to);
+            self.dir.roll_backs(!roll_backs.is_empty(), &spikes::written(&roll_backs))?;
             Ok(found.as_ref().map_or(Vec::new(), |loaded| loaded.path.as_os_str().as_encoded_bytes().to_vec()))
         })?;
         if !team.is_first() && !path.is_empty() {
@@ -103,6 +104,6 @@ impl Run<'_> {
         show(Event::RolledBack(done));
         let RollBack { to, from, first_sample, samples, .. } = done;
         let fields = json!({ "step": to, "from": from, "first_sample": first_sample, "samples": samples, "first_skipped": first });
-        self.dir.event("roll_back", fields)
+        Ok(self.dir.event("roll_back", fields)?)
     }
 }

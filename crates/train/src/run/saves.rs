@@ -196,7 +196,7 @@ impl Run<'_> {
                 show(Event::Warning(&format!(
                     "step {step} was not saved: {cause}; the run saves once more, and steps wait for it"
                 )));
-                self.dir.event("checkpoint_failed", json!({ "step": step, "error": cause }))
+                Ok(self.dir.event("checkpoint_failed", json!({ "step": step, "error": cause }))?)
             }
         }
     }

@@ -2,32 +2,31 @@
 
 use super::standing::Standing;
 use super::{Outcome, Run, RunOptions, saves};
-use crate::changes;
-use crate::changes::Course;
 use crate::data::{unused_vocabulary, way};
 use crate::event::Event;
 use crate::feed::Sequences;
 use crate::hf::{self, Kept};
 use crate::initial::InitialWeights;
 use crate::processes::{Processes, Stop};
-use crate::provenance::{Circumstances, RunStart};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::spikes;
 use crate::tasks::TaskRequests;
 use crate::{
-    Devices, Existing, Peak, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict,
-    settled,
+    Devices, Existing, Peak, Prediction, RunData, RunTokenizer, TaskFile, TrainError, data_folder, learning_rate,
+    predict, settled,
 };
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_data::Progress;
+use lockstep_exec::comm::processes::host;
 use lockstep_exec::{ExecError, Note};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
+use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
 use lockstep_telemetry::{FailedSink, SinkChoice};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -36,7 +35,7 @@ pub(crate) fn resume(
     devices: &Devices,
     config: &Config,
     options: &RunOptions,
-) -> Result<(LatestCheckpoint, Course), TrainError> {
+) -> Result<(LatestCheckpoint, ResumePlan), TrainError> {
     let places = saves::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
@@ -62,7 +61,7 @@ pub(crate) fn resume(
         return Err(TrainError::Imported { dir: options.dir.clone() });
     }
     let mut course =
-        changes::course(config, &options.dir, found.loaded.as_ref(), options.resume_from.is_some(), &options.change)?;
+        resume_plan(config, &options.dir, found.loaded.as_ref(), options.resume_from.is_some(), &options.change)?;
     if !course.changes.is_empty() {
         // What is found out about a config is not part of what it was read from.
         course.config = settled(devices, &course.config, Some(&options.dir), &mut |_, _| {})?;
@@ -72,7 +71,7 @@ pub(crate) fn resume(
 
 /// Everything before the first step.
 pub(super) fn start<'a>(
-    course: &'a Course,
+    course: &'a ResumePlan,
     (plan, devices): (&'a Plan, &'a Devices),
     mut dir: RunDir,
     found: LatestCheckpoint,
@@ -206,11 +205,13 @@ pub(super) fn start<'a>(
     // From how the last call left the directory.
     let begun_by = RunStart::new(
         dir.path(),
-        options,
-        Circumstances {
+        &options.started_by,
+        StartCircumstances {
             step,
+            taken_back: options.resume_from.is_some(),
+            fresh: options.fresh,
             changed: &course.new,
-            hosts: team.0.map(Processes::hosts),
+            hosts: team.0.map_or_else(|| vec![host()], Processes::hosts),
             device: &plan.device,
             world: team.0.map(Processes::summary),
             data: data.fingerprint(),
@@ -219,12 +220,12 @@ pub(super) fn start<'a>(
         },
     );
     let written = step - u64::from(pending.is_some());
-    let foreseen = (plan, prediction.as_ref());
-    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, foreseen, step, written)? {
+    let summary = plan_summary(plan, prediction.as_ref());
+    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, &summary, step, written)? {
         let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
         show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
     }
-    dir.roll_backs(&spikes.roll_backs)?;
+    dir.roll_backs(!spikes.roll_backs.is_empty(), &spikes::written(&spikes.roll_backs))?;
     dir.started(&begun_by, options.started_by.given.as_deref())?;
     let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
     let failed = dir.open_sinks(choice, written);
@@ -239,8 +240,11 @@ pub(super) fn start<'a>(
         fields["step"] = json!(step);
         dir.event("change", fields)?;
     }
-    if let Some((before, now)) = course.rates {
-        show(Event::RateChanged { before, now });
+    if let Some(before) = &course.before {
+        let [before, now] = [before, config].map(|config| learning_rate(config, step));
+        if before != now {
+            show(Event::RateChanged { before, now });
+        }
     }
     let train_tokens = data.train_tokens();
     let (arena_bytes, context_bytes, from_step) = (session.arena_bytes(), devices.context_bytes(plan.target)?, step);
@@ -337,6 +341,22 @@ pub(super) fn start<'a>(
         timed_save: None,
         validated: None,
         best,
+    })
+}
+
+/// The contents of `plan.json`.
+fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
+    json!({
+        "lockstep": env!("CARGO_PKG_VERSION"),
+        "program": format!("{:016x}", plan.program().fingerprint()),
+        "device": plan.device,
+        "layout": plan.layout.to_string(),
+        "micro_batches": plan.layout.micro_batches,
+        "parameters": plan.parameters,
+        "tokens_per_step": plan.tokens_per_step,
+        "model_flops_per_token": plan.model_flops_per_token(),
+        "memory": plan.memory,
+        "prediction": prediction,
     })
 }
 
