@@ -1,7 +1,7 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
 use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
-use crate::{Devices, Prediction, StepMetrics, TrainError, Unmeasured};
+use crate::{Devices, Prediction, StepMetrics, TrainError};
 use lockstep_exec::Timing;
 use lockstep_plan::{Plan, Target};
 use lockstep_rundir::{MEASURED, lines};
@@ -82,6 +82,20 @@ impl Analysis {
         let most = self.classes.iter().max_by(|a, b| apart(a).unwrap_or(0.0).total_cmp(&apart(b).unwrap_or(0.0)))?;
         Some((&most.class, most.measured_s? - most.predicted_s.unwrap_or(0.0)))
     }
+}
+
+/// What a machine without a profile lacks.
+#[derive(Debug, thiserror::Error)]
+pub enum Unmeasured {
+    /// The forecast of a run.
+    #[error("the run has no prediction: the machine had no profile when it began")]
+    Prediction,
+    /// The times of a run's ops.
+    #[error("there is no such file")]
+    Times,
+    /// The profile of this processor.
+    #[error("there is no profile of {0}")]
+    Machine(String),
 }
 
 fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {

@@ -1,5 +1,6 @@
-use crate::saver::SaveFailure;
-use crate::spikes::{RollBack, SkippedStep};
+use crate::analysis::Unmeasured;
+use crate::background_save::SaveFailure;
+use crate::spikes::{RollBack, SkippedStep, rolled_back, spike_report};
 use lockstep_checkpoint::CheckpointError;
 use lockstep_config::ConfigError;
 use lockstep_data::DataError;
@@ -373,20 +374,6 @@ pub enum TrainError {
     },
 }
 
-/// What a machine without a profile lacks.
-#[derive(Debug, thiserror::Error)]
-pub enum Unmeasured {
-    /// The forecast of a run.
-    #[error("the run has no prediction: the machine had no profile when it began")]
-    Prediction,
-    /// The times of a run's ops.
-    #[error("there is no such file")]
-    Times,
-    /// The profile of this processor.
-    #[error("there is no profile of {0}")]
-    Machine(String),
-}
-
 impl TrainError {
     pub(crate) fn io(action: &'static str, path: &Path, cause: std::io::Error) -> Self {
         RunDirError::io(action, path, cause).into()
@@ -491,17 +478,6 @@ fn steps(steps: &[u64]) -> String {
         [only] => format!("step {only}"),
         [first @ .., last] => format!("steps {} and {last}", first.join(", ")),
     }
-}
-
-/// How often a run has rolled back.
-fn rolled_back(roll_backs: &[RollBack]) -> u64 {
-    roll_backs.last().map_or(0, |last| last.number)
-}
-
-/// What the spike policy did, a line each.
-fn spike_report(roll_backs: &[RollBack], skipped: &[SkippedStep]) -> String {
-    let done = roll_backs.iter().map(|roll_back| format!("\n  rolled back {roll_back}"));
-    done.chain(skipped.iter().map(|s| format!("\n  step {}: {s}", s.step))).collect()
 }
 
 #[cfg(test)]

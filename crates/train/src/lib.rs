@@ -6,6 +6,7 @@
 
 mod analysis;
 mod automatic;
+mod background_save;
 pub mod bench;
 mod bench_checkpoint;
 mod calibrate;
@@ -36,8 +37,7 @@ mod rehearse;
 mod run;
 mod sample;
 mod sampling;
-mod saver;
-mod saves;
+mod save_interval;
 mod schedule;
 mod session;
 mod settle;
@@ -50,8 +50,10 @@ mod tasks;
 mod text;
 mod timeline;
 mod trained;
+mod vocabulary;
 
-pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
+pub use analysis::{Analysis, ClassTime, Learned, Unmeasured, analyze, learn};
+pub use background_save::{SaveEnd, SaveFailure, SaveRequest};
 pub use bench_checkpoint::{CheckpointBench, bench_checkpoint};
 pub use calibrate::{SaveSpec, measure_machine};
 pub use catalogue::{catalogue, catalogue_folder};
@@ -59,7 +61,7 @@ pub use compare::{Comparison, Criterion, OwnChoices, Promise, compare, shrink};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data};
 pub use devices::Devices;
 pub use dry_run::{DryData, DryRun, dry_run};
-pub use error::{TrainError, Unmeasured};
+pub use error::TrainError;
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use event::{Event, GpuMetrics, StepMetrics};
 pub use generate::{Generated, Generator, Stop, generate};
@@ -76,7 +78,6 @@ pub use rehearse::{RehearsalData, check_beginnings, check_places, check_tokenize
 pub use run::{Outcome, RunOptions, run};
 pub use sample::Sample;
 pub use sampling::Sampling;
-pub use saver::{SaveEnd, SaveFailure, SaveRequest};
 pub use schedule::learning_rate;
 pub use session::{QueuedStep, Session, StepResult};
 pub use settle::settled;

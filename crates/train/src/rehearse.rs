@@ -1,9 +1,9 @@
 //! What a rehearsal of a run looks at, and the small run that it makes of a large one.
 
-use crate::data::{require_vocabulary, tokenizer_spec, unused_vocabulary};
 use crate::event::Event;
 use crate::initial::InitialWeights;
 use crate::run::{look_at_disk, places};
+use crate::vocabulary::{require_vocabulary, tokenizer_spec, unused_vocabulary};
 use crate::{Existing, RunData, RunTokenizer, TaskFile, TrainError, data_folder, shrink};
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DeviceChoice, SaveEvery};

@@ -222,6 +222,17 @@ fn median(x: &mut [f64]) -> f64 {
     }
 }
 
+/// How often a run has rolled back.
+pub(crate) fn rolled_back(roll_backs: &[RollBack]) -> u64 {
+    roll_backs.last().map_or(0, |last| last.number)
+}
+
+/// What the spike policy did, a line each.
+pub(crate) fn spike_report(roll_backs: &[RollBack], skipped: &[SkippedStep]) -> String {
+    let done = roll_backs.iter().map(|roll_back| format!("\n  rolled back {roll_back}"));
+    done.chain(skipped.iter().map(|s| format!("\n  step {}: {s}", s.step))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

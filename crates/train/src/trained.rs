@@ -1,8 +1,8 @@
 //! A trained model on disk: a run directory, one checkpoint, or a Hugging Face folder.
 
-use crate::data::require_vocabulary;
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
+use crate::vocabulary::require_vocabulary;
 use crate::{RunData, RunTokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::{Config, DeviceChoice};

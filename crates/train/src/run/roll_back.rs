@@ -1,7 +1,8 @@
 //! What a run does about steps whose updates were skipped: it tells, rolls back, and stops at last.
 
 use super::status::RunStatus;
-use super::{Run, Step, start};
+use super::step::Step;
+use super::{Run, start};
 use crate::TrainError;
 use crate::event::Event;
 use crate::initial::InitialWeights;

@@ -1,10 +1,10 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
 use super::evaluate::Evaluations;
-use super::saves::{self, Saving};
+use super::saving::{self, Saving};
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
-use crate::data::{unused_vocabulary, way};
+use crate::data::way;
 use crate::event::Event;
 use crate::feed::Sequences;
 use crate::hf::{self, Kept};
@@ -14,6 +14,7 @@ use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::spikes;
 use crate::tasks::TaskRequests;
+use crate::vocabulary::unused_vocabulary;
 use crate::{
     Devices, Existing, Peak, Prediction, RunData, RunTokenizer, TaskFile, TrainError, data_folder, learning_rate,
     predict, settled,
@@ -39,7 +40,7 @@ pub(crate) fn resume(
     config: &Config,
     options: &RunOptions,
 ) -> Result<(LatestCheckpoint, ResumePlan), TrainError> {
-    let places = saves::places(config, &options.dir);
+    let places = saving::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest_of(&places)?,
@@ -105,12 +106,12 @@ pub(super) fn start<'a>(
         }
     }
     let read_ahead = program.session.read_ahead(&input.train, config.batches().at(step).first_sample)?;
-    let places = saves::places(config, &options.dir);
+    let places = saving::places(config, &options.dir);
     if team.is_first() && step < config.train.steps {
-        saves::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
+        saving::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
     }
     if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
-        saves::set_mirror_aside(mirror, options)?;
+        saving::set_mirror_aside(mirror, options)?;
     }
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
     let prediction = begin.write(&mut dir, show)?;

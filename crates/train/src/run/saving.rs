@@ -3,9 +3,9 @@
 
 use super::{Run, RunOptions};
 use crate::TrainError;
+use crate::background_save::{SaveEnd, SaveFailure, SaveRequest};
 use crate::event::Event;
 use crate::hf::ATTACHMENT;
-use crate::saver::{SaveEnd, SaveFailure, SaveRequest};
 use crate::trained::TOKENIZER;
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
 use lockstep_config::Config;
