@@ -85,9 +85,7 @@ pub enum CheckpointError {
     /// The disk has no room for a checkpoint; nothing was written.
     #[error(
         "No space left on device for a checkpoint in {}: it takes {}, {} are free",
-        dir.display(),
-        units::bytes(*bytes),
-        units::bytes(*free)
+        dir.display(), units::bytes(*bytes), units::bytes(*free)
     )]
     #[hint(
         "free some space, or keep fewer checkpoints (`lockstep checkpoint prune`); earlier checkpoints are \

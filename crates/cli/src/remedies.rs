@@ -36,98 +36,94 @@ pub fn overruled(Overruled { key, step, counts, given }: &Overruled) -> String {
 
 /// What to do.
 pub fn hint(error: &TrainError) -> Option<String> {
-    let text = match error {
+    Some(match error {
         TrainError::InStep { error, .. } => return hint(error),
         TrainError::Exec(e) if e.remedy() == Some(Remedy::LessMemory) => {
-            return error.hint().map(|hint| hint + "; `lockstep explain RUN.TOML --fit SIZE` shows what fits");
+            error.hint()? + "; `lockstep explain RUN.TOML --fit SIZE` shows what fits"
         }
+        TrainError::Dir(error) => return hint_of_dir(error),
         TrainError::OtherRanks { ranks, processes, .. } => {
-            return Some(format!(
-                "start {ranks}, or choose a layout of {processes} ranks: --set parallel.dp={processes}, say"
-            ));
+            format!("start {ranks}, or choose a layout of {processes} ranks: --set parallel.dp={processes}, say")
         }
         TrainError::FewGpus { .. } => {
             "start one rank per GPU; `lockstep launch --share-gpus` lets ranks share them, slowly, to check a layout; \
              CUDA_VISIBLE_DEVICES may hide some"
+                .into()
         }
-        TrainError::NotShared { .. } => "give all ranks the same --run-dir, on a file system that all hosts share",
-        TrainError::Dir(RunDirError::ConfigChanged { differences, step, stays_finished, .. }) => {
-            return Some(ways_on(differences, *step, *stays_finished));
-        }
-        TrainError::Dir(RunDirError::FinishedRun { step, .. }) => {
-            return Some(format!(
-                "give --change train.steps=N too, with N more than {step}, to go on with it; or take the run back with \
-                 --resume-from STEP (`lockstep checkpoint list` shows which there are)"
-            ));
-        }
-        TrainError::Dir(RunDirError::CannotChange { key, .. }) => {
-            return Some(format!(
-                "{}: start another run, or give --fresh to start over (the old run is kept in a folder inside)",
-                why_fixed(key)
-            ));
-        }
-        TrainError::Dir(RunDirError::NothingToChange { .. }) => "give the values with --set instead of --change",
-        TrainError::Dir(RunDirError::StepsDone { step, .. }) => {
-            return Some(format!(
-                "choose at least {step}, or go back with --resume-from STEP (`lockstep checkpoint list` shows which \
-                 there are)"
-            ));
-        }
+        TrainError::NotShared { .. } => "give all ranks the same --run-dir, on a file system that all hosts share".into(),
         TrainError::NoSuchStep { there, .. } if there.is_empty() => {
-            "there is none of any step: start without --resume-from"
+            "there is none of any step: start without --resume-from".into()
         }
-        TrainError::Dir(RunDirError::Locked { .. }) => "wait for it, or choose another --run-dir",
         TrainError::DataChanged { .. } => {
             "restore the folder, or restore the text and delete the folder, which is then prepared again, or give \
              --fresh to start over"
+                .into()
         }
-        TrainError::OtherData { .. } => "undo the change, choose another --run-dir, or give --fresh to start over",
-        TrainError::Spikes { roll_backs, .. } => {
-            return Some(format!(
-                "no weight was changed in the skipped steps and the last checkpoint is kept; look at the data of these \
-                 steps; resume with a lower rate (--change optimizer.lr=…), a wider limit (--change spikes.z=…) or more \
-                 roll-backs (--change spikes.roll_backs={})",
-                roll_backs.last().map_or(0, |last| last.number) + 1
-            ));
+        TrainError::OtherData { .. } => {
+            "undo the change, choose another --run-dir, or give --fresh to start over".into()
         }
+        TrainError::Spikes { roll_backs, .. } => format!(
+            "no weight was changed in the skipped steps and the last checkpoint is kept; look at the data of these \
+             steps; resume with a lower rate (--change optimizer.lr=…), a wider limit (--change spikes.z=…) or more \
+             roll-backs (--change spikes.roll_backs={})",
+            roll_backs.last().map_or(0, |last| last.number) + 1
+        ),
         TrainError::Diverged { .. } => {
             "no weight was changed in these steps and the last checkpoint is kept; start over with a lower optimizer.lr \
              or more optimizer.warmup_steps, in another --run-dir or with --fresh; --debug-nans says where the first \
              such number is made"
+                .into()
         }
-        TrainError::ExpertBound { bound, .. } => {
-            return Some(format!(
-                "no weight was changed in this step, and checkpoints are kept; {}; where losses rose before, the run has \
-                 diverged: lower optimizer.lr",
-                other_bound(*bound)
-            ));
-        }
-        TrainError::EvaluationBound { bound, .. } => {
-            return Some(format!("what was trained is kept; {}", other_bound(*bound)));
-        }
-        TrainError::AlwaysDeterministic => "use --device cuda",
+        TrainError::ExpertBound { bound, .. } => format!(
+            "no weight was changed in this step, and checkpoints are kept; {}; where losses rose before, the run has \
+             diverged: lower optimizer.lr",
+            other_bound(*bound)
+        ),
+        TrainError::EvaluationBound { bound, .. } => format!("what was trained is kept; {}", other_bound(*bound)),
+        TrainError::AlwaysDeterministic => "use --device cuda".into(),
         TrainError::Imported { .. } => {
-            "choose another --run-dir, and start from them there: --set train.init_from=FOLDER"
+            "choose another --run-dir, and start from them there: --set train.init_from=FOLDER".into()
         }
-        TrainError::NoValidationText { .. } => "name text to evaluate on: --data PATH",
-        TrainError::EmptyPrompt => "give some text to continue: --prompt \"Once\"",
-        TrainError::ContextFull { .. } => "give a shorter prompt, or a larger --context",
-        TrainError::AnswerLength { .. } => "an answer has at least one token, and fits into a sequence: --seq",
-        TrainError::Unmeasured { what, .. } => match what {
-            Unmeasured::Prediction => "measure this machine with lockstep bench --save NAME, and train again",
-            Unmeasured::Times => {
-                "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps"
-            }
-            Unmeasured::Machine(_) => "measure this machine first: lockstep bench --save NAME",
-        },
-        TrainError::Dir(RunDirError::Io { cause, .. }) => match cause.kind() {
-            ErrorKind::PermissionDenied => "choose a --run-dir that you may write to",
-            ErrorKind::NotADirectory | ErrorKind::AlreadyExists => "choose a --run-dir that is a folder",
+        TrainError::NoValidationText { .. } => "name text to evaluate on: --data PATH".into(),
+        TrainError::EmptyPrompt => "give some text to continue: --prompt \"Once\"".into(),
+        TrainError::ContextFull { .. } => "give a shorter prompt, or a larger --context".into(),
+        TrainError::AnswerLength { .. } => "an answer has at least one token, and fits into a sequence: --seq".into(),
+        TrainError::Unmeasured { what: Unmeasured::Machine(_), .. } => {
+            "measure this machine first: lockstep bench --save NAME".into()
+        }
+        TrainError::Unmeasured { what, .. } => {
+            let times = if let Unmeasured::Times = what { ": such a run times one of its steps" } else { "" };
+            format!("measure this machine with lockstep bench --save NAME, and train again{times}")
+        }
+        error => return error.hint(),
+    })
+}
+
+fn hint_of_dir(error: &RunDirError) -> Option<String> {
+    Some(match error {
+        RunDirError::ConfigChanged { differences, step, stays_finished, .. } => {
+            ways_on(differences, *step, *stays_finished)
+        }
+        RunDirError::FinishedRun { step, .. } => format!(
+            "give --change train.steps=N too, with N more than {step}, to go on with it; or take the run back with \
+             --resume-from STEP (`lockstep checkpoint list` shows which there are)"
+        ),
+        RunDirError::CannotChange { key, .. } => format!(
+            "{}: start another run, or give --fresh to start over (the old run is kept in a folder inside)",
+            why_fixed(key)
+        ),
+        RunDirError::NothingToChange { .. } => "give the values with --set instead of --change".into(),
+        RunDirError::StepsDone { step, .. } => format!(
+            "choose at least {step}, or go back with --resume-from STEP (`lockstep checkpoint list` shows which there are)"
+        ),
+        RunDirError::Locked { .. } => "wait for it, or choose another --run-dir".into(),
+        RunDirError::Io { cause, .. } => match cause.kind() {
+            ErrorKind::PermissionDenied => "choose a --run-dir that you may write to".into(),
+            ErrorKind::NotADirectory | ErrorKind::AlreadyExists => "choose a --run-dir that is a folder".into(),
             _ => return error.hint(),
         },
         error => return error.hint(),
-    };
-    Some(text.to_owned())
+    })
 }
 
 fn other_bound(bound: f64) -> String {

@@ -35,10 +35,7 @@ pub enum CudaError {
     /// The driver is too old.
     #[error(
         "the NVIDIA driver speaks CUDA {}.{}, {}.{} is needed",
-        found / 1000,
-        found % 1000 / 10,
-        least / 1000,
-        least % 1000 / 10
+        found / 1000, found % 1000 / 10, least / 1000, least % 1000 / 10
     )]
     #[hint("install driver 580 or newer")]
     OldDriver {
@@ -280,8 +277,8 @@ mod tests {
             }
             assert!(matches!(of(call, 2), CudaError::OutOfMemory) && matches!(of(call, 100), CudaError::NoDevice));
         }
-        assert!(of("cuDevicePrimaryCtxRetain", 46).to_string().contains("`nvidia-smi --compute-mode=DEFAULT`"));
-        assert!(of("cuInit", 804).to_string().contains("take it out of LD_LIBRARY_PATH"));
+        assert!(of("cuDevicePrimaryCtxRetain", 46).with_hint().contains("`nvidia-smi --compute-mode=DEFAULT`"));
+        assert!(of("cuInit", 804).with_hint().contains("take it out of LD_LIBRARY_PATH"));
         // While it runs.
         for status in [46, 214, 220, 226, 700, 702, 709, 710, 714, 719, 999] {
             assert!(of("cuStreamSynchronize", status).lost(), "{status}");

@@ -208,6 +208,7 @@ pub enum LayoutError {
     NoSchedule,
     /// A schedule that does not exist.
     #[error(transparent)]
+    #[hint(_0.hint())]
     Schedule(#[from] UnknownSchedule),
     /// Something said twice.
     #[error("{0} is given twice")]

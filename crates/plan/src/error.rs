@@ -45,8 +45,7 @@ pub enum PlanError {
     #[error("recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward")]
     #[hint(
         "{}choose of {}",
-        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
-        known.join(", ")
+        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")), known.join(", ")
     )]
     NotRecomputable {
         /// The op.
@@ -59,8 +58,7 @@ pub enum PlanError {
     /// No choice of what is recomputed lets the arena fit.
     #[error(
         "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is recomputed",
-        units::bytes(*budget),
-        units::bytes(*least)
+        units::bytes(*budget), units::bytes(*least)
     )]
     #[hint("raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks")]
     OverBudget {

@@ -140,8 +140,7 @@ pub enum TrainError {
     /// Processes have other things in hand.
     #[error(
         "rank 0 on host {} and rank {rank} on host {} do not have the same {what}: {first} against {other}",
-        .hosts[0],
-        .hosts[1]
+        .hosts[0], .hosts[1]
     )]
     #[hint("start all ranks with the same binary, config file, options and data")]
     Disagree {
@@ -159,10 +158,7 @@ pub enum TrainError {
     /// The run directory of one host is not that of another.
     #[error(
         "the run directory of rank {rank}, {} on host {}, is not that of rank 0, {} on host {}",
-        .dirs[1],
-        .hosts[1],
-        .dirs[0],
-        .hosts[0]
+        .dirs[1], .hosts[1], .dirs[0], .hosts[0]
     )]
     NotShared {
         /// The rank that does not find it.
@@ -175,9 +171,7 @@ pub enum TrainError {
     /// Processes were started with other configs, options or variables.
     #[error(
         "rank 0 on host {} and rank {rank} on host {} were told different things:{}",
-        .hosts[0],
-        .hosts[1],
-        differences.iter().map(|text| format!("\n  {text}")).collect::<String>()
+        .hosts[0], .hosts[1], differences.iter().map(|text| format!("\n  {text}")).collect::<String>()
     )]
     #[hint("start all ranks with the same config file, options and variables")]
     ToldOtherwise {
@@ -245,9 +239,7 @@ pub enum TrainError {
     /// The spike policy has rolled back as often as it may.
     #[error(
         "step {step}: {} updates were skipped in a row, and spikes.roll_backs = {} allows no further roll-back{}",
-        skipped.len(),
-        rolled_back(roll_backs),
-        spike_report(roll_backs, skipped)
+        skipped.len(), rolled_back(roll_backs), spike_report(roll_backs, skipped)
     )]
     Spikes {
         /// The last step.

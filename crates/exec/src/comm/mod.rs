@@ -178,8 +178,7 @@ pub enum CommError {
     /// A rank cannot go on.
     #[error(
         "rank {rank}{} failed {}: {reason}",
-        .host.as_ref().map_or_else(String::new, |host| format!(" on host {host}")),
-        at(.place)
+        .host.as_ref().map_or_else(String::new, |host| format!(" on host {host}")), at(.place)
     )]
     // A process that failed has said more.
     #[hint(host.as_ref().map_or_else(|| hint.clone(), |_| Some(format!("look at the messages of rank {rank}"))))]
@@ -216,10 +215,7 @@ pub enum CommError {
     /// Two ranks that live have lost their connection.
     #[error(
         "rank {} on host {} and rank {} on host {} cannot reach each other any more, and both live: {reason}",
-        .ranks.0,
-        .hosts[0],
-        .ranks.1,
-        .hosts[1]
+        .ranks.0, .hosts[0], .ranks.1, .hosts[1]
     )]
     #[hint("look at the network between these hosts (a link, a firewall); the run goes on from its last checkpoint")]
     Cut {
@@ -233,10 +229,7 @@ pub enum CommError {
     /// A rank waits for one that shows no sign of life.
     #[error(
         "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}",
-        .place.brief(),
-        briefly(.other_place),
-        units::seconds(f64::from(*.seconds)),
-        waiting(.other_waits_for)
+        .place.brief(), briefly(.other_place), units::seconds(f64::from(*.seconds)), waiting(.other_waits_for)
     )]
     #[hint("look at the messages of rank {other}")]
     Stalled {

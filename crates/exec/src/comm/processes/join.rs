@@ -127,10 +127,7 @@ pub enum JoinError {
     /// Two processes are the same rank.
     #[error(
         "rank {rank} came twice: as process {} on host {} and as process {} on host {}",
-        .first.pid,
-        .first.host,
-        .second.pid,
-        .second.host
+        .first.pid, .first.host, .second.pid, .second.host
     )]
     #[hint("every process needs a rank of its own (RANK, SLURM_PROCID …); two runs may use the same MASTER_PORT")]
     Twice {
@@ -144,8 +141,7 @@ pub enum JoinError {
     /// A process counts other ranks than the first.
     #[error(
         "process {} on host {} is rank {rank} of {theirs}, and rank 0 counts {ours} ranks",
-        .member.pid,
-        .member.host
+        .member.pid, .member.host
     )]
     #[hint("start all processes with the same WORLD_SIZE, and ranks from 0 to one less")]
     OtherSize {

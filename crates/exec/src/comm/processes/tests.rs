@@ -534,7 +534,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
                 move || join(&start).err().unwrap().with_hint()
             })
         });
-        end_early(&of(2, &address), "no such file\nhint: none");
+        end_early(&of(2, &address), "no such file");
         waiting.map(|thread| thread.join().unwrap())
     });
     for text in texts {
