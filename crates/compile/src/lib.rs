@@ -7,6 +7,7 @@
 mod budget;
 mod estimate;
 mod forward;
+mod gradients;
 mod join;
 mod local;
 mod lower;

@@ -1,9 +1,9 @@
 //! What an instruction asks of the hardware.
 
 use crate::collective::Pattern;
-use lockstep_ir::op::Transfer;
+use lockstep_ir::op::{Call, Cost, Matmuls, Saved, Transfer};
 use lockstep_ir::program::{BufferId, Instr, Segment, StepProgram, Sum};
-use lockstep_ir::{Axes, DType, MeshAxis, Op, OpKind, TypeError};
+use lockstep_ir::{Axes, DType, MeshAxis, OpKind, TypeError};
 use std::collections::BTreeSet;
 
 /// What an instruction asks of the hardware. Instructions that ask the same take the same time.
@@ -169,174 +169,29 @@ impl Demand {
             segment.instrs[before].iter().flat_map(|i| i.operands().map(|a| a.buffer)).collect();
         let bytes = bytes(instr, &known);
         let types: Vec<_> = instr.inputs.iter().map(|a| &a.ty).collect();
-        let dims = instr.op.bind(&types)?;
-        let size = |letters: &str| dims.product(letters) as u64;
         let wanted: Vec<bool> = instr.outputs.iter().map(Option::is_some).collect();
-        let flops = instr.op.flops(&types, &wanted)?;
-        let dtype = Kernel::of(instr).dtype;
         let sums = instr.outputs.iter().flatten().any(|a| a.sum != Sum::No);
-        let matmul = |rows: u64, cols: u64, inner: u64| Demand::Matmul {
-            rows,
-            cols,
-            inner,
-            calls: 1,
-            dtype,
-            bytes,
-            gradients: 0,
-            logits: 0,
-        };
-        // What the mask leaves of the FLOPs that the kernel has.
-        let causal = || (flops.hardware * flops.causal / flops.model.max(1)) as u64;
-        let attention = |seq: u64, backward| Demand::Attention {
-            flops: causal(),
-            bytes,
-            head_dim: size("e"),
-            seq,
-            dtype,
-            backward,
-        };
-        Ok(match instr.op {
-            Op::Linear => matmul(size("…"), size("n"), size("k")),
-            Op::LinearGradInput => matmul(size("…"), size("k"), size("n")),
-            Op::LinearGradWeight => match matmul(size("n"), size("k"), size("…")) {
-                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, logits, .. } => {
-                    let gradients = if sums { rows * cols } else { 0 };
-                    Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits }
-                }
-                other => other,
-            },
-            Op::GroupedLinear | Op::GroupedLinearEach => matmul(size("…y"), size("n"), size("k")),
-            Op::GroupedGradInput => matmul(size("…y"), size("k"), size("n")),
-            Op::GroupedGradWeight { .. } | Op::GroupedGradWeightEach { .. } => {
-                // As many matmuls as experts, each over its share of the rows.
-                let (calls, rows, cols) = (size("j").max(1), size("n"), size("k"));
-                let inner = size("…y").div_ceil(calls);
-                let gradients = if sums { calls * rows * cols } else { 0 };
-                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
+        let (cost, flops) = instr.op.cost(&types, &Call { wanted: &wanted, sums })?;
+        let dtype = instr.op.spec().multiplies.first().map_or(Kernel::of(instr).dtype, |input| types[*input].dtype);
+        Ok(match cost {
+            Cost::Nothing => Demand::Nothing,
+            Cost::Matmul(Matmuls { rows, cols, inner, calls, gradients, logits, passes, reread }) => {
+                let bytes = bytes * passes + reread * dtype.bytes() as u64;
+                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits }
             }
-            // Rows that tokens fill, if choices are even.
-            Op::RowsLinear { blocks } => matmul(blocks.filled(size("ac")), size("n"), size("k")),
-            Op::RowsGradInput { blocks } => matmul(blocks.filled(size("ac")), size("k"), size("n")),
-            Op::RowsGradWeight { blocks, .. } => {
-                let (calls, rows, cols) = (size("j").max(1), size("n"), size("k"));
-                let inner = blocks.filled(size("ac")).div_ceil(calls);
-                let gradients = if sums { calls * rows * cols } else { 0 };
-                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits: 0 }
+            Cost::Attention { head_dim, seq, backward } => {
+                // What the mask leaves of the FLOPs that the kernel has.
+                let flops = (flops.hardware * flops.causal / flops.model.max(1)) as u64;
+                Demand::Attention { flops, bytes, head_dim, seq, dtype, backward }
             }
-            Op::LinearCrossEntropy { rows } | Op::LinearScore { rows } => {
-                let (tokens, vocab, inner) = (size("bs"), size("v"), size("k"));
-                let gradients = instr.op.spec().gradient_reads.is_some();
-                let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w && gradients).count() as u64;
-                // Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
-                let chunks = tokens.div_ceil((rows as u64).clamp(1, tokens.max(1))).max(1);
-                let rows = tokens.div_ceil(chunks);
-                let each = vocab * inner * dtype.bytes() as u64;
-                let (calls, bytes) = (matmuls * chunks, bytes + (chunks - 1) * matmuls * each);
-                let (gradients, logits) = (if matmuls > 2 { vocab * inner } else { 0 }, tokens * vocab);
-                Demand::Matmul { rows, cols: vocab, inner, calls, dtype, bytes, gradients, logits }
+            Cost::Scores => Demand::Scores { flops: flops.hardware as u64, bytes, dtype },
+            Cost::Elementwise => Demand::Elementwise { bytes },
+            Cost::Rows { of: Saved::Input(i), times } => Demand::Elementwise { bytes: times * types[i].bytes() },
+            Cost::Rows { of: Saved::Output(o), times } => {
+                let bytes = instr.outputs[o].as_ref().map_or(0, |a| a.ty.bytes());
+                Demand::Elementwise { bytes: times * bytes }
             }
-            Op::VocabLogits { .. } => {
-                let (rows, cols, inner) = (size("c"), size("v"), size("k"));
-                Demand::Matmul { rows, cols, inner, calls: 1, dtype, bytes, gradients: 0, logits: rows * cols }
-            }
-            Op::VocabGrad { .. } => {
-                let (rows, cols, inner) = (size("c"), size("v"), size("k"));
-                let dtype = instr.inputs[3].ty.dtype;
-                let calls = wanted.iter().filter(|w| **w).count() as u64;
-                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients: cols * inner, logits: 0 }
-            }
-            Op::Orthogonalise => {
-                let (rows, inner) = (size("n").min(size("k")), size("n").max(size("k")));
-                let calls = (flops.hardware as u64).div_ceil((2 * rows * rows * inner).max(1));
-                Demand::Matmul { rows, cols: rows, inner, calls, dtype, bytes: bytes * 5, gradients: 0, logits: 0 }
-            }
-            Op::Attention { .. } | Op::CachedAttention { .. } => attention(size("s"), false),
-            Op::RingAttention { parts, .. } => attention(size("s") * parts as u64, false),
-            Op::GatheredAttention { .. } => attention(size("o"), false),
-            Op::AttentionGrad { .. } => attention(size("s"), true),
-            Op::RingAttentionGrad { parts, .. } => attention(size("s") * parts as u64, true),
-            Op::GatheredAttentionGrad { .. } => attention(size("o"), true),
-            Op::AttentionScores { .. }
-            | Op::AttentionScoresGrad { .. }
-            | Op::AttentionMix { .. }
-            | Op::AttentionMixGrad { .. } => Demand::Scores { flops: flops.hardware as u64, bytes, dtype },
-            Op::AdamW { .. } | Op::Lion { .. } | Op::Sgd { .. } | Op::Momentum { .. } | Op::Descend { .. } => {
-                Demand::Optimizer { bytes }
-            }
-            // Rows of the table that tokens choose, not all of it.
-            Op::Embedding => Demand::Elementwise { bytes: 2 * written(instr) },
-            Op::EmbeddingGrad { .. } => Demand::Elementwise { bytes: 3 * instr.inputs[0].ty.bytes() },
-            Op::Shard { .. } => Demand::Nothing,
-            Op::AddBias
-            | Op::BiasGrad
-            | Op::RmsNorm { .. }
-            | Op::AddRmsNorm { .. }
-            | Op::RmsNormGrad
-            | Op::AddRmsNormGrad
-            | Op::RmsNormGradWeight
-            | Op::QkNorm { .. }
-            | Op::QkNormGrad
-            | Op::QkNormGradWeight
-            | Op::LayerNorm { .. }
-            | Op::AddLayerNorm { .. }
-            | Op::LayerNormGrad
-            | Op::AddLayerNormGrad
-            | Op::LayerNormGradWeight
-            | Op::AddPositions { .. }
-            | Op::AddPositionsAt
-            | Op::PositionsGrad { .. }
-            | Op::Rope { .. }
-            | Op::RopeAt
-            | Op::AttentionMerge
-            | Op::SplitHeads { .. }
-            | Op::JoinHeads { .. }
-            | Op::LastPosition
-            | Op::Route { .. }
-            | Op::RouteTo { .. }
-            | Op::RouteGrad { .. }
-            | Op::ExpertCounts { .. }
-            | Op::RouterLoss { .. }
-            | Op::RouterLossGrad { .. }
-            | Op::ExpertSlots { .. }
-            | Op::SendRows { .. }
-            | Op::SendRowsEach { .. }
-            | Op::TakeRows { .. }
-            | Op::Combine
-            | Op::SumChoices
-            | Op::CombineGrad
-            | Op::ExpertLoad { .. }
-            | Op::StackLoads
-            | Op::MoveBias { .. }
-            | Op::SwiGlu
-            | Op::SwiGluGrad
-            | Op::Gelu
-            | Op::GeluGrad
-            | Op::Dropout { .. }
-            | Op::Add
-            | Op::Cast { .. }
-            | Op::Slice { .. }
-            | Op::Concat
-            | Op::CrossEntropy
-            | Op::CrossEntropyGrad { .. }
-            | Op::AddState
-            | Op::Accumulate
-            | Op::SquareSum { .. }
-            | Op::MergeSums
-            | Op::LossSum
-            | Op::GradientNorm
-            | Op::VocabLoss
-            | Op::VocabMisses { .. }
-            | Op::JoinRows
-            | Op::Part { .. }
-            // With a transfer of their own, above.
-            | Op::AllReduce { .. }
-            | Op::SumShared { .. }
-            | Op::ReduceScatter { .. }
-            | Op::AllGather { .. }
-            | Op::Shift { .. }
-            | Op::AllToAll { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. } => Demand::Elementwise { bytes },
+            Cost::Optimizer => Demand::Optimizer { bytes },
         })
     }
 }

@@ -10,6 +10,7 @@ use lockstep_train::{Devices, processor};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// A folder with a small corpus and a small config.
@@ -154,9 +155,15 @@ pub fn signal(pid: i32, signal: i32) {
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
 
-/// A port that nobody uses now.
+/// A port that nobody uses: below those that the system gives out by itself, so that nobody gets it by chance either.
 pub fn free_port() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let port = 10_000 + (std::process::id() as usize * 64 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        if std::net::TcpListener::bind(("127.0.0.1", port as u16)).is_ok() {
+            return port.to_string();
+        }
+    }
 }
 
 /// Sets the first number of a tensor in a safetensors file of f32.

@@ -2,7 +2,7 @@
 
 use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};
-use super::{Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
+use super::{Cost, Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
 use crate::{Axis, Dim, Section, TensorType};
 
 /// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
@@ -40,6 +40,11 @@ pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, model: u128
     let w = window.unwrap_or(s).min(s);
     let (whole, seen) = (dims.product("bh") * (s * w) as u128, dims.product("bh") * ((2 * s - w) * w) as u128);
     Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
+}
+
+/// Fused attention over sequences of `seq` positions.
+pub(super) fn fused(dims: &Dims, seq: usize, backward: bool) -> Cost {
+    Cost::Attention { head_dim: dims.size('e') as u64, seq: seq as u64, backward }
 }
 
 /// Weights that exist are computed for all keys.
@@ -84,7 +89,8 @@ pub(super) static ATTENTION: Spec =
     .flops(|op, dims, _| {
         attributes!(op, Op::Attention { window });
         flops(dims, window, 4, 4)
-    });
+    })
+    .multiplies(&[0], |_, dims, _| fused(dims, dims.size('s'), false));
 
 pub(super) static ATTENTION_GRAD: Spec = row(
     "attention_grad",
@@ -106,7 +112,8 @@ pub(super) static ATTENTION_GRAD: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionGrad { window });
     flops(dims, window, 8, 10)
-});
+})
+.multiplies(&[0, 1, 2], |_, dims, _| fused(dims, dims.size('s'), true));
 
 const P: Operand = float("p", "bqst");
 
@@ -134,7 +141,8 @@ pub(super) static ATTENTION_SCORES: Spec =
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionScores { window });
         naive_flops(dims, window, 2)
-    });
+    })
+    .multiplies(&[0], |_, _, _| Cost::Scores);
 
 pub(super) static ATTENTION_SCORES_GRAD: Spec =
     row("attention_scores_grad", &[float("dp", "bqst"), P, float("qkv", "bsp")], &[float("dqkv", "bsp")], |batch| {
@@ -147,7 +155,8 @@ pub(super) static ATTENTION_SCORES_GRAD: Spec =
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionScoresGrad { window });
         naive_flops(dims, window, 4)
-    });
+    })
+    .multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
 pub(super) static ATTENTION_MIX: Spec =
     row("attention_mix", &[P, float("qkv", "bsp")], &[float("o", "bsh")], |batch| {
@@ -161,7 +170,8 @@ pub(super) static ATTENTION_MIX: Spec =
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionMix { window });
         naive_flops(dims, window, 2)
-    });
+    })
+    .multiplies(&[0, 1], |_, _, _| Cost::Scores);
 
 pub(super) static ATTENTION_MIX_GRAD: Spec = row(
     "attention_mix_grad",
@@ -178,7 +188,8 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionMixGrad { window });
     naive_flops(dims, window, 4)
-});
+})
+.multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
 pub(super) static CACHED_ATTENTION: Spec = row(
     "cached_attention",
@@ -211,7 +222,8 @@ pub(super) static CACHED_ATTENTION: Spec = row(
     attributes!(op, Op::CachedAttention { window });
     let t = dims.size('t');
     Flops::all(4 * dims.product("bsh") * window.unwrap_or(t).min(t) as u128)
-});
+})
+.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size('s'), false));
 
 pub(super) static LAST_POSITION: Spec =
     row("last_position", &[float("x", "bsd"), u32("count", "b")], &[float("y", "bld")], |batch| {

@@ -2,7 +2,7 @@
 
 use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, f32, row};
 use super::sample::{embed, ffn, normal, sample};
-use super::{Op, Sample, attributes};
+use super::{Cost, Op, Sample, attributes};
 use crate::{Axes, MeshAxis, Placement, Sharding};
 
 /// What ranks do together, as those see it who carry it out or count its bytes: every such op is one of these.
@@ -200,6 +200,7 @@ pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
     vec![sample(Op::Shard { over: MeshAxis::DpShard.into() }, [normal([ffn(), embed()])])]
 })
 .run_by(RunBy::View)
+.cost(|_, _, _| Cost::Nothing)
 .reshards(|op, before| {
     attributes!(op, Op::Shard { over });
     let fits = all(before, over, Placement::Replicated) && last(before, over, None);

@@ -1,6 +1,6 @@
 //! Attention of context-parallel ranks: over one part of the keys at a time, which ranks pass around a ring, and over gathered keys.
 
-use super::attention::{WINDOWS, flops_of, packed_heads};
+use super::attention::{WINDOWS, flops_of, fused, packed_heads};
 use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, floats, normal, sample};
 use super::{Dims, Flops, Op, TypeError, attributes};
@@ -125,6 +125,10 @@ pub(super) static RING_ATTENTION: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::RingAttention { window, parts, .. });
     step_flops(dims, (window, parts), 4, 4)
+})
+.multiplies(&[0, 1], |op, dims, _| {
+    attributes!(op, Op::RingAttention { parts, .. });
+    fused(dims, dims.size('s') * parts, false)
 });
 
 const BACKWARD: [Operand; 5] =
@@ -149,6 +153,10 @@ pub(super) static RING_ATTENTION_GRAD: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::RingAttentionGrad { window, parts, .. });
     step_flops(dims, (window, parts), 8, 10)
+})
+.multiplies(&[0, 1, 2, 3], |op, dims, _| {
+    attributes!(op, Op::RingAttentionGrad { parts, .. });
+    fused(dims, dims.size('s') * parts, true)
 });
 
 pub(super) static ATTENTION_MERGE: Spec = row(
@@ -192,7 +200,8 @@ pub(super) static GATHERED_ATTENTION: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::GatheredAttention { window });
     gathered_flops(dims, window, 4, 4)
-});
+})
+.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size('o'), false));
 
 pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     "gathered_attention_grad",
@@ -211,4 +220,5 @@ pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::GatheredAttentionGrad { window });
     gathered_flops(dims, window, 8, 10)
-});
+})
+.multiplies(&[0, 1, 2, 3], |_, dims, _| fused(dims, dims.size('o'), true));

@@ -6,7 +6,7 @@
 
 use super::row::{FlopsRule, ShapeRule, Spec, accumulator, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, ffn, normal, sample};
-use super::{Dims, Flops, Op, Saved::Input, TypeError, attributes};
+use super::{Cost, Dims, Flops, Matmuls, Op, Saved::Input, TypeError, attributes};
 use crate::{Axis, DType, Dim, TensorType};
 
 /// The place of a choice that has no row, and the expert of a row that no token fills.
@@ -44,10 +44,12 @@ impl Blocks {
 
 const SHAPE: ShapeRule = |op, _, dims| blocks(op).bind(op, dims);
 
-const MATMUL: FlopsRule = |op, dims, _| {
-    let filled = blocks(op).filled(dims.product("ac") as u64);
-    Flops::all(2 * u128::from(filled) * dims.product("nk"))
-};
+const MATMUL: FlopsRule = |op, dims, _| Flops::all(2 * u128::from(filled(op, dims)) * dims.product("nk"));
+
+/// Rows that tokens fill, if choices are even.
+fn filled(op: &Op, dims: &Dims) -> u64 {
+    blocks(op).filled(dims.product("ac") as u64)
+}
 
 /// The blocks that an op is about.
 fn blocks(op: &Op) -> Blocks {
@@ -197,7 +199,10 @@ pub(super) static ROWS_LINEAR: Spec =
     .splits(&["c", "aj", "n", "k"])
     .shape(|op, _, dims| op.even_parts(dims))
     .chunks()
-    .flops(MATMUL);
+    .flops(MATMUL)
+    .multiplies(&[0, 1], |op, dims, _| {
+        Cost::Matmul(Matmuls::one(filled(op, dims), dims.size('n') as u64, dims.size('k') as u64))
+    });
 
 pub(super) static ROWS_GRAD_INPUT: Spec = row(
     "rows_grad_input",
@@ -211,7 +216,10 @@ pub(super) static ROWS_GRAD_INPUT: Spec = row(
 .splits(&["c", "aj", "n", "k"])
 .shape(|op, _, dims| op.even_parts(dims))
 .chunks()
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], |op, dims, _| {
+    Cost::Matmul(Matmuls::one(filled(op, dims), dims.size('k') as u64, dims.size('n') as u64))
+});
 
 pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
     "rows_grad_weight",
@@ -237,4 +245,7 @@ pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
     let experts = outputs.first().and_then(|dw| dw.as_ref()).map_or(0, |dw| dw.dims[0].size());
     Op::RowsGradWeight { experts, blocks }
 })
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], |op, dims, call| {
+    Cost::Matmul(Matmuls::of_weights(dims.size('j') as u64, dims, filled(op, dims), call))
+});

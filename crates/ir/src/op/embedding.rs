@@ -2,7 +2,7 @@
 
 use super::row::{Spec, accumulator, float, row, u32};
 use super::sample::{Draw, Shapes, embed, normal, sample, vocab};
-use super::{Op, Saved::Input, attributes};
+use super::{Cost, Op, Saved::Input, Saved::Output, attributes};
 use crate::{Axis, Dim};
 
 pub(super) static EMBEDDING: Spec =
@@ -12,7 +12,9 @@ pub(super) static EMBEDDING: Spec =
     })
     .gradient(&[Input(0)])
     .splits(&["b", "s", "v"])
-    .numbers('v');
+    .numbers('v')
+    // Rows of the table that tokens choose, not all of it.
+    .cost(|_, _, _| Cost::Rows { of: Output(0), times: 2 });
 
 pub(super) static EMBEDDING_GRAD: Spec =
     row("embedding_grad", &[float("dx", "bsd"), u32("tokens", "bs")], &[accumulator("dtable", "vd")], |batch| {
@@ -30,4 +32,5 @@ pub(super) static EMBEDDING_GRAD: Spec =
         attributes!(op, Op::EmbeddingGrad { vocab });
         dims.set('v', &Dim::new(Axis::Vocab, vocab));
         Ok(())
-    });
+    })
+    .cost(|_, _, _| Cost::Rows { of: Input(0), times: 3 });

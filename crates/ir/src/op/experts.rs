@@ -3,9 +3,10 @@
 //! What experts compute stays with its token: `…` are tokens and `y` the experts of each, the best first. Kernels sort rows by expert
 //! for themselves, so that no shape depends on how many tokens an expert gets, and none of them needs a bound.
 
+use super::cost::CostRule;
 use super::row::{FlopsRule, Spec, accumulator, f32, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, ffn, floats, normal, sample, scalars};
-use super::{Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
+use super::{Cost, Dims, Flops, Matmuls, Op, Saved::Input, Saved::Output, TypeError, attributes};
 use crate::{Axis, DType, Dim, TensorType};
 
 /// What the router makes of its logits before it chooses.
@@ -131,6 +132,16 @@ impl Grouped {
 /// One matmul for every expert of a token.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…ynk"));
 
+/// As one matmul of all rows.
+const FORWARD: CostRule = |_, dims, _| {
+    let [rows, cols, inner] = ["…y", "n", "k"].map(|letters| dims.product(letters) as u64);
+    Cost::Matmul(Matmuls::one(rows, cols, inner))
+};
+
+/// As many matmuls as experts, each over its share of the rows.
+const WEIGHTS: CostRule =
+    |_, dims, call| Cost::Matmul(Matmuls::of_weights(dims.size('j') as u64, dims, dims.product("…y") as u64, call));
+
 pub(super) static ROUTE: Spec = row(
     "route",
     &[f32("logits", "…j"), f32("bias", "j")],
@@ -232,7 +243,8 @@ pub(super) static GROUPED_LINEAR: Spec = row(
 )
 .gradient(&[Input(0), Input(1), Input(2)])
 .splits(&["…", "n", "k"])
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], FORWARD);
 
 pub(super) static GROUPED_LINEAR_EACH: Spec = row(
     "grouped_linear_each",
@@ -245,7 +257,8 @@ pub(super) static GROUPED_LINEAR_EACH: Spec = row(
 )
 .gradient(&[Input(0), Input(1), Input(2)])
 .splits(&["…", "n", "k"])
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], FORWARD);
 
 pub(super) static GROUPED_GRAD_INPUT: Spec = row(
     "grouped_grad_input",
@@ -257,7 +270,11 @@ pub(super) static GROUPED_GRAD_INPUT: Spec = row(
     },
 )
 .splits(&["…", "n", "k"])
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], |_, dims, _| {
+    let [rows, cols, inner] = ["…y", "k", "n"].map(|letters| dims.product(letters) as u64);
+    Cost::Matmul(Matmuls::one(rows, cols, inner))
+});
 
 pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     "grouped_grad_weight",
@@ -274,7 +291,8 @@ pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     attributes!(op, Op::GroupedGradWeight { experts });
     op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
 })
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], WEIGHTS);
 
 pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     "grouped_grad_weight_each",
@@ -291,7 +309,8 @@ pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     attributes!(op, Op::GroupedGradWeightEach { experts });
     op.ask(dims, 'j', Dim::new(Axis::Experts, experts))
 })
-.flops(MATMUL);
+.flops(MATMUL)
+.multiplies(&[0, 1], WEIGHTS);
 
 pub(super) static COMBINE: Spec =
     row("combine", &[float("y", "…yd"), f32("weights", "…y")], &[float("out", "…d")], |batch| {

@@ -2,7 +2,7 @@
 
 use super::row::{Spec, accumulator, f32, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, floats, normal, sample, scalars, vocab};
-use super::{Flops, Op, Rows, Saved::Input, Saved::Output, attributes};
+use super::{Cost, Dims, Flops, Matmuls, Op, Rows, Saved::Input, Saved::Output, attributes};
 use crate::{Axis, Dim, TensorType};
 
 pub(super) static CROSS_ENTROPY: Spec = row(
@@ -30,6 +30,24 @@ pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
 .in_place(&[(0, 0)])
 .splits(&["b", "s"]);
 
+/// So many matmuls, chunk by chunk of rows. Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
+fn chunked(dims: &Dims, matmuls: u64) -> Cost {
+    let [tokens, cols, inner, rows] = ["bs", "v", "k", "c"].map(|letters| dims.product(letters) as u64);
+    let chunks = tokens.div_ceil(rows.clamp(1, tokens.max(1))).max(1);
+    Cost::Matmul(Matmuls {
+        calls: matmuls * chunks,
+        gradients: if matmuls > 2 { cols * inner } else { 0 },
+        logits: tokens * cols,
+        reread: (chunks - 1) * matmuls * cols * inner,
+        ..Matmuls::one(tokens.div_ceil(chunks), cols, inner)
+    })
+}
+
+/// The matmul of the logits, and one for each gradient that is used.
+fn matmuls(wanted: &[bool]) -> u64 {
+    1 + wanted.iter().skip(1).filter(|w| **w).count() as u64
+}
+
 pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
     "linear_cross_entropy",
     &[float("x", "bsk"), float("w", "vk"), u32("targets", "bs"), f32("scalars", "z")],
@@ -52,11 +70,8 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
     dims.set('c', &Dim::new(Axis::Seq, rows));
     Ok(())
 })
-// One matmul for the logits, one for each gradient that is used.
-.flops(|_, dims, wanted| {
-    let matmuls = 1 + wanted.iter().skip(1).filter(|w| **w).count() as u128;
-    Flops::all(2 * matmuls * dims.product("bskv"))
-});
+.flops(|_, dims, wanted| Flops::all(2 * u128::from(matmuls(wanted)) * dims.product("bskv")))
+.multiplies(&[0, 1], |_, dims, call| chunked(dims, matmuls(call.wanted)));
 
 /// One number of each position.
 fn one() -> Dim {
@@ -85,7 +100,8 @@ pub(super) static LINEAR_SCORE: Spec = row(
     dims.set('i', &one());
     Ok(())
 })
-.flops(|_, dims, _| Flops::all(2 * dims.product("bskv")));
+.flops(|_, dims, _| Flops::all(2 * dims.product("bskv")))
+.multiplies(&[0, 1], |_, dims, _| chunked(dims, 1));
 
 /// Some positions of one rank.
 const CHUNK: Rows = Rows { first: 7, count: 23, ranks: 1 };
@@ -117,7 +133,11 @@ pub(super) static VOCAB_LOGITS: Spec = row(
     dims.set('j', &Dim::new(Axis::Scalar, 3));
     Ok(())
 })
-.flops(|_, dims, _| Flops::all(2 * dims.product("ckv")));
+.flops(|_, dims, _| Flops::all(2 * dims.product("ckv")))
+.multiplies(&[0, 1], |_, dims, _| {
+    let [rows, cols, inner] = ["c", "v", "k"].map(|letters| dims.product(letters) as u64);
+    Cost::Matmul(Matmuls { logits: rows * cols, ..Matmuls::one(rows, cols, inner) })
+});
 
 pub(super) static VOCAB_LOSS: Spec =
     row("vocab_loss", &[f32("statistics", "a?j"), u32("targets", "bs")], &[f64("loss", "b")], |batch| {
@@ -188,7 +208,12 @@ pub(super) static VOCAB_GRAD: Spec = row(
     attributes!(op, Op::VocabGrad { rows });
     Op::VocabGrad { rows: rows.of_one_rank() }
 })
-.flops(|_, dims, wanted| Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")));
+.flops(|_, dims, wanted| Flops::all(2 * wanted.iter().filter(|w| **w).count() as u128 * dims.product("ckv")))
+.multiplies(&[2, 3], |_, dims, call| {
+    let [rows, cols, inner] = ["c", "v", "k"].map(|letters| dims.product(letters) as u64);
+    let calls = call.wanted.iter().filter(|w| **w).count() as u64;
+    Cost::Matmul(Matmuls { calls, gradients: cols * inner, ..Matmuls::one(rows, cols, inner) })
+});
 
 pub(super) static JOIN_ROWS: Spec =
     row("join_rows", &[float("part", "?k"), u32("targets", "bs")], &[float("joined", "bsk")], |batch| {

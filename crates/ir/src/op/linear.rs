@@ -2,10 +2,16 @@
 
 use super::row::{FlopsRule, Spec, accumulator, float, row};
 use super::sample::{Shapes, embed, ffn, normal, sample};
-use super::{Flops, Op, Saved::Input};
+use super::{Cost, Dims, Flops, Matmuls, Op, Saved::Input};
 
 /// One matmul.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("…nk"));
+
+/// A matmul of these letters: rows, columns, terms.
+fn matmul(dims: &Dims, rows: &str, cols: &str, inner: &str) -> Cost {
+    let [rows, cols, inner] = [rows, cols, inner].map(|letters| dims.product(letters) as u64);
+    Cost::Matmul(Matmuls::one(rows, cols, inner))
+}
 
 pub(super) static LINEAR: Spec =
     row("linear", &[float("x", "…k"), float("w", "nk")], &[float("y", "…n")], |batch| {
@@ -13,7 +19,8 @@ pub(super) static LINEAR: Spec =
     })
     .gradient(&[Input(0), Input(1)])
     .splits(&["…", "n", "k"])
-    .flops(MATMUL);
+    .flops(MATMUL)
+    .multiplies(&[0, 1], |_, dims, _| matmul(dims, "…", "n", "k"));
 
 pub(super) static LINEAR_GRAD_INPUT: Spec =
     row("linear_grad_input", &[float("dy", "…n"), float("w", "nk")], &[float("dx", "…k")], |batch| {
@@ -21,7 +28,8 @@ pub(super) static LINEAR_GRAD_INPUT: Spec =
         Shapes::any_leading(batch).map(of).into()
     })
     .splits(&["…", "n", "k"])
-    .flops(MATMUL);
+    .flops(MATMUL)
+    .multiplies(&[0, 1], |_, dims, _| matmul(dims, "…", "k", "n"));
 
 pub(super) static LINEAR_GRAD_WEIGHT: Spec =
     row("linear_grad_weight", &[float("dy", "…n"), float("x", "…k")], &[accumulator("dw", "nk")], |batch| {
@@ -29,7 +37,8 @@ pub(super) static LINEAR_GRAD_WEIGHT: Spec =
     })
     .sums(0)
     .splits(&["…", "n", "k"])
-    .flops(MATMUL);
+    .flops(MATMUL)
+    .multiplies(&[0, 1], |_, dims, call| Cost::Matmul(Matmuls::of_weights(1, dims, dims.product("…") as u64, call)));
 
 pub(super) static ADD_BIAS: Spec =
     row("add_bias", &[float("x", "…d"), float("bias", "d")], &[float("y", "…d")], |batch| {

@@ -16,6 +16,7 @@
 mod attention;
 mod collective;
 mod context;
+mod cost;
 mod dims;
 mod dispatch;
 mod embedding;
@@ -38,6 +39,7 @@ mod section;
 mod tests;
 
 pub use collective::Transfer;
+pub use cost::{Call, Cost, Matmuls};
 pub use dims::{Dims, LEADING};
 pub use dispatch::{Blocks, NO_ROW};
 pub use experts::{Routing, Score};

@@ -2,7 +2,7 @@
 
 use super::row::{Operand, Samples, Spec, accumulator, f32, rounded, row};
 use super::sample::{Draw, Shapes, embed, ffn, floats, normal, sample, scalars};
-use super::{Flops, Op, newton_schulz};
+use super::{Cost, Flops, Matmuls, Op, newton_schulz};
 use crate::{Axis, Dim, TensorType};
 
 fn state() -> (TensorType, Draw) {
@@ -23,14 +23,15 @@ pub(super) static ADAMW: Spec = row(
         vec![sample(op, [state(), state(), state(), second, scalars(), stats()])]
     },
 )
-.always_in_place(&[(0, 0), (2, 1), (3, 2)]);
+.always_in_place(&[(0, 0), (2, 1), (3, 2)])
+.cost(|_, _, _| Cost::Optimizer);
 
 /// An update by one moment.
 const fn by_moment(name: &'static str, samples: Samples) -> Spec {
     const INPUTS: &[Operand] =
         &[f32("w", "*"), accumulator("grad", "*"), f32("m", "*"), f32("scalars", "z"), f32("stats", "y")];
     const OUTPUTS: &[Operand] = &[f32("w", "*"), f32("m", "*"), rounded("copy", "*")];
-    row(name, INPUTS, OUTPUTS, samples).always_in_place(&[(0, 0), (2, 1)])
+    row(name, INPUTS, OUTPUTS, samples).always_in_place(&[(0, 0), (2, 1)]).cost(|_, _, _| Cost::Optimizer)
 }
 
 pub(super) static LION: Spec = by_moment("lion", |_| {
@@ -49,7 +50,8 @@ pub(super) static MOMENTUM: Spec = row(
     &[f32("m", "*"), f32("update", "*")],
     |_| vec![sample(Op::Momentum { momentum: 0.95 }, [state(), state(), stats()])],
 )
-.always_in_place(&[(1, 0)]);
+.always_in_place(&[(1, 0)])
+.cost(|_, _, _| Cost::Optimizer);
 
 pub(super) static ORTHOGONALISE: Spec =
     row("orthogonalise", &[f32("update", "nk")], &[f32("orthogonal", "nk")], |batch| {
@@ -69,6 +71,13 @@ pub(super) static ORTHOGONALISE: Spec =
         let sections = dims.get('n').into_iter().flat_map(|n| &n.sections);
         let hardware = sections.map(|s| newton_schulz::flops(s.size(), dims.size('k'))).sum();
         Flops { hardware, ..Flops::default() }
+    })
+    // Matmuls of its shorter side, whose operands are far from the matrix units.
+    .multiplies(&[0], |op, dims, call| {
+        let (rows, inner) = (dims.size('n').min(dims.size('k')) as u64, dims.size('n').max(dims.size('k')) as u64);
+        let hardware = (op.spec().flops)(op, dims, call.wanted).hardware as u64;
+        let calls = hardware.div_ceil((2 * rows * rows * inner).max(1));
+        Cost::Matmul(Matmuls { calls, passes: 5, ..Matmuls::one(rows, rows, inner) })
     });
 
 pub(super) static DESCEND: Spec = row(
@@ -77,4 +86,5 @@ pub(super) static DESCEND: Spec = row(
     &[f32("w", "*"), rounded("copy", "*")],
     |_| vec![sample(Op::Descend { decay: 0.1, lr_scale: 0.5 }, [state(), state(), scalars(), stats()])],
 )
-.always_in_place(&[(0, 0)]);
+.always_in_place(&[(0, 0)])
+.cost(|_, _, _| Cost::Optimizer);

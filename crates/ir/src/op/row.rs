@@ -1,5 +1,6 @@
 //! What a row of the op table says.
 
+use super::cost::{Cost, CostRule};
 use super::{Dims, Flops, LEADING, Op, Sample, Transfer, TypeError};
 use crate::{DType, Sharding, TensorType};
 
@@ -130,6 +131,10 @@ pub struct Spec {
     pub local: LocalRule,
     /// What it costs in matmuls.
     pub flops: FlopsRule,
+    /// What it asks of the hardware.
+    pub cost: CostRule,
+    /// Inputs that enter a matmul: the matrix units take them in their type.
+    pub multiplies: &'static [usize],
 }
 
 pub(super) const fn f32(name: &'static str, dims: &'static str) -> Operand {
@@ -201,6 +206,8 @@ pub(super) const fn row(
         shape: |_, _, _| Ok(()),
         local: |op, _| *op,
         flops: |_, _, _| Flops { model: 0, causal: 0, hardware: 0 },
+        cost: |_, _, _| Cost::Elementwise,
+        multiplies: &[],
     }
 }
 
@@ -356,5 +363,14 @@ impl Spec {
 
     pub(super) const fn flops(self, flops: FlopsRule) -> Spec {
         Spec { flops, ..self }
+    }
+
+    pub(super) const fn cost(self, cost: CostRule) -> Spec {
+        Spec { cost, ..self }
+    }
+
+    /// These inputs enter a matmul, at this cost.
+    pub(super) const fn multiplies(self, multiplies: &'static [usize], cost: CostRule) -> Spec {
+        Spec { multiplies, cost, ..self }
     }
 }

@@ -5,11 +5,19 @@ use crate::comm::{Order, Subject};
 use lockstep_ir::DType;
 use lockstep_ir::Hint;
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::AtomicUsize;
 use std::thread::scope;
 use std::time::{Duration, Instant};
 
+/// An address that nobody uses: below the ports that the system gives out by itself, so that nobody gets it by chance either.
 fn free_address() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let port = 10_000 + (std::process::id() as usize * 64 + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000;
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", port as u16)) {
+            return listener.local_addr().unwrap().to_string();
+        }
+    }
 }
 
 fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
