@@ -12,7 +12,7 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
         let near = nearest(name, known.iter().copied());
         let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
         let list = known.join(", ");
-        Failure::request(format!("{option} {name} is not in the catalogue"), &format!("{guess}it has {list}"))
+        Failure::request(format!("{option} {name} is not in the catalogue"), format!("{guess}it has {list}"))
     };
     if let Some(name) = gpu {
         let known = || catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
@@ -26,7 +26,7 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
     match (gpus, all) {
         (Some(gpus), Some(all)) if gpus > all as u64 => {
             let text = format!("--gpus {gpus}: {name} has {}", counted(all, "GPU"));
-            Err(Failure::request(text, &format!("give at most {all}")))
+            Err(Failure::request(text, format!("give at most {all}")))
         }
         _ => Ok(Some(found)),
     }

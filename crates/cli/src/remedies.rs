@@ -191,6 +191,18 @@ mod tests {
         assert!(memory.ends_with("\"bf16\"; `lockstep explain RUN.TOML --fit SIZE` shows what fits"), "{memory}");
         let few = shown(TrainError::FewGpus { host: "a".into(), ranks: 2, gpus: 1 });
         assert!(few.starts_with("host a has 1 GPU for 2 ranks\nhint: ") && few.contains("--share-gpus"), "{few}");
+        let bounds = [
+            TrainError::ExpertBound { step: 1, rows: 3, bound: 1.0 },
+            TrainError::EvaluationBound { rows: 3, bound: 1.0 },
+        ];
+        for text in bounds.map(shown) {
+            assert!(text.contains("go on with --set parallel.ep_bound=2, or without the key"), "{text}");
+        }
+        let imported = shown(TrainError::Imported { dir: "a".into() });
+        assert!(
+            imported.starts_with("a holds imported weights, not a run\nhint: choose another --run-dir"),
+            "{imported}"
+        );
         let long = TrainError::AnswerLength { place: "a.jsonl, line 1".into(), answer: "de".into(), tokens: 4 };
         let expected = "a.jsonl, line 1: the answer \"de\" has 4 tokens\n\
                         hint: an answer has at least one token, and fits into a sequence: --seq";

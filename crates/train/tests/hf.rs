@@ -9,7 +9,7 @@ use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::Hint;
 use lockstep_ir::{DType, bf16};
 use lockstep_train::{
-    Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
+    Devices, Event, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
 };
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -258,16 +258,14 @@ fn weights_that_do_not_fit_are_named() {
     let text = config_for(&place, &theirs, "init_from = \"imported\"\n").resolved_toml();
     let config = Config::parse(&text, "run.toml", &["model.rope_theta=777.0".to_owned()]).unwrap();
     run_with(&config, &place.at("warned"), &mut |event| {
-        if let lockstep_train::Event::Warning(text) = event {
-            warnings.push(text.to_owned());
-        }
+        warnings.extend(warning(event));
     })
     .unwrap();
     assert!(warnings.iter().any(|w| w.contains("model.rope_theta = 10000.0, the config has 777.0")), "{warnings:?}");
     // Nobody trains into an imported folder by mistake.
     let config = config_for(&place, &theirs, "");
     let error = run_with(&config, &place.at("imported"), &mut |_| {}).unwrap_err();
-    assert!(error.with_hint().contains("holds imported weights, not a run\nhint: ") && error.is_request(), "{error}");
+    assert!(error.to_string().ends_with("holds imported weights, not a run") && error.is_request(), "{error}");
 }
 
 #[test]
@@ -378,9 +376,7 @@ fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
         assert!(tokenizer.ends_with("tokenizer.json\"  # train.init_from"), "{from}: {tokenizer}");
         let mut warnings = Vec::new();
         run_with(&config, &place.at(run), &mut |event| {
-            if let lockstep_train::Event::Warning(text) = event {
-                warnings.push(text.to_owned());
-            }
+            warnings.extend(warning(event));
         })
         .unwrap_or_else(|e| panic!("{from}: {e}"));
         assert!(!warnings.iter().any(|text| text.contains("vocab_size")), "{warnings:?}");
@@ -392,9 +388,7 @@ fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
     let bytes = Config::parse(&text, "run.toml", &["data.tokenizer=bytes".to_owned()]).unwrap();
     let mut warnings = Vec::new();
     run_with(&bytes, &place.at("bytes"), &mut |event| {
-        if let lockstep_train::Event::Warning(text) = event {
-            warnings.push(text.to_owned());
-        }
+        warnings.extend(warning(event));
     })
     .unwrap();
     assert!(
@@ -447,13 +441,23 @@ fn a_folder_is_used_as_it_is() {
     assert!(error.contains("no tokenizer.json\nhint: "), "{error}");
 }
 
+fn warning(event: Event<'_>) -> Option<String> {
+    match event {
+        Event::Warning(text) => Some(text.to_owned()),
+        Event::Trouble { what, error } => Some(format!("{what}{error}")),
+        _ => None,
+    }
+}
+
 /// Warnings and notes of a run.
 fn heard(config: &Config, dir: &Path) -> Vec<String> {
     let mut heard = Vec::new();
     let outcome = run_with(config, dir, &mut |event| match event {
-        lockstep_train::Event::Warning(text) => heard.push(text.to_owned()),
-        lockstep_train::Event::Note(note) => heard.push(note.to_string()),
-        _ => {}
+        Event::Note(note) => heard.push(note.to_string()),
+        Event::PrecisionInherited(policy) => {
+            heard.push(format!("precision.policy = \"{policy}\", as these weights are"))
+        }
+        event => heard.extend(warning(event)),
     });
     outcome.unwrap_or_else(|e| panic!("{e}"));
     heard

@@ -48,6 +48,7 @@ fn run_to(config: &Config, dir: &Path, last: u64) -> Trajectory {
         }
         // Of eight documents one is more than was asked for.
         Event::Warning(text) if !text.contains("data.validation_fraction") => panic!("{text}"),
+        Event::Trouble { what, error } => panic!("{what}{error}"),
         _ => {}
     });
     assert_eq!(outcome.unwrap().step, last);

@@ -181,7 +181,7 @@ pub enum CommError {
         .host.as_ref().map_or_else(String::new, |host| format!(" on host {host}")), at(.place)
     )]
     // A process that failed has said more.
-    #[hint(host.as_ref().map_or_else(|| hint.clone(), |_| Some(format!("look at the messages of rank {rank}"))))]
+    #[hint(host.as_ref().map_or_else(|| hint.as_deref().map(str::to_owned), |_| Some(format!("look at the messages of rank {rank}"))))]
     Failed {
         /// The rank that failed.
         rank: usize,
@@ -192,7 +192,7 @@ pub enum CommError {
         /// What it said.
         reason: String,
         /// What to do about it, where the rank is a thread.
-        hint: Option<String>,
+        hint: Option<Box<str>>,
     },
     /// The process of a rank has ended without a word, or cannot be reached any more.
     #[error("rank {rank} on host {host} is gone: {reason}; it was last heard of {}{}", at(.place), seen_by(.seen))]

@@ -324,8 +324,8 @@ impl Peers {
     pub fn fail(&self, rank: usize, host: Option<&str>, reason: &str, hint: Option<String>) {
         let here = HERE.get().filter(|&(id, who, _)| (id, who) == (self.id, rank)).map(|(_, _, place)| place);
         let place = here.or_else(|| lock(&self.lives[rank].whereabouts).place);
-        let (host, reason) = (host.map(str::to_owned), reason.to_owned());
-        self.end(CommError::Failed { rank, host, place, reason, hint });
+        let (host, hint) = (host.map(str::to_owned), hint.map(String::into_boxed_str));
+        self.end(CommError::Failed { rank, host, place, reason: reason.to_owned(), hint });
     }
 
     /// Waits at `place` until `ready`, or with an error until the run has ended. `missing` says whether a rank is among
