@@ -15,6 +15,25 @@ pub fn byte_scale(most: u64) -> (f64, f64) {
     (step, most as f64 * 1.06)
 }
 
+/// The style that all pictures have, on light and on dark.
+const STYLE: [&str; 2] = [
+    "text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
+     .page { fill: #fff } .grid { stroke: #ddd } .axis { stroke: #555 }",
+    "text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #333 } .axis { stroke: #aaa }",
+];
+
+/// The head of a picture of a size: its page, title and summary, and its own style, on light and on dark.
+pub fn page((width, height): (f64, f64), left: f64, style: [&str; 2], title: &str, summary: &str) -> String {
+    let ([light, dark], [own, own_dark]) = (STYLE, style);
+    let (title, summary) = (escaped(title), escaped(summary));
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height:.0}\" role=\"img\">\n<title>{title}</title>\n\
+         <style>{light} {own} @media (prefers-color-scheme: dark) {{ {dark} {own_dark} }}</style>\n\
+         <rect class=\"page\" width=\"{width}\" height=\"{height:.0}\"/>\n\
+         <text class=\"title\" x=\"{left}\" y=\"30\">{title}</text>\n<text class=\"quiet\" x=\"{left}\" y=\"52\">{summary}</text>\n"
+    )
+}
+
 /// A line of a class.
 pub fn line(svg: &mut String, class: &str, x1: f64, y1: f64, x2: f64, y2: f64) {
     let _ = writeln!(svg, "<line class=\"{class}\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>");

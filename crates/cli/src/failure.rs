@@ -134,7 +134,7 @@ impl From<lockstep_sim::SimError> for Failure {
 
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
-        Self::refused(&error)
+        Self::refused(&lockstep_train::TrainError::from(error))
     }
 }
 

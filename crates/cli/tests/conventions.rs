@@ -8,24 +8,18 @@ use serde_json::Value;
 #[test]
 fn every_command_has_help_in_both_ways() {
     let place = Place::new();
-    for command in [
-        "train",
-        "launch",
-        "explain",
-        "verify",
-        "bench",
-        "doctor",
-        "config",
-        "generate",
-        "eval",
-        "metrics",
-        "watch",
-        "report",
-        "data",
-        "checkpoint",
-    ] {
-        assert_eq!(place.ok(&["help", command]), place.ok(&[command, "--help"]), "{command}");
+    let (mut commands, mut next) = (vec![Vec::new()], 0);
+    while let Some(command) = commands.get(next).cloned() {
+        let path: Vec<&str> = command.iter().map(String::as_str).collect();
+        let help = place.ok(&[&path[..], &["--help"]].concat());
+        assert_eq!(place.ok(&[&["help"], &path[..]].concat()), help, "{command:?}");
+        let listed = help.split("\nCommands:\n").nth(1).unwrap_or_default().split("\n\n").next().unwrap_or_default();
+        let names = listed.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+        let names = names.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
+        commands.extend(names.map(|name| [&command[..], &[name.to_owned()]].concat()));
+        next += 1;
     }
+    assert!(commands.len() > 30, "{commands:?}");
     assert!(place.ok(&["help", "bench", "train"]).contains("--profile"));
 }
 

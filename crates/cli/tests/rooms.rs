@@ -39,11 +39,19 @@ fn the_code_map_says_which_crate_uses_which() {
         }
         above.insert(name.to_owned());
     }
-    assert_eq!(above, all_crates().into_iter().collect(), "the code map and crates/ name different crates");
+    assert_eq!(above, crates().into_iter().collect(), "the code map and crates/ name different crates");
+}
+
+/// All crates, as they are in the tree.
+fn crates() -> Vec<String> {
+    let all = std::fs::read_dir(project().join("crates")).unwrap();
+    let mut all: Vec<String> = all.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    all.sort();
+    all
 }
 
 /// The sources of some crates, without their tests: path and text.
-fn sources(crates: &[&str]) -> Vec<(String, String)> {
+fn sources(crates: &[String]) -> Vec<(String, String)> {
     fn below(folder: &Path, all: &mut Vec<PathBuf>) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -66,10 +74,24 @@ fn sources(crates: &[&str]) -> Vec<(String, String)> {
 fn an_architecture_is_a_file_and_a_line() {
     let names: Vec<String> = lockstep_config::Architecture::ALL.iter().map(|one| format!("{one:?}")).collect();
     assert!(names.len() >= 5);
-    for (path, text) in sources(&all_crates().iter().map(String::as_str).collect::<Vec<_>>()) {
+    for (path, text) in sources(&crates()) {
         for name in &names {
             let named = format!("Architecture::{name}");
             assert!(!text.contains(&named), "{path} names {named}: an architecture's file and line are all of it");
+        }
+        // Its word too: nothing outside its line and its file compares it, has an arm for it or lists it in a message.
+        if path.starts_with("crates/model/") || path == "crates/config/src/architecture.rs" {
+            continue;
+        }
+        for word in lockstep_config::Architecture::WORDS {
+            let quoted = format!("\"{word}\"");
+            let branches = text.match_indices(&quoted).any(|(at, _)| {
+                let (before, after) = (text[..at].trim_end(), text[at + quoted.len()..].trim_start());
+                ["==", "!=", "|"].iter().any(|sign| before.ends_with(sign))
+                    || ["==", "!=", "|", "=>"].iter().any(|sign| after.starts_with(sign))
+            });
+            let told = text.contains(&format!("\\\"{word}\\\""));
+            assert!(!branches && !told, "{path} knows {quoted} by name: ask its `Features`");
         }
     }
     for word in lockstep_config::Architecture::WORDS {
@@ -83,7 +105,10 @@ fn only_crates_that_know_the_config_name_its_keys() {
     let keys: Vec<&str> = lockstep_config::schema().iter().map(|key| key.path).collect();
     // A field of the same name is none.
     let inside = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || "_.".contains(c));
-    for (path, text) in sources(&["ir", "compile", "exec", "cuda", "sim"]) {
+    let unaware: Vec<String> =
+        crates().into_iter().filter(|name| name != "config" && !uses(name).contains("config")).collect();
+    assert!(unaware.len() >= 8, "{unaware:?}");
+    for (path, text) in sources(&unaware) {
         for key in &keys {
             let whole = |at: usize| {
                 !inside(text[..at].chars().next_back())
@@ -95,18 +120,9 @@ fn only_crates_that_know_the_config_name_its_keys() {
     }
 }
 
-/// Every crate of the tree, whatever its name.
-fn all_crates() -> Vec<String> {
-    let folders = std::fs::read_dir(project().join("crates")).unwrap();
-    let mut names: Vec<String> = folders.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
 #[test]
 fn a_hint_is_a_field_and_no_part_of_a_message() {
-    let all = all_crates();
-    for (path, text) in sources(&all.iter().map(String::as_str).collect::<Vec<_>>()) {
+    for (path, text) in sources(&crates()) {
         // A string may go on in the next line.
         let joined: String = text.split("\\\n").map(str::trim_start).collect();
         let prints = path == "crates/ir/src/hint.rs";
@@ -116,7 +132,7 @@ fn a_hint_is_a_field_and_no_part_of_a_message() {
 
 #[test]
 fn train_names_no_flag_of_the_command_line() {
-    for (path, text) in sources(&["train"]) {
+    for (path, text) in sources(&["train".to_owned()]) {
         for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
             // A flag of another program is no flag of ours.
             let line = line.replace("`hf download {name} --local-dir", "");
@@ -131,10 +147,9 @@ fn train_names_no_flag_of_the_command_line() {
 fn names_of_types_tell_them_apart() {
     // Where it is in the tree: crate, file, whether other crates can name it, name.
     let mut all: Vec<(String, String, bool, String)> = Vec::new();
-    for name in &all_crates() {
-        let root =
-            read(project().join(format!("crates/{name}/src/{}.rs", if *name == "cli" { "main" } else { "lib" })));
-        for (path, text) in sources(&[name.as_str()]) {
+    for name in crates() {
+        let root = read(project().join(format!("crates/{name}/src/{}.rs", if name == "cli" { "main" } else { "lib" })));
+        for (path, text) in sources(std::slice::from_ref(&name)) {
             for line in text.lines() {
                 let public = line.starts_with("pub ");
                 let line = line.trim_start().trim_start_matches("pub(crate) ").trim_start_matches("pub(super) ");

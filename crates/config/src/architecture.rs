@@ -25,6 +25,9 @@ macro_rules! architectures {
     };
 }
 
+/// The default of `model.architecture`.
+pub(crate) const DEFAULT: &str = "\"llama\"";
+
 /// What the models of an architecture have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
@@ -76,6 +79,16 @@ macro_rules! declare {
         }
 
         impl Architecture {
+            /// Those whose models have something, for a hint: `"a", "b" or "c"`.
+            pub(crate) fn listed(has: impl Fn(Features) -> bool) -> String {
+                let all = Self::ALL.iter().filter(|one| has(one.features()));
+                let words: Vec<String> = all.map(|one| format!("\"{one}\"")).collect();
+                match &words[..] {
+                    [words @ .., last] if !words.is_empty() => format!("{} or {last}", words.join(", ")),
+                    words => words.concat(),
+                }
+            }
+
             /// What its models have.
             pub const fn features(self) -> Features {
                 match self {

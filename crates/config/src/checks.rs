@@ -6,11 +6,12 @@ use crate::declare::Key;
 use crate::experts;
 use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
+use crate::optimizers::OptimizerName;
 use crate::rules;
 use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{AttentionMethod, OptimizerName, RecomputePolicy};
+use crate::words::{AttentionMethod, RecomputePolicy};
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
@@ -171,7 +172,7 @@ pub(crate) fn default_validation_sequences(values: &Values) -> Derived {
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
-    sliding_windows_are_of_mistral,
+    sliding_windows_are_of_their_architectures,
     experts_are_of_their_architectures,
     tokens_go_to_experts_that_there_are,
     experts::parts_are_of_their_architectures,
@@ -216,7 +217,7 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     })
 }
 
-fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
+fn sliding_windows_are_of_their_architectures(values: &Values) -> Option<Conflict> {
     let (window, architecture) =
         (values.count("model.sliding_window")?, values.word::<Architecture>("model.architecture")?);
     (!architecture.features().sliding_window).then(|| {
@@ -225,7 +226,10 @@ fn sliding_windows_are_of_mistral(values: &Values) -> Option<Conflict> {
             format!(
                 "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
             ),
-            "use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window",
+            format!(
+                "use model.architecture = {}: llama with a sliding window; or remove model.sliding_window",
+                Architecture::listed(|features| features.sliding_window)
+            ),
         )
     })
 }
@@ -237,7 +241,10 @@ fn experts_are_of_their_architectures(values: &Values) -> Option<Conflict> {
         (Some(experts), false) => Some(Conflict::new(
             &["model.experts", "model.architecture"],
             format!("model.experts = {experts} is given, and model.architecture = \"{architecture}\" has no experts"),
-            "use model.architecture = \"mixtral\", \"qwen3_moe\", \"olmoe\", \"deepseek\" or \"dots1\", or remove model.experts",
+            format!(
+                "use model.architecture = {}, or remove model.experts",
+                Architecture::listed(|features| features.experts)
+            ),
         )),
         (None, true) => Some(Conflict::new(
             &["model.architecture", "model.experts"],
@@ -375,7 +382,10 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         seq: size("train.seq")?,
         global_batch: size("train.global_batch")?,
         micro_batch: size("train.micro_batch")?,
-        gathered_head: match values.word("optimizer.name") == Some(OptimizerName::Muon) {
+        gathered_head: match values
+            .word::<OptimizerName>("optimizer.name")
+            .is_some_and(|name| name.facts().gathers_matrices)
+        {
             true => Some(size("model.head_dim")? * size("model.dim")?),
             false => None,
         },

@@ -14,7 +14,7 @@ use crate::resolve;
 use crate::schema::{self, Config};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::{Bytes, CorpusConfig, SaveEvery};
-use crate::words::{AttentionMethod, LayoutSource, OptimizerName, RecomputePolicy};
+use crate::words::{AttentionMethod, LayoutSource, RecomputePolicy};
 use crate::written::Change;
 
 /// Reads what a folder of weights decides.
@@ -370,7 +370,7 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            gathered_head: (self.optimizer.name == OptimizerName::Muon).then_some(model.head_dim * model.dim),
+            gathered_head: self.optimizer.name.facts().gathers_matrices.then_some(model.head_dim * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
             noise_scale: train.noise_scale,
         }

@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use crate::conflict::Conflict;
 use crate::kind::Kind;
+use crate::optimizers::{self, Constant};
 use crate::value::Value;
 use crate::values::Values;
 
@@ -50,15 +51,19 @@ pub(crate) enum Default {
     DerivedOrRequired(&'static str, fn(&Values) -> Result<Option<Value>, Conflict>),
     /// Made from keys declared earlier; the text says how.
     Derived(&'static str, fn(&Values) -> Result<Option<Value>, Conflict>),
+    /// A constant of the optimizer, where that has it.
+    OfOptimizer(Constant),
 }
 
 impl Default {
-    fn text(&self) -> &'static str {
+    fn text(&self) -> String {
         match self {
             Default::Fixed(text) | Default::Derived(text, _) | Default::DerivedOrRequired(text, _) => text,
             Default::Required => "required, or from model.preset",
             Default::Unset => "not set",
+            Default::OfOptimizer(constant) => return optimizers::defaults(*constant),
         }
+        .to_owned()
     }
 }
 
@@ -78,7 +83,7 @@ impl Key {
         KeyDoc {
             path: self.path,
             type_text: self.kind.type_text(),
-            default: self.default.text().to_owned(),
+            default: self.default.text(),
             meaning: self.meaning.trim().to_owned(),
             synonyms: self.synonyms,
             old_names: self.old_names,
@@ -103,7 +108,7 @@ macro_rules! tables {
         $(#[doc = $about:literal])+
         $table:ident: $Struct:ident {
             $(
-                $(#[doc = $meaning:literal])+
+                $(#[doc = $meaning:expr])+
                 $field:ident: $ty:ty = $kind:expr, $default:expr, $effect:expr
                     $(, finds [$($synonym:literal),+ $(,)?])? $(, was [$($old:literal),+])?;
             )+

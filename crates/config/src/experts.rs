@@ -1,6 +1,6 @@
 //! Rules of models with experts, beyond how many there are.
 
-use crate::architecture::Architecture;
+use crate::architecture::{Architecture, Features};
 use crate::conflict::Conflict;
 use crate::value::Value;
 use crate::values::Values;
@@ -14,19 +14,18 @@ pub(crate) fn parts_are_of_their_architectures(values: &Values) -> Option<Confli
         Some(Value::Float(x)) if *x != usual => Some(format!("{x:?}")),
         _ => None,
     };
+    let shared: fn(Features) -> bool = |features| features.shared_experts;
+    let router: fn(Features) -> bool = |features| features.sigmoid_router;
     let keys = [
-        ("model.shared_experts", values.count("model.shared_experts").map(|n| n.to_string()), features.shared_experts),
-        ("model.dense_layers", count("model.dense_layers", 0), features.shared_experts),
-        ("model.router_scale", number("model.router_scale", 1.0), features.sigmoid_router),
-        ("model.expert_groups", count("model.expert_groups", 1), features.sigmoid_router),
-        ("model.expert_top_groups", count("model.expert_top_groups", 1), features.sigmoid_router),
-        ("model.balance_bias", number("model.balance_bias", 0.0), features.sigmoid_router),
+        ("model.shared_experts", values.count("model.shared_experts").map(|n| n.to_string()), shared),
+        ("model.dense_layers", count("model.dense_layers", 0), shared),
+        ("model.router_scale", number("model.router_scale", 1.0), router),
+        ("model.expert_groups", count("model.expert_groups", 1), router),
+        ("model.expert_top_groups", count("model.expert_top_groups", 1), router),
+        ("model.balance_bias", number("model.balance_bias", 0.0), router),
     ];
-    let (key, given, _) = keys.into_iter().find(|(_, given, has)| given.is_some() && !has)?;
-    let families = match key {
-        "model.shared_experts" | "model.dense_layers" => "\"deepseek\" or \"dots1\"",
-        _ => "\"dots1\"",
-    };
+    let (key, given, has) = keys.into_iter().find(|(_, given, has)| given.is_some() && !has(features))?;
+    let families = Architecture::listed(has);
     let instead = if key == "model.balance_bias" { ", or model.balance_loss," } else { "" };
     Some(Conflict::new(
         &[key, "model.architecture"],

@@ -154,7 +154,7 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             &["optimizer.name", "model.kv_heads"],
             format!(
                 "parallel.tp = {tp} shares each of model.kv_heads = {kv_heads} among ranks that do not divide its elements, and \
-                 optimizer.name = \"muon\" gathers it from them"
+                 the optimizer of optimizer.name gathers it from them"
             ),
         ),
     ]

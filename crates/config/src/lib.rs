@@ -28,6 +28,7 @@ mod inherit;
 mod kind;
 pub mod legal;
 mod lookup;
+mod optimizers;
 mod origin;
 mod overrides;
 mod presets;
@@ -50,6 +51,7 @@ pub use config::PLANNED;
 pub use declare::KeyDoc;
 pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
+pub use optimizers::OptimizerName;
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
@@ -60,7 +62,6 @@ pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
 pub use words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
-    RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, PrecisionPolicy, RecomputePolicy,
 };
 pub use written::{Change, Difference};

@@ -200,7 +200,7 @@ impl Layers<'_> {
         let required = |key: &Key| match key.default {
             Default::Required => true,
             Default::DerivedOrRequired(_, derive) => matches!(derive(&self.values), Ok(None)),
-            Default::Fixed(_) | Default::Unset | Default::Derived(..) => false,
+            Default::Fixed(_) | Default::Unset | Default::Derived(..) | Default::OfOptimizer(_) => false,
         };
         KEYS.iter().find(|key| self.values.get(key.path).is_none() && required(key))
     }
@@ -238,6 +238,7 @@ impl Layers<'_> {
                     Some(value)
                 }),
                 (None, Default::Derived(_, derive) | Default::DerivedOrRequired(_, derive)) => derive(&self.values),
+                (None, Default::OfOptimizer(constant)) => rules::constant(&self.values, *constant),
                 (Some(_), _) | (None, Default::Unset | Default::Required | Default::Fixed(_)) => continue,
             };
             match filled {

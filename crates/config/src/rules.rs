@@ -1,9 +1,10 @@
 //! Rules of `[optimizer]` and `[precision]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
 
 use crate::conflict::{Conflict, Derived};
+use crate::optimizers::{CONSTANTS, Constant, OptimizerName};
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{LrSchedule, OptimizerName, PrecisionPolicy};
+use crate::words::{LrSchedule, PrecisionPolicy};
 
 fn optimizer(values: &Values) -> Option<OptimizerName> {
     values.word("optimizer.name")
@@ -14,8 +15,8 @@ fn schedule(values: &Values) -> Option<LrSchedule> {
 }
 
 /// A default that the optimizer decides.
-fn constant(values: &Values, usual: fn(OptimizerName) -> Option<f64>) -> Derived {
-    Ok(optimizer(values).and_then(usual).map(Value::Float))
+pub(crate) fn constant(values: &Values, usual: Constant) -> Derived {
+    number(optimizer(values).and_then(|name| usual(&name.facts())))
 }
 
 fn number(x: Option<f64>) -> Derived {
@@ -39,36 +40,6 @@ pub(crate) fn default_decay_steps(values: &Values) -> Derived {
     };
     let tenth = steps.div_ceil(10).min(steps.saturating_sub(warmup));
     Ok((schedule(values) == Some(LrSchedule::Wsd)).then_some(Value::Count(tenth)))
-}
-
-pub(crate) fn default_beta1(values: &Values) -> Derived {
-    constant(values, |name| match name {
-        OptimizerName::AdamW | OptimizerName::Lion | OptimizerName::Muon => Some(0.9),
-        OptimizerName::Sgd => None,
-    })
-}
-
-pub(crate) fn default_beta2(values: &Values) -> Derived {
-    constant(values, |name| match name {
-        OptimizerName::AdamW | OptimizerName::Muon => Some(0.95),
-        OptimizerName::Lion => Some(0.99),
-        OptimizerName::Sgd => None,
-    })
-}
-
-pub(crate) fn default_eps(values: &Values) -> Derived {
-    constant(values, |name| match name {
-        OptimizerName::AdamW | OptimizerName::Muon => Some(1e-8),
-        OptimizerName::Lion | OptimizerName::Sgd => None,
-    })
-}
-
-pub(crate) fn default_momentum(values: &Values) -> Derived {
-    constant(values, |name| match name {
-        OptimizerName::Sgd => Some(0.9),
-        OptimizerName::Muon => Some(0.95),
-        OptimizerName::AdamW | OptimizerName::Lion => None,
-    })
 }
 
 fn is_fp16(values: &Values) -> bool {
@@ -145,13 +116,9 @@ pub(crate) fn constant_rates_do_not_fall(values: &Values) -> Option<Conflict> {
 
 /// A constant that the optimizer does not read is a mistake.
 pub(crate) fn constants_have_an_optimizer(values: &Values) -> Option<Conflict> {
-    let unread: &[&'static str] = match optimizer(values)? {
-        OptimizerName::Lion => &["optimizer.eps", "optimizer.momentum"],
-        OptimizerName::Sgd => &["optimizer.beta1", "optimizer.beta2", "optimizer.eps"],
-        OptimizerName::AdamW => &["optimizer.momentum"],
-        OptimizerName::Muon => &[],
-    };
-    let key = unread.iter().find(|key| values.get(key).is_some())?;
+    let facts = optimizer(values)?.facts();
+    let unread = CONSTANTS.into_iter().filter(|(_, constant)| constant(&facts).is_none());
+    let key = unread.map(|(key, _)| key).find(|key| values.get(key).is_some())?;
     let (value, name) = (values.get(key)?, values.get("optimizer.name")?);
     Some(Conflict::new(
         &[key, "optimizer.name"],

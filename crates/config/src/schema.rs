@@ -3,9 +3,9 @@
 //!
 //! A default may be derived from keys that have a fixed default, and from others that stand above it.
 
-use crate::architecture::Architecture;
+use crate::architecture::{self, Architecture};
 use crate::checks;
-use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, Required, Unset};
+use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, OfOptimizer, Required, Unset};
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, name, tables};
 use crate::kind::Kind::{
@@ -17,6 +17,7 @@ use crate::kind::{
     OPS, PATHS, POSITIVE, POWER_OF_TWO, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT, TOKEN, TOKENIZER,
     UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
+use crate::optimizers::{self, OptimizerName};
 use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
@@ -24,8 +25,7 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, OptimizerName, PrecisionPolicy,
-    RecomputePolicy,
+    AttentionMethod, DeviceChoice, GradientPrecision, LayoutSource, LrSchedule, PrecisionPolicy, RecomputePolicy,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -46,7 +46,7 @@ tables! {
         /// the shape that the file gives.
         preset: Option<String> = Choice(&presets::NAMES), Unset, Conduct, finds ["model size", "model name", "shape"];
         /// The family of models the shape belongs to.
-        architecture: Architecture = Choice(Architecture::WORDS), Fixed("\"llama\""), Trajectory,
+        architecture: Architecture = Choice(Architecture::WORDS), Fixed(architecture::DEFAULT), Trajectory,
             finds ["model type"];
         /// How many different tokens there are.
         vocab_size: usize = Count(1, EXTENT), Required, Trajectory, finds ["vocabulary", "vocab"];
@@ -366,8 +366,7 @@ tables! {
 
     /// How gradients become updates.
     optimizer: OptimizerConfig {
-        /// The optimizer. adamw: Adam with decoupled weight decay. lion: the sign of a moment. sgd: with momentum. muon: orthogonalised momentum
-        /// for the matrices of layers, adamw for embeddings, output head, norms and biases; the learning rate is adamw's.
+        #[doc = optimizers::meaning!()]
         name: OptimizerName = Choice(OptimizerName::WORDS), Fixed("\"adamw\""), Trajectory,
             finds ["Adam", "AdamW", "Lion", "SGD", "Muon", "optimizer type"];
         /// Peak learning rate, reached after warmup.
@@ -389,18 +388,18 @@ tables! {
             Count(0, STEPS), Derived("train.steps / 10 for wsd", rules::default_decay_steps), Changeable,
             finds ["cooldown", "lr_decay_iters", "annealing"];
         /// Decay of the first moment; for lion, the share of the moment in the update.
-        beta1: Option<f64> = Float(BELOW_ONE), Derived("0.9; none for sgd", rules::default_beta1), Changeable,
+        beta1: Option<f64> = Float(BELOW_ONE), OfOptimizer(|facts| facts.beta1), Changeable,
             finds ["adam_beta1", "betas"];
         /// Decay of the second moment; for lion, of its only one.
         beta2: Option<f64> =
-            Float(BELOW_ONE), Derived("0.95; 0.99 for lion; none for sgd", rules::default_beta2), Changeable,
+            Float(BELOW_ONE), OfOptimizer(|facts| facts.beta2), Changeable,
             finds ["adam_beta2", "betas"];
         /// What is added to the root of the second moment.
-        eps: Option<f64> = Float(POSITIVE), Derived("1e-8 for adamw and muon", rules::default_eps), Changeable,
+        eps: Option<f64> = Float(POSITIVE), OfOptimizer(|facts| facts.eps), Changeable,
             finds ["epsilon", "adam_epsilon", "adam_eps"];
         /// Momentum of sgd and muon.
         momentum: Option<f64> =
-            Float(BELOW_ONE), Derived("0.9 for sgd, 0.95 for muon", rules::default_momentum), Changeable;
+            Float(BELOW_ONE), OfOptimizer(|facts| facts.momentum), Changeable;
         /// Decoupled weight decay, per step and unit of learning rate.
         weight_decay: f64 = Float(NOT_NEGATIVE), Fixed("0.1"), Changeable, finds ["wd", "L2"];
         /// Gradient clipping: the largest norm of the whole gradient; 0 turns clipping off.

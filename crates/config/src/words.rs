@@ -115,18 +115,6 @@ words! {
         Budget = "budget",
     }
 
-    /// The optimizer.
-    OptimizerName {
-        /// Adam with decoupled weight decay.
-        AdamW = "adamw",
-        /// The sign of a moment.
-        Lion = "lion",
-        /// Momentum.
-        Sgd = "sgd",
-        /// Orthogonalised momentum for matrices, AdamW for the rest.
-        Muon = "muon",
-    }
-
     /// The learning rate after warmup.
     LrSchedule {
         /// Cosine decay.

@@ -1,12 +1,13 @@
 //! What can go wrong with data, each with its file, its cause and one hint.
 
+use lockstep_ir::Hint;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 /// Why data could not be prepared, opened or sampled.
-#[derive(Debug, Error, lockstep_ir::Hint)]
+#[derive(Debug, Error, Hint)]
 pub enum DataError {
     /// The spec names no path at all.
     #[error("no path to read text from")]
@@ -84,7 +85,7 @@ pub enum DataError {
         /// What is wrong with it.
         problem: String,
         /// What to do.
-        hint: &'static str,
+        hint: DataHint,
     },
 
     /// A file of records cannot be used at all.
@@ -96,7 +97,7 @@ pub enum DataError {
         /// What is wrong with it.
         problem: String,
         /// What to do.
-        hint: &'static str,
+        hint: DataHint,
     },
 
     /// A tokenizer cannot be used.
@@ -108,7 +109,7 @@ pub enum DataError {
         /// What is wrong with it.
         problem: String,
         /// What to do.
-        hint: &'static str,
+        hint: DataHint,
     },
 
     /// The weight of a corpus is not one, or all are 0 at some time.
@@ -195,6 +196,52 @@ pub enum DataError {
     },
 }
 
+/// What to do. In the text, `{}` stands for a setting, if there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DataHint(&'static str, Option<DataSetting>);
+
+/// What a caller chooses. How it asks its user for it, it knows: see [`DataError::hint_by`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataSetting {
+    /// Which files of a folder are read.
+    Extensions,
+    /// The field or column with the text.
+    TextField,
+    /// The field or column with the prompt.
+    PromptField,
+    /// The tokenizer.
+    Tokenizer,
+    /// The token that documents begin with.
+    BosToken,
+    /// The token that documents end with.
+    EosToken,
+    /// The corpora, each with a name and a weight.
+    Corpora,
+    /// The share of the text that is held out.
+    ValidationFraction,
+}
+
+impl DataHint {
+    pub(crate) const fn of(text: &'static str, setting: DataSetting) -> Self {
+        DataHint(text, Some(setting))
+    }
+}
+
+impl From<&'static str> for DataHint {
+    fn from(text: &'static str) -> Self {
+        DataHint(text, None)
+    }
+}
+
+impl std::fmt::Display for DataHint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.1 {
+            None => f.write_str(self.0),
+            Some(setting) => f.write_str(&self.0.replace("{}", &format!("{setting:?}"))),
+        }
+    }
+}
+
 /// What is wrong with a shard.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ShardFault {
@@ -265,6 +312,18 @@ pub enum ShardFault {
 }
 
 impl DataError {
+    /// The hint, in which the setting that may help has the name that `name` gives it.
+    pub fn hint_by(&self, name: impl Fn(DataSetting) -> &'static str) -> Option<String> {
+        match self {
+            DataError::Record { hint: DataHint(hint, Some(setting)), .. }
+            | DataError::Source { hint: DataHint(hint, Some(setting)), .. }
+            | DataError::Tokenizer { hint: DataHint(hint, Some(setting)), .. } => {
+                Some(hint.replace("{}", name(*setting)))
+            }
+            _ => self.hint(),
+        }
+    }
+
     pub(crate) fn unreadable(path: &Path, cause: io::Error) -> Self {
         DataError::Unreadable { path: path.to_owned(), cause }
     }
@@ -273,16 +332,16 @@ impl DataError {
         DataError::Unwritable { path: path.to_owned(), cause }
     }
 
-    pub(crate) fn tokenizer(path: &Path, problem: impl Into<String>, hint: &'static str) -> Self {
-        DataError::Tokenizer { path: path.to_owned(), problem: problem.into(), hint }
+    pub(crate) fn tokenizer(path: &Path, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {
+        DataError::Tokenizer { path: path.to_owned(), problem: problem.into(), hint: hint.into() }
     }
 
-    pub(crate) fn source(path: &Path, problem: impl Into<String>, hint: &'static str) -> Self {
-        DataError::Source { path: path.to_owned(), problem: problem.into(), hint }
+    pub(crate) fn source(path: &Path, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {
+        DataError::Source { path: path.to_owned(), problem: problem.into(), hint: hint.into() }
     }
 
-    pub(crate) fn record(path: &Path, record: u64, problem: impl Into<String>, hint: &'static str) -> Self {
-        DataError::Record { path: path.to_owned(), record, problem: problem.into(), hint }
+    pub(crate) fn record(path: &Path, record: u64, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {
+        DataError::Record { path: path.to_owned(), record, problem: problem.into(), hint: hint.into() }
     }
 
     pub(crate) fn shard(path: &Path, fault: ShardFault) -> Self {

@@ -14,7 +14,7 @@ use crate::scan::sample_blocks;
 use crate::shard::Width;
 use crate::stop::{NEVER, go_on};
 use crate::token_file::check_range;
-use crate::{DataError, Document, Origin, PrepareSpec, TokenFile};
+use crate::{DataError, DataHint, DataSetting, Document, Origin, PrepareSpec, TokenFile};
 
 pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 pub(crate) const VERSION: u64 = 1;
@@ -106,7 +106,7 @@ pub fn token_files(spec: &PrepareSpec) -> Result<Option<Vec<PathBuf>>, DataError
         (false, Some(path)) => Err(DataError::source(
             path,
             format!("no tokens of Megatron's, as {} are: one corpus has either", files[0].display()),
-            "make each a corpus of its own in data.corpora, with a name and a weight",
+            DataHint::of("make each a corpus of its own in {}, with a name and a weight", DataSetting::Corpora),
         )),
     }
 }
@@ -141,7 +141,7 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
                 "{all} document{} cannot be divided between training and validation",
                 if all == 1 { "" } else { "s" }
             ),
-            "add documents, or set data.validation_fraction = 0",
+            DataHint::of("add documents, or set {} = 0", DataSetting::ValidationFraction),
         ));
     }
     let (mut train, mut validation): Divided = (Vec::new(), Vec::new());
@@ -158,7 +158,7 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
                         "token {} is {largest}, and the tokenizer has tokens below {vocabulary}",
                         part.tokens.start + at
                     ),
-                    "set data.tokenizer to the tokenizer.json that the tokens were made with",
+                    DataHint::of("set {} to the tokenizer.json that the tokens were made with", DataSetting::Tokenizer),
                 ));
             }
             if !part.is_empty() {

@@ -16,7 +16,7 @@ use crate::scan::{Form, Found, SourceFile, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
 use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
-use crate::{DataError, PrepareSpec, Prepared, ShardSummary, SplitSummary, Tokenizer};
+use crate::{DataError, DataHint, DataSetting, PrepareSpec, Prepared, ShardSummary, SplitSummary, Tokenizer};
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
@@ -109,8 +109,11 @@ fn require_records(spec: &PrepareSpec, found: &Found) -> Result<(), DataError> {
         None => Ok(()),
         Some(file) => Err(DataError::source(
             &file.path,
-            format!("data.prompt_field names the field {field:?}, and this is plain text without fields"),
-            "use JSON lines (.jsonl, .jsonl.zst) or Parquet, and choose them with data.extensions where a folder has others",
+            format!("prompts are in the field {field:?}, and this is plain text without fields"),
+            DataHint::of(
+                "use JSON lines (.jsonl, .jsonl.zst) or Parquet, and choose them with {} where a folder has others",
+                DataSetting::Extensions,
+            ),
         )),
     }
 }

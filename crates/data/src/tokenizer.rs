@@ -14,7 +14,7 @@ use crate::guard::caught;
 use crate::output::hexadecimal;
 use crate::shard::Width;
 use crate::stop::{NEVER, go_on};
-use crate::{BYTE_VOCABULARY, DataError, EOS_BYTE};
+use crate::{BYTE_VOCABULARY, DataError, DataHint, DataSetting, EOS_BYTE};
 
 /// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -114,8 +114,8 @@ impl Tokenizer {
             (None, _) | (_, Model::Bytes) => None,
             (Some(token), Model::File { path, tokenizer, .. }) => {
                 Some(tokenizer.token_to_id(token).ok_or_else(|| {
-                    let problem = format!("it has no token {token:?}, which data.bos_token names");
-                    DataError::tokenizer(path, problem, "name a token of its vocabulary")
+                    let hint = DataHint::of("name a token of its vocabulary in {}", DataSetting::BosToken);
+                    DataError::tokenizer(path, format!("it has no token {token:?}"), hint)
                 })?)
             }
         };
@@ -147,12 +147,13 @@ impl Tokenizer {
         }
         let eos = match end_token {
             Some(token) => tokenizer.token_to_id(token).ok_or_else(|| {
-                let problem = format!("it has no token {token:?}, which data.eos_token names");
-                DataError::tokenizer(path, problem, "name a token of its vocabulary")
+                let hint = DataHint::of("name a token of its vocabulary in {}", DataSetting::EosToken);
+                DataError::tokenizer(path, format!("it has no token {token:?}"), hint)
             })?,
             None => usual_eos(&tokenizer).ok_or_else(|| {
                 let problem = format!("it has none of the usual tokens to end a document ({})", END_TOKENS.join(", "));
-                DataError::tokenizer(path, problem, "name the token to use in data.eos_token; of a model to import, as eos_token in tokenizer_config.json")
+                let hint = "name the token to use in {}; of a model to import, as eos_token in tokenizer_config.json";
+                DataError::tokenizer(path, problem, DataHint::of(hint, DataSetting::EosToken))
             })?,
         };
         let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };

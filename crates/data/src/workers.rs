@@ -15,7 +15,7 @@ use crate::holdout::Split;
 use crate::scan::SourceFile;
 use crate::source::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit};
 use crate::stop::go_on;
-use crate::{DataError, Origin, Tokenizer};
+use crate::{DataError, DataHint, DataSetting, Origin, Tokenizer};
 
 /// Units with about this much text are handed to a thread at once.
 const BATCH_BYTES: usize = 256 << 10;
@@ -210,7 +210,7 @@ fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::st
         0 => DataError::source(
             path,
             format!("byte {} is not UTF-8 text", offset + at as u64),
-            "save the file as UTF-8, leave it out, or use data.tokenizer = \"bytes\"",
+            DataHint::of("save the file as UTF-8, leave it out, or use {} = \"bytes\"", DataSetting::Tokenizer),
         ),
         record => DataError::record(path, record, format!("byte {at} is not UTF-8 text"), "save the file as UTF-8"),
     }
@@ -218,9 +218,11 @@ fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::st
 
 /// The strings in the fields of a JSON object, prompt and text; empty where a field is null or not asked for. The problem
 /// and a hint where it has none.
-fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<[Cow<'a, str>; 2], (String, &'static str)> {
-    const HINT: &str = "every line is a JSON object; data.text_field names the field with the text";
-    const PROMPT_HINT: &str = "data.prompt_field names the field with the prompt; null or \"\" stands for no prompt";
+fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<[Cow<'a, str>; 2], (String, DataHint)> {
+    const HINT: DataHint =
+        DataHint::of("every line is a JSON object; {} names the field with the text", DataSetting::TextField);
+    const PROMPT_HINT: DataHint =
+        DataHint::of("{} names the field with the prompt; null or \"\" stands for no prompt", DataSetting::PromptField);
     let mut json = serde_json::Deserializer::from_str(line);
     let found = json.deserialize_map(Wanted(fields)).and_then(|found| json.end().map(|()| found));
     let field = fields.text;
@@ -234,7 +236,9 @@ fn texts_of<'a>(line: &'a str, fields: Fields<'_>) -> Result<[Cow<'a, str>; 2], 
             };
             match prompt.len().max(text.len()) <= MAX_RECORD_BYTES {
                 true => Ok([prompt, text]),
-                false => Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document")),
+                false => {
+                    Err((format!("a text longer than {} MiB", MAX_RECORD_BYTES >> 20), "divide the document".into()))
+                }
             }
         }
         Err(error) => {

@@ -145,7 +145,7 @@ fn prompts_of_parquet_files_are_a_column() {
     assert_eq!(targets(&case.prepare(&spec("question")).unwrap()), "............three|four|five|");
     fs::remove_dir_all(case.path("out")).unwrap();
     let error = case.error(&spec("query"));
-    assert!(error.ends_with("hint: name the column with the prompt in data.prompt_field"), "{error}");
+    assert!(error.ends_with("hint: name the column with the prompt in PromptField"), "{error}");
 }
 
 #[test]
@@ -156,11 +156,9 @@ fn prompts_that_are_not_there_are_refused() {
     assert_eq!(
         error("a.jsonl"),
         "ROOT/a.jsonl:2: the object has no field \"prompt\"\n\
-         hint: data.prompt_field names the field with the prompt; null or \"\" stands for no prompt"
+         hint: PromptField names the field with the prompt; null or \"\" stands for no prompt"
     );
-    assert!(
-        error("b.txt").starts_with("ROOT/b.txt: data.prompt_field names the field \"prompt\", and this is plain text")
-    );
+    assert!(error("b.txt").starts_with("ROOT/b.txt: prompts are in the field \"prompt\", and this is plain text"));
 }
 
 #[test]
@@ -170,7 +168,7 @@ fn a_column_that_is_not_text_is_refused() {
     assert_eq!(
         error("body"),
         "ROOT/a.parquet: it has no column \"body\"; its columns are id, text\n\
-         hint: name the column with the text in data.text_field"
+         hint: name the column with the text in TextField"
     );
     assert!(error("id").contains("its column \"id\" does not hold strings"));
 }
@@ -276,9 +274,12 @@ fn an_end_token_can_be_named_and_must_exist() {
     assert_eq!(
         case.error(&spec(None)),
         "ROOT/t.json: it has none of the usual tokens to end a document (<|end_of_text|>, <|endoftext|>, </s>, <eos>)\n\
-         hint: name the token to use in data.eos_token; of a model to import, as eos_token in tokenizer_config.json"
+         hint: name the token to use in EosToken; of a model to import, as eos_token in tokenizer_config.json"
     );
-    assert!(case.error(&spec(Some("<halt>"))).contains("it has no token \"<halt>\", which data.eos_token names"));
+    assert!(
+        case.error(&spec(Some("<halt>")))
+            .contains("it has no token \"<halt>\"\nhint: name a token of its vocabulary in EosToken")
+    );
     assert_eq!(tokens(case.prepare(&spec(Some("<stop>"))).unwrap().train()).last(), Some(&0));
 }
 
@@ -311,7 +312,7 @@ fn a_document_begins_with_the_bos_token_that_is_named() {
     // Data with one are other data than those without.
     assert!(!spec(Some("!"), "b.txt").reads_alike(&spec(None, "b.txt")));
     let error = case.prepare(&spec(Some("<s>"), "b.txt")).unwrap_err().with_hint();
-    assert!(error.contains("it has no token \"<s>\", which data.bos_token names"), "{error}");
+    assert!(error.contains("it has no token \"<s>\"\nhint: name a token of its vocabulary in BosToken"), "{error}");
 }
 
 #[test]

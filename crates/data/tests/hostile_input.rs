@@ -17,7 +17,7 @@ fn error(name: &str, bytes: &[u8]) -> String {
 
 #[test]
 fn lines_that_are_no_objects_with_text_are_named() {
-    const HINT: &str = "\nhint: every line is a JSON object; data.text_field names the field with the text";
+    const HINT: &str = "\nhint: every line is a JSON object; TextField names the field with the text";
     let check = |line: &str, expected: &str| {
         let text = format!("{{\"text\": \"fine\"}}\n\n{line}\n{{\"text\": 7}}\n");
         assert_eq!(error("a.jsonl", text.as_bytes()), format!("ROOT/a.jsonl:3: {expected}{HINT}"));
@@ -49,7 +49,7 @@ fn text_for_a_tokenizer_must_be_utf8() {
     assert_eq!(
         case.error(&spec),
         "ROOT/a.txt: byte 300000 is not UTF-8 text\n\
-         hint: save the file as UTF-8, leave it out, or use data.tokenizer = \"bytes\""
+         hint: save the file as UTF-8, leave it out, or use Tokenizer = \"bytes\""
     );
 }
 

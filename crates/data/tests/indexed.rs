@@ -119,7 +119,7 @@ fn several_files_are_one_corpus_and_its_last_documents_are_held_out() {
     assert_eq!(token_files(&folder).unwrap().unwrap().len(), 2);
     fs::write(case.path("c.txt"), "text").unwrap();
     let error = token_files(&spec(&["a.idx", "c.txt"])).unwrap_err().with_hint();
-    assert!(error.contains("c.txt: no tokens of Megatron's") && error.contains("data.corpora"), "{error}");
+    assert!(error.contains("c.txt: no tokens of Megatron's") && error.contains("in Corpora"), "{error}");
 
     let data = Prepared::in_place(&spec(&["a", "b"]), &both).unwrap();
     assert_eq!((data.train_summary().documents, data.validation_summary().unwrap().documents), (14, 2));
@@ -144,7 +144,7 @@ fn several_files_are_one_corpus_and_its_last_documents_are_held_out() {
     assert!(error.contains("b.bin: token 300 is ") && error.contains("tokens below 1000"), "{error}");
     let bytes = PrepareSpec { tokenizer: TokenizerSpec::Bytes, ..spec(&["a"]) };
     let error = Prepared::in_place(&bytes, &both[..1]).unwrap_err().with_hint();
-    assert!(error.contains("hint: set data.tokenizer to the tokenizer.json"), "{error}");
+    assert!(error.contains("hint: set Tokenizer to the tokenizer.json"), "{error}");
     let one = PrepareSpec { validation_fraction: 0.99, ..spec(&["a"]) };
     let error = Prepared::in_place(&one, &both[..1]).unwrap_err().with_hint();
     assert!(error.contains("8 documents cannot be divided"), "{error}");

@@ -71,16 +71,16 @@ impl CommunicationCall {
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let transfer = instr.op.transfer()?;
         let what = match transfer {
-            Transfer::AllReduce { over } => What::Together(Collective::AllReduce, along(over)),
             Transfer::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
-                What::Together(Collective::AllReduce, RankGroup { ranks, channel })
+                What::Together(transfer.collective()?, RankGroup { ranks, channel })
             }
-            Transfer::ReduceScatter { over, .. } => What::Together(Collective::ReduceScatter, along(over)),
-            Transfer::AllGather { over, .. } => What::Together(Collective::AllGather, along(over)),
-            Transfer::Shift { over } => What::Together(Collective::Shift, along(over)),
-            Transfer::AllToAll { over, .. } => What::Together(Collective::AllToAll, along(over)),
+            Transfer::AllReduce { .. }
+            | Transfer::ReduceScatter { .. }
+            | Transfer::AllGather { .. }
+            | Transfer::Shift { .. }
+            | Transfer::AllToAll { .. } => What::Together(transfer.collective()?, along(transfer.over())),
             Transfer::Send { stage, tag } => {
                 let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();

@@ -11,6 +11,7 @@ extern crate self as lockstep_ir;
 pub mod account;
 pub mod bf16;
 pub mod blocks;
+mod collective;
 pub mod counter;
 mod dtype;
 pub mod f16;
@@ -35,6 +36,7 @@ pub mod units;
 pub mod verify;
 pub mod walk;
 
+pub use collective::Collective;
 pub use dtype::DType;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};

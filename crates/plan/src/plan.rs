@@ -5,7 +5,7 @@ use crate::{PlanError, Rates, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
-use lockstep_config::{Config, GradientPrecision, OptimizerName, PrecisionPolicy, RecomputePolicy, nearest};
+use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::Flops;
 use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
@@ -194,17 +194,12 @@ fn smaller_steps(config: &Config) -> Vec<usize> {
 }
 
 /// The update rule of a config, and its constants.
-fn optimizer(config: &Config) -> Optimizer {
+pub(crate) fn optimizer(config: &Config) -> Optimizer {
     let o = &config.optimizer;
     // The schema gives every rule the constants that it reads.
     let [beta1, beta2, eps, momentum] = [o.beta1, o.beta2, o.eps, o.momentum].map(|x| x.unwrap_or(0.0) as f32);
-    let adamw = AdamW { beta1, beta2, eps };
-    let rule = match o.name {
-        OptimizerName::AdamW => Rule::AdamW(adamw),
-        OptimizerName::Lion => Rule::Lion { beta1, beta2 },
-        OptimizerName::Sgd => Rule::Sgd { momentum },
-        OptimizerName::Muon => Rule::Muon { momentum, rest: adamw },
-    };
+    let rule = Rule::named(o.name.word(), AdamW { beta1, beta2, eps }, momentum);
+    let rule = rule.unwrap_or_else(|| unreachable!("optimizer.name = {} has no update rule", o.name));
     Optimizer { rule, decay: o.weight_decay as f32, groups: BTreeMap::new() }
 }
 

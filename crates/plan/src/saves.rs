@@ -6,7 +6,8 @@
 //! found numerically; Young's and Daly's formulas stand beside it.
 
 use crate::Plan;
-use lockstep_config::{Config, OptimizerName, SaveEvery};
+use crate::plan::optimizer;
+use lockstep_config::{Config, SaveEvery};
 use lockstep_ir::{Coordinates, MeshAxis};
 use serde::{Deserialize, Serialize};
 
@@ -161,12 +162,7 @@ impl SaveInterval {
 
 /// Bytes of a checkpoint of a run of so many parameters: fp32 master weights and moments.
 pub fn checkpoint_bytes(config: &Config, parameters: u64) -> u64 {
-    let moments = match config.optimizer.name {
-        // Muon has one for matrices; embeddings and output head have two.
-        OptimizerName::AdamW | OptimizerName::Muon => 2,
-        OptimizerName::Lion | OptimizerName::Sgd => 1,
-    };
-    4 * parameters * (1 + moments)
+    4 * parameters * (1 + optimizer(config).rule.most_moments() as u64)
 }
 
 /// Young's interval: to first order.

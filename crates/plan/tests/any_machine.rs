@@ -1,11 +1,12 @@
 //! A plan needs a machine's description, not the machine: nothing here can run a program.
 
 use lockstep_compile::Precision;
-use lockstep_config::Config;
+use lockstep_config::{Config, OptimizerName};
 use lockstep_ir::DeviceProfile;
 use lockstep_ir::Hint;
 use lockstep_plan::{
-    Machine, PlanError, Room, Target, account, evaluation_program, generation_program, largest_micro_batches, plan,
+    Machine, PlanError, Room, Target, account, checkpoint_bytes, evaluation_program, generation_program,
+    largest_micro_batches, plan,
 };
 use std::collections::BTreeMap;
 
@@ -52,6 +53,16 @@ fn the_profile_of_the_machine_is_what_programs_are_compiled_for() {
     assert_eq!((planned("").device.as_str(), planned("").target), ("cpu of 12 threads in f32", Target::Cpu));
     assert_eq!(planned("[parallel]\ndp = 4\n").device, "cpu of 3 threads in f32");
     assert_eq!(planned("device = \"cuda\"\n[precision]\npolicy = \"bf16\"\n").device, "cuda of 12 threads in bf16");
+}
+
+#[test]
+fn every_optimizer_of_the_config_has_a_rule_and_a_checkpoint_of_its_moments() {
+    for name in OptimizerName::ALL {
+        let config = config(&format!("[optimizer]\nname = \"{name}\"\n"));
+        let plan = plan(&Described { cores: 1, gpu: false }, &config).unwrap();
+        let (planned, estimated) = (plan.checkpoint_bytes(), checkpoint_bytes(&config, plan.parameters));
+        assert!(planned <= estimated && estimated < 2 * planned, "{name}: {planned} {estimated}");
+    }
 }
 
 #[test]

@@ -1,39 +1,7 @@
 //! Collectives: which ranks take part, over which links, by which algorithm.
 
 use crate::{Hardware, Terms};
-use lockstep_ir::{Axes, Coordinates, Mesh, MeshAxis};
-
-/// What ranks do together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Pattern {
-    /// Partial sums become whole on every rank.
-    AllReduce,
-    /// Partial sums become whole parts.
-    ReduceScatter,
-    /// Parts become whole on every rank.
-    AllGather,
-    /// Parts go round a ring by one.
-    Shift,
-    /// Every rank sends a part to each.
-    AllToAll,
-}
-
-impl Pattern {
-    /// All of them.
-    pub const ALL: [Pattern; 5] =
-        [Pattern::AllReduce, Pattern::ReduceScatter, Pattern::AllGather, Pattern::Shift, Pattern::AllToAll];
-
-    /// The name that tables use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Pattern::AllReduce => "all_reduce",
-            Pattern::ReduceScatter => "reduce_scatter",
-            Pattern::AllGather => "all_gather",
-            Pattern::Shift => "shift",
-            Pattern::AllToAll => "all_to_all",
-        }
-    }
-}
+use lockstep_ir::{Axes, Collective, Coordinates, Mesh, MeshAxis};
 
 /// A group of ranks on nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +43,7 @@ impl Group {
 /// A collective on some hardware: seconds at full rates.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PlacedCollective {
-    pattern: Pattern,
+    pattern: Collective,
     group: Group,
     /// Seconds of the whole tensors at the rate of a GPU's link.
     link_s: f64,
@@ -85,7 +53,7 @@ pub struct PlacedCollective {
 
 impl PlacedCollective {
     /// Of tensors of so many bytes in whole.
-    pub fn new(pattern: Pattern, group: Group, bytes: u64, hardware: &Hardware) -> Self {
+    pub fn new(pattern: Collective, group: Group, bytes: u64, hardware: &Hardware) -> Self {
         let adapters = hardware.cluster.node_bytes_per_s / hardware.cluster.gpus_per_node as f64;
         Self {
             pattern,
@@ -130,16 +98,16 @@ impl PlacedCollective {
         let pass = whole * (n - 1.0) / n;
         let ring = pass + hop * (n - 1.0);
         let time = match self.pattern {
-            Pattern::ReduceScatter | Pattern::AllGather => ring,
-            Pattern::Shift => whole / n + hop,
-            Pattern::AllToAll => self.all_to_all(terms),
-            Pattern::AllReduce if self.crosses_nodes() => {
+            Collective::ReduceScatter | Collective::AllGather => ring,
+            Collective::Shift => whole / n + hop,
+            Collective::AllToAll => self.all_to_all(terms),
+            Collective::AllReduce if self.crosses_nodes() => {
                 // Up and down a tree of nodes; a chain inside each. All of the tensor passes twice.
                 let depth = (self.group.nodes as f64).log2().ceil();
                 let tree = 2.0 * (whole + depth * hop + (self.group.on_a_node as f64 - 1.0) * terms.link_hop);
                 tree.min(2.0 * ring)
             }
-            Pattern::AllReduce => 2.0 * (pass / terms.link_all_reduce + hop * (n - 1.0)),
+            Collective::AllReduce => 2.0 * (pass / terms.link_all_reduce + hop * (n - 1.0)),
         };
         terms.collective_launch + time
     }
@@ -173,13 +141,13 @@ mod tests {
             let group = Group::of(&mesh(dp, tp, 1), axis.into(), 0, 8);
             PlacedCollective::new(pattern, group, bytes, &hardware).seconds(&terms)
         };
-        for pattern in [Pattern::AllReduce, Pattern::AllGather, Pattern::ReduceScatter, Pattern::AllToAll] {
+        for pattern in [Collective::AllReduce, Collective::AllGather, Collective::ReduceScatter, Collective::AllToAll] {
             let inside = time(pattern, 1 << 28, 1, 8, MeshAxis::Tp);
             let outside = time(pattern, 1 << 28, 8, 8, MeshAxis::DpShard);
             assert!(time(pattern, 1 << 29, 1, 8, MeshAxis::Tp) > inside);
             assert!(outside > 3.0 * inside, "{pattern:?}: {outside} {inside}");
             assert!(time(pattern, 1 << 20, 64, 8, MeshAxis::DpShard) > time(pattern, 1 << 20, 8, 8, MeshAxis::DpShard));
         }
-        assert_eq!(time(Pattern::AllGather, 1 << 20, 1, 1, MeshAxis::Tp), 0.0);
+        assert_eq!(time(Collective::AllGather, 1 << 20, 1, 1, MeshAxis::Tp), 0.0);
     }
 }

@@ -1,7 +1,8 @@
 //! The forecast of a step: how long it takes, and on what the time is spent.
 
-use crate::place::{Marks, Placed, Workload};
+use crate::place::{Mark, Placed};
 use crate::work::{Demand, TimeClass};
+use crate::workload::Workload;
 use crate::{Constants, Framework, Hardware, SimError, Terms};
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::Stream;
@@ -153,14 +154,15 @@ impl Placed<'_> {
 
     /// By role and segment: when its instructions run, from the start of the segment: start, end, what is asked, and on which stream.
     pub fn instructions(&self, terms: &Terms) -> Vec<Vec<Vec<InstructionTime>>> {
-        let mut marks: Vec<Vec<Marks>> = Vec::new();
+        let mut marks: Vec<Vec<Vec<Mark>>> = Vec::new();
         self.priced(terms, Some(&mut marks));
-        let role = |(r, role): (usize, &Vec<Marks>)| {
-            let segment = |marks: &Marks| {
-                let mark = |&(start_s, end_s, instr, demand, stream): &(f64, f64, usize, usize, Stream)| {
-                    InstructionTime { start_s, end_s, instr, demand: self.demand(r, demand).clone(), stream }
+        let role = |(r, role): (usize, &Vec<Vec<Mark>>)| {
+            let segment = |marks: &Vec<Mark>| {
+                let mark = |&Mark { start, end, instr, demand, stream }: &Mark| {
+                    let demand = self.demand(r, demand).clone();
+                    InstructionTime { start_s: start, end_s: end, instr, demand, stream }
                 };
-                marks.all.iter().map(mark).collect()
+                marks.iter().map(mark).collect()
             };
             role.iter().map(segment).collect()
         };

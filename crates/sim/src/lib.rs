@@ -20,14 +20,16 @@ mod matmul;
 mod place;
 mod price;
 mod work;
+mod workload;
 
 pub use constants::{Constant, Constants, Terms};
 pub use forecast::{Asked, Forecast, InstructionTime, Interval, RoleForecast, simulate};
 pub use framework::Framework;
 pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};
 pub use machine::{MachineProfile, MeasuredTimes, Setting};
-pub use place::{Placed, Workload};
+pub use place::Placed;
 pub use work::{Demand, Kernel, TimeClass};
+pub use workload::Workload;
 
 use lockstep_ir::TypeError;
 

@@ -9,11 +9,10 @@ mod points;
 
 pub use points::{Family, Point, Table};
 
-use crate::collective::Pattern;
 use crate::hardware::{ClusterSpec, GpuSpec};
 use crate::work::{Demand, Kernel};
 use crate::{Hardware, Terms};
-use lockstep_ir::{DType, Mesh, OpKind, StepProgram};
+use lockstep_ir::{Collective, DType, Mesh, OpKind, StepProgram};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A machine's measurements.
@@ -116,7 +115,7 @@ impl Setting {
             Demand::Collective { pattern, over, sharers, bytes } => {
                 self.together(*pattern, sharers.unwrap_or(mesh.size(*over)), *bytes, unmeasured)
             }
-            Demand::Send { bytes, .. } => self.together(Pattern::Shift, 2, 2 * bytes, unmeasured),
+            Demand::Send { bytes, .. } => self.together(Collective::Shift, 2, 2 * bytes, unmeasured),
             Demand::Matmul { .. }
             | Demand::Attention { .. }
             | Demand::Scores { .. }
@@ -142,7 +141,7 @@ impl Setting {
     }
 
     /// Seconds of a collective of so many ranks on tensors of so many bytes in whole.
-    fn together(&self, pattern: Pattern, ranks: usize, bytes: u64, unmeasured: &mut BTreeSet<String>) -> f64 {
+    fn together(&self, pattern: Collective, ranks: usize, bytes: u64, unmeasured: &mut BTreeSet<String>) -> f64 {
         if ranks < 2 {
             return 0.0;
         }
@@ -414,7 +413,7 @@ mod tests {
         // Twice the bytes of a kernel bound by memory: twice the time.
         assert!(near(seconds(OpKind::Gelu, Demand::Elementwise { bytes: 2_000_000 }).0, 4e-6));
         let reduce = Demand::Collective {
-            pattern: Pattern::AllReduce,
+            pattern: Collective::AllReduce,
             over: lockstep_ir::MeshAxis::DpShard.into(),
             sharers: None,
             bytes: 1_000_000,

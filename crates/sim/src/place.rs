@@ -1,285 +1,12 @@
-//! From programs to what can be priced fast: instructions that ask the same are one demand, layers that ask the same one run.
+//! What a workload costs on some hardware, or on a machine that was measured.
 
-use crate::events::{self, Channel, Outcome, Point, Repetition, SegmentTime};
+use crate::events::{self, Channel, Outcome, Point, SegmentTime};
 use crate::price::{AtPeak, Site};
-use crate::work::{Demand, Kernel, meets};
+use crate::work::{Demand, Kernel};
+use crate::workload::{BESIDE, Code, Kind, RoleWork, Run, Wire, Workload};
 use crate::{Framework, Hardware, MeasuredTimes, SimError, Terms};
-use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
-use lockstep_ir::{Mesh, TypeError};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// What an instruction does to the streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    /// A kernel.
-    Kernel,
-    /// A kernel that is part of the one before it, or a view.
-    Part,
-    /// A collective that the next instruction waits for.
-    Blocking,
-    /// A collective that gathers, and overlaps.
-    Gather,
-    /// A collective that sums, and overlaps.
-    Reduce,
-    /// An all-to-all, which overlaps with kernels and with other collectives.
-    Exchange,
-    Receive(usize),
-    Send(usize),
-    Meet,
-}
-
-const BESIDE: usize = Stream::BESIDE.len();
-
-/// An instruction of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Step {
-    /// Index of its demand.
-    demand: usize,
-    kind: Kind,
-    /// By stream beside kernels: how far back among the collectives that were started there is the one that it waits for: 1 is the last; 0
-    /// waits for none.
-    waits: [usize; BESIDE],
-}
-
-/// Instructions of one layer that follow each other: what the host launches as one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Run {
-    steps: Vec<Step>,
-}
-
-/// A segment of a role as indices of runs.
-#[derive(Clone, Debug)]
-struct Code {
-    runs: Vec<usize>,
-    name: &'static str,
-    chunk: usize,
-}
-
-/// What one role, a pipeline stage, runs.
-#[derive(Clone, Debug)]
-pub(crate) struct RoleWork {
-    pub stage: usize,
-    demands: Vec<Demand>,
-    /// Whose each demand is.
-    kernels: Vec<Kernel>,
-    runs: Vec<Run>,
-    code: Vec<Code>,
-    pub slots: Vec<usize>,
-    pub micro_batches: Vec<usize>,
-    pub memory_bytes: u64,
-}
-
-/// A message stream: who sends it, and what a message asks of the sender.
-#[derive(Clone, Debug)]
-struct Wire {
-    from: usize,
-    demand: usize,
-    copies: usize,
-}
-
-/// The work of all roles of a run in one entry, ready to be placed on hardware. Its size grows with layers and chunks, not with
-/// ranks.
-#[derive(Clone, Debug)]
-pub struct Workload {
-    mesh: Mesh,
-    pub(crate) roles: Vec<RoleWork>,
-    wires: Vec<Wire>,
-    /// What repeats in the slots of every role; none where something does not.
-    repetitions: Vec<Repetition>,
-}
-
-/// Collects equal things once.
-struct Interned<T: Ord + Clone> {
-    all: Vec<T>,
-    known: BTreeMap<T, usize>,
-}
-
-impl<T: Ord + Clone> Interned<T> {
-    fn new() -> Self {
-        Self { all: Vec::new(), known: BTreeMap::new() }
-    }
-
-    fn index(&mut self, value: T) -> usize {
-        *self.known.entry(value).or_insert_with_key(|value| {
-            self.all.push(value.clone());
-            self.all.len() - 1
-        })
-    }
-}
-
-impl Workload {
-    /// The work of an entry of the programs of all stages, as a framework runs it.
-    pub fn new(programs: &[StepProgram], entry: &str, framework: &Framework) -> Result<Self, SimError> {
-        let Some(first) = programs.first() else { return Err(SimError::NoEntry(entry.to_owned())) };
-        let mut wires: BTreeMap<(usize, usize, u32), usize> = BTreeMap::new();
-        let mut all: Vec<Wire> = Vec::new();
-        let mut roles = Vec::new();
-        for program in programs {
-            let schedule = program.entry(entry).ok_or_else(|| SimError::NoEntry(entry.to_owned()))?;
-            let mut wire = |from: usize, to: usize, tag: u32| {
-                *wires.entry((from, to, tag)).or_insert_with(|| {
-                    all.push(Wire { from, demand: 0, copies: 1 });
-                    all.len() - 1
-                })
-            };
-            let mut role = RoleWork::new(program, framework, &mut wire)?;
-            role.slots = schedule.schedule.iter().map(|slot| slot.segment).collect();
-            role.micro_batches = schedule.schedule.iter().map(|slot| slot.micro_batch).collect();
-            for (i, demand) in role.demands.iter().enumerate() {
-                if let Demand::Send { stage, tag, copies, .. } = demand {
-                    let wire = &mut all[wires[&(program.stage, *stage, *tag)]];
-                    (wire.demand, wire.copies) = (i, *copies);
-                }
-            }
-            roles.push(role);
-        }
-        let repetition = |role: &RoleWork| Repetition::find(&role.slots, &role.micro_batches);
-        let repetitions = roles.iter().map(repetition).collect::<Option<_>>().unwrap_or_default();
-        Ok(Self { mesh: first.mesh, roles, wires: all, repetitions })
-    }
-
-    /// Ranks of all roles.
-    pub fn ranks(&self) -> usize {
-        self.mesh.ranks()
-    }
-
-    /// The work on some hardware.
-    pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
-        let at_peak = |role: &RoleWork| {
-            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, fp8: framework.fp8 };
-            role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
-        };
-        let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;
-        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect(), crowded }
-    }
-
-    /// The work on a machine that was measured, and what had to be estimated from other ops because it was not.
-    pub fn measured(&self, on: &MeasuredTimes<'_>, framework: &Framework) -> (Placed<'_>, BTreeSet<String>) {
-        let mut unmeasured = BTreeSet::new();
-        let mut of = |(demand, kernel): (&Demand, &Kernel)| {
-            let seconds = on.setting.seconds(*kernel, demand, &self.mesh, &mut unmeasured);
-            AtPeak::Measured { seconds: seconds * on.factor }
-        };
-        let mut role = |role: &RoleWork| role.demands.iter().zip(&role.kernels).map(&mut of).collect();
-        let roles = self.roles.iter().map(&mut role).collect();
-        (Placed { work: self, framework: framework.clone(), roles, crowded: false }, unmeasured)
-    }
-}
-
-impl RoleWork {
-    fn new(
-        program: &StepProgram,
-        framework: &Framework,
-        wire: &mut dyn FnMut(usize, usize, u32) -> usize,
-    ) -> Result<Self, TypeError> {
-        let (mut demands, mut runs, mut code) = (Interned::new(), Interned::new(), Vec::new());
-        let here = program.stage;
-        for segment in &program.segments {
-            let mut list = Vec::new();
-            let mut run = Run { steps: Vec::new() };
-            let (mut started, mut layer): ([Vec<usize>; BESIDE], Option<usize>) = Default::default();
-            for (i, instr) in segment.instrs.iter().enumerate() {
-                if instr.layer != layer && !run.steps.is_empty() {
-                    list.push(runs.index(std::mem::replace(&mut run, Run { steps: Vec::new() })));
-                }
-                layer = instr.layer;
-                let demand = Demand::of(program, segment, i, framework.fuses_groups)?;
-                let mut waits = [0; BESIDE];
-                for (at, last) in instr.waits.iter().filter_map(|w| Some((segment.instrs[*w].stream.beside()?, w))) {
-                    // Those that stand before the one that is waited for have ended with it.
-                    waits[at] = started[at].len() - started[at].partition_point(|s| s <= last) + 1;
-                }
-                let kind = match &demand {
-                    Demand::Receive { stage, tag } => Kind::Receive(wire(*stage, here, *tag)),
-                    Demand::Send { stage, tag, .. } => Kind::Send(wire(here, *stage, *tag)),
-                    demand if meets(demand) => Kind::Meet,
-                    Demand::Collective { pattern, .. } => overlap(segment, i, *pattern),
-                    Demand::Nothing => Kind::Part,
-                    Demand::Matmul { .. }
-                    | Demand::Attention { .. }
-                    | Demand::Scores { .. }
-                    | Demand::Elementwise { .. }
-                    | Demand::Optimizer { .. } => {
-                        let group = segment.group_of(i).filter(|_| framework.fuses_groups);
-                        if group.is_some_and(|g| g.instrs.start < i) { Kind::Part } else { Kind::Kernel }
-                    }
-                };
-                if let Some(at) = kind.stream().beside() {
-                    started[at].push(i);
-                }
-                run.steps.push(Step { demand: demands.index((demand, Kernel::of(instr))), kind, waits });
-            }
-            if !run.steps.is_empty() {
-                list.push(runs.index(run));
-            }
-            code.push(Code { runs: list, name: segment.name, chunk: segment.chunk });
-        }
-        let (slots, micro_batches) = (Vec::new(), Vec::new());
-        let memory_bytes = memory(program);
-        let (demands, kernels) = demands.all.into_iter().unzip();
-        Ok(Self { stage: here, demands, kernels, runs: runs.all, code, slots, micro_batches, memory_bytes })
-    }
-
-    pub fn name(&self, segment: usize) -> (&'static str, usize) {
-        (self.code[segment].name, self.code[segment].chunk)
-    }
-}
-
-fn overlap(segment: &Segment, index: usize, pattern: crate::collective::Pattern) -> Kind {
-    use crate::collective::Pattern;
-    match (segment.instrs[index].stream, pattern) {
-        (Stream::Compute, _) => Kind::Blocking,
-        (Stream::Communication, Pattern::AllGather | Pattern::Shift | Pattern::AllToAll) => Kind::Gather,
-        (Stream::Communication, Pattern::AllReduce | Pattern::ReduceScatter) => Kind::Reduce,
-        (Stream::Exchange, _) => Kind::Exchange,
-    }
-}
-
-impl Kind {
-    /// Where it runs.
-    fn stream(self) -> Stream {
-        match self {
-            Kind::Gather | Kind::Reduce => Stream::Communication,
-            Kind::Exchange => Stream::Exchange,
-            Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => {
-                Stream::Compute
-            }
-        }
-    }
-}
-
-/// Seconds of a kernel with the gap behind it, which is below 0 where clocks around kernels were measured with them.
-fn with_gap(seconds: f64, terms: &Terms) -> f64 {
-    (seconds + terms.kernel_gap).max(0.25 * seconds)
-}
-
-/// The end of the last copy of a region that any schedule of a program uses: what it allocates.
-fn memory(program: &StepProgram) -> u64 {
-    let mut used: Vec<bool> = vec![false; program.regions.len()];
-    let mut by_segment: Vec<Vec<usize>> = Vec::new();
-    for segment in &program.segments {
-        let mut regions: Vec<usize> =
-            segment.instrs.iter().flat_map(|i| i.buffers()).map(|b| program.buffers[b.0].region).collect();
-        regions.sort_unstable();
-        regions.dedup();
-        by_segment.push(regions);
-    }
-    let mut end = 0;
-    for tensor in &program.tensors {
-        used[program.buffers[tensor.buffer.0].region] = true;
-    }
-    for slot in program.entries.iter().flat_map(|entry| &entry.schedule) {
-        for &r in &by_segment[slot.segment] {
-            let region = &program.regions[r];
-            used[r] = true;
-            end = end.max(region.offset + (slot.copy(region.lifetime) as u64 + 1) * region.slot_bytes);
-        }
-    }
-    // What the host writes and reads is there for every micro-batch.
-    let whole = |lifetime: Lifetime| matches!(lifetime, Lifetime::Run | Lifetime::MicroBatch);
-    let regions = program.regions.iter().zip(&used).filter(|(region, used)| **used && whole(region.lifetime));
-    regions.map(|(region, _)| region.offset + region.bytes()).fold(end, u64::max)
-}
+use lockstep_ir::program::Stream;
+use std::collections::BTreeSet;
 
 /// A workload on some hardware: what is left to price are the constants.
 #[derive(Clone, Debug)]
@@ -302,10 +29,15 @@ pub(crate) struct Parts {
     pub overlap: f64,
 }
 
-/// When the instructions of a segment run, from its start.
-pub(crate) struct Marks {
-    /// Start, end, index of the instruction and of its demand, and the stream.
-    pub all: Vec<(f64, f64, usize, usize, Stream)>,
+/// When an instruction runs, in seconds from the start of its segment.
+pub(crate) struct Mark {
+    pub start: f64,
+    pub end: f64,
+    /// Its index in the segment.
+    pub instr: usize,
+    /// The index of its demand.
+    pub demand: usize,
+    pub stream: Stream,
 }
 
 /// The price list of a workload under some constants.
@@ -317,6 +49,30 @@ pub(crate) struct Priced {
     /// By role and segment.
     pub parts: Vec<Vec<Parts>>,
     pub channels: Vec<Channel>,
+}
+
+impl Workload {
+    /// The work on some hardware.
+    pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
+        let at_peak = |role: &RoleWork| {
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, fp8: framework.fp8 };
+            role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
+        };
+        let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;
+        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect(), crowded }
+    }
+
+    /// The work on a machine that was measured, and what had to be estimated from other ops because it was not.
+    pub fn measured(&self, on: &MeasuredTimes<'_>, framework: &Framework) -> (Placed<'_>, BTreeSet<String>) {
+        let mut unmeasured = BTreeSet::new();
+        let mut of = |(demand, kernel): (&Demand, &Kernel)| {
+            let seconds = on.setting.seconds(*kernel, demand, &self.mesh, &mut unmeasured);
+            AtPeak::Measured { seconds: seconds * on.factor }
+        };
+        let mut role = |role: &RoleWork| role.demands.iter().zip(&role.kernels).map(&mut of).collect();
+        let roles = self.roles.iter().map(&mut role).collect();
+        (Placed { work: self, framework: framework.clone(), roles, crowded: false }, unmeasured)
+    }
 }
 
 impl<'a> Placed<'a> {
@@ -356,7 +112,7 @@ impl<'a> Placed<'a> {
     }
 
     /// Prices everything; with `marks`, says by role and segment when instructions run.
-    pub(crate) fn priced(&self, terms: &Terms, mut marks: Option<&mut Vec<Vec<Marks>>>) -> Priced {
+    pub(crate) fn priced(&self, terms: &Terms, mut marks: Option<&mut Vec<Vec<Vec<Mark>>>>) -> Priced {
         let demands: Vec<Vec<f64>> =
             self.roles.iter().map(|role| role.iter().map(|at_peak| at_peak.seconds(terms)).collect()).collect();
         let (mut segments, mut parts) = (Vec::new(), Vec::new());
@@ -368,7 +124,7 @@ impl<'a> Placed<'a> {
             let (mut times, mut of) = (Vec::new(), Vec::new());
             let mut shown = Vec::new();
             for (code, used) in role.code.iter().zip(used) {
-                let mut mark = marks.is_some().then(|| Marks { all: Vec::new() });
+                let mut mark = marks.is_some().then(Vec::new);
                 let (time, part) = match used {
                     true => self.segment(role, code, &demands[r], &stretches, terms, mark.as_mut()),
                     false => Default::default(),
@@ -451,7 +207,7 @@ impl<'a> Placed<'a> {
         demands: &[f64],
         stretches: &[Stretch],
         terms: &Terms,
-        mut marks: Option<&mut Marks>,
+        mut marks: Option<&mut Vec<Mark>>,
     ) -> (SegmentTime, Parts) {
         let mut now = 0.0f64;
         let mut beside: [Ends; BESIDE] = Default::default();
@@ -481,7 +237,7 @@ impl<'a> Placed<'a> {
                         let seconds = if step.kind == Kind::Kernel { with_gap(seconds, terms) } else { seconds };
                         let end = now + seconds * stretch.factor;
                         if let Some(marks) = &mut marks {
-                            marks.all.push((now, end, instr, step.demand, Stream::Compute));
+                            marks.push(Mark { start: now, end, instr, demand: step.demand, stream: Stream::Compute });
                         }
                         now = end;
                     }
@@ -496,8 +252,8 @@ impl<'a> Placed<'a> {
                         let shared = beside[1 - own].share(start, seconds, marks.as_deref_mut());
                         let end = start + seconds + shared;
                         let mark = marks.as_mut().map(|marks| {
-                            marks.all.push((start, end, instr, step.demand, step.kind.stream()));
-                            marks.all.len() - 1
+                            marks.push(Mark { start, end, instr, demand: step.demand, stream: step.kind.stream() });
+                            marks.len() - 1
                         });
                         beside[own].all.push((end, mark));
                         overlapping += seconds;
@@ -517,7 +273,7 @@ impl<'a> Placed<'a> {
         now = now.max(last);
         for (instr, demand, seconds) in deferred {
             if let Some(marks) = &mut marks {
-                marks.all.push((now, now + seconds, instr, demand, Stream::Communication));
+                marks.push(Mark { start: now, end: now + seconds, instr, demand, stream: Stream::Communication });
             }
             parts.exposed += seconds;
             now += seconds;
@@ -527,7 +283,9 @@ impl<'a> Placed<'a> {
         let slower = if now > 0.0 { 1.0 + parts.overlap / now } else { 1.0 };
         points.iter_mut().for_each(|(at, _)| *at *= slower);
         if let Some(marks) = marks {
-            marks.all.iter_mut().for_each(|(start, end, ..)| (*start, *end) = (*start * slower, *end * slower));
+            for mark in marks {
+                (mark.start, mark.end) = (mark.start * slower, mark.end * slower);
+            }
         }
         (SegmentTime { seconds: now * slower, points }, parts)
     }
@@ -555,6 +313,11 @@ impl<'a> Placed<'a> {
     }
 }
 
+/// Seconds of a kernel with the gap behind it, which is below 0 where clocks around kernels were measured with them.
+fn with_gap(seconds: f64, terms: &Terms) -> f64 {
+    (seconds + terms.kernel_gap).max(0.25 * seconds)
+}
+
 /// When the collectives of a stream beside kernels end, and where each is marked.
 #[derive(Default)]
 struct Ends {
@@ -569,12 +332,12 @@ impl Ends {
 
     /// Another stream's collective starts, of so many seconds by itself: while both run each has half of the links, so that both end later by
     /// what they share. Says how much that is.
-    fn share(&mut self, start: f64, seconds: f64, mut marks: Option<&mut Marks>) -> f64 {
+    fn share(&mut self, start: f64, seconds: f64, mut marks: Option<&mut Vec<Mark>>) -> f64 {
         let shared = seconds.min(self.last() - start).max(0.0);
         for (end, mark) in self.all.iter_mut().rev().take_while(|(end, _)| *end > start) {
             *end += shared.min(*end - start);
             if let (Some(marks), Some(mark)) = (&mut marks, mark) {
-                marks.all[*mark].1 = *end;
+                marks[*mark].end = *end;
             }
         }
         shared

@@ -1,9 +1,8 @@
 //! What an instruction asks of the hardware.
 
-use crate::collective::Pattern;
 use lockstep_ir::op::{Call, Cost, Matmuls, Saved, Transfer};
 use lockstep_ir::program::{BufferId, Instr, Segment, StepProgram, Sum};
-use lockstep_ir::{Axes, DType, MeshAxis, OpKind, TypeError};
+use lockstep_ir::{Axes, Collective, DType, MeshAxis, OpKind, TypeError};
 use std::collections::BTreeSet;
 
 /// What an instruction asks of the hardware. Instructions that ask the same take the same time.
@@ -67,7 +66,7 @@ pub enum Demand {
     /// A collective.
     Collective {
         /// What ranks do.
-        pattern: Pattern,
+        pattern: Collective,
         /// Along which axes.
         over: Axes,
         /// How many neighbours share, where not all along the axes take part.
@@ -213,15 +212,15 @@ fn transferred(program: &StepProgram, instr: &Instr, transfer: Transfer) -> Dema
     let n = program.mesh.size(transfer.over()) as u64;
     let collective = |pattern, over, bytes| Demand::Collective { pattern, over, sharers: None, bytes };
     match transfer {
-        Transfer::AllReduce { over } => collective(Pattern::AllReduce, over, input),
-        Transfer::ReduceScatter { over, .. } => collective(Pattern::ReduceScatter, over, output * n),
-        Transfer::AllGather { over, dim: Some(_) } => collective(Pattern::AllGather, over, output),
-        Transfer::AllGather { over, dim: None } => collective(Pattern::AllGather, over, input * n),
-        Transfer::Shift { over } => collective(Pattern::Shift, over, input * n),
-        Transfer::AllToAll { over, .. } => collective(Pattern::AllToAll, over, input),
+        Transfer::AllReduce { over } => collective(Collective::AllReduce, over, input),
+        Transfer::ReduceScatter { over, .. } => collective(Collective::ReduceScatter, over, output * n),
+        Transfer::AllGather { over, dim: Some(_) } => collective(Collective::AllGather, over, output),
+        Transfer::AllGather { over, dim: None } => collective(Collective::AllGather, over, input * n),
+        Transfer::Shift { over } => collective(Collective::Shift, over, input * n),
+        Transfer::AllToAll { over, .. } => collective(Collective::AllToAll, over, input),
         Transfer::SumShared { over, sharers } => {
             let bytes = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum();
-            Demand::Collective { pattern: Pattern::AllReduce, over, sharers: Some(sharers), bytes }
+            Demand::Collective { pattern: Collective::AllReduce, over, sharers: Some(sharers), bytes }
         }
         Transfer::Send { stage, tag } => {
             let held = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);

@@ -202,14 +202,14 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
-    let peak_gib = devices.peak_bytes(plan.target)? as f64 / (1u64 << 30) as f64;
+    let peak_gib = devices.device(plan.target)?.peak_bytes()? as f64 / (1u64 << 30) as f64;
     drop(session);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
     let profile = match timings {
         Some(timings) => {
             show("measuring the peaks of matmuls and memory");
-            let peaks = devices.peaks(plan.target, plan.threads, plan.precision.compute)?;
+            let peaks = devices.device(plan.target)?.peaks(plan.threads, plan.precision.compute)?;
             Some(profile(&plan, &[ProfiledStep { step, timings }], peaks)?)
         }
         None => None,

@@ -92,9 +92,8 @@ const SIZES: [usize; 5] = [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26];
 impl CalibrationModel {
     fn config(&self, device: &str, precision: &str, ranks: usize, threads: usize) -> Result<Config, TrainError> {
         let CalibrationModel { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch } = self;
-        let kv_heads = if *architecture == "gpt2" { String::new() } else { format!("kv_heads = {kv_heads}\n") };
         let text = format!(
-            "[model]\narchitecture = \"{architecture}\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\n{kv_heads}ffn = {ffn}\nvocab_size = {vocab}\n\
+            "[model]\narchitecture = \"{architecture}\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\nkv_heads = {kv_heads}\nffn = {ffn}\nvocab_size = {vocab}\n\
              [train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {batch}\ndevice = \"{device}\"\nthreads = {}\n\
              [precision]\npolicy = \"{precision}\"\n[parallel]\ndp = {ranks}\n",
             batch * ranks,
@@ -167,7 +166,7 @@ fn blank(
     let mut flops_per_s = BTreeMap::new();
     let mut bytes_per_s = 0.0;
     for (_, dtype) in precisions {
-        let (flops, bytes) = devices.peaks(target, threads, *dtype)?;
+        let (flops, bytes) = devices.device(target)?.peaks(threads, *dtype)?;
         flops_per_s.insert(*dtype, flops);
         bytes_per_s = bytes;
     }

@@ -166,7 +166,7 @@ fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
     let Some(Task { plan, .. }) = tasks.first().filter(|_| devices.processes().is_none()) else { return Ok(1) };
     let free = match plan.target {
         Target::Cpu => 0,
-        Target::Cuda { .. } => devices.available_bytes(plan.target)?.unwrap_or(0),
+        Target::Cuda { .. } => devices.device(plan.target)?.available_bytes()?.unwrap_or(0),
     };
     let bytes = |task: &Task| {
         let mesh = task.plan.layout.mesh;

@@ -434,7 +434,7 @@ fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, Dat
         Some(field) => Err(DataError::Source {
             path: files[0].clone(),
             problem: format!("data.prompt_field names the field {field:?}, and tokens have no fields"),
-            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths",
+            hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths".into(),
         }),
     }
 }

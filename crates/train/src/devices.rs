@@ -1,17 +1,17 @@
 //! The devices of this machine: what planning must know of them, how a program gets there, what they tell of themselves.
 
 use crate::TrainError;
+use crate::device::{CpuDevice, CudaDevice, Device};
 use crate::error::exec_hint;
 use crate::machine::{machine_profile, processor};
-use crate::peak::{self, Peak};
+use crate::peak::Peak;
 use crate::processes::{Processes, Team};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
-use lockstep_cuda::{CaptureTurn, CudaError, CudaExecutor, Gpu, LibraryName, NOT_FOUND, Neighbours, Telemetry};
-use lockstep_exec::communication::connections;
-use lockstep_exec::cpu::{self, CpuExecutor};
-use lockstep_exec::{Alone, ExecError, Executor, ProcessWorld, ThreadWorld, World};
-use lockstep_ir::{DType, DeviceProfile, Hint, StepProgram};
+use lockstep_cuda::{CudaError, Gpu, LibraryName, NOT_FOUND};
+use lockstep_exec::cpu;
+use lockstep_exec::{Alone, ExecError, World};
+use lockstep_ir::{DeviceProfile, Hint, StepProgram};
 use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
 use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -111,25 +111,29 @@ impl Devices {
         if faster.is_empty() { Ok(plan) } else { Ok(plan_measured(self, config, faster)?) }
     }
 
+    /// What a kind of device is here. Opens a GPU.
+    pub(crate) fn device(&self, target: Target) -> Result<Box<dyn Device>, TrainError> {
+        Ok(match target {
+            Target::Cpu => Box::new(CpuDevice { nodes: self.nodes() }),
+            Target::Cuda { deterministic } => {
+                // As many GPUs as all processes have.
+                let count = self.processes.as_ref().and_then(Processes::gpu).map_or(1, |gpu| gpu.of_all);
+                Box::new(CudaDevice { gpu: self.gpu()?, count, deterministic })
+            }
+        })
+    }
+
     /// What is free on the device that a config runs on, as far as that can be told.
     pub fn room(&self, config: &Config) -> Option<Room> {
-        let device = Target::of(self, config);
-        let place = match device {
-            Target::Cpu => "free on this machine".to_owned(),
-            Target::Cuda { .. } => "free on this GPU".to_owned(),
-        };
-        let bytes = self.available_bytes(device).ok()??;
-        Some(Room { bytes, shared: true, place })
+        let device = self.device(Target::of(self, config)).ok()?;
+        Some(Room { bytes: device.available_bytes().ok()??, shared: true, place: device.place().to_owned() })
     }
 
     /// What the MFU of a plan is a share of: the peaks of all GPUs, or of the CPUs of all hosts.
     pub(crate) fn matmul_peak(&self, plan: &Plan) -> Result<Peak, TrainError> {
-        let peak = self.peak(plan.target, plan.precision.compute)?;
-        let times = match plan.target {
-            Target::Cpu => self.nodes(),
-            Target::Cuda { .. } => self.gpus(),
-        };
-        Ok(Peak { flops_per_s: peak.flops_per_s * times as f64, ..peak })
+        let device = self.device(plan.target)?;
+        let peak = device.peak(plan.precision.compute)?;
+        Ok(Peak { flops_per_s: peak.flops_per_s * device.count() as f64, ..peak })
     }
 
     /// Hosts of all processes.
@@ -137,14 +141,9 @@ impl Devices {
         self.processes.as_ref().map_or(1, |processes| (processes.ranks() / processes.local_ranks()).max(1))
     }
 
-    /// GPUs of all processes.
-    fn gpus(&self) -> usize {
-        self.processes.as_ref().and_then(Processes::gpu).map_or(1, |gpu| gpu.of_all)
-    }
-
     /// Bytes of the arenas of all ranks, which must be free.
     pub(crate) fn require_memory(&self, config: &Config, plan: &Plan) -> Result<u64, TrainError> {
-        let available = self.available_bytes(plan.target)?;
+        let available = self.device(plan.target)?.available_bytes()?;
         // A profile or a GPU that cannot be told leaves FLOPs to go by.
         let profile = machine_profile(self, plan).ok().flatten();
         let device = processor(self, plan.target).ok();
@@ -164,7 +163,7 @@ impl Devices {
             Target::Cpu => plan.arena_bytes(),
             Target::Cuda { .. } => 0,
         };
-        let free = self.available_bytes(Target::Cpu)?;
+        let free = self.device(Target::Cpu)?.available_bytes()?;
         self.team().all("snapshot", free.is_none_or(|free| arenas + plan.checkpoint_bytes() <= free))
     }
 
@@ -192,101 +191,6 @@ impl Devices {
         Some(format!("training on the CPU: {problem} ({hint})"))
     }
 
-    /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
-    pub(crate) fn peaks(&self, device: Target, threads: usize, compute: DType) -> Result<(f64, f64), TrainError> {
-        match device {
-            Target::Cpu => Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?)),
-            Target::Cuda { .. } => {
-                let gpu = self.gpu()?;
-                let cuda = |r: Result<f64, CudaError>| r.map_err(ExecError::from);
-                let matmul = cuda(lockstep_cuda::peaks::matmul(&gpu, compute))?;
-                Ok((matmul, cuda(lockstep_cuda::peaks::bandwidth(&gpu))?))
-            }
-        }
-    }
-
-    /// What the MFU of one device is a share of: the vendor's figure where it is known, else what was measured.
-    pub(crate) fn peak(&self, device: Target, compute: DType) -> Result<Peak, TrainError> {
-        if device == Target::Cpu {
-            return peak::of_cpu(self, compute);
-        }
-        let (flops_per_s, what) = match self.vendor_peak(device, compute)? {
-            Some(published) => (published, "published peak"),
-            None => {
-                let gpu = self.gpu()?;
-                (lockstep_cuda::peaks::matmul(&gpu, compute).map_err(ExecError::from)?, "measured matmul peak")
-            }
-        };
-        let (name, of) = (format!("{what} of the GPU"), format!("{}, {compute}", processor(self, device)?));
-        Ok(Peak { flops_per_s, name, of })
-    }
-
-    /// The vendor's figure for dense matmuls, where it is known.
-    pub(crate) fn vendor_peak(&self, device: Target, compute: DType) -> Result<Option<f64>, TrainError> {
-        match device {
-            Target::Cpu => Ok(None),
-            Target::Cuda { .. } => {
-                let device = &self.gpu()?.device.name;
-                Ok(Catalogue::builtin().of_device(device).map(|gpu| gpu.peak(compute)))
-            }
-        }
-    }
-
-    /// The most memory that this process has had.
-    pub(crate) fn peak_bytes(&self, device: Target) -> Result<u64, TrainError> {
-        match device {
-            Target::Cpu => Ok(peak_resident_bytes()),
-            Target::Cuda { .. } => {
-                let gpu = self.gpu()?;
-                Ok(gpu.device.memory - gpu.device.free_bytes().map_err(ExecError::from)?)
-            }
-        }
-    }
-
-    /// What a GPU does now, or did less than a second ago.
-    pub(crate) fn telemetry(&self, device: Target) -> Result<Option<Telemetry>, TrainError> {
-        match device {
-            Target::Cpu => Ok(None),
-            Target::Cuda { .. } => Ok(self.gpu()?.telemetry()),
-        }
-    }
-
-    /// Bytes of a GPU's memory that this process takes besides the arena: its context, kernels and libraries.
-    pub(crate) fn context_bytes(&self, device: Target) -> Result<Option<u64>, TrainError> {
-        match device {
-            Target::Cpu => Ok(None),
-            Target::Cuda { .. } => Ok(self.gpu()?.context_bytes()),
-        }
-    }
-
-    /// Bytes that a program may take, as far as the system tells.
-    pub(crate) fn available_bytes(&self, device: Target) -> Result<Option<u64>, TrainError> {
-        match device {
-            // Ranks of other hosts find as much there.
-            Target::Cpu => Ok(cpu::available_bytes().map(|bytes| match &self.processes {
-                Some(processes) => bytes * (processes.ranks() / processes.local_ranks()).max(1) as u64,
-                None => bytes,
-            })),
-            // Other processes' GPUs have as much.
-            Target::Cuda { .. } => {
-                Ok(Some(self.gpu()?.device.free_bytes().map_err(ExecError::from)? * self.gpus() as u64))
-            }
-        }
-    }
-
-    /// Loads a program of one rank.
-    pub(crate) fn load(
-        &self,
-        device: Target,
-        program: StepProgram,
-        threads: usize,
-    ) -> Result<Box<dyn Executor>, TrainError> {
-        match device {
-            Target::Cpu => Ok(Box::new(CpuExecutor::load(program, threads)?)),
-            Target::Cuda { deterministic } => Ok(Box::new(CudaExecutor::load(&self.gpu()?, program, deterministic)?)),
-        }
-    }
-
     /// Loads the programs of all stages on as many ranks as they were compiled for. Those of one rank run in this process alone.
     pub(crate) fn load_all(
         &self,
@@ -298,40 +202,15 @@ impl Devices {
         let ranks = programs.first().map_or(0, |p| p.mesh.ranks());
         if let Some(processes) = self.processes.as_ref().filter(|_| ranks > 1) {
             let comm = processes.comm().clone();
-            return Ok(Box::new(match device {
-                Target::Cpu => ProcessWorld::on_cpu(programs, threads, comm)?,
-                Target::Cuda { deterministic } => {
-                    let (gpu, all) = (self.gpu()?, connections(&programs));
-                    ProcessWorld::load(programs, comm, |program, link| {
-                        let neighbours = Some(Neighbours::Processes(link, all));
-                        Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, neighbours)?))
-                    })?
-                }
-            }));
+            return Ok(Box::new(self.device(device)?.load_process(programs, threads, comm)?));
         }
         if let Target::Cuda { .. } = device {
             self.gpu()?.watch(timeout);
         }
-        match (device, ranks) {
-            (_, 1) => Ok(Box::new(Alone::new(self.load(device, programs[0].clone(), threads)?, programs[0].clone()))),
-            (Target::Cpu, _) => Ok(Box::new(ThreadWorld::on_cpu(programs, threads, timeout)?)),
-            (Target::Cuda { deterministic }, _) => {
-                let gpu = self.gpu()?;
-                let turn = CaptureTurn::default();
-                let load = |program, link| {
-                    let neighbours = Some(Neighbours::Threads(link, turn.clone()));
-                    Ok(Box::new(CudaExecutor::load_rank(&gpu, program, deterministic, neighbours)?) as _)
-                };
-                Ok(Box::new(ThreadWorld::load(programs, timeout, load)?))
-            }
+        let device = self.device(device)?;
+        match ranks {
+            1 => Ok(Box::new(Alone::new(device.load(programs[0].clone(), threads)?, programs[0].clone()))),
+            _ => Ok(Box::new(device.load_threads(programs, threads, timeout)?)),
         }
     }
-}
-
-/// The largest resident memory so far, as the system counts it.
-fn peak_resident_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
 }

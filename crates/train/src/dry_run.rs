@@ -93,7 +93,7 @@ pub fn dry_run(
     let from_step = loaded.as_ref().map_or(0, |loaded| loaded.step);
     let later = there.into_iter().map(|(step, _)| step).filter(|step| *step > from_step);
     Ok(DryRun {
-        available_bytes: devices.available_bytes(plan.target)?,
+        available_bytes: devices.device(plan.target)?.available_bytes()?,
         plan,
         arena_bytes,
         from_step,

@@ -3,7 +3,7 @@ use crate::background_save::SaveFailure;
 use crate::spikes::{RollBack, SkippedStep, rolled_back, spike_report};
 use lockstep_checkpoint::CheckpointError;
 use lockstep_config::ConfigError;
-use lockstep_data::DataError;
+use lockstep_data::{DataError, DataSetting};
 use lockstep_exec::comm::processes::JoinError;
 use lockstep_exec::{ExecError, Remedy};
 use lockstep_ir::{Hint, units};
@@ -20,7 +20,7 @@ pub enum TrainError {
     Config(#[from] ConfigError),
     /// The data are missing, empty, too short or damaged.
     #[error("{0}")]
-    #[hint(_0.hint())]
+    #[hint(_0.hint_by(key_of))]
     Data(#[from] DataError),
     /// The run directory cannot be used as it is asked for.
     #[error("{0}")]
@@ -448,6 +448,20 @@ impl From<CheckpointError> for TrainError {
     }
 }
 
+/// The key of the config that a setting of data is asked for with.
+fn key_of(setting: DataSetting) -> &'static str {
+    match setting {
+        DataSetting::Extensions => "data.extensions",
+        DataSetting::TextField => "data.text_field",
+        DataSetting::PromptField => "data.prompt_field",
+        DataSetting::Tokenizer => "data.tokenizer",
+        DataSetting::BosToken => "data.bos_token",
+        DataSetting::EosToken => "data.eos_token",
+        DataSetting::Corpora => "data.corpora",
+        DataSetting::ValidationFraction => "data.validation_fraction",
+    }
+}
+
 /// What an executor says to do, with the keys of the config that may help.
 pub(crate) fn exec_hint(error: &ExecError) -> Option<String> {
     let (behind_a_hint, keys) = match error.remedy() {
@@ -476,6 +490,22 @@ fn steps(steps: &[u64]) -> String {
 mod tests {
     use super::*;
     use lockstep_exec::comm::CommError;
+
+    #[test]
+    fn what_is_wrong_with_data_comes_with_the_key_that_may_help() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.jsonl");
+        std::fs::write(&path, "{}\n").unwrap();
+        let spec = lockstep_data::PrepareSpec { paths: vec![path.clone()], ..Default::default() };
+        let error = lockstep_data::prepare(&spec, &folder.path().join("out"), &mut |_| ()).err().unwrap();
+        assert!(error.with_hint().contains("; TextField names the field"), "{error}");
+        let expected = format!(
+            "{}:1: the object has no field \"text\"\n\
+             hint: every line is a JSON object; data.text_field names the field with the text",
+            path.display()
+        );
+        assert_eq!(TrainError::from(error).with_hint(), expected);
+    }
 
     #[test]
     fn what_an_executor_says_ends_with_the_keys_that_may_help() {

@@ -289,7 +289,7 @@ impl Model {
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
         let (program, threads) = evaluation_program(devices, config, (batch, seq), cut, misses)?;
-        let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
+        let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let numbers = (config.train.seed, config.model.vocab_size);
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), (batch, seq), numbers, &|_, _| true);

@@ -51,7 +51,7 @@ fn require_known(ids: &[u32], vocab: u32, stream: &TokenStream, offset: u64) -> 
     Err(DataError::Source {
         path: stream.file_at(offset).to_owned(),
         problem: format!("token {offset} of its corpus is {id}, and model.vocab_size = {vocab}"),
-        hint: "set data.tokenizer and model.vocab_size to those that the tokens were made for",
+        hint: "set data.tokenizer and model.vocab_size to those that the tokens were made for".into(),
     })
 }
 

@@ -24,7 +24,7 @@ impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self, TrainError> {
         let (program, threads) = generation_program(devices, config, context)?;
-        let mut executor = devices.load(Target::of(devices, config), program.clone(), threads)?;
+        let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         let chunk = GENERATION_CHUNK.min(context);
         let logits = vec![0.0; config.model.vocab_size];

@@ -13,6 +13,7 @@ mod calibrate;
 mod catalogue;
 mod compare;
 mod data;
+mod device;
 mod devices;
 mod dry_run;
 mod error;

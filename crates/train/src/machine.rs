@@ -2,7 +2,6 @@
 
 use crate::{Devices, TrainError, catalogue};
 use lockstep_exec::Timing;
-use lockstep_exec::cpu::{self, Simd};
 use lockstep_plan::{Plan, Rates, Target, TimedWork};
 use lockstep_sim::machine::{Sample, Table, observe};
 use lockstep_sim::{Forecast, Hardware, MachineProfile, Setting, SimError};
@@ -38,16 +37,7 @@ pub struct Prediction {
 
 /// What computes, as the system or the driver calls it.
 pub fn processor(devices: &Devices, target: Target) -> Result<String, TrainError> {
-    match target {
-        Target::Cpu => {
-            let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-            let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
-            let path = Simd::current();
-            let lowered = if path < Simd::detect() { format!(", {}", path.name()) } else { String::new() };
-            Ok(format!("{}, {} cores{lowered}", model.unwrap_or(std::env::consts::ARCH).trim(), cpu::cores()))
-        }
-        Target::Cuda { .. } => Ok(devices.gpu()?.device.name.clone()),
-    }
+    Ok(devices.device(target)?.processor())
 }
 
 /// Ranks and threads of a plan, as a profile counts them.

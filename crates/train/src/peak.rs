@@ -39,11 +39,10 @@ struct Measured {
 type Kept = BTreeMap<String, BTreeMap<String, Measured>>;
 
 /// The peak of the CPU, kept or measured now.
-pub(crate) fn of_cpu(devices: &Devices, compute: DType) -> Result<Peak, TrainError> {
-    let processor = processor(devices, Target::Cpu)?;
+pub(crate) fn of_cpu(processor: &str, compute: DType) -> Result<Peak, TrainError> {
     let measure = || Ok(cpu::peaks::matmul(cpu::cores(), compute)?);
-    let found = kept_or(file().as_deref(), &processor, compute, &measure)?;
-    Ok(named(&processor, compute, found))
+    let found = kept_or(file().as_deref(), processor, compute, &measure)?;
+    Ok(named(processor, compute, found))
 }
 
 /// Measures the peak of the CPU again, for all runs from now on.

@@ -8,7 +8,8 @@ use lockstep_data::{DataError, TokenizerSpec};
 pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
     let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
     if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
-        return Err(DataError::Source { path: config.data.tokenizer.clone().into(), problem: problem.into(), hint });
+        let path = config.data.tokenizer.clone().into();
+        return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
     }
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
 }

@@ -1,7 +1,7 @@
 //! `--sequence-lengths`: how memory grows with the length of sequences, as a table and as a picture. The picture is one file, without
 //! scripts and fonts of its own; its colours follow the viewer's light or dark scheme.
 
-use crate::drawing::{CLASS_COLOURS, byte_scale, escaped, line, text};
+use crate::drawing::{CLASS_COLOURS, byte_scale, line, page, text};
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::timeline::wrote;
@@ -21,11 +21,7 @@ const RIGHT: f64 = 876.0;
 const TOP: f64 = 108.0;
 const BOTTOM: f64 = 440.0;
 
-const STYLE: &str = "\
-text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
-.page { fill: #fff } .grid { stroke: #ddd } .axis { stroke: #555 } .limit { stroke: #b00; stroke-dasharray: 6 4 } \
-@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #333 } \
-.axis { stroke: #aaa } .limit { stroke: #f66 } }";
+const STYLE: [&str; 2] = [".limit { stroke: #b00; stroke-dasharray: 6 4 }", ".limit { stroke: #f66 }"];
 
 /// The memory at lengths that the layout can split, from the shortest.
 pub(super) fn costs(
@@ -119,13 +115,7 @@ fn draw(config: &Config, rows: &[LengthCost]) -> String {
     let drawn = limit.as_ref().map(|(bytes, _)| *bytes).filter(|bytes| *bytes <= 2 * most);
     let (step, top) = byte_scale(drawn.map_or(most, |bytes| bytes.max(most)));
     let y = |bytes: u64| BOTTOM - (BOTTOM - TOP) * bytes as f64 / top;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\n<title>{0}</title>\n\
-         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
-         <text class=\"title\" x=\"{LEFT}\" y=\"30\">{0}</text>\n<text class=\"quiet\" x=\"{LEFT}\" y=\"52\">{1}</text>\n",
-        escaped(&title),
-        escaped(&summary)
-    );
+    let mut svg = page((WIDTH, HEIGHT), LEFT, STYLE, &title, &summary);
     for n in 0..=(top / step) as usize {
         let at = y((n as f64 * step) as u64);
         line(&mut svg, "grid", LEFT, at, RIGHT, at);

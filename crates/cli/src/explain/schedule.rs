@@ -2,7 +2,7 @@
 //! own; its colours follow the viewer's light or dark scheme.
 
 use super::forecast::Predicted;
-use crate::drawing::{line, text, tick_step};
+use crate::drawing::{line, page, text, tick_step};
 use crate::failure::Failure;
 use crate::timeline::wrote;
 use lockstep_ir::schedule::{PipeSlot, Pipeline, Timeline, Work};
@@ -21,13 +21,11 @@ const TOP: f64 = 112.0;
 const MOST_MESSAGES: usize = 400;
 const MOST_NAMES: usize = 4000;
 
-const STYLE: &str = "\
-text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
-.page { fill: #fff } .idle { fill: #ececef } .axis { stroke: #555 } .sent { stroke: #222; stroke-width: .7; opacity: .55 } \
-.slot { stroke: #fff; stroke-width: .6 } .number { font-size: 11px; fill: #fff; text-anchor: middle } \
-.end { stroke: #222; stroke-dasharray: 6 4 } \
-@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .idle { fill: #24272f } \
-.axis { stroke: #aaa } .sent { stroke: #eee } .slot { stroke: #16181d } .end { stroke: #eee } .number { fill: #fff } }";
+const STYLE: [&str; 2] = [
+    ".idle { fill: #ececef } .sent { stroke: #222; stroke-width: .7; opacity: .55 } .slot { stroke: #fff; stroke-width: .6 } \
+     .number { font-size: 11px; fill: #fff; text-anchor: middle } .end { stroke: #222; stroke-dasharray: 6 4 }",
+    ".idle { fill: #24272f } .sent { stroke: #eee } .slot { stroke: #16181d } .end { stroke: #eee } .number { fill: #fff }",
+];
 
 /// What a kind of work is called, and its colours in the first chunk and the last.
 const fn look(work: Work) -> (&'static str, [[u8; 3]; 2]) {
@@ -96,11 +94,7 @@ fn draw(plan: &Plan, timeline: &Timeline, predicted: Option<&str>) -> String {
     let summary = format!(
         "pipeline bubble {bubble:.1}% (idle time of all ranks); at most {in_flight} chunks in flight on a rank; numbers are micro-batches"
     );
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" role=\"img\">\n<title>{title}</title>\n\
-         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{WIDTH}\" height=\"{height:.0}\"/>\n\
-         <text class=\"title\" x=\"{LEFT}\" y=\"30\">{title}</text>\n<text class=\"quiet\" x=\"{LEFT}\" y=\"52\">{summary}</text>\n"
-    );
+    let mut svg = page((WIDTH, height), LEFT, STYLE, &title, &summary);
     let all: usize = timeline.slots.iter().map(Vec::len).sum();
     let chunks = plan.layout.chunks;
     for (rank, slots) in timeline.slots.iter().enumerate() {

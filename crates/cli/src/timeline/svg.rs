@@ -1,7 +1,7 @@
 //! The picture of a timeline: bytes in use, stacked by class, over the segments that run. One file, no scripts, no fonts of its
 //! own; its colours follow the viewer's light or dark scheme.
 
-use crate::drawing::{CLASS_COLOURS, byte_scale, escaped, line, text, tick_step};
+use crate::drawing::{CLASS_COLOURS, byte_scale, line, page, text, tick_step};
 use crate::explain::exact;
 use lockstep_ir::program::Class;
 use lockstep_ir::units;
@@ -19,13 +19,11 @@ const BOTTOM: f64 = 500.0;
 /// Columns: of the instructions in one, that with most bytes is drawn.
 const COLUMNS: usize = 1004;
 
-const STYLE: &str = "\
-text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
-.page { fill: #fff } .grid { stroke: #ddd } .axis { stroke: #555 } .arena { stroke: #222; stroke-dasharray: 6 4 } \
-.band0 { fill: #e8e8ee } .band1 { fill: #d2d2dc } \
-.phase0 { fill: #2e5e96 } .phase1 { fill: #963e5c } .phase2 { fill: #d98a1f } .phase3 { fill: #3a742a } \
-@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #333 } \
-.axis { stroke: #aaa } .arena { stroke: #eee } .band0 { fill: #2a2d36 } .band1 { fill: #3b3f4b } }";
+const STYLE: [&str; 2] = [
+    ".arena { stroke: #222; stroke-dasharray: 6 4 } .band0 { fill: #e8e8ee } .band1 { fill: #d2d2dc } \
+     .phase0 { fill: #2e5e96 } .phase1 { fill: #963e5c } .phase2 { fill: #d98a1f } .phase3 { fill: #3a742a }",
+    ".arena { stroke: #eee } .band0 { fill: #2a2d36 } .band1 { fill: #3b3f4b }",
+];
 
 /// A column of the picture: where it starts and what is in use.
 struct Column {
@@ -38,13 +36,7 @@ pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     let x = |time: f64| LEFT + (RIGHT - LEFT) * time / end;
     let (step, top) = byte_scale(timeline.arena_bytes);
     let y = |bytes: u64| BOTTOM - (BOTTOM - TOP) * bytes as f64 / top;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">\n<title>{0}</title>\n\
-         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\n\
-         <text class=\"title\" x=\"{LEFT}\" y=\"30\">{0}</text>\n<text class=\"quiet\" x=\"{LEFT}\" y=\"52\">{1}</text>\n",
-        escaped(title),
-        escaped(&summary(timeline))
-    );
+    let mut svg = page((WIDTH, HEIGHT), LEFT, STYLE, title, &summary(timeline));
     for n in 0.. {
         let bytes = n as f64 * step;
         if bytes > top {

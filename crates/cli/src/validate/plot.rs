@@ -1,7 +1,7 @@
 //! Pictures of predictions: predicted against measured, on logarithmic axes. One file each, no scripts, no fonts of its own; colours
 //! follow the viewer's light or dark scheme.
 
-use crate::drawing::{escaped, line, text};
+use crate::drawing::{escaped, line, page, text};
 use lockstep_ir::units::counted;
 use lockstep_plan::published::{Errors, Report, RowReport};
 use std::collections::BTreeMap;
@@ -16,12 +16,11 @@ const BOTTOM: f64 = 582.0;
 
 const COLOURS: [&str; 6] = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"];
 
-const STYLE: &str = "\
-text { font: 13px system-ui, sans-serif; fill: #222 } .title { font-size: 17px; font-weight: 600 } .quiet { fill: #555 } \
-.page { fill: #fff } .grid { stroke: #e2e2e2 } .axis { stroke: #555 } .equal { stroke: #222; stroke-width: 1.3 } \
-.near { stroke: #999; stroke-dasharray: 5 4 } .point { fill-opacity: 0.55 } .flagged { fill: none; stroke: #999; stroke-opacity: 0.6 } \
-@media (prefers-color-scheme: dark) { text { fill: #eee } .quiet { fill: #aaa } .page { fill: #16181d } .grid { stroke: #2c2f37 } \
-.axis { stroke: #aaa } .equal { stroke: #eee } .near { stroke: #777 } }";
+const STYLE: [&str; 2] = [
+    ".grid { stroke: #e2e2e2 } .equal { stroke: #222; stroke-width: 1.3 } .near { stroke: #999; stroke-dasharray: 5 4 } \
+     .point { fill-opacity: 0.55 } .flagged { fill: none; stroke: #999; stroke-opacity: 0.6 }",
+    ".grid { stroke: #2c2f37 } .equal { stroke: #eee } .near { stroke: #777 }",
+];
 
 /// Something that was measured and predicted.
 struct Quantity {
@@ -113,14 +112,7 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
         100.0 * errors.p90,
         if flagged > 0 { format!("; {flagged} flagged (circles)") } else { String::new() }
     );
-    let (width, height) = SIZE;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" role=\"img\">\n<title>{0}</title>\n\
-         <style>{STYLE}</style>\n<rect class=\"page\" width=\"{width}\" height=\"{height}\"/>\n\
-         <text class=\"title\" x=\"20\" y=\"28\">{0}</text>\n<text class=\"quiet\" x=\"20\" y=\"50\">{1}</text>\n",
-        escaped(&title),
-        escaped(&about)
-    );
+    let mut svg = page(SIZE, 20.0, STYLE, &title, &about);
     for tick in scale.ticks() {
         line(&mut svg, "grid", x(tick), TOP, x(tick), BOTTOM);
         line(&mut svg, "grid", LEFT, y(tick), RIGHT, y(tick));

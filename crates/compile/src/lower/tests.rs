@@ -14,6 +14,10 @@ impl Generator for Late {
         let (f, b, w) = (PipeSlot::forward, PipeSlot::input_grad, PipeSlot::weight_grad);
         vec![f(0, 0), b(0, 0), f(0, 1), b(0, 1), w(0, 0), w(0, 1)]
     }
+
+    fn separates_weight_grads(&self) -> bool {
+        true
+    }
 }
 
 fn lowered(schedule: Schedule) -> Unplaced {

@@ -54,6 +54,45 @@ pub enum Rule {
     },
 }
 
+impl Rule {
+    /// The rule of an optimizer's name. A rule reads some of the constants.
+    pub fn named(name: &str, adamw: AdamW, momentum: f32) -> Option<Self> {
+        let AdamW { beta1, beta2, .. } = adamw;
+        Some(match name {
+            "adamw" => Rule::AdamW(adamw),
+            "lion" => Rule::Lion { beta1, beta2 },
+            "sgd" => Rule::Sgd { momentum },
+            "muon" => Rule::Muon { momentum, rest: adamw },
+            _ => return None,
+        })
+    }
+
+    /// The rule for a parameter of this type.
+    fn of(self, ty: &TensorType) -> Self {
+        match self {
+            Rule::Muon { rest, .. } if !is_matrix(ty) => Rule::AdamW(rest),
+            rule => rule,
+        }
+    }
+
+    /// The moments of a parameter, in the order in which the update reads and gives them.
+    fn moments(self) -> &'static [&'static str] {
+        match self {
+            Rule::AdamW(_) => &["m", "v"],
+            Rule::Lion { .. } => &["m"],
+            Rule::Sgd { .. } | Rule::Muon { .. } => &["momentum"],
+        }
+    }
+
+    /// The most moments that it has of a parameter.
+    pub fn most_moments(self) -> usize {
+        match self {
+            Rule::Muon { rest, .. } => Rule::AdamW(rest).moments().len(),
+            rule => rule.moments().len(),
+        }
+    }
+}
+
 impl Optimizer {
     /// AdamW for all parameters.
     pub fn adamw(adamw: AdamW, decay: f32) -> Self {
@@ -418,15 +457,8 @@ fn update(
         id
     };
     let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: w, which });
-    let rule = match context.optimizer.rule {
-        Rule::Muon { rest, .. } if !is_matrix(&ty) => Rule::AdamW(rest),
-        rule => rule,
-    };
-    let moments = match rule {
-        Rule::AdamW(_) => vec![moment(g, "m"), moment(g, "v")],
-        Rule::Lion { .. } => vec![moment(g, "m")],
-        Rule::Sgd { .. } | Rule::Muon { .. } => vec![moment(g, "momentum")],
-    };
+    let rule = context.optimizer.rule.of(&ty);
+    let moments: Vec<ValueId> = rule.moments().iter().map(|which| moment(g, which)).collect();
     // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
     let rounded = g.ty(w).dtype != DType::F32;
     let whole_here = g.get(w).sharding.axes(Placement::Flat).is_empty();

@@ -12,11 +12,11 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::pages::Pages;
 use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
-use crate::DataError;
 use crate::guard::caught;
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
+use crate::{DataError, DataHint, DataSetting};
 
 /// Rows that are decoded at a time.
 const BATCH_ROWS: usize = 64;
@@ -40,8 +40,9 @@ impl Rows {
         let (pages, begun) = Pages::new(opened);
         let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
         begun.store(true, Ordering::Relaxed);
-        let text = Column::find(file, &reader, fields.text, "name the column with the text in data.text_field")?;
-        let hint = "name the column with the prompt in data.prompt_field";
+        let hint = DataHint::of("name the column with the text in {}", DataSetting::TextField);
+        let text = Column::find(file, &reader, fields.text, hint)?;
+        let hint = DataHint::of("name the column with the prompt in {}", DataSetting::PromptField);
         let prompt = fields.prompt.map(|field| Column::find(file, &reader, field, hint)).transpose()?;
         let rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
         let mut this = Rows { reader, text, prompt, rows };
@@ -94,7 +95,7 @@ impl Column {
         file: &SourceFile,
         reader: &SerializedFileReader<Pages>,
         field: &str,
-        hint: &'static str,
+        hint: DataHint,
     ) -> Result<Self, DataError> {
         let refuse = |problem: String| DataError::source(&file.path, problem, hint);
         let metadata = reader.metadata();

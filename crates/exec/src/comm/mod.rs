@@ -23,60 +23,13 @@ mod sum;
 mod tests;
 pub mod threads;
 
+pub use lockstep_ir::Collective;
 pub(crate) use peers::{has_waited, waited};
 pub use subject::{Memory, Subject};
 pub use threads::{ThreadCommunicator, threads};
 
 use lockstep_ir::{DType, units};
 use std::fmt;
-
-/// What a group of ranks does together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Collective {
-    /// Every rank gets the sum of all tensors.
-    AllReduce,
-    /// The i-th rank of the group gets the i-th part of the sum.
-    ReduceScatter,
-    /// Every rank gets all tensors, in the order of the group.
-    AllGather,
-    /// Every rank gets the tensor of the rank before it in the group, the first that of the last.
-    Shift,
-    /// The i-th part of every rank's tensor goes to the i-th rank of the group, which has them in the order of the group.
-    AllToAll,
-}
-
-impl Collective {
-    /// All of them.
-    pub const ALL: [Collective; 5] = [
-        Collective::AllReduce,
-        Collective::ReduceScatter,
-        Collective::AllGather,
-        Collective::Shift,
-        Collective::AllToAll,
-    ];
-
-    /// The name that messages use.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Collective::AllReduce => "all_reduce",
-            Collective::ReduceScatter => "reduce_scatter",
-            Collective::AllGather => "all_gather",
-            Collective::Shift => "shift",
-            Collective::AllToAll => "all_to_all",
-        }
-    }
-
-    /// Whether it adds.
-    pub const fn sums(self) -> bool {
-        matches!(self, Collective::AllReduce | Collective::ReduceScatter)
-    }
-}
-
-impl fmt::Display for Collective {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// Ranks that act together, in the order in which sums are taken.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -237,7 +237,7 @@ fn files(folder: &std::path::Path, found: &mut Vec<std::path::PathBuf>) {
 
 #[test]
 fn rows_of_matmuls_say_what_enters_them() {
-    for sample in samples(2).into_iter().filter(|s| s.op.kind() != OpKind::Receive) {
+    for sample in samples(2).filter(|s| s.op.kind() != OpKind::Receive) {
         let (spec, (types, outputs)) = (sample.op.spec(), inferred(&sample));
         let call = Call { wanted: &vec![true; outputs.len()], sums: spec.sums.is_some() };
         let (cost, flops) = sample.op.cost(&types.iter().collect::<Vec<_>>(), &call).unwrap();

@@ -9,6 +9,10 @@ impl Generator for GPipe {
         let forward = (0..of.micro_batches).map(|m| PipeSlot::forward(0, m));
         forward.chain((0..of.micro_batches).map(|m| PipeSlot::backward(0, m))).collect()
     }
+
+    fn least_bubble(&self, chunks: usize) -> f64 {
+        1.0 / chunks as f64
+    }
 }
 
 #[cfg(test)]

@@ -28,6 +28,10 @@ impl Generator for Interleaved {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         2 * of.behind() + (of.chunks - 1) * of.ranks + 1
     }
+
+    fn least_bubble(&self, chunks: usize) -> f64 {
+        1.0 / chunks as f64
+    }
 }
 
 #[cfg(test)]

@@ -131,6 +131,16 @@ pub trait Generator: Sync {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         of.chunks * of.micro_batches
     }
+
+    /// Whether some rank computes weight gradients (W) apart from input gradients (B). Held against the slots whenever they are made.
+    fn separates_weight_grads(&self) -> bool {
+        false
+    }
+
+    /// The bubble that it leaves at least, as a share of that of 1F1B, with so many chunks and equal times of F, B and W.
+    fn least_bubble(&self, _chunks: usize) -> f64 {
+        0.0
+    }
 }
 
 /// An order of the work of every rank, by its name.
@@ -191,15 +201,27 @@ impl Schedule {
         self.generator.most_in_flight(of).min(of.chunks * of.micro_batches)
     }
 
+    /// Whether some rank computes weight gradients (W) apart from input gradients (B).
+    pub fn separates_weight_grads(self) -> bool {
+        self.generator.separates_weight_grads()
+    }
+
+    /// The bubble that it leaves at least, as a share of that of 1F1B, with so many chunks and equal times of F, B and W.
+    pub fn least_bubble(self, chunks: usize) -> f64 {
+        self.generator.least_bubble(chunks)
+    }
+
     /// What one rank of a pipeline does.
     ///
     /// # Panics
     ///
-    /// Where a generator does not keep its memory bound.
+    /// Where a generator does not keep its memory bound, or separates weight gradients and does not say so.
     pub fn slots(self, of: PipeRank) -> Vec<PipeSlot> {
         let slots = self.generator.slots(of);
         let (found, most) = (in_flight(&slots), self.generator.most_in_flight(of));
         assert!(found <= most, "{self} has {found} chunks in flight and promised at most {most}: {of:?}");
+        let separate = slots.iter().any(|slot| slot.work == Work::WeightGrad);
+        assert!(!separate || self.separates_weight_grads(), "{self} separates weight gradients and does not say so");
         slots
     }
 
@@ -368,6 +390,18 @@ mod tests {
             }
         }
         Schedule::new("greedy", &Greedy).pipeline(2, 1, 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "silent separates weight gradients and does not say so")]
+    fn a_generator_that_separates_weight_gradients_says_so() {
+        struct Silent;
+        impl Generator for Silent {
+            fn slots(&self, of: PipeRank) -> Vec<PipeSlot> {
+                zb_v::ZbV.slots(of)
+            }
+        }
+        Schedule::new("silent", &Silent).pipeline(2, 2, 2);
     }
 
     #[test]

@@ -17,6 +17,10 @@ impl Generator for OneForwardOneBackward {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         of.ranks - of.rank
     }
+
+    fn least_bubble(&self, chunks: usize) -> f64 {
+        1.0 / chunks as f64
+    }
 }
 
 #[cfg(test)]

@@ -33,6 +33,14 @@ impl Generator for ZbH1 {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         of.ranks
     }
+
+    fn separates_weight_grads(&self) -> bool {
+        true
+    }
+
+    fn least_bubble(&self, _chunks: usize) -> f64 {
+        1.0 / 3.0
+    }
 }
 
 #[cfg(test)]

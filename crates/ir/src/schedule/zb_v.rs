@@ -88,6 +88,10 @@ impl Generator for ZbV {
     fn most_in_flight(&self, of: PipeRank) -> usize {
         2 * of.ranks
     }
+
+    fn separates_weight_grads(&self) -> bool {
+        true
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The search itself: a queue of what may be among the fastest, each looked at more closely in its turn.
 
-use super::bound::{Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts, separate};
+use super::bound::{Bound, Composed, Cuts, DataCollectives, InFlight, in_flight, in_flight_by_rank, parts};
 use super::budget::MOST_TIGHT;
 use super::proxy::{LayerCosts, layer_costs, small_policy};
 use super::queue::{Entry, Node};
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
     /// The choice of a key that has no data parallelism.
     fn alone(&self, key: Key) -> LayoutChoice {
         let data = Data { replicate: 1, shard: 1, zero: 0, reshard: true };
-        let schedule = Schedule::ALL.into_iter().find(|schedule| separate(*schedule) == key.apart);
+        let schedule = Schedule::ALL.into_iter().find(|schedule| schedule.separates_weight_grads() == key.apart);
         let pipe = Pipe { pp: 1, schedule: schedule.unwrap_or(Schedule::USUAL), chunks: 1 };
         let own = self.space.choice(key.split, pipe, data, key.micro_batch, key.recompute, key.gradients);
         LayoutChoice { layout: Layout { micro_batches: 1, ..own.layout }, ..own }
@@ -209,12 +209,14 @@ impl<'a> Search<'a> {
     fn pipes_of(&self, key: Key) -> impl Iterator<Item = (usize, Pipe, usize)> {
         let inside = key.split.tp * key.split.cp;
         let pipes = self.pipes[&inside].iter().copied().enumerate();
-        pipes.filter(move |(_, pipe)| separate(pipe.schedule) == key.apart).filter_map(move |(i, pipe)| {
-            let ranks = self.request.gpus / (inside * pipe.pp);
-            let shares = ranks.is_multiple_of(key.split.ep);
-            let divides = shares && self.space.micro_batches(ranks).contains(&key.micro_batch);
-            divides.then(|| (i, pipe, self.space.accumulation(ranks, key.micro_batch)))
-        })
+        pipes.filter(move |(_, pipe)| pipe.schedule.separates_weight_grads() == key.apart).filter_map(
+            move |(i, pipe)| {
+                let ranks = self.request.gpus / (inside * pipe.pp);
+                let shares = ranks.is_multiple_of(key.split.ep);
+                let divides = shares && self.space.micro_batches(ranks).contains(&key.micro_batch);
+                divides.then(|| (i, pipe, self.space.accumulation(ranks, key.micro_batch)))
+            },
+        )
     }
 
     /// The least that a choice of a key takes, of costs that are no more than its own; none where nothing fits.
@@ -378,7 +380,7 @@ impl<'a> Search<'a> {
     pub(super) fn estimate(&self, choice: &LayoutChoice) -> Result<Bound, PlanError> {
         let (split, pipe, data) = parts(choice);
         let LayoutChoice { micro_batch, recompute, gradients, .. } = *choice;
-        let key = Key { split, micro_batch, recompute, gradients, apart: separate(pipe.schedule) };
+        let key = Key { split, micro_batch, recompute, gradients, apart: pipe.schedule.separates_weight_grads() };
         let known = lock(&self.known).get(&(key, data)).copied();
         let costs = match known {
             Some(costs) => costs,

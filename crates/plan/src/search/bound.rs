@@ -4,8 +4,8 @@ use super::proxy::{LayerCosts, Linear};
 use super::space::{Data, LayoutChoice, Pipe, Split};
 use lockstep_compile::SEND_BUFFER_COPIES;
 use lockstep_ir::schedule::{ChunkCosts, Costs, PipeRank, Work, evaluate};
-use lockstep_ir::{Axes, Layout, MeshAxis, Schedule};
-use lockstep_sim::collective::{Group, Pattern, PlacedCollective};
+use lockstep_ir::{Axes, Collective, Layout, MeshAxis};
+use lockstep_sim::collective::{Group, PlacedCollective};
 use lockstep_sim::{Hardware, Terms};
 
 /// The collectives of data-parallel ranks: seconds of one byte, and of none, by pattern and axes.
@@ -36,17 +36,17 @@ impl DataCollectives {
     /// Of the ranks of a layout.
     pub fn new(layout: &Layout, hardware: &Hardware, terms: &Terms) -> Self {
         const BYTES: u64 = 1 << 30;
-        let rate = |pattern: Pattern, over: Axes| {
+        let rate = |pattern: Collective, over: Axes| {
             let group = Group::of(&layout.mesh, over, 0, hardware.cluster.gpus_per_node);
             let seconds = |bytes: u64| PlacedCollective::new(pattern, group, bytes, hardware).seconds(terms);
             let least = seconds(0);
             Rate { least, per_byte: (seconds(BYTES) - least).max(0.0) / BYTES as f64 }
         };
         Self {
-            scatter: rate(Pattern::ReduceScatter, Axes::ZERO),
-            gather: rate(Pattern::AllGather, Axes::ZERO),
-            all_reduce: rate(Pattern::AllReduce, Axes::TOKENS),
-            across: rate(Pattern::AllReduce, MeshAxis::DpReplicate.into()),
+            scatter: rate(Collective::ReduceScatter, Axes::ZERO),
+            gather: rate(Collective::AllGather, Axes::ZERO),
+            all_reduce: rate(Collective::AllReduce, Axes::TOKENS),
+            across: rate(Collective::AllReduce, MeshAxis::DpReplicate.into()),
             overlap: terms.overlap_cost,
         }
     }
@@ -59,7 +59,7 @@ pub(super) type InFlight = [f64; 3];
 /// Of the first rank, at least.
 pub(super) fn in_flight(pipe: Pipe, micro_batches: usize) -> InFlight {
     let of = |micro_batches| PipeRank { ranks: pipe.pp, rank: 0, chunks: pipe.chunks, micro_batches };
-    match separate(pipe.schedule) {
+    match pipe.schedule.separates_weight_grads() {
         false => [pipe.schedule.most_in_flight(of(micro_batches)) as f64, 0.0, 0.0],
         true => in_flight_of(pipe, of(micro_batches.min(3 * pipe.pp))),
     }
@@ -91,20 +91,6 @@ fn in_flight_of(pipe: Pipe, of: PipeRank) -> InFlight {
 
 /// The share of input gradients in a backward pass, at least.
 const INPUT_GRADIENTS: f64 = 0.4;
-
-/// Whether a schedule computes weight gradients apart from input gradients.
-pub(super) fn separate(schedule: Schedule) -> bool {
-    schedule.name().starts_with("zb")
-}
-
-/// The share of the bubble of 1F1B that a schedule leaves at least.
-fn bubble(schedule: Schedule, chunks: usize) -> f64 {
-    match schedule.name() {
-        "zb-v" => 0.0,
-        "zb-h1" => 1.0 / 3.0,
-        _ => 1.0 / chunks as f64,
-    }
-}
 
 /// How the layers of a model are cut for a pipeline.
 #[derive(Clone, Debug)]
@@ -234,10 +220,13 @@ impl Composed<'_> {
             return m * most;
         }
         let sum = |cost: &Linear| self.cuts.ranks.iter().map(|rank| rank.of(cost)).sum::<f64>();
-        let fill = (sum(&both) - most).max(0.0) * bubble(self.pipe.schedule, self.pipe.chunks);
-        let back = if separate(self.pipe.schedule) { INPUT_GRADIENTS } else { 1.0 };
+        let fill = (sum(&both) - most).max(0.0) * self.pipe.schedule.least_bubble(self.pipe.chunks);
+        let back = if self.pipe.schedule.separates_weight_grads() { INPUT_GRADIENTS } else { 1.0 };
         let there_and_back = sum(&self.costs.forward) + back * sum(&self.costs.backward);
-        (m * most + fill).max(there_and_back + (m - 1.0) * most / self.pipe.chunks as f64)
+        // Weight gradients that are separate wait until the last micro-batch is on its way back.
+        let heaviest = self.heaviest();
+        let between = heaviest.of(&self.costs.forward) + back * heaviest.of(&self.costs.backward);
+        (m * most + fill).max(there_and_back + (m - 1.0) * between / self.pipe.chunks as f64)
     }
 
     /// A step at least, of costs without data parallelism whose micro-batches take so many seconds, with the chunks that the first rank
@@ -335,4 +324,56 @@ pub(super) fn parts(choice: &LayoutChoice) -> (Split, Pipe, Data) {
     let pipe = Pipe { pp: size(MeshAxis::Pp), schedule: l.schedule, chunks: l.chunks };
     let (replicate, shard) = (size(MeshAxis::DpReplicate), size(MeshAxis::DpShard));
     (split, pipe, Data { replicate, shard, zero: l.zero, reshard: l.reshard_after_forward })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::Schedule;
+    use lockstep_ir::schedule::{Generator, PipeSlot};
+
+    /// The order of ZB-H1, under a name that nothing knows.
+    struct Renamed(Schedule);
+
+    impl Generator for Renamed {
+        fn slots(&self, of: PipeRank) -> Vec<PipeSlot> {
+            self.0.slots(of)
+        }
+
+        fn most_in_flight(&self, of: PipeRank) -> usize {
+            self.0.most_in_flight(of)
+        }
+
+        fn separates_weight_grads(&self) -> bool {
+            true
+        }
+
+        fn least_bubble(&self, _chunks: usize) -> f64 {
+            1.0 / 3.0
+        }
+    }
+
+    /// The bound on a step of equal times of F, B and W, its time, and what is in flight.
+    fn of(schedule: Schedule, pp: usize, micro_batches: usize) -> (f64, f64, InFlight) {
+        let each = |each: f64| Linear { each, ..Linear::default() };
+        let (forward, backward, weight_grad) = (each(1.0), each(2.0), each(1.0));
+        let costs = LayerCosts { forward, backward, weight_grad, ..LayerCosts::default() };
+        let pipe = Pipe { pp, schedule, chunks: *schedule.chunks().start() };
+        let cuts = Cuts::new(pipe, &vec![2; pp * pipe.chunks]);
+        let step = Composed { costs: &costs, pipe, cuts: &cuts, micro_batches, host_step: 0.0 };
+        (step.pipeline(), step.timed(), in_flight(pipe, micro_batches))
+    }
+
+    #[test]
+    fn what_a_schedule_is_called_does_not_matter_and_no_bound_is_above_its_time() {
+        let zb_h1 = "zb-h1".parse().unwrap();
+        let renamed = Schedule::new("renamed", Box::leak(Box::new(Renamed(zb_h1))));
+        for (pp, micro_batches) in [(2, 4), (4, 8), (4, 32)] {
+            assert_eq!(of(renamed, pp, micro_batches), of(zb_h1, pp, micro_batches));
+            for schedule in Schedule::ALL {
+                let (bound, timed, _) = of(schedule, pp, micro_batches);
+                assert!(bound <= timed + 1e-9, "{schedule} pp={pp}: {bound} > {timed}");
+            }
+        }
+    }
 }

@@ -1,7 +1,6 @@
 //! What a layer, the embedding and the output head cost under a choice: read off a small program of five layers on four stages, which
 //! takes a few milliseconds to compile. Stages of any number of layers are composed of it.
 
-use super::bound::separate;
 use super::space::LayoutChoice;
 use crate::plan::{prepare, settle_policy};
 use crate::{PlanError, SearchRequest};
@@ -58,7 +57,7 @@ impl Linear {
 }
 
 /// Seconds and bytes of a rank under a choice.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct LayerCosts {
     pub forward: Linear,
     /// Input and weight gradients.
@@ -156,9 +155,11 @@ fn small(config: &Config, choice: &LayoutChoice) -> Config {
     let mut config = choice.config(config);
     config.model.layers = STAGES.iter().sum();
     let p = &mut config.parallel;
-    let schedule = Schedule::ALL.into_iter().find(|s| s.name() == "zb-h1");
-    let schedule = schedule.filter(|_| separate(choice.layout.schedule));
-    (p.pp, p.stages, p.schedule, p.r#virtual) = (STAGES.len(), STAGES.to_vec(), schedule.unwrap_or(Schedule::USUAL), 1);
+    let apart = choice.layout.schedule.separates_weight_grads();
+    let mut alike =
+        Schedule::ALL.into_iter().filter(|s| s.separates_weight_grads() == apart && s.chunks().contains(&1));
+    (p.pp, p.stages, p.schedule, p.r#virtual) =
+        (STAGES.len(), STAGES.to_vec(), alike.next().unwrap_or(Schedule::USUAL), 1);
     config.recompute.policy = small_policy(choice.recompute);
     config.train.batch_ramp.clear();
     config.train.global_batch = 2 * config.round();

@@ -3,6 +3,7 @@
 use super::{SearchRequest, Trainer};
 use crate::NoLayout;
 use lockstep_config::{Bytes, Config, GradientPrecision, PLANNED, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_ir::schedule::PipeRank;
 use lockstep_ir::units::{self, counted, thousands};
 use lockstep_ir::{ContextParallel, Layout, Mesh, MeshAxis, Schedule};
 
@@ -92,6 +93,15 @@ const LEAST_TOKENS: usize = 512;
 /// The largest micro-batch that is tried where the config gives none, in tokens: kernels of as many are as fast as they get.
 const MOST_TOKENS: usize = 1 << 16;
 
+/// Whether the usual schedule takes no longer and has fewer micro-batches in flight, as it has beside GPipe.
+fn dominated(schedule: Schedule) -> bool {
+    let last = PipeRank { ranks: 2, rank: 1, chunks: 1, micro_batches: 8 };
+    let usual = Schedule::USUAL;
+    schedule.chunks() == usual.chunks()
+        && schedule.least_bubble(1) >= usual.least_bubble(1)
+        && schedule.most_in_flight(last) > usual.most_in_flight(last)
+}
+
 /// The axes, with what the config fixes.
 pub(super) struct Space<'a> {
     pub config: &'a Config,
@@ -163,13 +173,13 @@ impl<'a> Space<'a> {
         all
     }
 
-    /// How layers may be split, of pipelines on so many GPUs. GPipe takes the time of 1F1B and more memory.
+    /// How layers may be split, of pipelines on so many GPUs.
     pub fn pipes(&self, gpus: usize) -> Vec<Pipe> {
         let (p, layers) = (&self.config.parallel, self.config.model.layers);
         let mut all = Vec::new();
         let sizes = divisors(gpus).into_iter().filter(|pp| *pp <= layers);
         for pp in self.values("parallel.pp", p.pp, sizes) {
-            let schedules = Schedule::ALL.into_iter().filter(|s| s.name() != "gpipe");
+            let schedules = Schedule::ALL.into_iter().filter(|s| !dominated(*s));
             let schedules = schedules.filter(|s| pp > 1 || *s == Schedule::USUAL);
             for schedule in self.values("parallel.schedule", p.schedule, schedules) {
                 let (least, most) = schedule.chunks().into_inner();

@@ -2,8 +2,7 @@
 
 use super::{Family, MachineProfile, Point, Setting, Table};
 use crate::SimError;
-use crate::collective::Pattern;
-use lockstep_ir::{DType, OpKind};
+use lockstep_ir::{Collective, DType, OpKind};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -128,7 +127,7 @@ impl MachineProfile {
 impl TableEntry {
     fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table, SimError> {
         let (op, span) = (self.op.get_ref().clone(), self.op.span());
-        let collective = Pattern::ALL.iter().any(|pattern| pattern.name() == op);
+        let collective = Collective::ALL.iter().any(|pattern| pattern.name() == op);
         if !collective && !OpKind::ALL.iter().any(|kind| kind.spec().name == op) {
             return Err(at(span, format!("there is no op {op:?}")));
         }

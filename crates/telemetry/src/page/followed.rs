@@ -130,7 +130,7 @@ fn shown_events(path: &Path) -> Vec<Value> {
     events.into()
 }
 
-/// The keys of a resolved config with their values as they are written, without where they came from: `train.steps` is `100`.
+/// The keys of a resolved config with their values as they are written, without where they came from, by `table.key`.
 fn flattened(text: &str) -> Map<String, Value> {
     let mut all = Map::new();
     let Ok(tables) = text.parse::<toml::Table>() else { return all };

@@ -122,7 +122,7 @@ pub(super) fn start<'a>(
         processes: team.0.map(Processes::summary),
         arena_bytes: program.session.arena_bytes(),
         snapshot_bytes: snapshot,
-        context_bytes: devices.context_bytes(plan.target)?,
+        context_bytes: devices.device(plan.target)?.context_bytes(),
         train_tokens: input.data.train_tokens(),
         steps: config.train.steps,
         from_step: step,

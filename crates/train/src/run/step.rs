@@ -165,7 +165,7 @@ impl Run<'_> {
             tokens_per_s,
             mfu: achieved / self.pace.peak.flops_per_s,
             arena_bytes: self.session.arena_bytes(),
-            gpu: self.devices.telemetry(self.plan.target)?.map(GpuMetrics::from).unwrap_or_default(),
+            gpu: self.devices.device(self.plan.target)?.telemetry().map(GpuMetrics::from).unwrap_or_default(),
             skipped: (!result.applied).then_some(1),
             rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
             loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),

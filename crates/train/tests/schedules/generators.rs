@@ -20,6 +20,10 @@ impl Generator for Random {
         self.chunks..=self.chunks
     }
 
+    fn separates_weight_grads(&self) -> bool {
+        self.separate
+    }
+
     fn virtual_stage(&self, ranks: usize, rank: usize, chunk: usize) -> usize {
         let back = self.turns && chunk % 2 == 1;
         chunk * ranks + if back { ranks - 1 - rank } else { rank }

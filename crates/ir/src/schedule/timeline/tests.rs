@@ -92,6 +92,19 @@ fn zero_bubble_schedules_take_what_their_papers_say() {
 }
 
 #[test]
+fn no_schedule_leaves_less_of_the_bubble_than_it_says() {
+    for (schedule, chunks) in all() {
+        for (p, m) in sizes() {
+            // F = B = W; a rank computes for a micro-batch as long as with one chunk.
+            let (f, b) = (1.0 / chunks as f64, 2.0 / chunks as f64);
+            let timeline = evaluate(&schedule.pipeline(p, chunks, m), &equal(p * chunks, f, b), 2).expect("it ends");
+            let least = schedule.least_bubble(chunks) * 3.0 * (p - 1) as f64;
+            assert!(timeline.total >= 3.0 * m as f64 + least - 1e-9, "{schedule} p={p} m={m} chunks={chunks}");
+        }
+    }
+}
+
+#[test]
 fn micro_batches_in_flight_are_those_of_theory() {
     for (p, m) in sizes() {
         let usual = Vec::from_iter((0..p).map(|rank| m.min(p - rank)));
