@@ -8,11 +8,12 @@ use lockstep_ir::units;
 use crate::manifest::{IN_PARTS, WHOLE};
 
 /// Why a checkpoint could not be saved, found or read.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The operating system refused: disk full, permission, a file in place of a folder.
-    #[error("cannot {action} {}: {cause}\nhint: {}", path.display(), io_hint(cause))]
+    #[error("cannot {action} {}: {cause}", path.display())]
+    #[hint("{}", io_hint(cause))]
     Io {
         /// What was being done, as a verb: `write`, `read`, `create`.
         action: &'static str,
@@ -23,11 +24,8 @@ pub enum CheckpointError {
     },
 
     /// The checkpoint is not what its writer wrote.
-    #[error(
-        "checkpoint {} is damaged ({file}: {cause})\n\
-         hint: move this folder away to fall back on the checkpoint before it, or restore it from a copy",
-        path.display()
-    )]
+    #[error("checkpoint {} is damaged ({file}: {cause})", path.display())]
+    #[hint("move this folder away to fall back on the checkpoint before it, or restore it from a copy")]
     Damaged {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -39,10 +37,10 @@ pub enum CheckpointError {
 
     /// The checkpoint is of another version of the format.
     #[error(
-        "checkpoint {} has format {found}, this build reads formats {WHOLE} and {IN_PARTS} (manifest.json)\n\
-         hint: use the version of lockstep that wrote it",
+        "checkpoint {} has format {found}, this build reads formats {WHOLE} and {IN_PARTS} (manifest.json)",
         path.display()
     )]
+    #[hint("use the version of lockstep that wrote it")]
     UnknownFormat {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -51,11 +49,8 @@ pub enum CheckpointError {
     },
 
     /// There are checkpoints and every one of them is damaged.
-    #[error(
-        "no checkpoint in {} is whole: {}\n\
-         hint: nothing was removed; restore one from a copy, or start over in another run directory",
-        dir.display(), causes.join("; ")
-    )]
+    #[error("no checkpoint in {} is whole: {}", dir.display(), causes.join("; "))]
+    #[hint("nothing was removed; restore one from a copy, or start over in another run directory")]
     NoneWhole {
         /// The folder of checkpoints.
         dir: PathBuf,
@@ -64,7 +59,8 @@ pub enum CheckpointError {
     },
 
     /// A sound checkpoint does not hold what was asked of it.
-    #[error("checkpoint {} holds no {what}\nhint: {hint}", path.display())]
+    #[error("checkpoint {} holds no {what}", path.display())]
+    #[hint("{hint}")]
     Absent {
         /// The checkpoint's folder.
         path: PathBuf,
@@ -75,7 +71,8 @@ pub enum CheckpointError {
     },
 
     /// Weights of another program, or a checkpoint, that cannot be taken for what is wanted.
-    #[error("{}: {cause}\nhint: {hint}", path.display())]
+    #[error("{}: {cause}", path.display())]
+    #[hint("{hint}")]
     Unfit {
         /// The folder or file.
         path: PathBuf,
@@ -87,9 +84,12 @@ pub enum CheckpointError {
 
     /// The disk has no room for a checkpoint; nothing was written.
     #[error(
-        "No space left on device for a checkpoint in {}: it takes {}, {} are free\n\
-         hint: free some space, or keep fewer checkpoints (`lockstep checkpoint prune`); earlier checkpoints are untouched",
+        "No space left on device for a checkpoint in {}: it takes {}, {} are free",
         dir.display(), units::bytes(*bytes), units::bytes(*free)
+    )]
+    #[hint(
+        "free some space, or keep fewer checkpoints (`lockstep checkpoint prune`); earlier checkpoints are \
+         untouched"
     )]
     NoSpace {
         /// The folder of checkpoints.
@@ -101,11 +101,8 @@ pub enum CheckpointError {
     },
 
     /// [`save`](crate::save) was asked for something that could not be read back; nothing was written.
-    #[error(
-        "cannot save step {step} in {}: {cause}\n\
-         hint: this is a mistake in the caller, not in the run; earlier checkpoints are untouched",
-        dir.display()
-    )]
+    #[error("cannot save step {step} in {}: {cause}", dir.display())]
+    #[hint("this is a mistake in the caller, not in the run; earlier checkpoints are untouched")]
     Refused {
         /// The folder of checkpoints.
         dir: PathBuf,

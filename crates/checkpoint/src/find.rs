@@ -33,8 +33,8 @@ pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError
     for (place, dir) in places.iter().enumerate() {
         match list(dir) {
             Ok(there) => found.extend(there.into_iter().map(|(step, path)| (step, place, path))),
-            Err(error) if place > 0 => aside.push(format!("the mirror cannot be read: {}", first_line(&error))),
-            Err(error) if places.len() > 1 => passed_over.push((u64::MAX, first_line(&error))),
+            Err(error) if place > 0 => aside.push(format!("the mirror cannot be read: {error}")),
+            Err(error) if places.len() > 1 => passed_over.push((u64::MAX, error.to_string())),
             Err(error) => return Err(error),
         }
     }
@@ -50,7 +50,7 @@ pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError
             Err(CheckpointError::Damaged { file, cause, .. }) => {
                 passed_over.push((step, format!("checkpoint step {step} is damaged ({file}: {cause})")));
             }
-            Err(error) if places.len() > 1 => passed_over.push((step, first_line(&error))),
+            Err(error) if places.len() > 1 => passed_over.push((step, error.to_string())),
             Err(error) => return Err(error),
         }
     }
@@ -80,10 +80,4 @@ pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError
     }
     let warnings = passed_over.into_iter().map(|(_, cause)| format!("{cause}; {instead}")).chain(aside).collect();
     Ok(LatestCheckpoint { loaded: loaded.map(|(checkpoint, _)| checkpoint), warnings })
-}
-
-/// The message without its hint.
-fn first_line(error: &CheckpointError) -> String {
-    let text = error.to_string();
-    text.split("\nhint: ").next().unwrap_or(&text).to_owned()
 }

@@ -212,6 +212,7 @@ fn map(file: &File) -> std::io::Result<Mmap> {
 mod tests {
     use super::*;
     use crate::manifest::{IN_PARTS, WHOLE};
+    use lockstep_ir::Hint;
     use xxhash_rust::xxh3::xxh3_128;
 
     /// Opens a checkpoint of these files. A hostile writer knows the checksums: they all fit.
@@ -225,7 +226,7 @@ mod tests {
         }
         let manifest = Manifest { format, step: 1, files: entries, attachments: Vec::new(), state: ().into() };
         fs::write(folder.path().join(manifest::NAME), manifest.seal().unwrap()).unwrap();
-        open(folder.path()).map_err(|error| error.to_string())
+        open(folder.path()).map_err(|error| error.with_hint())
     }
 
     #[test]

@@ -190,7 +190,7 @@ impl Train {
                 (name.to_owned(), preset(known, &usual)?)
             }
             (None, None, None) => {
-                return Err(Failure::request("nothing to time\nhint: name a config file, or a --preset".into()));
+                return Err(Failure::request("nothing to time", "name a config file, or a --preset"));
             }
         };
         warn(config.warnings());
@@ -331,7 +331,8 @@ fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<(),
     match r.same_bits {
         true => Ok(()),
         false => Err(Failure::run(
-            "two deterministic runs gave different bits\nhint: this is a bug in Lockstep or a library it uses; please report it with the output of `lockstep doctor`".into(),
+            "two deterministic runs gave different bits",
+            "this is a bug in Lockstep or a library it uses; please report it with the output of `lockstep doctor`",
         )),
     }
 }

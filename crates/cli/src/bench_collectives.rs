@@ -8,7 +8,7 @@ use lockstep_exec::ExecError;
 use lockstep_exec::comm::measure::{MeasureError, Measured, Pattern, connections, measure};
 use lockstep_exec::comm::processes::{Over, Waiting, host, join};
 use lockstep_exec::comm::{Communicator, Subject, threads};
-use lockstep_ir::units;
+use lockstep_ir::{Hint, units};
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -90,26 +90,21 @@ struct World {
 
 pub fn run(args: &Args) -> Result<ExitCode, Failure> {
     if args.from > args.to {
-        let text = format!("--from {} is more than --to {}\nhint: sizes go up", args.from, args.to);
-        return Err(Failure::request(text));
+        return Err(Failure::request(format!("--from {} is more than --to {}", args.from, args.to), "sizes go up"));
     }
     if let Some(place) = processes::place()? {
         processes::end_with_launcher()?;
         let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
         if let Some(ranks) = args.ranks.filter(|ranks| *ranks != place.ranks) {
-            let text = format!(
-                "--ranks {ranks}, and {} processes were started\nhint: leave --ranks out where others start the ranks",
-                place.ranks
-            );
-            return Err(of_rank(Failure::request(text)));
+            let text = format!("--ranks {ranks}, and {} processes were started", place.ranks);
+            return Err(of_rank(Failure::request(text, "leave --ranks out where others start the ranks")));
         }
         return processes::end_well(one_of_several(args, &place).map_err(of_rank));
     }
     let ranks = args.ranks.unwrap_or(2);
     if !(2..=MOST_RANKS).contains(&ranks) {
-        let text =
-            format!("--ranks {ranks} is not between 2 and {MOST_RANKS}\nhint: --ranks 2 is the least that can talk");
-        return Err(Failure::request(text));
+        let text = format!("--ranks {ranks} is not between 2 and {MOST_RANKS}");
+        return Err(Failure::request(text, "--ranks 2 is the least that can talk"));
     }
     if args.processes {
         if args.on_gpus() {
@@ -237,7 +232,7 @@ fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
 
 impl From<MeasureError> for Failure {
     fn from(error: MeasureError) -> Self {
-        Failure::run(error.to_string())
+        Failure::failed(error.to_string(), error.hint())
     }
 }
 

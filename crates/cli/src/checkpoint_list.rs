@@ -4,7 +4,7 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
 use lockstep_ir::units;
-use lockstep_train::{CheckpointSummary, checkpoints};
+use lockstep_rundir::{CheckpointSummary, checkpoints};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;

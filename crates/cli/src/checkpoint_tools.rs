@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::table::table;
 use lockstep_checkpoint::{Keep, list, looks_whole, open};
 use lockstep_ir::units;
-use lockstep_train::{RunDir, checkpoints};
+use lockstep_rundir::{RunDir, checkpoints};
 use serde_json::json;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -63,11 +63,8 @@ fn named(from: &Path) -> Result<Vec<(Option<u64>, PathBuf)>, Failure> {
     let folder = from.join("checkpoints");
     let found = list(if folder.is_dir() { &folder } else { from })?;
     if found.is_empty() {
-        let text = format!(
-            "{} holds no checkpoint\nhint: name a run directory, or one of its checkpoints/step-…",
-            from.display()
-        );
-        return Err(Failure::request(text));
+        let text = format!("{} holds no checkpoint", from.display());
+        return Err(Failure::request(text, "name a run directory, or one of its checkpoints/step-…"));
     }
     Ok(found.into_iter().map(|(step, path)| (Some(step), path)).collect())
 }
@@ -133,7 +130,6 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     for (step, path) in named(&args.from)? {
         let result = open(&path);
         let cause = result.as_ref().err().map(|error| error.to_string());
-        let cause = cause.as_deref().map(|text| text.split("\nhint: ").next().unwrap_or(text).to_owned());
         damaged += usize::from(cause.is_some());
         let step = step.or(result.ok().map(|loaded| loaded.step));
         values.push(json!({ "step": step, "path": path, "whole": cause.is_none(), "cause": cause }));
@@ -146,11 +142,10 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     }
     match damaged {
         0 => Ok(()),
-        n => Err(Failure::run(format!(
-            "{n} of {} checkpoints {} not whole\nhint: a run goes on from the newest that is; restore others from a copy",
-            values.len(),
-            if n == 1 { "is" } else { "are" }
-        ))),
+        n => Err(Failure::run(
+            format!("{n} of {} checkpoints {} not whole", values.len(), if n == 1 { "is" } else { "are" }),
+            "a run goes on from the newest that is; restore others from a copy",
+        )),
     }
 }
 

@@ -73,9 +73,7 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     let names = keys.iter().flat_map(|key| [Some(key.path), key.path.split('.').next_back()].into_iter().flatten());
     let (whole, last) = (search(path), search(path.rsplit('.').next().unwrap_or(path)));
     if let Some(MissingFeature { what, instead }) = whole.missing.first().or(last.missing.first()) {
-        return Err(Failure::request(format!(
-            "{path} is not a key of the config: {what} is not there yet\nhint: {instead}"
-        )));
+        return Err(Failure::request(format!("{path} is not a key of the config: {what} is not there yet"), *instead));
     }
     let called = whole.keys.first().map(|key| key.path);
     let guess = called.or_else(|| nearest(path, names));
@@ -85,15 +83,16 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
             "`lockstep config` lists all keys; `lockstep config --search WORDS` finds them by what they mean".to_owned()
         }
     };
-    Err(Failure::request(format!("{path} is not a key of the config\nhint: {hint}")))
+    Err(Failure::request(format!("{path} is not a key of the config"), hint))
 }
 
 fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<MissingFeature>), Failure> {
     let FoundKey { keys, missing } = search(words);
     match keys.is_empty() && missing.is_empty() {
         false => Ok((keys, missing)),
-        true => Err(Failure::request(format!(
-            "no key goes by \"{words}\"\nhint: try one word of it, or list all keys with `lockstep config`"
-        ))),
+        true => Err(Failure::request(
+            format!("no key goes by \"{words}\""),
+            "try one word of it, or list all keys with `lockstep config`",
+        )),
     }
 }

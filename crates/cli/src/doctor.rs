@@ -159,9 +159,10 @@ fn check(device: &str, seed: u64) -> Result<(), Failure> {
     }
     match failed {
         0 => Ok(()),
-        _ => Err(Failure::run(format!(
-            "{failed} cases failed\nhint: please report this with the output of `lockstep doctor`"
-        ))),
+        _ => Err(Failure::run(
+            format!("{failed} cases failed"),
+            "please report this with the output of `lockstep doctor`",
+        )),
     }
 }
 

@@ -88,7 +88,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     if !evaluation.score.loss.is_finite() {
         let hint = "the model has diverged: use an earlier checkpoint";
-        return Err(Failure::run(format!("the loss is {}, no number\nhint: {hint}", evaluation.score.loss)));
+        return Err(Failure::run(format!("the loss is {}, no number", evaluation.score.loss), hint));
     }
     Ok(())
 }

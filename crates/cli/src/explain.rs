@@ -100,7 +100,8 @@ pub fn run(args: Args) -> Result<(), Failure> {
     };
     if trace.is_some() && predicted.is_none() {
         return Err(Failure::request(
-            "--trace writes a predicted step\nhint: add --gpu h100, say, or --cluster leonardo; or measure this machine: lockstep bench --save NAME".into(),
+            "--trace writes a predicted step",
+            "add --gpu h100, say, or --cluster leonardo; or measure this machine: lockstep bench --save NAME",
         ));
     }
     let cost = args.cost.cost(&plan, predicted.as_ref())?;

@@ -1,5 +1,8 @@
 //! How a command ends when it does not succeed.
 
+use crate::remedies;
+use lockstep_ir::Hint;
+use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
@@ -19,23 +22,46 @@ pub const INTERRUPTED: u8 = 75;
 pub const RECURS: u8 = 3;
 
 /// What to print, and whose fault it was.
-#[derive(Debug)]
+#[derive(Debug, Hint)]
+#[hint(hint.clone())]
 pub struct Failure {
     text: String,
+    hint: Option<String>,
     code: u8,
     recurs: bool,
     reader_gone: bool,
 }
 
 impl Failure {
-    /// A request that cannot be meant; `text` ends with a hint.
-    pub fn request(text: String) -> Self {
-        Self::new(text, 2)
+    /// A request that cannot be meant.
+    pub fn request(text: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::new(text.into(), Some(hint.into()), 2)
     }
 
-    /// A run that has failed; `text` ends with a hint.
-    pub fn run(text: String) -> Self {
-        Self::new(text, 1)
+    /// A run that has failed.
+    pub fn run(text: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::failed(text, Some(hint.into()))
+    }
+
+    /// The same, where there may be nothing to do about it.
+    pub fn failed(text: impl Into<String>, hint: Option<String>) -> Self {
+        Self::new(text.into(), hint, 1)
+    }
+
+    /// A request that an error refuses.
+    pub fn refused(error: &impl Hint) -> Self {
+        Self::new(error.to_string(), error.hint(), 2)
+    }
+
+    /// With what it is about before the message.
+    pub fn about(self, what: impl Display) -> Self {
+        Self { text: format!("{what}: {}", self.text), ..self }
+    }
+
+    /// With another text and hint, by what they are.
+    pub fn reworded(self, word: impl FnOnce(String, Option<String>) -> (String, Option<String>)) -> Self {
+        let (text, hint) = word(self.text, self.hint);
+        Self { text, hint, ..self }
     }
 
     /// Prints the error and gives the exit code: 2 where the request was wrong, 1 where the run failed, 75 where it was
@@ -44,7 +70,7 @@ impl Failure {
         if self.reader_gone {
             return ExitCode::SUCCESS;
         }
-        let text = crate::style::message(&format!("error: {}", self.text)) + "\n";
+        let text = crate::style::message(&format!("error: {}", self.with_hint())) + "\n";
         // At once, as others may write there. Where nobody listens any more, the exit code still tells.
         let _ = std::io::stderr().write_all(text.as_bytes());
         let launched = std::env::var_os(crate::processes::LAUNCHED).is_some();
@@ -55,16 +81,15 @@ impl Failure {
 
     /// As told by a rank that is not the first.
     pub fn of_rank(self, rank: usize) -> Self {
-        let host = lockstep_exec::comm::processes::host();
-        Self { text: format!("rank {rank} on host {host}: {}", self.text), ..self }
+        self.about(format!("rank {rank} on host {}", lockstep_exec::comm::processes::host()))
     }
 
-    fn new(text: String, code: u8) -> Self {
-        Self { text, code, recurs: false, reader_gone: false }
+    fn new(text: String, hint: Option<String>, code: u8) -> Self {
+        Self { text, hint, code, recurs: false, reader_gone: false }
     }
 }
 
-impl std::fmt::Display for Failure {
+impl Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.text)
     }
@@ -72,44 +97,57 @@ impl std::fmt::Display for Failure {
 
 impl From<lockstep_config::ConfigError> for Failure {
     fn from(error: lockstep_config::ConfigError) -> Self {
-        Self::new(error.to_string(), 2)
+        Self::refused(&error)
     }
 }
 
 impl From<lockstep_train::TrainError> for Failure {
     fn from(error: lockstep_train::TrainError) -> Self {
+        Self::from(&error)
+    }
+}
+
+impl From<&lockstep_train::TrainError> for Failure {
+    fn from(error: &lockstep_train::TrainError) -> Self {
         let code = match (error.is_interrupt(), error.is_request()) {
             (true, _) => INTERRUPTED,
             (false, true) => 2,
             (false, false) => 1,
         };
-        Self { recurs: code == 1 && error.recurs(), ..Self::new(error.to_string(), code) }
+        let failure = Self::new(remedies::message(error), remedies::hint(error), code);
+        Self { recurs: code == 1 && error.recurs(), ..failure }
     }
 }
 
 impl From<lockstep_plan::PlanError> for Failure {
     fn from(error: lockstep_plan::PlanError) -> Self {
-        Self::new(error.to_string(), if error.is_request() { 2 } else { 1 })
+        Self::new(error.to_string(), error.hint(), if error.is_request() { 2 } else { 1 })
     }
 }
 
 impl From<lockstep_sim::SimError> for Failure {
     fn from(error: lockstep_sim::SimError) -> Self {
         let request = matches!(error, lockstep_sim::SimError::File { .. });
-        Self::new(error.to_string(), if request { 2 } else { 1 })
+        Self::new(error.to_string(), error.hint(), if request { 2 } else { 1 })
     }
 }
 
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
-        Self::new(lockstep_train::TrainError::from(error).to_string(), 2)
+        Self::refused(&lockstep_train::TrainError::from(error))
     }
 }
 
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         let reader_gone = error.kind() == ErrorKind::BrokenPipe;
-        Self { reader_gone, ..Self::new(format!("{error}\nhint: check where the output goes"), 1) }
+        Self { reader_gone, ..Self::run(error.to_string(), "check where the output goes") }
+    }
+}
+
+impl From<lockstep_rundir::RunDirError> for Failure {
+    fn from(error: lockstep_rundir::RunDirError) -> Self {
+        lockstep_train::TrainError::from(error).into()
     }
 }
 

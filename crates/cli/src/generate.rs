@@ -104,7 +104,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
 
 fn prompt(args: &Args) -> Result<String, Failure> {
     let Some(path) = &args.prompt_file else { return Ok(args.prompt.clone().unwrap_or_default()) };
-    let refuse = |cause: String, hint: &str| Failure::request(format!("{}: {cause}\nhint: {hint}", path.display()));
+    let refuse = |cause: String, hint: &str| Failure::request(format!("{}: {cause}", path.display()), hint);
     let bytes =
         std::fs::read(path).map_err(|e| refuse(format!("cannot be read: {e}"), "name a file that holds the prompt"))?;
     String::from_utf8(bytes).map_err(|_| refuse("is not UTF-8 text".to_owned(), "save the prompt as UTF-8"))

@@ -7,13 +7,12 @@ use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
 pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>, Failure> {
-    let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
     let catalogue = lockstep_train::catalogue()?;
     let unknown = |option: &str, name: &str, known: Vec<&str>| {
         let near = nearest(name, known.iter().copied());
         let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));
         let list = known.join(", ");
-        request(format!("{option} {name} is not in the catalogue"), &format!("{guess}it has {list}"))
+        Failure::request(format!("{option} {name} is not in the catalogue"), format!("{guess}it has {list}"))
     };
     if let Some(name) = gpu {
         let known = || catalogue.gpus.iter().map(|gpu| gpu.name.as_str()).collect();
@@ -27,7 +26,7 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
     match (gpus, all) {
         (Some(gpus), Some(all)) if gpus > all as u64 => {
             let text = format!("--gpus {gpus}: {name} has {}", counted(all, "GPU"));
-            Err(request(text, &format!("give at most {all}")))
+            Err(Failure::request(text, format!("give at most {all}")))
         }
         _ => Ok(Some(found)),
     }

@@ -7,6 +7,7 @@ use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{JobSecret, host};
+use lockstep_ir::Hint;
 use lockstep_train::{SHARES_GPUS, TrainError};
 use std::ffi::OsString;
 use std::io::Write;
@@ -59,9 +60,8 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
     // The job takes them from its script.
     args.train.config.set = given;
     let Some(ranks) = config.ranks().or(args.ranks) else {
-        let text =
-            "parallel.layout = \"auto\" needs to know for how many ranks\nhint: give --ranks N, or set parallel.ranks";
-        return Err(Failure::request(text.to_owned()));
+        let text = "parallel.layout = \"auto\" needs to know for how many ranks";
+        return Err(Failure::request(text, "give --ranks N, or set parallel.ranks"));
     };
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
         return Err(TrainError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
@@ -84,8 +84,8 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
         let end = Team::start(&arguments, ranks, args.share_gpus)?.wait(&signals)?;
         let again = attempt < args.restarts && !end.recurs && end.failed.is_some() && !end.asked_to_stop;
-        if let Some(text) = &end.failed {
-            tell(&format!("error: {text}"));
+        if let Some(failure) = &end.failed {
+            tell(&format!("error: {}", failure.with_hint()));
         }
         if !again {
             return Ok(ExitCode::from(end.code));
@@ -109,8 +109,8 @@ pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failu
 /// Runs this program with these arguments as so many ranks, which end with this process.
 pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode, Failure> {
     let end = Team::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
-    if let Some(text) = &end.failed {
-        tell(&format!("error: {}", text.split("\nhint: ").next().unwrap_or(text)));
+    if let Some(failure) = &end.failed {
+        tell(&format!("error: {failure}"));
     }
     Ok(ExitCode::from(end.code))
 }
@@ -145,7 +145,7 @@ struct End {
     /// The same again would end the same way.
     recurs: bool,
     /// Which rank failed, and how.
-    failed: Option<String>,
+    failed: Option<Failure>,
     asked_to_stop: bool,
 }
 
@@ -220,8 +220,8 @@ impl Team {
                 Some(Killed::Stopped) => "was stopped by a signal; it was killed when the others had ended".to_owned(),
                 Some(Killed::StillThere) => "did not end when the others had, and was killed".to_owned(),
             };
-            let text = format!("rank {rank} (process {pid}) {how}\nhint: {AGAIN}");
-            return End { code: 1, recurs: false, failed: Some(text), asked_to_stop };
+            let failure = Failure::run(format!("rank {rank} (process {pid}) {how}"), AGAIN);
+            return End { code: 1, recurs: false, failed: Some(failure), asked_to_stop };
         }
         // Of those that ended by themselves, one that says that the request was wrong tells most.
         if let Some(code) = failures.iter().filter_map(|(_, status)| status.code()).max() {
@@ -229,9 +229,9 @@ impl Team {
             let recurs = [2, i32::from(RECURS)].contains(&code);
             let code = if code == i32::from(RECURS) { 1 } else { code };
             let hint = if recurs { CHANGE } else { AGAIN };
-            let text =
-                format!("{} ended with exit code {code}, see above\nhint: {hint}", lockstep_ir::units::ranks(&who));
-            return End { code: u8::try_from(code).unwrap_or(1), recurs, failed: Some(text), asked_to_stop };
+            let text = format!("{} ended with exit code {code}, see above", lockstep_ir::units::ranks(&who));
+            let failed = Some(Failure::run(text, hint));
+            return End { code: u8::try_from(code).unwrap_or(1), recurs, failed, asked_to_stop };
         }
         let interrupted = ends().any(|(_, status)| status.code() == Some(i32::from(INTERRUPTED)));
         End { code: if interrupted { INTERRUPTED } else { 0 }, recurs: false, failed: None, asked_to_stop }

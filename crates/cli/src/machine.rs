@@ -14,9 +14,10 @@ use std::time::Instant;
 pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
     let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.starts_with('.') || !name.chars().all(legal) {
-        return Err(Failure::request(format!(
-            "--save {name}: a profile's name has letters, digits, '-', '_' and '.'\nhint: --save this-machine, say"
-        )));
+        return Err(Failure::request(
+            format!("--save {name}: a profile's name has letters, digits, '-', '_' and '.'"),
+            "--save this-machine, say",
+        ));
     }
     let terminal = std::io::stderr().is_terminal();
     let (begun, mut last) = (Instant::now(), Instant::now());

@@ -27,6 +27,7 @@ mod profile;
 mod progress;
 mod provenance;
 mod rehearse;
+mod remedies;
 mod report;
 mod runs;
 mod slurm;
@@ -105,7 +106,7 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     // Kernels and plans take the vector path for granted.
     if let Err(unusable) = lockstep_exec::cpu::Simd::chosen() {
-        return failure::Failure::request(unusable.to_string()).report();
+        return failure::Failure::refused(unusable).report();
     }
     let result = match command {
         Command::Train(args) => {

@@ -35,7 +35,7 @@ pub fn man(args: ManArgs, command: Command) -> Result<(), Failure> {
         return Ok(());
     };
     let failed = |e: std::io::Error| {
-        Failure::run(format!("cannot write manual pages to {}: {e}\nhint: check the folder of --out", folder.display()))
+        Failure::run(format!("cannot write manual pages to {}: {e}", folder.display()), "check the folder of --out")
     };
     std::fs::create_dir_all(&folder).map_err(failed)?;
     clap_mangen::generate_to(command, &folder).map_err(failed)?;

@@ -53,9 +53,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     for key in keys {
         let Some(values) = metrics.get(key) else {
             let known: Vec<&str> = metrics.keys().collect();
-            let text =
-                format!("{}: there is no metric `{key}`\nhint: there is {}", args.run.display(), known.join(", "));
-            return Err(Failure::request(text));
+            let text = format!("{}: there is no metric `{key}`", args.run.display());
+            return Err(Failure::request(text, format!("there is {}", known.join(", "))));
         };
         columns.push((key, values));
     }
@@ -96,10 +95,10 @@ pub fn open(run: &Path) -> Result<MetricColumns, Failure> {
             ErrorKind::InvalidInput => "put back the file that the run has written",
             _ => "check its permissions",
         };
-        Failure::request(format!("cannot read {}: {error}\nhint: {hint}", path.display()))
+        Failure::request(format!("cannot read {}: {error}", path.display()), hint)
     })?;
     match metrics.rows() {
-        0 => Err(Failure::request(format!("{} has no steps yet\nhint: wait for the first", path.display()))),
+        0 => Err(Failure::request(format!("{} has no steps yet", path.display()), "wait for the first")),
         _ => Ok(metrics),
     }
 }

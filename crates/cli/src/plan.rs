@@ -95,9 +95,8 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<(), Failure> {
-    let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
     if args.gpus == Some(0) {
-        return Err(request("--gpus 0 trains nothing".into(), "give a number from 1"));
+        return Err(Failure::request("--gpus 0 trains nothing", "give a number from 1"));
     }
     let named = hardware::named(args.gpu.as_deref(), args.cluster.as_deref(), args.gpus)?;
     if let Some(text) = &args.budget {
@@ -112,7 +111,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let budget = budget::Budget::parse(text, mfu, named.as_ref())?;
         return budget.show(args.run.as_deref(), args.format);
     }
-    let config = args.config.clone().ok_or_else(|| request("plan needs a config".into(), "name one: run.toml"))?;
+    let config = args.config.clone().ok_or_else(|| Failure::request("plan needs a config", "name one: run.toml"))?;
     let config_args = ConfigArgs { config, set: args.set.clone() };
     if args.measure {
         let config = config_args.load()?;
@@ -120,14 +119,13 @@ pub fn run(args: Args) -> Result<(), Failure> {
         let room = devices.room(&config);
         return measure::show(&config_args, &devices, &config, room.as_ref(), args.format);
     }
-    let found = named.ok_or_else(|| request("plan needs to know for what".into(), "add --cluster or --gpu"))?;
-    let tokens =
-        match &args.tokens {
-            None => None,
-            Some(text) => Some(count(text).filter(|n| *n > 0).ok_or_else(|| {
-                request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T")
-            })?),
-        };
+    let found = named.ok_or_else(|| Failure::request("plan needs to know for what", "add --cluster or --gpu"))?;
+    let tokens = match &args.tokens {
+        None => None,
+        Some(text) => Some(count(text).filter(|n| *n > 0).ok_or_else(|| {
+            Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T")
+        })?),
+    };
     let config = Target::on_gpus(config_args.load()?);
     let gpus = args.gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let devices = Devices::of(&config);

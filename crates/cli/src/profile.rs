@@ -22,7 +22,7 @@ pub fn as_text(profile: &Profile) -> String {
 
 /// Writes the trace, and says so.
 pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), Failure> {
-    let failed = |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder", path.display()));
+    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder");
     std::fs::write(path, profile.trace.to_string()).map_err(failed)?;
     wrote("Chrome trace, for Perfetto or chrome://tracing", path);
     Ok(())

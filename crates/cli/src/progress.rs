@@ -1,10 +1,13 @@
 //! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
 
+use crate::failure::Failure;
+use crate::remedies;
 use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use lockstep_ir::units;
-use lockstep_train::{Changed, Event, StepMetrics, TaskScores};
+use lockstep_ir::{Hint, units};
+use lockstep_rundir::Changed;
+use lockstep_train::{Event, StepMetrics, TaskScores};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -49,6 +52,9 @@ impl Progress {
     pub fn show(&mut self, event: Event) {
         match event {
             Event::Warning(text) => self.warn(text),
+            Event::Trouble { what, error } => self.warn(&format!("{what}{}", Failure::from(error).with_hint())),
+            Event::Undone { change, goes_back } => self.warn(&remedies::undone(change, goes_back)),
+            Event::Overruled(overruled) => self.warn(&remedies::overruled(overruled)),
             Event::Skipped(skipped) => self.warn(&format!("step {}: {skipped}, update skipped", skipped.step)),
             Event::RolledBack(roll_back) => self.warn(&format!("rolled back {roll_back}")),
             _ if self.quiet => {}
@@ -60,6 +66,9 @@ impl Progress {
             }
             Event::Saving { .. } => self.show_steps(),
             Event::Note(note) => self.say(&note.to_string()),
+            Event::PrecisionInherited(policy) => self.say(&format!(
+                "precision.policy = \"{policy}\", as these weights are; an export keeps it unless it is given --dtype"
+            )),
             Event::Initialised { from } => self.say(&format!("weights from {}", from.display())),
             Event::Changed { step, changed } => self.say(&format!("from step {step} on: {}", change(changed))),
             Event::RateChanged { before, now } => self.say(&format!(

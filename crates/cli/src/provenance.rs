@@ -1,6 +1,6 @@
 //! What this process is, for the run directory.
 
-use lockstep_train::{Build, StartedBy};
+use lockstep_rundir::{Build, StartedBy};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;

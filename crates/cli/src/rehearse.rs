@@ -10,6 +10,7 @@ use crate::style;
 use crate::table::wrapped;
 use crate::train::on_interrupt;
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Plan, Rates, plan, ways_to_fit};
 use lockstep_train::{
@@ -62,10 +63,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let work = args.work.as_deref().unwrap_or(temporary.path());
     std::fs::create_dir_all(work)?;
     if work.join("run").exists() {
-        return Err(Failure::request(format!(
-            "{} has a rehearsal already\nhint: name another folder with --work, or remove it",
-            work.display()
-        )));
+        return Err(Failure::request(
+            format!("{} has a rehearsal already", work.display()),
+            "name another folder with --work, or remove it",
+        ));
     }
     let passing = args.work.is_none().then(|| temporary.path().display().to_string());
     let mut list = List { text: args.format == Format::Text, items: Vec::new(), stop: &stop, passing };
@@ -84,11 +85,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
         if let (Some(verdict), Some(room)) = (verdict.as_ref().filter(|verdict| !verdict.fits), &room) {
             let rates = hardware.as_ref().map(Rates::Catalogue);
             let ways = ways_to_fit(&devices, &config, room, rates)?;
-            let elsewhere = match hardware {
-                Some(_) => "",
-                None => "\nhint: if the run is for another machine, name it: --gpu h100, or --cluster leonardo",
-            };
-            return Err(Failure::run(format!("{} {verdict}\n{ways}{elsewhere}", plan.layout)));
+            let elsewhere = "if the run is for another machine, name it: --gpu h100, or --cluster leonardo";
+            let hint = hardware.is_none().then(|| elsewhere.to_owned());
+            return Err(Failure::failed(format!("{} {verdict}\n{ways}", plan.layout), hint));
         }
         let fits = verdict.map_or(String::new(), |verdict| format!("; {verdict}"));
         let ranks = plan.layout.mesh.ranks();
@@ -147,10 +146,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
                 .filter_map(|item| item["what"].as_str())
                 .collect();
             let count = if faults == 1 { "1 fault".to_owned() } else { format!("{faults} faults") };
-            Err(Failure::run(format!(
-                "{count}: {}\nhint: mend what is said above and rehearse again; the real run would have met it",
-                names.join(", ")
-            )))
+            Err(Failure::run(
+                format!("{count}: {}", names.join(", ")),
+                "mend what is said above and rehearse again; the real run would have met it",
+            ))
         }
     }
 }
@@ -166,24 +165,27 @@ struct List<'a> {
 
 impl List<'_> {
     /// What went wrong, without the folder that will be gone: its files by their names, and how to keep them.
-    fn lasting(&self, text: String) -> String {
-        let Some(folder) = self.passing.as_ref().filter(|folder| text.contains(*folder)) else { return text };
-        let short = text.replace(&format!("{folder}/"), "").replace(folder, "the rehearsal's folder");
-        match short.split_once("\nhint: ") {
-            Some((what, hint)) => format!("{what}\nhint: {hint}; --work DIR keeps the files of the small run"),
-            None => short + "\nhint: --work DIR keeps the files of the small run",
-        }
+    fn lasting(&self, failure: Failure) -> Failure {
+        let Some(folder) = self.passing.as_ref().filter(|folder| failure.with_hint().contains(*folder)) else {
+            return failure;
+        };
+        let short = |text: String| text.replace(&format!("{folder}/"), "").replace(folder, "the rehearsal's folder");
+        let keeps = "--work DIR keeps the files of the small run";
+        failure.reworded(|text, hint| {
+            let hint = hint.map_or_else(|| keeps.to_owned(), |hint| format!("{}; {keeps}", short(hint)));
+            (short(text), Some(hint))
+        })
     }
 
     /// Tries something, and says what came of it and how long it took. Gives nothing where it found a fault.
     fn prove<T>(&mut self, what: &str, f: impl FnOnce() -> Result<(String, T), Failure>) -> Result<Option<T>, Failure> {
         if self.stop.load(Ordering::SeqCst) {
-            return Err(Failure::run("interrupted\nhint: rehearse again; nothing of the real run was touched".into()));
+            return Err(Failure::run("interrupted", "rehearse again; nothing of the real run was touched"));
         }
         let start = Instant::now();
         let (found, value) = match f() {
             Ok((found, value)) => (Ok(found), Some(value)),
-            Err(failure) => (Err(self.lasting(failure.to_string())), None),
+            Err(failure) => (Err(self.lasting(failure).with_hint()), None),
         };
         let seconds = start.elapsed().as_secs_f64();
         if self.text {
@@ -239,19 +241,22 @@ impl Small<'_> {
             let from = starts.last().and_then(|start| start["step"].as_u64()).unwrap_or(0);
             let steps: Vec<u64> = lines.iter().filter_map(|line| line["step"].as_u64()).collect();
             if from == 0 || steps != (1..=config.train.steps).collect::<Vec<_>>() {
-                return Err(Failure::run(format!(
-                    "killed behind step {killed}, it began at step {from} and has {} of {} steps\nhint: this is a bug in \
-                     Lockstep, please report it with your config",
-                    steps.len(),
-                    config.train.steps
-                )));
+                return Err(Failure::run(
+                    format!(
+                        "killed behind step {killed}, it began at step {from} and has {} of {} steps",
+                        steps.len(),
+                        config.train.steps
+                    ),
+                    "this is a bug in Lockstep, please report it with your config",
+                ));
             }
             let (first, loss) = (&lines[0]["loss"], &last["loss"]);
             let losses = match (first.as_f64(), loss.as_f64()) {
                 (Some(first), Some(loss)) => format!("loss {first:.3} -> {loss:.3}"),
                 _ => {
                     return Err(Failure::run(
-                        "the loss is not finite\nhint: lower optimizer.lr, or set precision.policy = \"bf16\"".into(),
+                        "the loss is not finite",
+                        "lower optimizer.lr, or set precision.policy = \"bf16\"",
                     ));
                 }
             };
@@ -268,9 +273,9 @@ impl Small<'_> {
                     }
                     // A small excerpt may hold out less than a sequence.
                     _ if self.data.partial => Ok(("the excerpt is too short for it".into(), ())),
-                    _ => Err(Failure::run(
-                        "no validation loss was taken\nhint: raise data.validation_fraction, or add text".into(),
-                    )),
+                    _ => {
+                        Err(Failure::run("no validation loss was taken", "raise data.validation_fraction, or add text"))
+                    }
                 }
             })?;
         }
@@ -298,7 +303,7 @@ impl Small<'_> {
                 if self.stop.load(Ordering::SeqCst) {
                     child.kill()?;
                     child.wait()?;
-                    return Err(Failure::run("interrupted\nhint: rehearse again".into()));
+                    return Err(Failure::run("interrupted", "rehearse again"));
                 }
                 let saved = std::fs::read_dir(run.join("checkpoints")).is_ok_and(|folder| {
                     folder.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with("step-"))
@@ -322,7 +327,8 @@ impl Small<'_> {
             }
         }
         Err(Failure::run(
-            "the small run was done before it could be killed\nhint: rehearse on a machine that is less quick, or report this".into(),
+            "the small run was done before it could be killed",
+            "rehearse on a machine that is less quick, or report this",
         ))
     }
 
@@ -352,8 +358,9 @@ impl Small<'_> {
         }
         let log = std::fs::read_to_string(self.work.join("train.log")).unwrap_or_default();
         let from = log.find("error: ").map_or(0, |at| at + "error: ".len());
-        let lines: Vec<&str> = log[from..].lines().take(LINES_SHOWN).collect();
-        Err(Failure::run(lines.join("\n")))
+        let mut lines: Vec<&str> = log[from..].lines().take(LINES_SHOWN).collect();
+        let hint = lines.iter().position(|line| line.starts_with("hint: ")).map(|at| lines.split_off(at).join("\n"));
+        Err(Failure::failed(lines.join("\n"), hint.map(|hint| hint["hint: ".len()..].to_owned())))
     }
 }
 
@@ -418,11 +425,11 @@ mod tests {
     fn a_folder_that_will_be_gone_is_not_named() {
         let stop = AtomicBool::new(false);
         let mut list = List { text: false, items: Vec::new(), stop: &stop, passing: Some("/tmp/.x1".into()) };
-        let said = "/tmp/.x1/run is in use\nhint: wait for it, or choose another --run-dir".to_owned();
+        let said = || Failure::run("/tmp/.x1/run is in use", "wait for it, or choose another --run-dir");
         let shown = "run is in use\nhint: wait for it, or choose another --run-dir; --work DIR keeps the files of the small run";
-        assert_eq!(list.lasting(said.clone()), shown);
-        assert_eq!(list.lasting("no such file".into()), "no such file");
+        assert_eq!(list.lasting(said()).with_hint(), shown);
+        assert_eq!(list.lasting(Failure::failed("no such file", None)).with_hint(), "no such file");
         list.passing = None;
-        assert_eq!(list.lasting(said.clone()), said);
+        assert_eq!(list.lasting(said()).with_hint(), said().with_hint());
     }
 }

@@ -5,10 +5,11 @@ use crate::failure::Failure;
 use crate::timeline::{memory_picture, wrote};
 use crate::watch::run_dirs;
 use crate::{explain, machine};
-use lockstep_ir::units;
+use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
+use lockstep_rundir::read_config;
 use lockstep_telemetry::RunPage;
-use lockstep_train::{Devices, analyze, read_config, settled};
+use lockstep_train::{Devices, analyze, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +34,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
     more += "</section>";
     let hint = "give a file in a folder that is there and can be written: -o report.html";
-    let refuse = |e| Failure::request(format!("cannot write {}: {e}\nhint: {hint}", args.output.display()));
+    let refuse = |e| Failure::request(format!("cannot write {}: {e}", args.output.display()), hint);
     std::fs::write(&args.output, RunPage::new(&runs).file(&more)).map_err(refuse)?;
     wrote("the report, for any browser", &args.output);
     Ok(())
@@ -67,7 +68,7 @@ fn planned(name: &str, run: &Path) -> String {
         Ok(inside)
     };
     let inside = made().unwrap_or_else(|failure| {
-        format!("<p class=\"hint\">This machine cannot plan the run: {}</p>", escaped(&failure.to_string()))
+        format!("<p class=\"hint\">This machine cannot plan the run: {}</p>", escaped(&failure.with_hint()))
     });
     card(&format!("{name}: memory over time, pipeline, account"), &inside)
 }

@@ -7,8 +7,8 @@ use crate::table::table;
 use crate::terminal::escaped;
 use lockstep_config::{Config, schema};
 use lockstep_ir::units;
+use lockstep_rundir::{RunStart, RunSummary, lines, run_summary, runs, starts};
 use lockstep_telemetry::{read_file, refuse_special};
-use lockstep_train::{RunStart, RunSummary, lines, run_summary, runs, starts};
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -115,10 +115,10 @@ struct Said {
 fn said(run: &Path) -> Result<Said, Failure> {
     let read = |name: &str| read_file(&run.join(name));
     let text = read("run.toml").map_err(|error| {
-        Failure::request(format!(
-            "{} is no run directory: run.toml: {error}\nhint: `lockstep runs DIR` lists those of a folder",
-            run.display()
-        ))
+        Failure::request(
+            format!("{} is no run directory: run.toml: {error}", run.display()),
+            "`lockstep runs DIR` lists those of a folder",
+        )
     })?;
     Ok(Said {
         config: Config::parse(&String::from_utf8_lossy(&text), "run.toml", &[])?,

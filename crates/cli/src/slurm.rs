@@ -68,7 +68,7 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
         return Ok(());
     }
     std::fs::create_dir_all(dir).and_then(|()| std::fs::write(dir.join(SCRIPT), &script)).map_err(|e| {
-        Failure::request(format!("cannot write {}: {e}\nhint: choose another --run-dir", dir.join(SCRIPT).display()))
+        Failure::request(format!("cannot write {}: {e}", dir.join(SCRIPT).display()), "choose another --run-dir")
     })?;
     let path = dir.join(SCRIPT);
     let mut jobs: Vec<String> = Vec::new();
@@ -125,17 +125,19 @@ fn chain(jobs: u32, script: &Path) -> String {
 /// Calls sbatch and gives the number of the job.
 fn submitted(command: &mut Command) -> Result<String, Failure> {
     let output = command.stdin(Stdio::null()).output().map_err(|e| {
-        Failure::request(format!(
-            "sbatch cannot be started: {e}\nhint: call this on a login node of a Slurm cluster; --dry-run prints the script"
-        ))
+        Failure::request(
+            format!("sbatch cannot be started: {e}"),
+            "call this on a login node of a Slurm cluster; --dry-run prints the script",
+        )
     })?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     if !output.status.success() {
         let said = text(&output.stderr).replace("sbatch: error: ", "");
         let said = said.lines().next().unwrap_or("it does not say why").to_owned();
-        return Err(Failure::request(format!(
-            "sbatch refuses the job: {said}\nhint: [cluster] says what it asks for; `sinfo` shows what there is, --dry-run the script"
-        )));
+        return Err(Failure::request(
+            format!("sbatch refuses the job: {said}"),
+            "[cluster] says what it asks for; `sinfo` shows what there is, --dry-run the script",
+        ));
     }
     // With a cluster's name behind it, where there are several.
     Ok(text(&output.stdout).split(';').next().unwrap_or_default().to_owned())
@@ -176,24 +178,26 @@ impl<'a> Job<'a> {
         let cluster = &config.cluster;
         let Some(time) = cluster.time.as_deref() else {
             return Err(Failure::request(
-                "cluster.time is not set: how long may the job run?\nhint: write time = \"12:00:00\" below [cluster], or give \
-                 --time 12:00:00"
-                    .to_owned(),
+                "cluster.time is not set: how long may the job run?",
+                "write time = \"12:00:00\" below [cluster], or give --time 12:00:00",
             ));
         };
         let Some(seconds) = seconds(time) else {
-            return Err(Failure::request(format!(
-                "cluster.time = {time:?} is no time limit of Slurm\nhint: write hours, minutes and seconds, such as \"12:00:00\", or \
-                 with days before them, such as \"1-12:00:00\""
-            )));
+            return Err(Failure::request(
+                format!("cluster.time = {time:?} is no time limit of Slurm"),
+                "write hours, minutes and seconds, such as \"12:00:00\", or with days before them, such as \
+                 \"1-12:00:00\"",
+            ));
         };
         let before = cluster.signal_before;
         if seconds <= before {
-            return Err(Failure::request(format!(
-                "cluster.time = {time:?} leaves no time to train: the signal to save and stop comes cluster.signal_before = {before} s \
-                 before its end\nhint: take more time, or cluster.signal_before = {}",
-                (seconds / 4).max(1)
-            )));
+            return Err(Failure::request(
+                format!(
+                    "cluster.time = {time:?} leaves no time to train: the signal to save and stop comes \
+                 cluster.signal_before = {before} s before its end"
+                ),
+                format!("take more time, or cluster.signal_before = {}", (seconds / 4).max(1)),
+            ));
         }
         let per_node = cluster.gpus_per_node;
         let nodes = nodes(cluster, ranks);
@@ -204,10 +208,10 @@ impl<'a> Job<'a> {
             };
             let fits = |n: &usize| ranks.is_multiple_of(*n) && per_node.is_none_or(|gpus| ranks / n <= gpus);
             let near = (1..=ranks).filter(fits).min_by_key(|n| n.abs_diff(nodes)).unwrap_or(ranks);
-            return Err(Failure::request(format!(
-                "{ranks} ranks ({}) cannot be spread evenly over {nodes} nodes{why}\nhint: cluster.nodes = {near} fits",
-                config.layout()
-            )));
+            return Err(Failure::request(
+                format!("{ranks} ranks ({}) cannot be spread evenly over {nodes} nodes{why}", config.layout()),
+                format!("cluster.nodes = {near} fits"),
+            ));
         }
         let lockstep = match cluster.container {
             // What the host has is not there.
@@ -260,10 +264,13 @@ impl<'a> Job<'a> {
         asks.extend(cluster.sbatch.iter().cloned());
         if let Some(ask) = asks.iter().find(|ask| ask.contains(char::is_control)) {
             let shown = ask.escape_debug();
-            return Err(Failure::request(format!(
-                "#SBATCH {shown} has a line break or another control character, which ends a line of the job's script\nhint: choose a \
-                 --run-dir, config file or value of [cluster] without it"
-            )));
+            return Err(Failure::request(
+                format!(
+                    "#SBATCH {shown} has a line break or another control character, which ends a line of the job's \
+                 script"
+                ),
+                "choose a --run-dir, config file or value of [cluster] without it",
+            ));
         }
         let mut text = "#!/bin/bash\n".to_owned();
         asks.iter().for_each(|ask| text += &format!("#SBATCH {ask}\n"));

@@ -24,7 +24,7 @@ impl TimelineFile {
             Some("json") => false,
             _ => {
                 let text = format!("--timeline {} is neither .svg nor .json", path.display());
-                return Err(Failure::request(format!("{text}\nhint: name it memory.svg, or memory.json for a trace")));
+                return Err(Failure::request(text, "name it memory.svg, or memory.json for a trace"));
             }
         };
         Ok(Self { path: path.to_owned(), picture })
@@ -40,7 +40,7 @@ impl TimelineFile {
             false => trace(title, timeline).to_string(),
         };
         let failed =
-            |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --timeline", path.display()));
+            |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --timeline");
         std::fs::write(&path, text).map_err(failed)?;
         wrote("memory over time", &path);
         Ok(())

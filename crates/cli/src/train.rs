@@ -6,15 +6,15 @@ use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
 use crate::provenance::started_by;
+use crate::remedies;
 use crate::style;
 use crate::terminal::printable;
 use crate::warn;
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_ir::units;
-use lockstep_train::{
-    Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, StartedBy, dry_run, shell_quoted,
-};
+use lockstep_rundir::StartedBy;
+use lockstep_train::{Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, dry_run, shell_quoted};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::Write;
@@ -107,19 +107,17 @@ impl RunSource {
     fn refuse_changed(&self) -> Result<(), Failure> {
         let Some(run) = &self.from else { return Ok(()) };
         if !run.join("run.toml").is_file() {
-            let text =
-                format!("{} is no run directory\nhint: `lockstep runs DIR` lists those of a folder", run.display());
-            return Err(Failure::request(text));
+            let text = format!("{} is no run directory", run.display());
+            return Err(Failure::request(text, "`lockstep runs DIR` lists those of a folder"));
         }
         let text = std::fs::read_to_string(run.join("changes.json")).unwrap_or_default();
         let changes: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
         let Some(first) = changes["changes"].as_array().and_then(|changes| changes.first()) else { return Ok(()) };
         let (step, change) = (&first["step"], first["text"].as_str().unwrap_or_default());
-        Err(Failure::request(format!(
-            "{} was changed at step {step} ({change}): no one config is that of all its steps\nhint: train its given.toml up to \
-             step {step}, then resume with the same --change",
-            run.display()
-        )))
+        Err(Failure::request(
+            format!("{} was changed at step {step} ({change}): no one config is that of all its steps", run.display()),
+            format!("train its given.toml up to step {step}, then resume with the same --change"),
+        ))
     }
 }
 
@@ -151,6 +149,19 @@ impl Args {
         }
         arguments
     }
+}
+
+/// The options that change what a run computes, for the other processes of a run to compare with theirs.
+fn given_options(args: &Args) -> Vec<(String, String)> {
+    let given = |flag: bool| flag.then(|| "given".to_owned());
+    let options = [
+        ("--fresh", given(args.fresh)),
+        ("--resume-from", args.resume_from.map(|step| step.to_string())),
+        ("--change", (!args.change.is_empty()).then(|| args.change.join(", "))),
+        ("--profile-steps", args.profile_steps.as_ref().map(|s| format!("{}:{}", s.start(), s.end()))),
+        ("--debug-nans", given(args.debug_nans)),
+    ];
+    options.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
 /// `5:8`, or one step alone.
@@ -196,15 +207,17 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure
         dir: dir.clone(),
         fresh: args.fresh,
         resume_from: args.resume_from,
-        change: args.change,
+        change: args.change.clone(),
         sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
         profile_steps: args.profile_steps.clone(),
         debug_nans: args.debug_nans,
+        given: given_options(&args),
         started_by: if first { started_by(&args.config.file()) } else { StartedBy::default() },
     };
     if args.dry_run {
         let dry = dry_run(&devices, &config, &options, &stop)?;
         warn(&dry.warnings);
+        warn(&dry.overruled.iter().map(remedies::overruled).collect::<Vec<_>>());
         write!(std::io::stdout(), "{}", dry_summary(&dry, &dir))?;
         return Ok(ExitCode::SUCCESS);
     }

@@ -67,12 +67,12 @@ fn framework(name: &str) -> Result<Peer, String> {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>, Failure>>()?;
-    let catalogue = lockstep_train::catalogue().map_err(|error| Failure::request(error.to_string()))?;
+    let catalogue = lockstep_train::catalogue().map_err(|error| Failure::refused(&error))?;
     let mut constants = match &args.constants {
         None => Constants::builtin(),
         Some(path) => {
             let text = text_of(path, "give the path of a table of constants, as --fit writes it")?;
-            Constants::parse(&path.display().to_string(), &text).map_err(|error| Failure::request(error.to_string()))?
+            Constants::parse(&path.display().to_string(), &text).map_err(|error| Failure::refused(&error))?
         }
     };
     let threads = cpu::cores();
@@ -94,7 +94,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             show("rounds of the fit", round, rounds);
         });
         std::fs::write(path, found.constants.to_toml()).map_err(|error| {
-            Failure::run(format!("cannot write {}: {error}\nhint: choose another file for --fit", path.display()))
+            Failure::run(format!("cannot write {}: {error}", path.display()), "choose another file for --fit")
         })?;
         fitted = Some(format!(
             "fitted {} constants to {} clean rows: mean |log error| {:.4} → {:.4}; table in {}",
@@ -180,10 +180,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     }
     if let Some(folder) = &args.plot {
         let written = plot::write(folder, &report).map_err(|error| {
-            Failure::run(format!(
-                "cannot write to {}: {error}\nhint: choose another folder for --plot",
-                folder.display()
-            ))
+            Failure::run(format!("cannot write to {}: {error}", folder.display()), "choose another folder for --plot")
         })?;
         for path in written {
             eprintln!("wrote {}", path.display());
@@ -203,7 +200,7 @@ fn read(path: &Path) -> Result<File, Failure> {
 
 fn text_of(path: &Path, hint: &str) -> Result<String, Failure> {
     std::fs::read_to_string(path)
-        .map_err(|error| Failure::request(format!("cannot read {}: {error}\nhint: {hint}", path.display())))
+        .map_err(|error| Failure::request(format!("cannot read {}: {error}", path.display()), hint))
 }
 
 /// Rows that teach a factor.
@@ -216,10 +213,10 @@ impl Factors {
         let mut rows = Vec::new();
         for text in named {
             let wrong = |why: &str| {
-                Failure::request(format!(
-                    "--calibrate {text} {why}\nhint: name a measured row, such as {}.csv:2",
-                    files[0]
-                ))
+                Failure::request(
+                    format!("--calibrate {text} {why}"),
+                    format!("name a measured row, such as {}.csv:2", files[0]),
+                )
             };
             let (file, line) = text.rsplit_once(':').ok_or_else(|| wrong("has no line"))?;
             let line: usize = line.parse().map_err(|_| wrong("does not end with a line number"))?;

@@ -153,9 +153,7 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     }
     if args.format == Format::Json && check.sizes().len() > 1 {
         let text = "layouts of several numbers of ranks are checked by as many sets of processes, each of which prints a table";
-        return Err(Failure::request(format!(
-            "{text}\nhint: leave --format json out, or name layouts of one number of ranks"
-        )));
+        return Err(Failure::request(text, "leave --format json out, or name layouts of one number of ranks"));
     }
     for (ranks, layouts) in check.sizes() {
         if args.device == Where::Cuda {
@@ -208,9 +206,10 @@ impl Check {
             if let Some(layout) = layouts.iter().find(|layout| named && layout.mesh.ranks() != processes) {
                 let ranks = layout.mesh.ranks();
                 let text = format!("{layout} has {ranks} ranks, and {processes} processes were started");
-                return Err(Failure::request(format!(
-                    "{text}\nhint: start {ranks} processes, or name layouts of {processes} ranks"
-                )));
+                return Err(Failure::request(
+                    text,
+                    format!("start {ranks} processes, or name layouts of {processes} ranks"),
+                ));
             }
             layouts.retain(|layout| layout.mesh.ranks() == processes);
         }
@@ -219,7 +218,7 @@ impl Check {
         for layout in &layouts {
             fit(*layout, &config).map_err(|_| {
                 let text = format!("{layout} fits the model, but not the smaller one that is run for this check");
-                Failure::request(format!("{text}\nhint: add --full-size"))
+                Failure::request(text, "add --full-size")
             })?;
         }
         if layouts.is_empty() {
@@ -228,7 +227,7 @@ impl Check {
                 Some(processes) => format!("no layout of {processes} ranks fits this model and batch"),
             };
             let hint = "raise train.global_batch, or name one with --layouts";
-            return Err(Failure::request(format!("{text}\nhint: {hint}")));
+            return Err(Failure::request(text, hint));
         }
         Ok(Self { config, layouts, smaller })
     }
@@ -279,9 +278,9 @@ impl Check {
         };
         match results.iter().filter(|c| !c.kept).count() {
             0 => Ok(()),
-            broken => Err(Failure::run(format!(
-                "{broken} of {total} layouts do not compute what one rank computes\nhint: {hint}"
-            ))),
+            broken => {
+                Err(Failure::run(format!("{broken} of {total} layouts do not compute what one rank computes"), hint))
+            }
         }
     }
 
@@ -350,7 +349,7 @@ fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
 fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
     match legal::check(&layout, &config.extents()).first() {
         None => Ok(layout),
-        Some(refusal) => Err(Failure::request(format!("{layout}: {refusal}"))),
+        Some(refusal) => Err(Failure::refused(refusal).about(layout)),
     }
 }
 

@@ -24,7 +24,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let runs = run_dirs(&args.runs)?;
     let listener = TcpListener::bind((args.host, args.port)).map_err(|error| {
         let hint = "give another --port (0 takes a free one), or a --host of this machine";
-        Failure::request(format!("cannot listen on {}, port {}: {error}\nhint: {hint}", args.host, args.port))
+        Failure::request(format!("cannot listen on {}, port {}: {error}", args.host, args.port), hint)
     })?;
     let address = listener.local_addr()?;
     let token = if args.host.is_loopback() { None } else { Some(random_text()?) };
@@ -58,26 +58,26 @@ pub fn run_dirs(named: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
         inside.retain(|dir| is_run(dir));
         inside.sort();
         if inside.is_empty() {
-            return Err(Failure::request(no_run(dir)));
+            return Err(no_run(dir));
         }
         found.extend(inside);
     }
     if let Some(text) = found.iter().flat_map(|run| special_files(run)).next() {
-        return Err(Failure::request(format!("{text}\nhint: put back the file that the run has written")));
+        return Err(Failure::request(text, "put back the file that the run has written"));
     }
     if found.len() > MOST_RUNS {
         let hint = format!("name those that you want to see, up to {MOST_RUNS}");
-        return Err(Failure::request(format!("{} runs are too many for one page\nhint: {hint}", found.len())));
+        return Err(Failure::request(format!("{} runs are too many for one page", found.len()), hint));
     }
     Ok(found)
 }
 
 /// What to do where there is no run: what was named may not be there yet, or be somewhere else.
-fn no_run(dir: &Path) -> String {
+fn no_run(dir: &Path) -> Failure {
     let what = if dir.exists() { "is no run directory, and has none in it" } else { "is not there" };
-    format!(
-        "{} {what}\nhint: `lockstep train RUN.TOML` makes one (runs/NAME for NAME.toml); `lockstep runs DIR` lists those of a folder",
-        dir.display()
+    Failure::request(
+        format!("{} {what}", dir.display()),
+        "`lockstep train RUN.TOML` makes one (runs/NAME for NAME.toml); `lockstep runs DIR` lists those of a folder",
     )
 }
 

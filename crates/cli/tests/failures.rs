@@ -430,7 +430,7 @@ fn a_port_in_use_is_not_the_end_and_a_run_in_use_and_launches_that_cannot_be_mea
     assert!(error.contains("cannot be used with"), "{error}");
     assert!(place.ok(&launch(&["--dry-run"])).contains("nothing was started"));
     // A run that another process has is refused, by all ranks.
-    let holder = lockstep_train::RunDir::open(&place.path("held")).unwrap();
+    let holder = lockstep_rundir::RunDir::open(&place.path("held")).unwrap();
     let error = place.fails(2, &command("launch", "held", &dp));
     assert!(error.contains("is in use by another process"), "{error}");
     drop(holder);

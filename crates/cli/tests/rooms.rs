@@ -1,5 +1,5 @@
 //! What is whose: the code map of ARCHITECTURE.md is that of the crates, an architecture is named in one
-//! place, keys of the config where the config is known, and names tell types apart.
+//! place, keys of the config where the config is known, flags in `cli`, hints beside messages, and names tell types apart.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -116,6 +116,29 @@ fn only_crates_that_know_the_config_name_its_keys() {
             };
             let named = text.match_indices(key).any(|(at, _)| whole(at));
             assert!(!named, "{path} names {key}: give a typed error, and let `train` name the key");
+        }
+    }
+}
+
+#[test]
+fn a_hint_is_a_field_and_no_part_of_a_message() {
+    for (path, text) in sources(&crates()) {
+        // A string may go on in the next line.
+        let joined: String = text.split("\\\n").map(str::trim_start).collect();
+        let prints = path == "crates/ir/src/hint.rs";
+        assert_eq!(joined.contains("\\nhint:"), prints, "{path}: give the error a #[hint], and let `Hint` print it");
+    }
+}
+
+#[test]
+fn train_names_no_flag_of_the_command_line() {
+    for (path, text) in sources(&["train".to_owned()]) {
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
+            // A flag of another program is no flag of ours.
+            let line = line.replace("`hf download {name} --local-dir", "");
+            let flag =
+                line.match_indices("--").any(|(at, _)| line[at + 2..].starts_with(|c: char| c.is_ascii_lowercase()));
+            assert!(!flag, "{path}:{}: give a typed error, and let `cli` name the flag", number + 1);
         }
     }
 }

@@ -62,6 +62,7 @@ fn join(to: &mut Graph, entry: &str, graph: &Graph) -> Result<(), Unsound> {
 mod tests {
     use super::*;
     use crate::passes::tests::small_model;
+    use lockstep_ir::Hint;
     use lockstep_ir::account;
     use lockstep_ir::program::Class;
 
@@ -87,6 +88,6 @@ mod tests {
         let w1 = other.values.iter_mut().find(|v| v.name == "w1").unwrap();
         w1.source = Source::State(lockstep_ir::graph::State::Cache);
         let error = compile_forward(&[("one", graph), ("two", other)], &context).unwrap_err();
-        assert!(error.to_string().contains("entry two: `w1` is another state in an entry before"), "{error}");
+        assert!(error.with_hint().contains("entry two: `w1` is another state in an entry before"), "{error}");
     }
 }

@@ -37,15 +37,15 @@ use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{Graph, StepProgram, TypeError};
 
 /// Why a graph cannot be compiled.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum CompileError {
     /// A pass built a node that the op table refuses.
-    #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    #[error("internal error: {0}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Type(#[from] TypeError),
     /// A pass broke an invariant.
-    #[error(
-        "internal error after {after}: {cause}\nhint: this is a bug in Lockstep, please report it with your config"
-    )]
+    #[error("internal error after {after}: {cause}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Unsound {
         /// The pass.
         after: &'static str,
@@ -53,7 +53,8 @@ pub enum CompileError {
         cause: Unsound,
     },
     /// The programs of several stages do not go together.
-    #[error("internal error between stages: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    #[error("internal error between stages: {0}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Roles(Mismatch),
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-/// Why a config was refused. Prints as the problem, the place and one `hint:` line:
+/// Why a config was refused. Prints as the problem and the place; a user sees the hint below:
 ///
 /// ```text
 /// train.stesp is not a key of [train]
@@ -13,8 +13,9 @@ use std::ops::Range;
 ///   | ^^^^^
 /// hint: did you mean `steps`?
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
 #[error("{0}")]
+#[hint("{}", _0.hint)]
 pub struct ConfigError(Box<Report>);
 
 impl ConfigError {
@@ -26,11 +27,6 @@ impl ConfigError {
     /// The first line: what is wrong, with the key and its value.
     pub fn problem(&self) -> &str {
         &self.0.text
-    }
-
-    /// What to do about it, without the `hint: ` in front.
-    pub fn hint(&self) -> &str {
-        &self.0.hint
     }
 }
 
@@ -77,8 +73,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.text)?;
         match &self.location {
-            Location::File { name } => writeln!(f, "  --> {name}")?,
-            Location::Option(text) => writeln!(f, "  --> {text}")?,
+            Location::File { name: text } | Location::Option(text) => write!(f, "  --> {text}"),
             Location::Line { name, number, text, caret } => {
                 let number = number.to_string();
                 let gutter = " ".repeat(number.len());
@@ -87,9 +82,8 @@ impl fmt::Display for Report {
                 writeln!(f, "{gutter} --> {name}:{number}")?;
                 writeln!(f, "{gutter} |")?;
                 writeln!(f, "{number} | {text}")?;
-                writeln!(f, "{gutter} | {indent}{carets}")?;
+                write!(f, "{gutter} | {indent}{carets}")
             }
         }
-        write!(f, "hint: {}", self.hint)
     }
 }

@@ -48,8 +48,9 @@ impl Extents {
 }
 
 /// Why a layout does not fit, and the nearest values that do. Prints with the latter as a hint.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{reason}\nhint: use {nearest}")]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("{reason}")]
+#[hint("use {nearest}")]
 pub struct Refusal {
     /// The key of the config that is most likely at fault: `parallel.tp`, say.
     pub key: &'static str,

@@ -4,6 +4,7 @@ mod common;
 
 use common::{TINY, check, check_set};
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 
 #[test]
 fn a_missing_shape_names_the_key_and_the_presets() {
@@ -33,7 +34,7 @@ fn hidden_units_are_four_times_the_width_for_gpt2_and_required_elsewhere() {
     let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\n";
     let gpt2 = Config::parse(&format!("{shape}architecture = \"gpt2\"\n"), "run.toml", &[]).unwrap();
     assert_eq!((gpt2.model.ffn, gpt2.model.positions, gpt2.model.tied_embeddings), (128, Some(1024), true));
-    let error = Config::parse(shape, "run.toml", &[]).unwrap_err().to_string();
+    let error = Config::parse(shape, "run.toml", &[]).unwrap_err().with_hint();
     assert!(error.starts_with("model.ffn is not set\n  --> run.toml:1"), "{error}");
 }
 
@@ -51,7 +52,7 @@ model.kv_heads is given, and model.architecture = \"gpt2\" has as many as heads
 hint: remove model.kv_heads, or choose another model.architecture
 ",
     );
-    let refused = |text: &str| Config::parse(text, "run.toml", &[]).unwrap_err().to_string();
+    let refused = |text: &str| Config::parse(text, "run.toml", &[]).unwrap_err().with_hint();
     let scaling = "rope_scaling = { factor = 2, low_freq_factor = 1, high_freq_factor = 4, original_context = 8 }\n";
     assert!(refused(&format!("{gpt2}{scaling}")).contains("has learned positions, not RoPE"));
     assert!(refused(&format!("{gpt2}head_dim = 8\n")).contains("has model.dim / model.heads"));
@@ -498,7 +499,7 @@ hint: 4 groups do
     );
     let refused = |text: &str, set: &[&str]| {
         let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
-        Config::parse(text, "run.toml", &set).unwrap_err().to_string()
+        Config::parse(text, "run.toml", &set).unwrap_err().with_hint()
     };
     for (set, said, hint) in [
         (

@@ -4,6 +4,7 @@ mod common;
 
 use common::{TINY, check, check_set};
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 
 #[test]
 fn an_unknown_key_is_refused_with_the_nearest_one() {
@@ -433,7 +434,7 @@ fn training_needs_data() {
     let config = Config::parse(TINY, "run.toml", &[]).expect("enough to explain a model");
     let error = config.require_data().expect_err("there is no data");
     assert_eq!(
-        error.to_string(),
+        error.with_hint(),
         "data.paths is empty, so there is nothing to train on
   --> run.toml
 hint: list files or folders, relative to the config file's folder: [data] paths = [\"docs\"]"
@@ -445,7 +446,7 @@ fn corpora_are_complete_and_have_no_other_keys() {
     let check = |corpora: &str, expected: &str, hint: &str| {
         let text = format!("[data]\ncorpora = {corpora}\n");
         let error = Config::parse(&text, "run.toml", &[]).expect_err("the config must be refused");
-        assert_eq!((error.problem(), error.hint()), (expected, hint));
+        assert_eq!((error.problem(), error.hint().as_deref()), (expected, Some(hint)));
     };
     check(
         "[{ name = \"a\", path = [\"b\"], weight = 1 }]",

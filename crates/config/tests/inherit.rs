@@ -1,6 +1,7 @@
 //! What `train.init_from` and `--set model.preset` decide, and what they say to who says otherwise.
 
 use lockstep_config::{Config, Inherited, NotInherited};
+use lockstep_ir::Hint;
 use std::path::Path;
 
 const THEIRS: &str = "[model]\narchitecture = \"qwen2\"\nvocab_size = 300\nlayers = 2\ndim = 32\nheads = 4\nkv_heads = 2\n\
@@ -18,7 +19,7 @@ fn load(text: &str, set: &[&str]) -> Result<Config, String> {
         }
         _ => Err(NotInherited { problem: "no such folder".into(), hint: "name another".into() }),
     };
-    let shown = |error: lockstep_config::ConfigError| error.to_string().replace(folder.path().to_str().unwrap(), "");
+    let shown = |error: lockstep_config::ConfigError| error.with_hint().replace(folder.path().to_str().unwrap(), "");
     Config::load_with(&path, &set, &inherit).map_err(shown)
 }
 

@@ -1,12 +1,13 @@
 //! What keys are called: old names, synonyms, what is not there yet.
 
 use lockstep_config::{Config, keys_at, search};
+use lockstep_ir::Hint;
 
 const TINY: &str = "[model]\npreset = \"llama-15m\"\n";
 
 fn parse(text: &str, overrides: &[&str]) -> Result<Config, String> {
     let overrides: Vec<_> = overrides.iter().map(|s| s.to_string()).collect();
-    Config::parse(text, "run.toml", &overrides).map_err(|error| error.to_string())
+    Config::parse(text, "run.toml", &overrides).map_err(|error| error.with_hint())
 }
 
 fn parsed(text: &str, overrides: &[&str]) -> Config {

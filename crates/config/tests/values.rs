@@ -1,5 +1,6 @@
 //! What an accepted config holds: defaults, presets, overrides, units, paths.
 
+use lockstep_ir::Hint;
 use std::path::Path;
 
 use lockstep_config::{Change, Config, PrecisionPolicy, RopeScalingConfig, SaveEvery, legal, presets, schema};
@@ -25,7 +26,7 @@ fn the_interval_of_checkpoints_may_be_found_when_a_run_begins() {
     assert_eq!(found.checkpoint.every, SaveEvery::Steps(12));
     assert!(found.resolved_toml().contains("every = 12  # auto: 12 steps of 1.0 s"), "{}", found.resolved_toml());
     let error = Config::parse(&format!("{TINY}[checkpoint]\nevery = \"often\"\n"), "run.toml", &[]).unwrap_err();
-    assert!(error.to_string().contains("is not a count or \"auto\""), "{error}");
+    assert!(error.with_hint().contains("is not a count or \"auto\""), "{error}");
     assert_eq!(parse_set(TINY, &["checkpoint.every=2K"]).checkpoint.every, SaveEvery::Steps(2000));
 }
 
@@ -332,7 +333,7 @@ fn changes_win_over_everything_and_say_when_they_were_made() {
         [("train.steps", true, false), ("optimizer.lr", true, false), ("optimizer.warmup_steps", true, true)];
     assert_eq!(found, expected);
     assert_eq!((changed.value("train.steps"), config.value("model.window")), ("90".into(), "not set".into()));
-    let error = config.with_changes(&[change(1, "train.steps=x")]).unwrap_err().to_string();
+    let error = config.with_changes(&[change(1, "train.steps=x")]).unwrap_err().with_hint();
     assert!(error.contains("--> --change train.steps=x"), "{error}");
 }
 

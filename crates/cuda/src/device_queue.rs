@@ -13,6 +13,7 @@ use crate::send_buffer::{MessageStream, SendBuffer};
 use crate::{CudaError, collectives};
 use lockstep_exec::comm::{CommError, Communicator, Piece, ProgramPlace, ThreadCommunicator};
 use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Enqueued};
+use lockstep_ir::Hint;
 use lockstep_ir::program::Slot;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -98,14 +99,15 @@ impl DeviceQueue {
     /// An error of the device ends the run for all ranks.
     fn told<T>(&self, result: Result<T, CudaError>) -> Result<T, CommError> {
         result.map_err(|error| {
-            self.comm.fail(&error.behind(self.entry.as_deref()).to_string());
+            let error = error.behind(self.entry.as_deref());
+            self.comm.fail_with(&error.to_string(), error.hint());
             self.failure()
         })
     }
 
     fn failure(&self) -> CommError {
         let (rank, reason) = (self.comm.rank(), "the device failed".to_owned());
-        self.comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason })
+        self.comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
     }
 
     /// Waits for the oldest message under way to be taken.

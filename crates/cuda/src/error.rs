@@ -3,20 +3,18 @@
 use crate::library::{FOLDER_VARIABLE, Name};
 use lockstep_exec::comm::CommError;
 use lockstep_exec::{ExecError, Remedy};
+use lockstep_ir::Hint;
 
 const MEMORY_HINT: &str = "end other programs on it (see `nvidia-smi`)";
 const RESUME: &str =
     "no checkpoint that was written is harmed: the same command again goes on from the latest, if there is one";
 
 /// Why the device does not do what it should.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum CudaError {
     /// A library is not there, or not whole.
-    #[error(
-        "{} {problem}\nhint: {}; where it is installed elsewhere, name its folder in {FOLDER_VARIABLE}",
-        library.name(),
-        library.hint()
-    )]
+    #[error("{} {problem}", library.name())]
+    #[hint("{}; where it is installed elsewhere, name its folder in {FOLDER_VARIABLE}", library.hint())]
     Library {
         /// The library.
         library: Name,
@@ -24,7 +22,8 @@ pub enum CudaError {
         problem: String,
     },
     /// A library is too old or too new.
-    #[error("{path} has no function {symbol}: it is of another version\nhint: {hint}")]
+    #[error("{path} has no function {symbol}: it is of another version")]
+    #[hint("{hint}")]
     Symbol {
         /// The library.
         path: String,
@@ -35,9 +34,10 @@ pub enum CudaError {
     },
     /// The driver is too old.
     #[error(
-        "the NVIDIA driver speaks CUDA {}.{}, {}.{} is needed\nhint: install driver 580 or newer",
+        "the NVIDIA driver speaks CUDA {}.{}, {}.{} is needed",
         found / 1000, found % 1000 / 10, least / 1000, least % 1000 / 10
     )]
+    #[hint("install driver 580 or newer")]
     OldDriver {
         /// What it speaks.
         found: i32,
@@ -45,14 +45,12 @@ pub enum CudaError {
         least: i32,
     },
     /// The driver has no device.
-    #[error("no CUDA device was found\nhint: check `nvidia-smi` and CUDA_VISIBLE_DEVICES")]
+    #[error("no CUDA device was found")]
+    #[hint("check `nvidia-smi` and CUDA_VISIBLE_DEVICES")]
     NoDevice,
     /// The driver has fewer devices.
-    #[error(
-        "there is no GPU {ordinal}: {count} {} found, counted from 0\n\
-         hint: take one of those; CUDA_VISIBLE_DEVICES may hide others",
-        if *.count == 1 { "was" } else { "were" }
-    )]
+    #[error("there is no GPU {ordinal}: {count} {} found, counted from 0", if *.count == 1 { "was" } else { "were" })]
+    #[hint("take one of those; CUDA_VISIBLE_DEVICES may hide others")]
     NoSuchDevice {
         /// Which was asked for.
         ordinal: usize,
@@ -61,9 +59,11 @@ pub enum CudaError {
     },
     /// The run of several ranks has ended.
     #[error("{0}")]
+    #[hint(_0.hint())]
     Ranks(CommError),
     /// The driver does not start, or the device cannot be opened.
-    #[error("{what}: {text}\nhint: {hint}")]
+    #[error("{what}: {text}")]
+    #[hint("{hint}")]
     Start {
         /// Which of the two.
         what: &'static str,
@@ -73,10 +73,12 @@ pub enum CudaError {
         hint: &'static str,
     },
     /// No memory is left.
-    #[error("the device has no memory left\nhint: {MEMORY_HINT}")]
+    #[error("the device has no memory left")]
+    #[hint("{MEMORY_HINT}")]
     OutOfMemory,
     /// There is no room for the arena.
-    #[error("the device has no room for the arena of {arena}: {free} of {memory} are free\nhint: {MEMORY_HINT}")]
+    #[error("the device has no room for the arena of {arena}: {free} of {memory} are free")]
+    #[hint("{MEMORY_HINT}")]
     Arena {
         /// What was asked for.
         arena: String,
@@ -86,7 +88,8 @@ pub enum CudaError {
         memory: String,
     },
     /// The device has stopped: nothing more can be done on it by this process.
-    #[error("the device was lost: {call} says {text}\nhint: {hint}; {RESUME}")]
+    #[error("the device was lost: {call} says {text}")]
+    #[hint("{hint}; {RESUME}")]
     Lost {
         /// The function that told.
         call: &'static str,
@@ -96,7 +99,8 @@ pub enum CudaError {
         hint: &'static str,
     },
     /// The device does not get on.
-    #[error("the GPU has done nothing for {seconds:.1} s: it is in {at}\nhint: {LOOK}; {RESUME}")]
+    #[error("the GPU has done nothing for {seconds:.1} s: it is in {at}")]
+    #[hint("{LOOK}; {RESUME}")]
     Stalled {
         /// How long.
         seconds: f64,
@@ -104,7 +108,8 @@ pub enum CudaError {
         at: String,
     },
     /// A call failed.
-    #[error("{call} failed: {text}\nhint: see `nvidia-smi` and `lockstep doctor`; {RESUME}")]
+    #[error("{call} failed: {text}")]
+    #[hint("see `nvidia-smi` and `lockstep doctor`; {RESUME}")]
     Call {
         /// The function.
         call: &'static str,
@@ -112,9 +117,8 @@ pub enum CudaError {
         text: String,
     },
     /// A kernel does not compile.
-    #[error(
-        "kernel {name} does not compile: {text}\nhint: `lockstep doctor` shows which NVRTC is used; 13.0 is tested"
-    )]
+    #[error("kernel {name} does not compile: {text}")]
+    #[hint("`lockstep doctor` shows which NVRTC is used; 13.0 is tested")]
     Compile {
         /// The kernel.
         name: String,
@@ -125,7 +129,8 @@ pub enum CudaError {
     #[error("{0}")]
     Unsupported(String),
     /// A bug.
-    #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    #[error("internal error: {0}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Internal(String),
 }
 
@@ -203,13 +208,6 @@ impl CudaError {
             _ => CudaError::Call { call, text },
         }
     }
-
-    /// The error and its hint, a line each.
-    pub fn lines(&self) -> (String, String) {
-        let text = self.to_string();
-        let (problem, hint) = text.split_once("\nhint: ").unwrap_or((&text, ""));
-        (problem.to_owned(), hint.to_owned())
-    }
 }
 
 const HELD: &str = "another program holds it alone, or its compute mode lets nobody in: see `nvidia-smi`; `nvidia-smi --compute-mode=DEFAULT` lets several in";
@@ -261,7 +259,7 @@ impl From<CudaError> for ExecError {
             | CudaError::Unsupported(_)
             | CudaError::Internal(_) => None,
         };
-        ExecError::Device { text: error.to_string(), remedy }
+        ExecError::Device { text: error.to_string(), hint: error.hint(), remedy }
     }
 }
 
@@ -279,8 +277,8 @@ mod tests {
             }
             assert!(matches!(of(call, 2), CudaError::OutOfMemory) && matches!(of(call, 100), CudaError::NoDevice));
         }
-        assert!(of("cuDevicePrimaryCtxRetain", 46).to_string().contains("`nvidia-smi --compute-mode=DEFAULT`"));
-        assert!(of("cuInit", 804).to_string().contains("take it out of LD_LIBRARY_PATH"));
+        assert!(of("cuDevicePrimaryCtxRetain", 46).with_hint().contains("`nvidia-smi --compute-mode=DEFAULT`"));
+        assert!(of("cuInit", 804).with_hint().contains("take it out of LD_LIBRARY_PATH"));
         // While it runs.
         for status in [46, 214, 220, 226, 700, 702, 709, 710, 714, 719, 999] {
             assert!(of("cuStreamSynchronize", status).lost(), "{status}");

@@ -19,6 +19,7 @@ use crate::progress::Lane;
 use crate::send_buffer::{MessageStream, SendBuffer};
 use lockstep_exec::comm::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup};
 use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Connection, Enqueued};
+use lockstep_ir::Hint;
 use lockstep_ir::program::Slot;
 use members::Members;
 use std::collections::{BTreeMap, VecDeque};
@@ -121,9 +122,10 @@ impl NcclQueue {
             CudaError::Ranks(error) => error,
             error => {
                 let comm = &self.world.comm;
-                comm.fail(&error.behind(self.entry.as_deref()).to_string());
+                let error = error.behind(self.entry.as_deref());
+                comm.fail_with(&error.to_string(), error.hint());
                 let (rank, reason) = (comm.rank(), "the device failed".to_owned());
-                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason })
+                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
             }
         })
     }

@@ -3,6 +3,7 @@
 use crate::driver::{Device, Driver};
 use crate::library::{FOLDER_VARIABLE, Library, Name};
 use crate::{CudaError, Nvml, cache, cudnn, matmul, nccl, nvrtc, sources};
+use lockstep_ir::Hint;
 
 /// One thing that was looked for.
 #[derive(Clone, Debug)]
@@ -49,7 +50,7 @@ pub fn survey() -> Vec<Finding> {
         format!("{} sources compiled for sm_{capability}, {} KiB of machine code", code.len(), bytes / 1024)
     });
     let hint = "see NVRTC above".to_owned();
-    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| e.lines().0), hint, needed: true });
+    findings.push(Finding { what: "kernels".into(), found: compiled.map_err(|e| e.to_string()), hint, needed: true });
     let folder = cache::folder().map(|f| f.display().to_string()).ok_or_else(|| "no home folder".to_owned());
     let hint = "set LOCKSTEP_CACHE to a folder".to_owned();
     findings.push(Finding { what: "cache".into(), found: folder, hint, needed: false });
@@ -76,8 +77,8 @@ fn device(d: &Device) -> Finding {
 }
 
 fn no_device(error: CudaError) -> Finding {
-    let (problem, hint) = error.lines();
-    Finding { what: "device".into(), found: Err(problem), hint, needed: true }
+    let hint = error.hint().unwrap_or_default();
+    Finding { what: "device".into(), found: Err(error.to_string()), hint, needed: true }
 }
 
 fn library(name: Name) -> Finding {
@@ -94,6 +95,6 @@ fn library(name: Name) -> Finding {
         Name::Nccl => nccl::version().map(|(v, path)| at(dotted(v), path)),
         Name::Nvml => Library::open(name).map(|l| l.path.display().to_string()),
     };
-    let found = found.map_err(|e| e.lines().0);
+    let found = found.map_err(|e| e.to_string());
     Finding { what: name.name().to_owned(), found, hint: name.hint().to_owned(), needed: name.needed() }
 }

@@ -7,6 +7,7 @@ use lockstep_config::Config;
 use lockstep_cuda::{CudaExecutor, Gpu, profile};
 use lockstep_exec::conformance;
 use lockstep_exec::{ExecError, Executor};
+use lockstep_ir::Hint;
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, bf16};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -78,7 +79,7 @@ fn stalls() {
     }
     gpu.watch(Duration::from_millis(6));
     executor.run(StepProgram::TRAIN).unwrap();
-    let error = executor.read(&small, 0).unwrap_err().to_string();
+    let error = executor.read(&small, 0).unwrap_err().with_hint();
     println!("    {}", error.lines().next().unwrap_or_default());
     // With what comes before it and takes less than a mark is worth.
     assert!(error.contains(": it is in ") && error.contains("linear, layer 0, forward, micro-batch 0"), "{error}");

@@ -1,44 +1,46 @@
 //! What can go wrong with data, each with its file, its cause and one hint.
 
+use lockstep_ir::Hint;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 /// Why data could not be prepared, opened or sampled.
-#[derive(Debug, Error)]
+#[derive(Debug, Error, Hint)]
 pub enum DataError {
     /// The spec names no path at all.
-    #[error("no path to read text from\nhint: name at least one file or folder")]
+    #[error("no path to read text from")]
+    #[hint("name at least one file or folder")]
     NoPaths,
 
     /// A path of the spec does not exist.
-    #[error("{path}: no such file or folder\nhint: check the spelling; paths in a config start at the config's folder")]
+    #[error("{path}: no such file or folder")]
+    #[hint("check the spelling; paths in a config start at the config's folder")]
     MissingPath {
         /// The path as given.
         path: PathBuf,
     },
 
     /// A path of the spec is a device, a pipe or a socket.
-    #[error("{path}: neither a file nor a folder\nhint: write the text to a file first")]
+    #[error("{path}: neither a file nor a folder")]
+    #[hint("write the text to a file first")]
     NotAFile {
         /// The path as given.
         path: PathBuf,
     },
 
     /// A path of the spec cannot be written into `data.json`.
-    #[error("{path}: the path is not valid UTF-8\nhint: rename it, or name a folder above it")]
+    #[error("{path}: the path is not valid UTF-8")]
+    #[hint("rename it, or name a folder above it")]
     PathNotUtf8 {
         /// The path as given.
         path: PathBuf,
     },
 
     /// The folders hold no file with a wanted extension.
-    #[error(
-        "{}: found 0 files{}\nhint: name other extensions, or name the files themselves",
-        list_paths(.paths),
-        with_extensions(.extensions)
-    )]
+    #[error("{}: found 0 files{}", list_paths(.paths), with_extensions(.extensions))]
+    #[hint("name other extensions, or name the files themselves")]
     NoFiles {
         /// The paths as given.
         paths: Vec<PathBuf>,
@@ -47,11 +49,8 @@ pub enum DataError {
     },
 
     /// Every file that was found has no bytes.
-    #[error(
-        "{}: found {files} file{}, all empty\nhint: name files that hold text",
-        list_paths(.paths),
-        if *.files == 1 { "" } else { "s" }
-    )]
+    #[error("{}: found {files} file{}, all empty", list_paths(.paths), if *.files == 1 { "" } else { "s" })]
+    #[hint("name files that hold text")]
     AllEmpty {
         /// The paths as given.
         paths: Vec<PathBuf>,
@@ -60,21 +59,24 @@ pub enum DataError {
     },
 
     /// The share of text to hold out is not a share.
-    #[error("validation fraction {value} is not in 0 ≤ fraction < 1\nhint: hold out 0.05, or 0 for no validation")]
+    #[error("validation fraction {value} is not in 0 ≤ fraction < 1")]
+    #[hint("hold out 0.05, or 0 for no validation")]
     Fraction {
         /// The fraction as given.
         value: f64,
     },
 
     /// One byte of text cannot be divided between training and validation.
-    #[error("{path}: 1 byte is too little to hold some out\nhint: add text, or set the validation fraction to 0")]
+    #[error("{path}: 1 byte is too little to hold some out")]
+    #[hint("add text, or set the validation fraction to 0")]
     TooSmallToHoldOut {
         /// The only document.
         path: PathBuf,
     },
 
     /// A record of a file cannot be used.
-    #[error("{path}:{record}: {problem}\nhint: {hint}")]
+    #[error("{path}:{record}: {problem}")]
+    #[hint("{hint}")]
     Record {
         /// The file.
         path: PathBuf,
@@ -87,7 +89,8 @@ pub enum DataError {
     },
 
     /// A file of records cannot be used at all.
-    #[error("{path}: {problem}\nhint: {hint}")]
+    #[error("{path}: {problem}")]
+    #[hint("{hint}")]
     Source {
         /// The file.
         path: PathBuf,
@@ -98,7 +101,8 @@ pub enum DataError {
     },
 
     /// A tokenizer cannot be used.
-    #[error("{path}: {problem}\nhint: {hint}")]
+    #[error("{path}: {problem}")]
+    #[hint("{hint}")]
     Tokenizer {
         /// The `tokenizer.json`.
         path: PathBuf,
@@ -109,20 +113,21 @@ pub enum DataError {
     },
 
     /// The weight of a corpus is not one, or all are 0 at some time.
-    #[error(
-        "weight {value} is not greater than 0\nhint: give every corpus a weight above 0 at some time, and some corpus at all times"
-    )]
+    #[error("weight {value} is not greater than 0")]
+    #[hint("give every corpus a weight above 0 at some time, and some corpus at all times")]
     Weight {
         /// The weight as given.
         value: f64,
     },
 
     /// The caller asked to stop. Finished parts are kept.
-    #[error("preparing data was interrupted\nhint: the same command again goes on after the last finished part")]
+    #[error("preparing data was interrupted")]
+    #[hint("the same command again goes on after the last finished part")]
     Interrupted,
 
     /// A file or folder cannot be read.
-    #[error("{path}: cannot be read: {cause}\nhint: check that it still exists and that you may read it")]
+    #[error("{path}: cannot be read: {cause}")]
+    #[hint("check that it still exists and that you may read it")]
     Unreadable {
         /// The file or folder.
         path: PathBuf,
@@ -131,7 +136,8 @@ pub enum DataError {
     },
 
     /// A file changed its length between the listing and the reading.
-    #[error("{path}: changed while being read; it had {bytes} bytes before\nhint: prepare again once it is at rest")]
+    #[error("{path}: changed while being read; it had {bytes} bytes before")]
+    #[hint("prepare again once it is at rest")]
     Changed {
         /// The file.
         path: PathBuf,
@@ -140,7 +146,8 @@ pub enum DataError {
     },
 
     /// A file or folder cannot be written. Temporary files have been removed.
-    #[error("{path}: cannot be written: {cause}\nhint: {}", write_hint(.cause))]
+    #[error("{path}: cannot be written: {cause}")]
+    #[hint("{}", write_hint(cause))]
     Unwritable {
         /// The file or folder that was to be written.
         path: PathBuf,
@@ -149,7 +156,8 @@ pub enum DataError {
     },
 
     /// A shard is not what it should be.
-    #[error("{path}: {fault}\nhint: delete the folder {} to prepare it again", folder(.path))]
+    #[error("{path}: {fault}")]
+    #[hint("delete the folder {} to prepare it again", folder(path))]
     Shard {
         /// The shard.
         path: PathBuf,
@@ -158,7 +166,8 @@ pub enum DataError {
     },
 
     /// A `data.json` is not what it should be.
-    #[error("{path}: {cause}\nhint: delete the folder {} to prepare it again", folder(.path))]
+    #[error("{path}: {cause}")]
+    #[hint("delete the folder {} to prepare it again", folder(path))]
     Description {
         /// The `data.json`.
         path: PathBuf,
@@ -167,17 +176,16 @@ pub enum DataError {
     },
 
     /// A sequence of no tokens was asked for.
-    #[error("{path}: cannot be cut into sequences of 0 tokens\nhint: use a sequence length of at least 1")]
+    #[error("{path}: cannot be cut into sequences of 0 tokens")]
+    #[hint("use a sequence length of at least 1")]
     SequenceZero {
         /// The shard.
         path: PathBuf,
     },
 
     /// The shard does not hold one whole sequence and its last target.
-    #[error(
-        "{path}: {tokens} tokens are too few for a sequence of {seq} and its last target\nhint: {}",
-        sequence_hint(*.tokens)
-    )]
+    #[error("{path}: {tokens} tokens are too few for a sequence of {seq} and its last target")]
+    #[hint("{}", sequence_hint(*tokens))]
     SequenceTooLong {
         /// The shard.
         path: PathBuf,
@@ -192,7 +200,7 @@ pub enum DataError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataHint(&'static str, Option<DataSetting>);
 
-/// What a caller chooses. How it asks its user for it, it knows: see [`DataError::worded`].
+/// What a caller chooses. How it asks its user for it, it knows: see [`DataError::hint_by`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DataSetting {
     /// Which files of a folder are read.
@@ -304,17 +312,15 @@ pub enum ShardFault {
 }
 
 impl DataError {
-    /// The text, in which the setting that may help has the name that `name` gives it.
-    pub fn worded(&self, name: impl Fn(DataSetting) -> &'static str) -> String {
-        let text = self.to_string();
-        match (self, text.rsplit_once("\nhint: ")) {
-            (
-                DataError::Record { hint: DataHint(hint, Some(setting)), .. }
-                | DataError::Source { hint: DataHint(hint, Some(setting)), .. }
-                | DataError::Tokenizer { hint: DataHint(hint, Some(setting)), .. },
-                Some((problem, _)),
-            ) => format!("{problem}\nhint: {}", hint.replace("{}", name(*setting))),
-            _ => text,
+    /// The hint, in which the setting that may help has the name that `name` gives it.
+    pub fn hint_by(&self, name: impl Fn(DataSetting) -> &'static str) -> Option<String> {
+        match self {
+            DataError::Record { hint: DataHint(hint, Some(setting)), .. }
+            | DataError::Source { hint: DataHint(hint, Some(setting)), .. }
+            | DataError::Tokenizer { hint: DataHint(hint, Some(setting)), .. } => {
+                Some(hint.replace("{}", name(*setting)))
+            }
+            _ => self.hint(),
         }
     }
 

@@ -137,6 +137,7 @@ fn smallest_draw(key: u64, n: u64, rank: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     fn document(bytes: u64) -> SourceFile {
         SourceFile { path: "text".into(), bytes, form: Form::Text }
@@ -228,7 +229,7 @@ mod tests {
             assert!(matches!(error, DataError::Fraction { .. }));
         }
         assert_eq!(
-            HoldOut::choose(1.0, 1, &[document(10)]).unwrap_err().to_string(),
+            HoldOut::choose(1.0, 1, &[document(10)]).unwrap_err().with_hint(),
             "validation fraction 1 is not in 0 ≤ fraction < 1\nhint: hold out 0.05, or 0 for no validation"
         );
     }
@@ -236,7 +237,7 @@ mod tests {
     #[test]
     fn one_byte_cannot_be_divided() {
         assert_eq!(
-            HoldOut::choose(0.1, 1, &[document(1)]).unwrap_err().to_string(),
+            HoldOut::choose(0.1, 1, &[document(1)]).unwrap_err().with_hint(),
             "text: 1 byte is too little to hold some out\n\
              hint: add text, or set the validation fraction to 0"
         );

@@ -334,6 +334,7 @@ mod tests {
     use super::*;
     use crate::new_file::temporary_path;
     use crate::output::TRAIN_SHARD;
+    use lockstep_ir::Hint;
 
     #[test]
     fn a_full_disk_is_reported_and_leaves_the_earlier_data_as_it_was() {
@@ -350,7 +351,7 @@ mod tests {
         std::os::unix::fs::symlink("/dev/full", temporary_path(&partial, TRAIN_SHARD)).unwrap();
         let error = prepare(&spec, &out, &mut |_| ()).unwrap_err();
         assert_eq!(
-            error.to_string(),
+            error.with_hint(),
             format!(
                 "{}: cannot be written: No space left on device (os error 28)\n\
                  hint: free some disk space, or choose a folder elsewhere",

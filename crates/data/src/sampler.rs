@@ -222,6 +222,7 @@ mod tests {
     use crate::shard::Width;
     use crate::shard_writer::ShardWriter;
     use crate::{Origin, Shard, TokenFile};
+    use lockstep_ir::Hint;
 
     /// A shard of these tokens, with documents at these offsets; the first is continued where they do not begin with 0.
     fn shard(folder: &std::path::Path, tokens: &[u8], documents: &[u64]) -> Arc<dyn TokenFile> {
@@ -339,14 +340,14 @@ mod tests {
         let shard = counting_shard(8);
         let file = shard.path().display().to_string();
         assert_eq!(
-            Sampler::new(shard.clone(), 8, 1).unwrap_err().to_string(),
+            Sampler::new(shard.clone(), 8, 1).unwrap_err().with_hint(),
             format!(
                 "{file}: 8 tokens are too few for a sequence of 8 and its last target\n\
                  hint: use a sequence length of at most 7, or add text"
             )
         );
         assert_eq!(
-            Sampler::in_order(shard, 0).unwrap_err().to_string(),
+            Sampler::in_order(shard, 0).unwrap_err().with_hint(),
             format!(
                 "{file}: cannot be cut into sequences of 0 tokens\n\
                  hint: use a sequence length of at least 1"

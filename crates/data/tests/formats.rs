@@ -2,6 +2,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::fs;
 
 use common::{Case, fixture, tokenizer, tokens};
@@ -310,7 +311,7 @@ fn a_document_begins_with_the_bos_token_that_is_named() {
     assert!(with[0] == bos && with[1..] == without);
     // Data with one are other data than those without.
     assert!(!spec(Some("!"), "b.txt").reads_alike(&spec(None, "b.txt")));
-    let error = case.prepare(&spec(Some("<s>"), "b.txt")).unwrap_err().to_string();
+    let error = case.prepare(&spec(Some("<s>"), "b.txt")).unwrap_err().with_hint();
     assert!(error.contains("it has no token \"<s>\"\nhint: name a token of its vocabulary in BosToken"), "{error}");
 }
 
@@ -339,7 +340,7 @@ fn compressed_text_is_refused_by_its_first_bytes() {
         let path = folder.path().join(name);
         std::fs::write(&path, [begins, &[7; 100]].concat()).unwrap();
         let spec = lockstep_data::PrepareSpec { paths: vec![path.clone()], ..Default::default() };
-        let error = lockstep_data::prepare(&spec, &folder.path().join("out"), &mut |_| ()).unwrap_err().to_string();
+        let error = lockstep_data::prepare(&spec, &folder.path().join("out"), &mut |_| ()).unwrap_err().with_hint();
         assert!(error.starts_with(&format!("{}: {said}\nhint: ", path.display())), "{name}: {error}");
     }
 }

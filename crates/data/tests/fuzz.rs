@@ -2,6 +2,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -64,7 +65,7 @@ fn json_lines() {
     fuzz("jsonl", good, |bytes| {
         fs::write(case.path("a.jsonl"), bytes).unwrap();
         if let Err(error) = case.prepare(&spec) {
-            let text = error.to_string();
+            let text = error.with_hint();
             assert!(text.contains("hint: ") && !text.contains('\u{1b}'), "{text}");
         }
     });

@@ -1,5 +1,6 @@
 //! Shards and descriptions that are truncated, damaged or made up are refused by name, never read past their end.
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::path::Path;
 
@@ -184,7 +185,7 @@ fn open_damaged(damage: impl Fn(&Path)) -> String {
     let out = root.path().join("out");
     prepare(&spec, &out, &mut |_| ()).unwrap();
     damage(&out);
-    let error = Prepared::open(&out).unwrap_err().to_string();
+    let error = Prepared::open(&out).unwrap_err().with_hint();
     error.replace(root.path().to_str().unwrap(), "ROOT")
 }
 

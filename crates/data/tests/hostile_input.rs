@@ -2,6 +2,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::fs::{self, File};
 use std::io::Write;
 
@@ -104,7 +105,7 @@ fn a_file_that_is_no_tokenizer_is_refused() {
         assert!(text.starts_with("ROOT/t.json: "), "{text}");
         assert!(text.contains("\nhint: "), "{text}");
     }
-    let missing = TokenizerSpec::file("/no/such/tokenizer.json".as_ref(), None).unwrap_err().to_string();
+    let missing = TokenizerSpec::file("/no/such/tokenizer.json".as_ref(), None).unwrap_err().with_hint();
     assert!(missing.starts_with("/no/such/tokenizer.json: cannot be read: "), "{missing}");
 }
 

@@ -3,6 +3,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -104,7 +105,7 @@ fn damaged_parquet_files_are_refused_in_bounded_memory() {
         LARGEST.store(0, Ordering::Relaxed);
         let began = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            prepare_with(&spec, &case.path("out"), &options, &mut |_| ()).map_err(|error| error.to_string())
+            prepare_with(&spec, &case.path("out"), &options, &mut |_| ()).map_err(|error| error.with_hint())
         }));
         let largest = LARGEST.load(Ordering::Relaxed);
         assert!(largest <= MOST_BYTES, "round {round}: {largest} bytes at once, {result:?}");

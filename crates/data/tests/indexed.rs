@@ -3,6 +3,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -117,7 +118,7 @@ fn several_files_are_one_corpus_and_its_last_documents_are_held_out() {
     let folder = PrepareSpec { extensions: vec!["idx".into()], ..spec(&["."]) };
     assert_eq!(token_files(&folder).unwrap().unwrap().len(), 2);
     fs::write(case.path("c.txt"), "text").unwrap();
-    let error = token_files(&spec(&["a.idx", "c.txt"])).unwrap_err().to_string();
+    let error = token_files(&spec(&["a.idx", "c.txt"])).unwrap_err().with_hint();
     assert!(error.contains("c.txt: no tokens of Megatron's") && error.contains("in Corpora"), "{error}");
 
     let data = Prepared::in_place(&spec(&["a", "b"]), &both).unwrap();
@@ -139,13 +140,13 @@ fn several_files_are_one_corpus_and_its_last_documents_are_held_out() {
     };
     assert_eq!(other(&|_| ()).unwrap(), data.fingerprint());
     assert_ne!(other(&|bytes| bytes[600] ^= 1).unwrap(), data.fingerprint());
-    let error = other(&|bytes| bytes[601] = 200).unwrap_err().to_string();
+    let error = other(&|bytes| bytes[601] = 200).unwrap_err().with_hint();
     assert!(error.contains("b.bin: token 300 is ") && error.contains("tokens below 1000"), "{error}");
     let bytes = PrepareSpec { tokenizer: TokenizerSpec::Bytes, ..spec(&["a"]) };
-    let error = Prepared::in_place(&bytes, &both[..1]).unwrap_err().to_string();
+    let error = Prepared::in_place(&bytes, &both[..1]).unwrap_err().with_hint();
     assert!(error.contains("hint: set Tokenizer to the tokenizer.json"), "{error}");
     let one = PrepareSpec { validation_fraction: 0.99, ..spec(&["a"]) };
-    let error = Prepared::in_place(&one, &both[..1]).unwrap_err().to_string();
+    let error = Prepared::in_place(&one, &both[..1]).unwrap_err().with_hint();
     assert!(error.contains("8 documents cannot be divided"), "{error}");
 }
 
@@ -158,7 +159,7 @@ fn damaged_files_are_refused_by_name() {
         let mut bytes = fs::read(&path).unwrap();
         change(&mut bytes);
         fs::write(&path, bytes).unwrap();
-        let error = IndexedTokens::open(&index).unwrap_err().to_string();
+        let error = IndexedTokens::open(&index).unwrap_err().with_hint();
         error.replace(&format!("{}/", case.root.path().display()), "")
     };
     let copy = "\nhint: copy both files again from where they were made (x.bin and x.idx belong together)";
@@ -195,9 +196,9 @@ fn damaged_files_are_refused_by_name() {
     let case = Case::new(&[]);
     let path = copied(&case, "indexed.uint16");
     fs::remove_file(case.path("a.bin")).unwrap();
-    let error = IndexedTokens::open(&path).unwrap_err().to_string();
+    let error = IndexedTokens::open(&path).unwrap_err().with_hint();
     assert!(error.contains("a.bin: missing, and ") && error.contains("is nothing without it"), "{error}");
-    let error = IndexedTokens::open(&case.path("b.idx")).unwrap_err().to_string();
+    let error = IndexedTokens::open(&case.path("b.idx")).unwrap_err().with_hint();
     assert!(error.contains("b.idx: missing"), "{error}");
 }
 

@@ -2,6 +2,7 @@
 
 mod common;
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -228,7 +229,7 @@ fn one_that_waits_can_be_stopped() {
     prepare_with(&spec, &out, &options(1), &mut |_| {
         inner.get_or_insert_with(|| {
             let stopped = prepare_with(&spec, &out, &stoppable, &mut |_| stop.store(true, Ordering::Relaxed));
-            stopped.unwrap_err().to_string()
+            stopped.unwrap_err().with_hint()
         });
     })
     .unwrap();

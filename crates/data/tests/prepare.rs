@@ -1,5 +1,6 @@
 //! From files to shards: what is read, in which order, how it is divided, and what is refused.
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -54,7 +55,7 @@ impl Case {
     }
 
     fn error(&self, spec: &PrepareSpec) -> String {
-        let error = self.prepare(spec).unwrap_err().to_string();
+        let error = self.prepare(spec).unwrap_err().with_hint();
         error.replace(self.root.path().to_str().unwrap(), "ROOT")
     }
 
@@ -413,7 +414,7 @@ fn check_disturbed(disturb: impl Fn(&Case), expected: &str) {
             disturb(&case);
         }
     });
-    let error = result.unwrap_err().to_string();
+    let error = result.unwrap_err().with_hint();
     assert_eq!(error.replace(case.root.path().to_str().unwrap(), "ROOT"), expected);
     assert_eq!(case.outputs(), [], "temporary files are removed");
 }

@@ -4,7 +4,7 @@ use crate::comm::CommError;
 use crate::numbers::NotFinite;
 
 /// Why a program cannot be loaded or run.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum ExecError {
     /// The arena does not fit.
     #[error("cannot allocate the arena of {0}")]
@@ -14,12 +14,16 @@ pub enum ExecError {
     Threads(usize, std::io::Error),
     /// A rank of several has ended the run.
     #[error("{0}")]
+    #[hint(_0.hint())]
     Rank(#[from] CommError),
-    /// The device does not do what it should; the text says what to do.
+    /// The device does not do what it should.
     #[error("{text}")]
+    #[hint(hint.clone())]
     Device {
-        /// What is wrong, and what to do about it on the device.
+        /// What is wrong.
         text: String,
+        /// What to do about it on the device.
+        hint: Option<String>,
         /// What else may help.
         remedy: Option<Remedy>,
     },
@@ -27,7 +31,8 @@ pub enum ExecError {
     #[error("{0}")]
     NotFinite(Box<NotFinite>),
     /// The program asks for something that this executor was not told of.
-    #[error("internal error: {0}\nhint: this is a bug in Lockstep, please report it with your config")]
+    #[error("internal error: {0}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Internal(String),
 }
 
@@ -45,7 +50,7 @@ pub enum Remedy {
 }
 
 impl ExecError {
-    /// What may help besides what the text says.
+    /// What may help besides what the hint says.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             ExecError::OutOfMemory(_) => Some(Remedy::LessMemory),

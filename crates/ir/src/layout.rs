@@ -151,19 +151,23 @@ fn words() -> String {
 }
 
 /// Why the text of a layout was refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
 pub enum LayoutError {
     /// No words at all.
-    #[error("the layout is empty\nhint: write what differs from one rank, such as dp=2,tp=2")]
+    #[error("the layout is empty")]
+    #[hint("write what differs from one rank, such as dp=2,tp=2")]
     Empty,
     /// A word that means nothing here.
-    #[error("{0:?} is not part of a layout\nhint: {words}", words = words())]
+    #[error("{0:?} is not part of a layout")]
+    #[hint("{words}", words = words())]
     Unknown(String),
     /// A size without a number.
-    #[error("{0} has no value\nhint: write {0}=N")]
+    #[error("{0} has no value")]
+    #[hint("write {_0}=N")]
     NoValue(&'static str),
     /// A value that is no number, or one out of range.
-    #[error("{key}={value} is not a number in range\nhint: give {key} a whole number from {least} to {most}")]
+    #[error("{key}={value} is not a number in range")]
+    #[hint("give {key} a whole number from {least} to {most}")]
     Value {
         /// What was being given.
         key: &'static str,
@@ -175,7 +179,8 @@ pub enum LayoutError {
         most: usize,
     },
     /// A multiple of an even share that is none.
-    #[error("{key}={value} is no multiple of an even share\nhint: give {key} a number from 1 to 1000, such as 1.5")]
+    #[error("{key}={value} is no multiple of an even share")]
+    #[hint("give {key} a number from 1 to 1000, such as 1.5")]
     Share {
         /// What was being given.
         key: &'static str,
@@ -183,7 +188,8 @@ pub enum LayoutError {
         value: String,
     },
     /// A value that is none of a few words.
-    #[error("{key}={value} is not known\nhint: write {key}={}", .words.join(&format!(" or {key}=")))]
+    #[error("{key}={value} is not known")]
+    #[hint("write {key}={}", words.join(&format!(" or {key}=")))]
     Word {
         /// What was being given.
         key: &'static str,
@@ -193,16 +199,20 @@ pub enum LayoutError {
         words: &'static [&'static str],
     },
     /// A value for a word that has none.
-    #[error("{0} takes no value\nhint: write {0} alone, or leave it out")]
+    #[error("{0} takes no value")]
+    #[hint("write {_0} alone, or leave it out")]
     TakesNoValue(&'static str),
     /// A schedule without a name.
-    #[error("schedule has no value\nhint: write schedule= and one of {}", Schedule::NAMES.join(", "))]
+    #[error("schedule has no value")]
+    #[hint("write schedule= and one of {}", Schedule::NAMES.join(", "))]
     NoSchedule,
     /// A schedule that does not exist.
     #[error(transparent)]
+    #[hint(_0.hint())]
     Schedule(#[from] UnknownSchedule),
     /// Something said twice.
-    #[error("{0} is given twice\nhint: give it once")]
+    #[error("{0} is given twice")]
+    #[hint("give it once")]
     Twice(&'static str),
 }
 
@@ -296,6 +306,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     fn mesh(dp: usize, tp: usize, pp: usize) -> Mesh {
         Mesh::ONE.with(MeshAxis::DpShard, dp).with(MeshAxis::Tp, tp).with(MeshAxis::Pp, pp)
@@ -368,7 +379,7 @@ mod tests {
 
     #[test]
     fn a_refused_layout_says_what_is_wrong() {
-        let refused = |text: &str| text.parse::<Layout>().expect_err(text).to_string();
+        let refused = |text: &str| text.parse::<Layout>().expect_err(text).with_hint();
         let first = |text: &str| refused(text).lines().next().map(str::to_owned).unwrap_or_default();
         assert_eq!(first(" , "), "the layout is empty");
         assert_eq!(first("dp=2,fsdp"), "\"fsdp\" is not part of a layout");

@@ -5,6 +5,9 @@
 //! environment, and knows nothing of how graphs are built, compiled or executed.
 #![forbid(unsafe_code)]
 
+// What is derived here names the crate as others do.
+extern crate self as lockstep_ir;
+
 pub mod account;
 pub mod bf16;
 pub mod blocks;
@@ -14,6 +17,7 @@ mod dtype;
 pub mod f16;
 mod fusion;
 pub mod graph;
+mod hint;
 mod init;
 mod layout;
 mod mesh;
@@ -36,6 +40,7 @@ pub use collective::Collective;
 pub use dtype::DType;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};
+pub use hint::Hint;
 pub use init::{Init, RopeScaling};
 pub use layout::{ContextParallel, Layout, LayoutError};
 pub use mesh::{Axes, Coordinates, Mesh, MeshAxis};

@@ -40,8 +40,9 @@ impl HfConfig {
 }
 
 /// Why a model cannot come from a `config.json`, or go to one.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{problem}\nhint: {hint}")]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("{problem}")]
+#[hint("{hint}")]
 pub struct HfError {
     /// What is wrong, with the field.
     pub problem: String,

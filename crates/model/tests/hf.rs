@@ -1,6 +1,7 @@
 //! `config.json` of every family: what is read, what is refused, and that it comes out as it went in.
 
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_model::hf::{HfConfig, HfExtras, read_config, write_config};
 use serde_json::{Value, json};
 
@@ -99,7 +100,7 @@ fn what_transformers_would_refuse_is_not_written() {
         assert_eq!((&written["hidden_size"], &written["head_dim"]), (&json!(26), &json!(6)), "{family}");
     }
     let (_, config) = read(&with("llama", odd));
-    let error = write_config(&config.model, BESIDE).unwrap_err().to_string();
+    let error = write_config(&config.model, BESIDE).unwrap_err().with_hint();
     assert!(error.starts_with("model.dim = 26 is no multiple of model.heads = 4, and transformers refuses"), "{error}");
     assert!(error.contains("\nhint: model.architecture = \"mistral\" "), "{error}");
 }
@@ -195,7 +196,7 @@ fn what_cannot_be_represented_is_refused_by_field() {
         ("llama", json!({ "rms_norm_eps": 0.0 }), "`rms_norm_eps` is 0.0, which is wrong"),
         ("llama", json!({ "tie_word_embeddings": "yes" }), "`tie_word_embeddings` is \"yes\", which is wrong"),
     ] {
-        let error = read_config(&with(family, fields)).expect_err(expected).to_string();
+        let error = read_config(&with(family, fields)).expect_err(expected).with_hint();
         assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
     }
 }

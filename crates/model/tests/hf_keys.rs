@@ -2,6 +2,7 @@
 //! by `hf_keys/keys.py`) decides whether it may be left unread.
 
 use lockstep_config::{Config, ModelConfig};
+use lockstep_ir::Hint;
 use lockstep_model::hf::{HfConfig, HfError, read_config};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -20,14 +21,14 @@ enum Kind {
 }
 
 fn model(found: &HfConfig) -> Result<ModelConfig, String> {
-    Config::parse(&found.to_toml(), "config.json", &[]).map(|config| config.model).map_err(|e| e.to_string())
+    Config::parse(&found.to_toml(), "config.json", &[]).map(|config| config.model).map_err(|e| e.with_hint())
 }
 
 fn kind(base: &Value, changed: Result<HfConfig, HfError>) -> Kind {
     let before = read_config(base).unwrap_or_else(|e| panic!("{e}"));
     let after = match changed {
         Ok(after) => after,
-        Err(error) => return Kind::Refused(error.to_string()),
+        Err(error) => return Kind::Refused(error.with_hint()),
     };
     match (model(&before), model(&after)) {
         (_, Err(error)) => Kind::Refused(error),
@@ -160,7 +161,7 @@ fn a_field_may_have_another_name_and_both_must_agree() {
             assert_eq!(read_config(&without(&with(base, lack, value), have)).unwrap(), expected, "{name}: {lack}");
             assert_eq!(read_config(&with(base, lack, value)).unwrap(), expected, "{name}: {lack}");
             let differs = json!(value.as_u64().unwrap() + 2);
-            let error = read_config(&with(base, lack, &differs)).unwrap_err().to_string();
+            let error = read_config(&with(base, lack, &differs)).unwrap_err().with_hint();
             assert!(error.contains("contradicts") && error.contains(own) && error.contains(other), "{name}: {error}");
             names += 1;
         }
@@ -180,7 +181,7 @@ fn rope_is_said_once_or_twice_the_same() {
         }
         let base = &family["base"];
         let refused = |config: &Value, both: [&str; 2]| {
-            let error = read_config(config).unwrap_err().to_string();
+            let error = read_config(config).unwrap_err().with_hint();
             assert!(both.iter().all(|field| error.contains(field)) && error.contains("contradicts"), "{name}: {error}");
             assert!(error.contains("\nhint: keep the one in config.json"), "{error}");
         };

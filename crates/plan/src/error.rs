@@ -5,24 +5,30 @@ use lockstep_ir::program::Class;
 use lockstep_ir::{TypeError, units};
 
 /// Why a config has no program, or one that does not fit.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum PlanError {
     /// A bug in the compiler.
     #[error("{0}")]
+    #[hint(_0.hint())]
     Compile(#[from] CompileError),
     /// Programs that cannot be simulated: a bug, or a data file.
     #[error(transparent)]
+    #[hint(_0.hint())]
     Simulation(#[from] lockstep_sim::SimError),
     /// No layout of the search fits: the reasons.
     #[error("{0}")]
+    #[hint(_0.hint())]
     NoLayout(Box<NoLayout>),
     /// The arena is larger than the memory that is free.
     #[error(
-        "the step needs {} of memory{}, {} are free:{}\nhint: {}",
+        "the step needs {} of memory{}, {} are free:{}",
         units::bytes(memory.total_bytes),
         if *ranks > 1 { format!(" on each of {ranks} ranks") } else { String::new() },
         units::bytes(*available),
-        breakdown(memory),
+        breakdown(memory)
+    )]
+    #[hint(
+        "{}",
         ways.as_ref().map_or_else(|| "choose a smaller model, a shorter train.seq, or a machine with more memory".to_owned(), ToString::to_string)
     )]
     DoesNotFit {
@@ -36,10 +42,10 @@ pub enum PlanError {
         ways: Option<Box<WaysToFit>>,
     },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
-    #[error(
-        "recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward\nhint: {}choose of {}",
-        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")),
-        known.join(", ")
+    #[error("recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward")]
+    #[hint(
+        "{}choose of {}",
+        guess.as_ref().map_or(String::new(), |guess| format!("did you mean \"{guess}\"? ")), known.join(", ")
     )]
     NotRecomputable {
         /// The op.
@@ -51,11 +57,10 @@ pub enum PlanError {
     },
     /// No choice of what is recomputed lets the arena fit.
     #[error(
-        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is \
-         recomputed\nhint: raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks",
-        units::bytes(*budget),
-        units::bytes(*least)
+        "recompute.budget = {} cannot be kept: the arena needs at least {} ({least} bytes), whatever is recomputed",
+        units::bytes(*budget), units::bytes(*least)
     )]
+    #[hint("raise it to that, or lower train.micro_batch or train.seq, or split the model over more ranks")]
     OverBudget {
         /// What was allowed.
         budget: u64,
@@ -63,7 +68,8 @@ pub enum PlanError {
         least: u64,
     },
     /// A number of the config is not one in the type that the device computes with.
-    #[error("{key} = {value} is {rounded} in fp32\nhint: choose a value that fp32 can hold")]
+    #[error("{key} = {value} is {rounded} in fp32")]
+    #[hint("choose a value that fp32 can hold")]
     Rounded {
         /// The key.
         key: &'static str,
@@ -74,10 +80,10 @@ pub enum PlanError {
     },
     /// A group of the optimizer has no parameter.
     #[error(
-        "optimizer.groups: \"{pattern}\" matches no parameter{}\nhint: the parameters are {}",
-        if *taken { " that groups before it have not taken" } else { "" },
-        names.join(", ")
+        "optimizer.groups: \"{pattern}\" matches no parameter{}",
+        if *taken { " that groups before it have not taken" } else { "" }
     )]
+    #[hint("the parameters are {}", names.join(", "))]
     EmptyGroup {
         /// Its pattern.
         pattern: String,
@@ -87,11 +93,8 @@ pub enum PlanError {
         names: Vec<String>,
     },
     /// Two groups want parts of one stored tensor.
-    #[error(
-        "optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group\nhint: give a pattern \
-         that matches all of {}",
-        names.join(", ")
-    )]
+    #[error("optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group")]
+    #[hint("give a pattern that matches all of {}", names.join(", "))]
     SplitGroup {
         /// A parameter.
         first: String,
@@ -101,10 +104,8 @@ pub enum PlanError {
         names: Vec<String>,
     },
     /// The schedule of a step would be absurdly long.
-    #[error(
-        "a step of {micro_batches} micro-batches is too long, at most {most} are allowed\nhint: raise train.micro_batch or lower \
-         train.global_batch"
-    )]
+    #[error("a step of {micro_batches} micro-batches is too long, at most {most} are allowed")]
+    #[hint("raise train.micro_batch or lower train.global_batch")]
     TooManyMicroBatches {
         /// Asked for.
         micro_batches: usize,
@@ -112,9 +113,8 @@ pub enum PlanError {
         most: usize,
     },
     /// The device does not do what the config asks for.
-    #[error(
-        "{what} does not run with train.device = \"{device}\"\nhint: change it, or use the CPU: train.device = \"cpu\", or --device cpu"
-    )]
+    #[error("{what} does not run with train.device = \"{device}\"")]
+    #[hint("change it, or use the CPU: train.device = \"cpu\", or --device cpu")]
     NotOnDevice {
         /// What.
         what: &'static str,
@@ -122,9 +122,8 @@ pub enum PlanError {
         device: &'static str,
     },
     /// A model has no positions for a text of this length.
-    #[error(
-        "sequences of {tokens} tokens are longer than the {positions} positions that the model has learned\nhint: use at most {positions} tokens"
-    )]
+    #[error("sequences of {tokens} tokens are longer than the {positions} positions that the model has learned")]
+    #[hint("use at most {positions} tokens")]
     Positions {
         /// Tokens of a sequence.
         tokens: usize,
@@ -134,8 +133,9 @@ pub enum PlanError {
 }
 
 /// Why no layout fits, and what would.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{reason}\nhint: {hint}")]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("{reason}")]
+#[hint("{hint}")]
 pub struct NoLayout {
     /// What is wrong.
     pub reason: String,

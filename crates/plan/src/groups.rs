@@ -72,6 +72,7 @@ fn matches(pattern: &str, name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
     use lockstep_model::Form;
 
     #[test]
@@ -112,7 +113,7 @@ mod tests {
 
     #[test]
     fn a_group_without_parameters_is_refused_with_the_names_that_there_are() {
-        let refusal = |text: &str| groups(text).unwrap_err().to_string();
+        let refusal = |text: &str| groups(text).unwrap_err().with_hint();
         let error = refusal("[[optimizer.groups]]\nmatch = \"*.nrom.*\"\nlr_scale = 0.5\n");
         assert!(error.starts_with("optimizer.groups: \"*.nrom.*\" matches no parameter\nhint: "), "{error}");
         assert!(error.contains("model.layers.*.self_attn.q_proj.weight, "), "{error}");
@@ -124,7 +125,7 @@ mod tests {
 
     #[test]
     fn parameters_that_are_stored_together_are_in_one_group() {
-        let error = groups("[[optimizer.groups]]\nmatch = \"*.q_proj.*\"\nlr_scale = 0.5\n").unwrap_err().to_string();
+        let error = groups("[[optimizer.groups]]\nmatch = \"*.q_proj.*\"\nlr_scale = 0.5\n").unwrap_err().with_hint();
         assert!(error.contains("must be in the same group\nhint: give a pattern that matches all of"), "{error}");
     }
 }

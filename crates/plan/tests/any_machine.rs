@@ -3,6 +3,7 @@
 use lockstep_compile::Precision;
 use lockstep_config::{Config, OptimizerName};
 use lockstep_ir::DeviceProfile;
+use lockstep_ir::Hint;
 use lockstep_plan::{
     Machine, PlanError, Room, Target, account, checkpoint_bytes, evaluation_program, generation_program,
     largest_micro_batches, plan,
@@ -88,7 +89,7 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     assert!(room.verdict(&planned.stages, 1).fits);
     assert_eq!(planned.require_memory(&machine, &config, Some(room.bytes), None).unwrap(), room.bytes);
     let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), None).unwrap_err();
-    assert!(error.is_request() && error.to_string().contains("train.micro_batch = "), "{error}");
+    assert!(error.is_request() && error.with_hint().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
     assert_eq!(evaluation_program(&machine, &config, (2, 16), cut, false).unwrap().0.entries.len(), 2);
     assert_eq!(generation_program(&machine, &config, 16).unwrap().1, 2);

@@ -3,6 +3,7 @@
 use lockstep_compile::Precision;
 use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::DeviceProfile;
+use lockstep_ir::Hint;
 use lockstep_plan::{
     LayoutChoice, Machine, PlanError, RankedLayout, Rates, Room, SearchRequest, SearchResult, Target, evaluate,
     every_choice, plan, search,
@@ -201,7 +202,7 @@ fn an_impossible_request_is_refused_with_the_nearest_that_works() {
     let hardware = hardware("h100");
     let room = Room::of(&hardware.gpu);
     let refused = |text: &str, gpus: usize| match search(&request(&config(text), gpus, &hardware, &room), &|_, _| {}) {
-        Err(PlanError::NoLayout(why)) => why.to_string(),
+        Err(PlanError::NoLayout(why)) => why.with_hint(),
         Err(error) => panic!("{error}"),
         Ok(found) => panic!("{}", found.best[0].choice),
     };

@@ -218,6 +218,7 @@ impl Constants {
 mod tests {
     use super::*;
     use crate::Catalogue;
+    use lockstep_ir::Hint;
 
     #[test]
     fn every_fitted_constant_has_a_meaning_a_source_and_rows_and_there_are_few() {
@@ -252,7 +253,7 @@ mod tests {
     #[test]
     fn a_file_with_an_unknown_or_missing_term_is_refused_by_name() {
         let text = Constants::builtin().to_toml();
-        let error = |text: &str| Constants::parse("c.toml", text).unwrap_err().to_string();
+        let error = |text: &str| Constants::parse("c.toml", text).unwrap_err().with_hint();
         assert!(error(&text.replace("\"host.step\"", "\"host.stop\"")).contains("no value of host.step for all"));
         let more = "\n[[constant]]\nterm = \"x\"\nvalue = 1.0\nunit = \"-\"\nmeaning = \"m\"\nsource = \"s\"\n";
         assert!(error(&(text + more)).contains("x is not a term of the cost model"));

@@ -253,6 +253,7 @@ pub fn run(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     fn segment(seconds: f64, points: &[(f64, Point)]) -> SegmentTime {
         SegmentTime { seconds, points: points.to_vec() }
@@ -301,7 +302,7 @@ mod tests {
     fn a_stage_that_waits_for_ever_is_found() {
         let segments = vec![vec![segment(1.0, &[(0.0, Point::Receive(0))])]];
         let error = run(&[&[0]], &segments, &[Channel { copies: 1, seconds: 0.0 }], false).unwrap_err();
-        assert_eq!(error.to_string(), "the stages wait for each other: stage 0 at slot 0");
+        assert_eq!(error.with_hint(), "the stages wait for each other: stage 0 at slot 0");
     }
 
     #[test]

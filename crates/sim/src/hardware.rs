@@ -321,6 +321,7 @@ impl Hardware {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     #[test]
     fn names_are_found_once_and_in_any_case() {
@@ -391,15 +392,15 @@ mod tests {
         all.add("mine.toml", &driver(8192)).unwrap();
         let mine = all.gpu("mine").unwrap();
         assert_eq!((mine.memory_bytes, mine.label()), ((8192 - TAKEN_MIB) << 20, "MINE 8GB".into()));
-        let error = all.add("mine.toml", &driver(1024)).unwrap_err().to_string();
+        let error = all.add("mine.toml", &driver(1024)).unwrap_err().with_hint();
         assert!(
             error.contains("gpu mine: memory_mib is not above what the driver and a context take, 1160"),
             "{error}"
         );
-        let error = all.add("mine.toml", &gpu("other", -1.0)).unwrap_err().to_string();
+        let error = all.add("mine.toml", &gpu("other", -1.0)).unwrap_err().with_hint();
         assert!(error.contains("mine.toml: gpu other: tflops is not above 0"), "{error}");
         let cluster = "[[cluster]]\nname = \"c\"\ngpu = \"h1000\"\ngpus_per_node = 4\nnode_gbit_per_s = 1.0\nfabric = \"efa\"\nsource = \"\"\n";
-        let error = all.add("c.toml", cluster).unwrap_err().to_string();
+        let error = all.add("c.toml", cluster).unwrap_err().with_hint();
         assert!(error.contains("gpu \"h1000\" is not in the catalogue"), "{error}");
     }
 }

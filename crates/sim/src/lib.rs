@@ -34,7 +34,7 @@ pub use workload::Workload;
 use lockstep_ir::TypeError;
 
 /// Why programs cannot be simulated.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, lockstep_ir::Hint)]
 pub enum SimError {
     /// An instruction that no op table row describes: a bug of a pass.
     #[error(transparent)]
@@ -46,7 +46,8 @@ pub enum SimError {
     #[error("the stages wait for each other: {0}")]
     Deadlock(String),
     /// A data file.
-    #[error("{file}: {reason}\nhint: {hint}")]
+    #[error("{file}: {reason}")]
+    #[hint("{hint}")]
     File {
         /// Which.
         file: String,

@@ -1,19 +1,16 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
-use crate::checkpoints::lines;
 use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
 use crate::{Devices, Prediction, StepMetrics, TrainError};
 use lockstep_exec::Timing;
 use lockstep_plan::{Plan, Target};
+use lockstep_rundir::{MEASURED, lines};
 use lockstep_sim::{MachineProfile, Setting, SimError};
 use lockstep_telemetry::read_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-
-/// What a run measured of one of its steps: the file of a run directory.
-pub(crate) const MEASURED: &str = "measured.json";
 
 /// One step of a run whose instructions were timed.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -87,12 +84,30 @@ impl Analysis {
     }
 }
 
+/// What a machine without a profile lacks.
+#[derive(Debug, thiserror::Error)]
+pub enum Unmeasured {
+    /// The forecast of a run.
+    #[error("the run has no prediction: the machine had no profile when it began")]
+    Prediction,
+    /// The times of a run's ops.
+    #[error("there is no such file")]
+    Times,
+    /// The profile of this processor.
+    #[error("there is no profile of {0}")]
+    Machine(String),
+}
+
 fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {
     TrainError::Hardware(SimError::File {
         file: file.display().to_string(),
         reason: reason.to_owned(),
         hint: hint.to_owned(),
     })
+}
+
+fn unmeasured(file: &Path, what: Unmeasured) -> TrainError {
+    TrainError::Unmeasured { file: file.to_owned(), what }
 }
 
 fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
@@ -111,10 +126,8 @@ pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
     let written: Value = json(&plan)?.ok_or_else(|| {
         unusable(&plan, "there is no such file", "name the directory of a run that train has written")
     })?;
-    let prediction: Prediction = serde_json::from_value(written["prediction"].clone()).map_err(|_| {
-        let hint = "measure this machine with lockstep bench --save NAME, and train again";
-        unusable(&plan, "the run has no prediction: the machine had no profile when it began", hint)
-    })?;
+    let prediction: Prediction =
+        serde_json::from_value(written["prediction"].clone()).map_err(|_| unmeasured(&plan, Unmeasured::Prediction))?;
     let steps: Vec<StepMetrics> = lines(&run.join("metrics.jsonl"))?;
     let profiled: Option<MeasuredStep> = json(&run.join(MEASURED))?;
     // The first step touches new memory; the profiled one is slower on a GPU.
@@ -173,11 +186,7 @@ pub struct Learned {
 /// Adds what a run measured to the profile of the machine that it ran on, which is this one.
 pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
     let path = run.join(MEASURED);
-    let measured: MeasuredStep = json(&path)?.ok_or_else(|| {
-        let hint =
-            "measure this machine with lockstep bench --save NAME, and train again: such a run times one of its steps";
-        unusable(&path, "there is no such file", hint)
-    })?;
+    let measured: MeasuredStep = json(&path)?.ok_or_else(|| unmeasured(&path, Unmeasured::Times))?;
     let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;
     let mut here = vec![processor(devices, Target::Cpu)?];
     here.extend(processor(devices, Target::Cuda { deterministic: false }));
@@ -186,8 +195,7 @@ pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
         return Err(unusable(&path, &reason, "learn on the machine that it ran on"));
     }
     let Some((file, mut profile)) = profile_of(&found.processor)? else {
-        let reason = format!("there is no profile of {}", found.processor);
-        return Err(unusable(&path, &reason, "measure this machine first: lockstep bench --save NAME"));
+        return Err(unmeasured(&path, Unmeasured::Machine(found.processor)));
     };
     let mut points = 0;
     for setting in found.settings {

@@ -6,7 +6,7 @@ use crate::schedule::step_scalars;
 use crate::{Devices, Prediction, Session, TrainError, observed_timeline, predict};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
-use lockstep_ir::{StepProgram, StepScalars};
+use lockstep_ir::{Hint, StepProgram, StepScalars};
 use lockstep_plan::{MemoryTimeline, Target, plan};
 use serde::Serialize;
 use std::time::Instant;
@@ -129,7 +129,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let mut session = Session::new(devices, config, &plan)?;
     let mut notes: Vec<String> = session.notes().iter().map(ToString::to_string).collect();
     let prediction = predict(devices, &plan).unwrap_or_else(|error| {
-        notes.push(format!("warning: no prediction: {error}"));
+        notes.push(format!("warning: no prediction: {}", error.with_hint()));
         None
     });
     let positions = config.round() * config.train.seq;

@@ -1,7 +1,7 @@
 //! What a checkpoint costs: how long steps wait for one in the background, beside a copy of as many bytes and beside one that they
 //! wait for.
 
-use crate::saver::{SaveEnd, SaveRequest};
+use crate::background_save::{SaveEnd, SaveRequest};
 use crate::schedule::step_scalars;
 use crate::{Devices, Session, TrainError};
 use lockstep_checkpoint::Keep;

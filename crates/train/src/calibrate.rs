@@ -99,7 +99,7 @@ impl CalibrationModel {
             batch * ranks,
             threads * ranks,
         );
-        Ok(Config::parse(&text, "bench --save", &[])?)
+        Ok(Config::parse(&text, "calibration", &[])?)
     }
 }
 

@@ -1,12 +1,14 @@
 //! The data of a run: from the keys of `[data]` to prepared corpora and their samplers.
 
-use crate::{RunDir, TrainError};
+use crate::TrainError;
+use crate::vocabulary::{require_vocabulary, tokenizer_spec};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
     Corpus, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Sampler, SpecialInText, Survey, TokenStream,
     Tokenizer, TokenizerSpec, is_current, is_same_text, prepare_with, survey, token_files,
 };
+use lockstep_rundir::RunDir;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -462,39 +464,6 @@ fn settings(spec: &PrepareSpec) -> String {
     let paths: Vec<String> = spec.paths.iter().map(plain).collect();
     let prompt = spec.prompt_field.as_ref().map_or(String::new(), |field| format!("; prompt {field}"));
     format!("{} (extensions {}; field {}{prompt})", paths.join(", "), spec.extensions.join(" "), spec.text_field)
-}
-
-/// The tokenizer that a config names.
-pub(crate) fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
-    let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
-    if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
-        let path = config.data.tokenizer.clone().into();
-        return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
-    }
-    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
-}
-
-/// A warning where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant, or has
-/// rows that nothing reads.
-pub(crate) fn unused_vocabulary(config: &Config, tokenizer: &crate::RunTokenizer) -> Option<String> {
-    let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary());
-    let named = config.tokenizer_path().map_or("\"bytes\"".to_owned(), |path| path.display().to_string());
-    (tokens < vocab / 4 * 3).then(|| {
-        format!(
-            "model.vocab_size = {vocab}, and data.tokenizer ({named}) has {tokens} tokens: the others are never read\n\
-             hint: set data.tokenizer to the tokenizer of the model, or model.vocab_size = {tokens}"
-        )
-    })
-}
-
-/// Refuses a model that has no embedding for some token.
-pub(crate) fn require_vocabulary(config: &Config, needed: u32) -> Result<(), TrainError> {
-    let vocab = config.model.vocab_size;
-    if vocab >= needed as usize {
-        return Ok(());
-    }
-    let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
-    Err(TrainError::Vocabulary { vocab, tokenizer, needed })
 }
 
 fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {

@@ -2,7 +2,7 @@
 
 use crate::TrainError;
 use crate::device::{CpuDevice, CudaDevice, Device};
-use crate::error::worded;
+use crate::error::exec_hint;
 use crate::machine::{machine_profile, processor};
 use crate::peak::Peak;
 use crate::processes::{Processes, Team};
@@ -11,7 +11,7 @@ use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, Gpu, LibraryName, NOT_FOUND};
 use lockstep_exec::cpu;
 use lockstep_exec::{Alone, ExecError, World};
-use lockstep_ir::{DeviceProfile, StepProgram};
+use lockstep_ir::{DeviceProfile, Hint, StepProgram};
 use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
 use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -181,10 +181,11 @@ impl Devices {
         let (problem, hint) = match Gpu::check() {
             // Most machines have no GPU: that is nothing to tell.
             Err(CudaError::Library { library: LibraryName::Driver, problem }) if problem == NOT_FOUND => return None,
-            Err(error) => lines(&worded(&error.into()))?,
+            Err(error) => (error.to_string(), exec_hint(&error.into())?),
             Ok(()) => {
                 let cuda = Target::Cuda { deterministic: config.train.deterministic };
-                lines(&cuda.check(config).err()?.to_string())?
+                let error = cuda.check(config).err()?;
+                (error.to_string(), error.hint()?)
             }
         };
         Some(format!("training on the CPU: {problem} ({hint})"))
@@ -212,9 +213,4 @@ impl Devices {
             _ => Ok(Box::new(device.load_threads(programs, threads, timeout)?)),
         }
     }
-}
-
-/// An error and its hint, a line each.
-fn lines(error: &str) -> Option<(String, String)> {
-    error.split_once("\nhint: ").map(|(problem, hint)| (problem.to_owned(), hint.to_owned()))
 }

@@ -1,6 +1,5 @@
 //! What a run would do, without doing any of it.
 
-use crate::changes::Changed;
 use crate::data::RunData;
 use crate::initial::InitialWeights;
 use crate::run::resume;
@@ -9,6 +8,7 @@ use crate::{Devices, Existing, RunOptions, TrainError, data_folder};
 use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_plan::{Plan, plan};
+use lockstep_rundir::{Changed, Overruled};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
@@ -35,6 +35,8 @@ pub struct DryRun {
     pub data_folder: PathBuf,
     /// What is worth knowing.
     pub warnings: Vec<String>,
+    /// Values of the config that changes made before overrule.
+    pub overruled: Vec<Overruled>,
 }
 
 /// The data of a run that could start.
@@ -100,6 +102,7 @@ pub fn dry_run(
         data,
         data_folder: folder,
         warnings,
+        overruled: course.overruled,
         config,
     })
 }

@@ -1,10 +1,11 @@
-use crate::changes::Changed;
 use crate::loads::ExpertMetrics;
 use crate::spikes::{RollBack, SkippedStep};
-use crate::{Peak, TaskScores};
+use crate::{Peak, TaskScores, TrainError};
+use lockstep_config::Change;
 use lockstep_cuda::Telemetry;
 use lockstep_exec::Note;
 use lockstep_plan::Plan;
+use lockstep_rundir::{Changed, Overruled};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -166,6 +167,24 @@ pub enum Event<'a> {
     },
     /// Something is off but the run goes on.
     Warning(&'a str),
+    /// An error that does not end the run; `what` stands before it.
+    Trouble {
+        /// What the run goes on without.
+        what: &'a str,
+        /// Why.
+        error: &'a TrainError,
+    },
+    /// A change that was made before at a step that the run has yet to reach, or goes back to: it does not count.
+    Undone {
+        /// The change.
+        change: &'a Change,
+        /// Whether the run goes back to its very step.
+        goes_back: bool,
+    },
+    /// A change that was made before counts, and another value in the config does not.
+    Overruled(&'a Overruled),
+    /// The policy of precision is that of the weights that a new run begins with.
+    PrecisionInherited(&'a str),
     /// What the executor says of the program that it has loaded.
     Note(&'a Note),
     /// A new run has the weights that the config names.

@@ -6,6 +6,7 @@ use lockstep_cuda::{CudaError, Device, Gpu, LibraryName, NOT_FOUND, check_nccl};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, ProgramPlace};
+use lockstep_ir::Hint;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -80,10 +81,10 @@ fn find(first: usize, local: usize) -> Told {
         Ok(Told::Found { ordinal, bus, count, shares })
     };
     look().unwrap_or_else(|error: CudaError| {
-        let (problem, hint) = error.lines();
+        let hint = error.hint().unwrap_or_default();
         let tell =
             !matches!(&error, CudaError::Library { library: LibraryName::Driver, problem } if problem == NOT_FOUND);
-        Told::Missing { problem, hint, tell }
+        Told::Missing { problem: error.to_string(), hint, tell }
     })
 }
 
@@ -128,16 +129,16 @@ mod tests {
         let one = [found(0, 1, None), found(0, 1, None)];
         assert_eq!(settle(&one, &["a", "b"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 2 }));
         // On one host it is the same.
-        let text = settle(&one, &["a", "a"], 0).unwrap_err().to_string();
-        assert!(text.starts_with("host a has 1 GPU for 2 ranks\nhint: ") && text.contains("--share-gpus"), "{text}");
+        let text = settle(&one, &["a", "a"], 0).unwrap_err().with_hint();
+        assert_eq!(text, "host a has 1 GPU for 2 ranks");
         let shared = [found(0, 1, Some("x")), found(0, 1, Some("y"))];
         assert_eq!(settle(&shared, &["a", "a"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 1 }));
         let few = [found(0, 2, None), found(1, 2, None), found(2, 2, None)];
-        let text = settle(&few, &["a"; 3], 0).unwrap_err().to_string();
+        let text = settle(&few, &["a"; 3], 0).unwrap_err().with_hint();
         assert!(text.starts_with("host a has 2 GPUs for 3 ranks"), "{text}");
         assert_eq!(settle(&[found(0, 1, None), Told::None], &["a", "a"], 0).unwrap(), Err(None));
         let missing = Told::Missing { problem: "NCCL was not found".into(), hint: "install it".into(), tell: true };
-        let text = settle(&[found(0, 1, None), missing], &["a", "b"], 0).unwrap_err().to_string();
+        let text = settle(&[found(0, 1, None), missing], &["a", "b"], 0).unwrap_err().with_hint();
         assert!(text.starts_with("rank 1 on host b cannot use a GPU: NCCL was not found\nhint: install it"), "{text}");
     }
 }

@@ -5,6 +5,7 @@ use crate::hf::{self, quoted};
 use crate::trained::{TOKENIZER, Trained};
 use lockstep_checkpoint::list;
 use lockstep_config::{Inherited, NotInherited, PrecisionPolicy};
+use lockstep_ir::Hint;
 use std::path::Path;
 
 /// The keys of a config that the weights in a folder decide (a Hugging Face model, a run directory or a checkpoint), for
@@ -25,9 +26,8 @@ pub fn inherited(folder: &Path) -> Result<Option<Inherited>, NotInherited> {
     }
     let keys = if hf::is_foreign(folder) { hf::keys(folder) } else { keys(folder) };
     keys.map(Some).map_err(|error| {
-        let text = error.to_string();
-        let (problem, hint) = text.split_once("\nhint: ").unwrap_or((&text, "name another folder in train.init_from"));
-        NotInherited { problem: format!("train.init_from: {problem}"), hint: hint.to_owned() }
+        let hint = error.hint().unwrap_or_else(|| "name another folder in train.init_from".to_owned());
+        NotInherited { problem: format!("train.init_from: {error}"), hint }
     })
 }
 

@@ -5,6 +5,7 @@ use crate::trained::{TOKENIZER, Trained};
 use crate::{Part, RunTokenizer, TrainError};
 use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
 use lockstep_config::Config;
+use lockstep_rundir::RunDirError;
 use std::path::{Path, PathBuf};
 
 /// Weights that were found, and fit the model.
@@ -40,7 +41,7 @@ impl InitialWeights {
             origin = Origin::Folder(folder);
         } else {
             let Some((config, checkpoint, notes)) = Trained::open(&path)?.into_parts() else {
-                return Err(TrainError::NotTrained { path });
+                return Err(RunDirError::NotTrained { path }.into());
             };
             let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
             copies = hf::model_parts(model)?.into_iter().map(copy).collect();

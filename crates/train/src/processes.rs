@@ -6,13 +6,13 @@
 use crate::TrainError;
 use crate::gpus::{self, GpuOfRank};
 use crate::run::RunOptions;
-use crate::run_dir::FAILURES;
 use lockstep_config::Config;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{CommError, Communicator, ProgramPlace};
 use lockstep_ir::counter;
+use lockstep_rundir::FAILURES;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -280,9 +280,8 @@ impl<'a> Team<'a> {
         let host = processes.member(rank).host.clone();
         processes.comm.on_failure(move |error| {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
-            let text = error.to_string();
-            let cause = text.split("\nhint: ").next().unwrap_or(&text);
-            let line = json!({ "unix_s": (now * 1e3).round() / 1e3, "rank": rank, "host": host, "error": cause });
+            let (unix_s, error) = ((now * 1e3).round() / 1e3, error.to_string());
+            let line = json!({ "unix_s": unix_s, "rank": rank, "host": host, "error": error });
             // In one piece, as others write there. Where it cannot be written, the messages of the ranks are left.
             let text = format!("{line}\n");
             let file = OpenOptions::new().create(true).append(true).open(&path);
@@ -320,12 +319,7 @@ fn told(config: &Config, options: &RunOptions) -> BTreeMap<String, String> {
         }
     }
     let mut option = |name: &str, value: Option<String>| all.extend(value.map(|value| (name.to_owned(), value)));
-    let RunOptions { fresh, resume_from, change, profile_steps, debug_nans, .. } = options;
-    option("--fresh", fresh.then(|| "given".to_owned()));
-    option("--resume-from", resume_from.map(|step| step.to_string()));
-    option("--change", (!change.is_empty()).then(|| change.join(", ")));
-    option("--profile-steps", profile_steps.as_ref().map(|s| format!("{}:{}", s.start(), s.end())));
-    option("--debug-nans", debug_nans.then(|| "given".to_owned()));
+    options.given.iter().for_each(|(name, value)| option(name, Some(value.clone())));
     for name in VARIABLES {
         option(name, std::env::var(name).ok().filter(|value| !value.is_empty()));
     }

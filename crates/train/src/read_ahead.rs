@@ -165,6 +165,7 @@ fn read(shared: &Shared, reading: &Reading, data: &Sampler) {
 mod tests {
     use super::*;
     use lockstep_data::{PrepareSpec, prepare};
+    use lockstep_ir::Hint;
 
     fn samples(folder: &std::path::Path) -> Arc<Sampler> {
         let text: String = (0..400).map(|i| format!("{i} squared is {}. ", i * i)).collect();
@@ -209,7 +210,7 @@ mod tests {
         for good in (0..first).step_by(2) {
             ahead.take(good, |_| Ok(())).unwrap();
         }
-        let error = ahead.take(first, |_| Ok(())).unwrap_err().to_string();
+        let error = ahead.take(first, |_| Ok(())).unwrap_err().with_hint();
         assert!(error.contains("train.shard: token") && error.contains("model.vocab_size = 117"), "{error}");
     }
 }

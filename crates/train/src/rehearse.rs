@@ -1,9 +1,9 @@
 //! What a rehearsal of a run looks at, and the small run that it makes of a large one.
 
-use crate::data::{require_vocabulary, tokenizer_spec, unused_vocabulary};
 use crate::event::Event;
 use crate::initial::InitialWeights;
 use crate::run::{look_at_disk, places};
+use crate::vocabulary::{require_vocabulary, tokenizer_spec, unused_vocabulary};
 use crate::{Existing, RunData, RunTokenizer, TaskFile, TrainError, data_folder, shrink};
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DeviceChoice, SaveEvery};
@@ -166,9 +166,8 @@ pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
         Some(data) => data.tokenizer()?.into(),
         None => RunTokenizer::of(config)?,
     };
-    if let Some(text) = unused_vocabulary(config, &tokenizer) {
-        let (problem, hint) = text.split_once("\nhint: ").unwrap_or((&text, "set data.tokenizer to that of the model"));
-        return Err(TrainError::Rehearsal { problem: problem.to_owned(), hint: hint.to_owned() });
+    if let Some(error) = unused_vocabulary(config, &tokenizer) {
+        return Err(error);
     }
     let (tokens, vocab) = (thousands(tokenizer.vocabulary() as u64), thousands(config.model.vocab_size as u64));
     let bos = tokenizer.bos().map_or(String::new(), |bos| format!(", BOS token {bos}"));

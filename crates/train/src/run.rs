@@ -2,40 +2,37 @@
 
 mod evaluate;
 mod roll_back;
-mod saves;
-mod standing;
+mod saving;
 mod start;
+mod status;
+mod step;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use saves::{look_at_disk, places};
+pub(crate) use saving::{look_at_disk, places};
 pub(crate) use start::resume;
 
-use crate::analysis::MeasuredStep;
-use crate::event::{Event, GpuMetrics, StepMetrics};
-use crate::loads::ExpertMetrics;
-use crate::loss_scale::LossScale;
-use crate::noise::{Measured, Noise};
+use self::evaluate::Evaluations;
+use self::saving::Saving;
+use self::status::RunStatus;
+use self::step::{Queued, Step};
+use crate::event::{Event, StepMetrics};
 use crate::processes::Stop;
 use crate::profile::{Profile, ProfiledStep, profile};
-use crate::provenance::StartedBy;
 use crate::sample::{Sample, sample};
-use crate::saves::with_save_interval;
-use crate::schedule::step_scalars;
-use crate::session::{QueuedStep, Session};
+use crate::save_interval::with_save_interval;
+use crate::session::Session;
 use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::spikes::Spikes;
-use crate::tasks::TaskRequests;
-use crate::{Devices, Peak, RunDir, RunTokenizer, TaskFile, TrainError, learning_rate};
+use crate::{Devices, Peak, RunTokenizer, TrainError};
 use lockstep_checkpoint::list;
-use lockstep_config::{Batch, Batches, Config, SaveEvery};
+use lockstep_config::{Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
-use lockstep_exec::{DeviceTime, ExecError};
-use lockstep_ir::{StepLimits, StepScalars, units};
+use lockstep_exec::ExecError;
+use lockstep_ir::units;
 use lockstep_plan::{LayoutChoice, Plan, plan};
+use lockstep_rundir::{RunDir, StartedBy};
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -59,6 +56,8 @@ pub struct RunOptions {
     pub profile_steps: Option<RangeInclusive<u64>>,
     /// Look at all that every op makes, and end with the first number that is not finite.
     pub debug_nans: bool,
+    /// The same options as the user spelled them, with their values: all processes of a run must be given the same.
+    pub given: Vec<(String, String)>,
     /// Who starts it, for the run directory.
     pub started_by: StartedBy,
 }
@@ -167,8 +166,6 @@ fn run_here(
     let stop = &Stop::new(stop, team);
     let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {
-            run.profile_steps = options.profile_steps.clone();
-            run.debug_nans = options.debug_nans;
             if run.debug_nans && !run.session.executor().check_numbers() {
                 return Err(ExecError::Internal("this executor does not look at numbers".into()).into());
             }
@@ -192,69 +189,54 @@ struct Run<'a> {
     config: &'a Config,
     plan: &'a Plan,
     batches: Batches,
-    noise: Noise,
-    slow_ranks: SlowRanks,
-    spikes: Spikes,
-    /// In fp16.
-    loss_scale: Option<LossScale>,
-    /// Steps that changed parameters: those with gradients that are not finite do not. Of a step that is queued it is not known
-    /// yet, and counted as if it did.
-    updates: u64,
-    /// When the last step's result came.
-    last_result: Option<Instant>,
+    status: RunStatus,
+    pace: Pace,
     session: Session,
     dir: RunDir,
     train: Arc<Sampler>,
-    /// Validation samples and how many of them one validation reads; none where there is no validation.
-    validation_samples: Option<(Sampler, u64)>,
-    /// What MFU is a share of.
-    peak: Peak,
-    /// Steps that were faster than the peak that MFU is a share of.
-    beyond_peak: u32,
-    data: u64,
-    /// The way from the run directory to data that it shares.
-    prepared: Option<PathBuf>,
+    evaluations: Evaluations,
+    saving: Saving,
     tokenizer: RunTokenizer,
-    /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
-    kept: Option<Vec<u8>>,
-    /// The line of the last step, where its validation was interrupted.
-    pending: Option<StepMetrics>,
     sample_tokens: usize,
-    /// What the model is evaluated on, and its texts.
-    tasks: Vec<TaskFile>,
-    requests: TaskRequests,
     outcome: Outcome,
-    profile_steps: Option<RangeInclusive<u64>>,
+    profiling: Profiling,
     debug_nans: bool,
-    profiled: Vec<ProfiledStep>,
     /// Whether it was said that a step had prompts only.
     warned_of_prompts: bool,
-    /// The step whose instructions are timed for what was predicted of it.
-    observed_step: Option<u64>,
-    /// Where checkpoints go: the run directory, and the mirror if there is one.
-    places: Vec<PathBuf>,
-    /// Whether a checkpoint could not be written in the background: it is made up for while steps wait.
-    save_again: bool,
-    /// When the last one was begun, and the step after which the next is due because of the time since.
-    last_save: Instant,
-    timed_save: Option<u64>,
-    /// Step and loss of the last validation, and those of the best checkpoint.
-    validated: Option<(u64, f64)>,
-    best: Option<(u64, f64)>,
+}
+
+/// How fast steps are, and what that is compared with.
+struct Pace {
+    /// When the last step's result came.
+    last_result: Option<Instant>,
+    /// What MFU is a share of.
+    peak: Peak,
+    /// Steps that were faster than that.
+    beyond_peak: u32,
+    slow_ranks: SlowRanks,
+}
+
+/// The steps whose instructions are timed.
+struct Profiling {
+    /// Those that the user asks for.
+    asked: Option<RangeInclusive<u64>>,
+    taken: Vec<ProfiledStep>,
+    /// The one that is compared with what was predicted.
+    observed: Option<u64>,
 }
 
 impl Run<'_> {
     fn go(mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
         let steps = self.config.train.steps;
-        if !self.outcome.finished || self.pending.is_some() {
+        if !self.outcome.finished || self.status.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
-        if let Some(mut line) = self.pending.take() {
+        if let Some(mut line) = self.status.pending.take() {
             line.val_loss = self.outcome.first_val_loss;
             let whole = line.val_loss.is_some() || !self.validates(line.step);
             match whole && self.score_tasks(&mut line, stop, show)? {
                 true => self.record(&line, show)?,
-                false => self.pending = Some(line),
+                false => self.status.pending = Some(line),
             }
         }
         let mut saved = self.outcome.step;
@@ -299,12 +281,12 @@ impl Run<'_> {
                 self.validate_after(&mut metrics.line, stop, show)?;
                 if metrics.line.val_loss.is_none() {
                     // Interrupted: the next call takes the validation and then writes the line.
-                    self.pending = Some(metrics.line);
+                    self.status.pending = Some(metrics.line);
                     break;
                 }
             }
             if !self.score_tasks(&mut metrics.line, stop, show)? {
-                self.pending = Some(metrics.line);
+                self.status.pending = Some(metrics.line);
                 break;
             }
             self.record(&metrics.line, show)?;
@@ -315,14 +297,14 @@ impl Run<'_> {
                 self.save_ended(end, show)?;
             }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            let due = self.save_due(step) || (self.save_again && ahead.is_none());
-            if due && self.spikes.skipped.is_empty() {
+            let due = self.save_due(step) || (self.saving.again && ahead.is_none());
+            if due && self.status.spikes.skipped.is_empty() {
                 self.save(show)?;
                 saved = step;
             }
         }
         self.await_save(show)?;
-        if saved != self.outcome.step || self.save_again {
+        if saved != self.outcome.step || self.saving.again {
             self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;
@@ -334,10 +316,7 @@ impl Run<'_> {
             return Ok(self.outcome);
         }
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
-            let text = self
-                .validation_samples
-                .as_ref()
-                .map_or(self.train.as_ref(), |(validation_samples, _)| validation_samples);
+            let text = self.evaluations.samples.as_ref().map_or(self.train.as_ref(), |(samples, _)| samples);
             match sample(
                 self.devices,
                 self.config,
@@ -349,12 +328,12 @@ impl Run<'_> {
             ) {
                 Ok(sample) => self.outcome.sample = sample,
                 // The run is done and saved: a sample that fails takes nothing from it.
-                Err(error) => show(Event::Warning(&format!("no sample: {error}"))),
+                Err(error) => show(Event::Trouble { what: "no sample: ", error: &error }),
             }
         }
-        if !self.profiled.is_empty() {
+        if !self.profiling.taken.is_empty() {
             let peaks = self.devices.device(self.plan.target)?.peaks(self.plan.threads, self.plan.precision.compute)?;
-            self.outcome.profile = Some(profile(self.plan, &self.profiled, peaks)?);
+            self.outcome.profile = Some(profile(self.plan, &self.profiling.taken, peaks)?);
         }
         Ok(self.outcome)
     }
@@ -368,7 +347,7 @@ impl Run<'_> {
     /// Says which rank all wait for, if one stands out.
     fn name_slow_rank(&mut self, metrics: &Step, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let Some(processes) = self.devices.team().0 else { return Ok(()) };
-        let Some(slow) = self.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
+        let Some(slow) = self.pace.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
         let Slow { rank, busy_s, others_s, same_stage } = slow;
         let (step, host) = (metrics.step, processes.host(rank));
         let whose = if same_stage { "the others of its pipeline stage" } else { "those of other pipeline stages" };
@@ -378,17 +357,17 @@ impl Run<'_> {
             units::seconds(others_s)
         )));
         let fields = json!({ "step": step, "rank": rank, "host": host, "busy_s": busy_s, "others_s": others_s });
-        self.dir.event("slow_rank", fields)
+        Ok(self.dir.event("slow_rank", fields)?)
     }
 
     /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.
     fn name_low_peak(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) {
-        self.beyond_peak += u32::from(line.mfu > 1.0);
-        if line.mfu > 1.0 && self.beyond_peak == STEPS_BEYOND_PEAK {
+        self.pace.beyond_peak += u32::from(line.mfu > 1.0);
+        if line.mfu > 1.0 && self.pace.beyond_peak == STEPS_BEYOND_PEAK {
             show(Event::Warning(&format!(
                 "MFU is {:.0}% of the {}: it was measured while the machine was busy; `lockstep bench` measures it again",
                 100.0 * line.mfu,
-                self.peak.name
+                self.pace.peak.name
             )));
         }
     }
@@ -410,168 +389,4 @@ impl Run<'_> {
             SaveEvery::Auto => false,
         }
     }
-
-    /// Whether the result of this step must be known before the next begins.
-    fn needs_result(&self, step: u64) -> bool {
-        let counts_updates = self.loss_scale.is_some() || self.config.train.deterministic;
-        // What runs beside a profiled step would be in its times.
-        self.profiles(step + 1)
-            || counts_updates
-            || self.validates(step)
-            || self.scores_tasks(step)
-            || self.save_again
-            || self.save_due(step)
-    }
-
-    fn profiles(&self, step: u64) -> bool {
-        self.observed_step == Some(step) || self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&step))
-    }
-
-    /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
-    fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
-        let start = Instant::now();
-        let mut batch = self.batches.at(before);
-        batch.first_sample += self.spikes.left_out(before);
-        let limits = self.spikes.limits(&self.config.spikes, before + 1);
-        self.session.limit(limits)?;
-        let (config, updates, loss_scale) = (self.config, self.updates, self.loss_scale);
-        let scalars = |targets| {
-            let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));
-            StepScalars { loss_scale: seed, ..step_scalars(config, before, updates, targets) }
-        };
-        let work = match self.profiles(before + 1) {
-            false => {
-                let queued = self.session.queue_step(&self.train, batch, &scalars);
-                queued.map_err(|error| self.in_step(before + 1, error))?
-            }
-            true => {
-                let (result, timings) = self.session.profile_batch(&self.train, batch, &scalars)?;
-                if self.observed_step == Some(before + 1) {
-                    let measured = MeasuredStep::new(self.devices, self.plan, before + 1, timings.clone())?;
-                    self.dir.measured(&measured)?;
-                }
-                if self.profile_steps.as_ref().is_some_and(|steps| steps.contains(&(before + 1))) {
-                    self.profiled.push(ProfiledStep { step: before + 1, timings });
-                }
-                QueuedStep::done(result)
-            }
-        };
-        let data_wait_s = self.session.data_wait_s();
-        // Where the next step is queued before this one is done, it takes this one's update as applied. If it was not, that one
-        // step's bias correction counts one update too many.
-        self.updates += 1;
-        let (lr, queued) = (learning_rate(self.config, before), Instant::now());
-        Ok(Queued {
-            prompts_alone: self.session.has_prompts_alone(),
-            step: before + 1,
-            work,
-            start,
-            queued,
-            behind,
-            batch,
-            loss_scale,
-            limits,
-            lr,
-            data_wait_s,
-        })
-    }
-
-    /// An error with the step that it came in, where numbers are looked at.
-    fn in_step(&self, step: u64, error: TrainError) -> TrainError {
-        match self.debug_nans {
-            true => TrainError::InStep { step, error: Box::new(error) },
-            false => error,
-        }
-    }
-
-    fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, prompts_alone: _ } =
-            queued;
-        let result = self.session.finish(work)?;
-        self.outcome.step = step;
-        self.updates -= u64::from(!result.applied);
-        if let (Some(scale), Some(interval)) = (&mut self.loss_scale, self.config.precision.growth_interval) {
-            scale.after(result.grad_norm.is_finite(), interval);
-        }
-        if let (Some(first), true) = (result.first, result.applied) {
-            let sequences = batch.sequences as f64;
-            self.noise.add(first, Measured { sequences, square: f64::from(result.grad_norm).powi(2) });
-        }
-        self.outcome.noise_scale = self.noise.scale().filter(|_| result.first.is_some());
-        let now = Instant::now();
-        let step_s = match (result.time, behind) {
-            // The host looks at results when it has queued another step, and at once when there is none: only the device knows
-            // when they were ready.
-            (Some(DeviceTime { since_last: Some(seconds), .. }), true) => seconds,
-            (Some(DeviceTime { since_begin, .. }), _) => (queued - start).as_secs_f64() + since_begin,
-            // A step that was queued while another ran began when that one was done.
-            (None, _) => (now - self.last_result.map_or(start, |last| last.max(start))).as_secs_f64(),
-        };
-        self.last_result = Some(now);
-        let tokens = batch.sequences as u64 * self.config.train.seq as u64;
-        let tokens_per_s = tokens as f64 / step_s;
-        let achieved = self.plan.model_flops_per_token() * tokens_per_s;
-        let rank_busy_s = self.session.rank_busy_s();
-        let slowest = rank_busy_s.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(rank, _)| rank);
-        let listed: &[f64] = if rank_busy_s.len() <= StepMetrics::RANKS_LISTED { &rank_busy_s } else { &[] };
-        let line = StepMetrics {
-            rank_busy_s: listed.iter().map(|seconds| (seconds * 1e6).round() / 1e6).collect(),
-            slowest_rank: slowest,
-            step,
-            tokens: self.tokens_before(step),
-            loss: result.loss,
-            grad_norm: result.grad_norm,
-            lr,
-            step_s,
-            data_wait_s: (data_wait_s * 1e6).round() / 1e6,
-            tokens_per_s,
-            mfu: achieved / self.peak.flops_per_s,
-            arena_bytes: self.session.arena_bytes(),
-            gpu: self.devices.device(self.plan.target)?.telemetry().map(GpuMetrics::from).unwrap_or_default(),
-            skipped: (!result.applied).then_some(1),
-            rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
-            loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),
-            grad_norm_limit: Some(limits.grad_norm).filter(|limit| limit.is_finite()),
-            loss_scale: loss_scale.map(|scale| scale.scale()),
-            noise_scale: self.outcome.noise_scale,
-            critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
-            experts: ExpertMetrics::of(&result.loads, &self.config.model),
-            val_loss: None,
-            tasks: BTreeMap::new(),
-        };
-        // A scale that is being searched explains gradients that are not finite.
-        let searched = loss_scale.is_some_and(|scale| !scale.is_least()) && !result.grad_norm.is_finite();
-        Ok(Step { step, applied: result.applied, searched, line, rank_busy_s })
-    }
-}
-
-/// A step that the executor has, with what it was given.
-struct Queued {
-    /// Its number, from 1 on.
-    step: u64,
-    work: QueuedStep,
-    /// When the host began with it, and when the executor had it.
-    start: Instant,
-    queued: Instant,
-    /// Whether the executor had another to finish then.
-    behind: bool,
-    batch: Batch,
-    /// Whether none of its targets counts.
-    prompts_alone: bool,
-    loss_scale: Option<LossScale>,
-    limits: StepLimits,
-    lr: f64,
-    /// Seconds that it waited for its samples.
-    data_wait_s: f64,
-}
-
-/// A finished step.
-struct Step {
-    step: u64,
-    applied: bool,
-    /// Whether gradients that are not finite are the loss scale's fault.
-    searched: bool,
-    line: StepMetrics,
-    /// Seconds that each rank computed, where they are processes that tell.
-    rank_busy_s: Vec<f64>,
 }

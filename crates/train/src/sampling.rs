@@ -76,6 +76,7 @@ impl Sampling {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     const LOGITS: [f32; 4] = [1.0, 3.0, 2.0, 3.0];
 
@@ -138,8 +139,8 @@ mod tests {
             sampling(1.0, Some(0), 1.0),
             sampling(1.0, None, 0.0),
         ] {
-            let text = s.check().unwrap_err().to_string();
-            assert!(text.contains("--") && text.contains("hint: "), "{text}");
+            let text = s.check().unwrap_err().with_hint();
+            assert!(text.contains(" has no meaning\nhint: "), "{text}");
         }
         sampling(0.0, None, 1.0).check().unwrap();
     }

@@ -1,18 +1,16 @@
 //! A loaded program and the numbers that a host exchanges with it: one step in, one loss out.
 
+mod checkpoint;
 #[cfg(test)]
 mod tests;
 
+use crate::background_save::Saver;
 use crate::feed::{Feed, Scored, TextScore, losses};
-use crate::initial::InitialWeights;
 use crate::noise::Measured;
-use crate::rank_parts;
 use crate::read_ahead::ReadAhead;
-use crate::saver::{SaveEnd, SaveRequest, Saver};
 use crate::state::{self, Weights};
 use crate::tasks::Request;
 use crate::{Devices, TrainError};
-use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
@@ -21,9 +19,6 @@ use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepLimits, StepProgram, StepScalars};
 use lockstep_plan::Plan;
 use std::borrow::Cow;
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -235,107 +230,6 @@ impl Session {
     /// The parameters as they are now, for another program.
     pub fn weights(&self) -> Weights<'_> {
         Weights::Live(self.executor.as_ref())
-    }
-
-    /// Replaces parameters and moments by a checkpoint's, of whatever layout.
-    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), TrainError> {
-        state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
-    }
-
-    /// Gives every parameter its initial value again, and clears moments.
-    pub(crate) fn restart(&mut self, seed: u64) -> Result<(), TrainError> {
-        state::load(&self.tensors, self.executor.as_mut(), Weights::Initial, seed)?;
-        state::clear_moments(&self.tensors, self.executor.as_mut())
-    }
-
-    /// Replaces the parameters by weights of another origin.
-    pub(crate) fn start_from(&mut self, weights: &InitialWeights) -> Result<(), TrainError> {
-        state::start_from(&self.tensors, self.executor.as_mut(), weights)
-    }
-
-    /// Takes host memory for a snapshot, so that checkpoints can be written [in the background](Session::begin_save). All processes
-    /// do this together. Gives its bytes on this process.
-    pub fn reserve_snapshot(&mut self) -> Result<u64, TrainError> {
-        let saver = Saver::new(self.executor.as_ref(), &self.tensors)?;
-        let bytes = saver.snapshot_bytes();
-        self.saver = Some(saver);
-        Ok(bytes)
-    }
-
-    /// Bytes of host memory that this process has for a snapshot; none where checkpoints are not written in the background.
-    pub fn snapshot_bytes(&self) -> Option<u64> {
-        self.saver.as_ref().map(Saver::snapshot_bytes)
-    }
-
-    /// Copies parameters and moments, and has a thread write them. One save is under way at a time: what came of it is asked for
-    /// with [`Session::poll_save`] or [`Session::wait_save`], by all processes at the same points. A session that is dropped finishes
-    /// what it can finish alone.
-    pub fn begin_save(&mut self, request: SaveRequest) -> Result<(), TrainError> {
-        let Some(saver) = &mut self.saver else {
-            return Err(ExecError::Internal("no memory was reserved for a snapshot".into()).into());
-        };
-        saver.begin(self.executor.as_ref(), request, state::bytes_of(&self.tensors))
-    }
-
-    /// How the save under way ended, once it has.
-    pub fn poll_save(&mut self) -> Result<Option<SaveEnd>, TrainError> {
-        self.saver.as_mut().map_or(Ok(None), |saver| saver.poll(self.executor.as_ref()))
-    }
-
-    /// Waits for the save under way, if there is one. `progress` hears the bytes written and the bytes in all, of this process.
-    pub fn wait_save(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<Option<SaveEnd>, TrainError> {
-        self.saver.as_mut().map_or(Ok(None), |saver| saver.wait(self.executor.as_ref(), progress))
-    }
-
-    /// Writes parameters and moments as the checkpoint of `step` in `dir`, and gives its path. Several ranks write their parts
-    /// at once; where they are processes, the first publishes the checkpoint when all have written. `progress` hears the bytes written and the bytes in all; `about` and `keep` are as for [`save`].
-    pub fn save<'a>(
-        &self,
-        dir: &Path,
-        step: u64,
-        about: impl Into<About<'a>>,
-        keep: impl Into<Keep>,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<PathBuf, TrainError> {
-        if self.executor.process() == 0 {
-            require_space(dir, state::bytes_of(&self.tensors))?;
-        }
-        match self.executor.mesh().ranks() {
-            1 => {
-                let groups = state::groups(&self.tensors, self.executor.as_ref());
-                Ok(save(dir, step, &groups, about, keep, progress)?)
-            }
-            _ => self.save_parts(dir, step, about.into(), keep.into(), progress),
-        }
-    }
-
-    fn save_parts(
-        &self,
-        dir: &Path,
-        step: u64,
-        about: About<'_>,
-        keep: Keep,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<PathBuf, TrainError> {
-        let world = self.executor.as_ref();
-        // Paths go between processes of one file system, as the system has them.
-        let told = |path: &Path| world.exchange("save", path.as_os_str().as_encoded_bytes());
-        let path = |all: Vec<Vec<u8>>| PathBuf::from(OsString::from_vec(all.into_iter().next().unwrap_or_default()));
-        if world.process() > 0 {
-            let draft = Draft::join(dir, step, &path(told(Path::new(""))?));
-            rank_parts::write(world, &self.tensors, &draft, progress)?;
-            world.exchange("save", &draft.hand_over()?)?;
-            return Ok(path(told(Path::new(""))?));
-        }
-        let draft = Draft::begin(dir, step)?;
-        told(draft.folder())?;
-        rank_parts::write(world, &self.tensors, &draft, progress)?;
-        for handed_over in &world.exchange("save", &[])?[1..] {
-            draft.take_over(handed_over)?;
-        }
-        let path = draft.publish(about, keep)?;
-        told(&path)?;
-        Ok(path)
     }
 
     /// One training step on these samples of the global order.

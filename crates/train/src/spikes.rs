@@ -8,14 +8,12 @@ use crate::TrainError;
 use crate::event::number_or_nan;
 use lockstep_config::SpikesConfig;
 use lockstep_ir::StepLimits;
+use lockstep_rundir::ROLL_BACKS;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::fmt::{self, Display};
 use std::path::Path;
-
-/// The file in a run directory that lists roll-backs, with the samples that each left out.
-pub(crate) const ROLL_BACKS: &str = "roll_backs.json";
 
 /// From the median absolute deviation to the standard deviation of a normal distribution.
 const DEVIATION: f64 = 1.4826;
@@ -222,6 +220,17 @@ fn median(x: &mut [f64]) -> f64 {
         n if n % 2 == 1 => x[n / 2],
         n => 0.5 * (x[n / 2 - 1] + x[n / 2]),
     }
+}
+
+/// How often a run has rolled back.
+pub(crate) fn rolled_back(roll_backs: &[RollBack]) -> u64 {
+    roll_backs.last().map_or(0, |last| last.number)
+}
+
+/// What the spike policy did, a line each.
+pub(crate) fn spike_report(roll_backs: &[RollBack], skipped: &[SkippedStep]) -> String {
+    let done = roll_backs.iter().map(|roll_back| format!("\n  rolled back {roll_back}"));
+    done.chain(skipped.iter().map(|s| format!("\n  step {}: {s}", s.step))).collect()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Between text and tokens, for whoever talks to a trained model.
 
-use crate::data::require_vocabulary;
-use crate::{TrainError, data};
+use crate::TrainError;
+use crate::vocabulary::{require_vocabulary, tokenizer_spec};
 use lockstep_config::Config;
 use lockstep_data::{BYTE_VOCABULARY, EOS_BYTE};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ impl From<lockstep_data::Tokenizer> for RunTokenizer {
 impl RunTokenizer {
     /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
     pub fn of(config: &Config) -> Result<Self, TrainError> {
-        let tokenizer = lockstep_data::Tokenizer::open(&data::tokenizer_spec(config)?)?;
+        let tokenizer = lockstep_data::Tokenizer::open(&tokenizer_spec(config)?)?;
         require_vocabulary(config, tokenizer.vocabulary())?;
         Ok(tokenizer.into())
     }

@@ -1,12 +1,12 @@
 //! A trained model on disk: a run directory, one checkpoint, or a Hugging Face folder.
 
-use crate::data::require_vocabulary;
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
+use crate::vocabulary::require_vocabulary;
 use crate::{RunData, RunTokenizer, TrainError, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::{Config, DeviceChoice};
-use lockstep_telemetry::refuse_special;
+use lockstep_rundir::{RunDirError, read_config};
 use std::path::{Path, PathBuf};
 
 /// Weights, with the config that they were trained with.
@@ -125,7 +125,7 @@ impl Trained {
     pub(crate) fn config_at(path: &Path) -> Result<Config, TrainError> {
         let runs = [Some(path), path.parent().and_then(Path::parent).filter(|_| path.join("manifest.json").exists())];
         match runs.into_iter().flatten().map(|run| run.join("run.toml")).find(|file| file.exists()) {
-            Some(file) => read_config(&file),
+            Some(file) => Ok(read_config(&file)?),
             None => Ok(Self::find(path)?.config),
         }
     }
@@ -148,7 +148,7 @@ impl Trained {
             return Ok(Self { config, model, warnings, data: path.to_owned() });
         }
         if !run_config.exists() && !path.join("checkpoints").exists() {
-            return Err(TrainError::NotTrained { path: path.to_owned() });
+            return Err(RunDirError::NotTrained { path: path.to_owned() }.into());
         }
         let found = latest(&path.join("checkpoints"))?;
         let Some(checkpoint) = found.loaded else { return Err(TrainError::NoCheckpoint { dir: path.to_owned() }) };
@@ -181,16 +181,11 @@ fn config_of(checkpoint: &Loaded) -> Result<Config, TrainError> {
     }
 }
 
-/// The config of a run directory, at `path`; what is not a regular file is refused.
-pub fn read_config(path: &Path) -> Result<Config, TrainError> {
-    refuse_special(path).map_err(|e| TrainError::io("read", path, e))?;
-    Ok(Config::load(path, &[])?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use lockstep_ir::Hint;
     use serde_json::json;
     use std::fs;
 
@@ -215,7 +210,7 @@ mod tests {
         fs::remove_file(path(TOKENIZER)).unwrap();
         assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
         fs::remove_dir_all(path("run/data")).unwrap();
-        let error = trained.tokenizer().unwrap_err().to_string();
+        let error = trained.tokenizer().unwrap_err().with_hint();
         assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
     }
 }

@@ -1,6 +1,7 @@
 //! What fits a memory: the default micro-batch, the largest one under each policy, layouts side by side, what saves bytes.
 
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::Layout;
 use lockstep_plan::{
     PlanError, Rates, Room, largest_micro_batches, layout_costs, plan, ways_to_fit, with_fitting_micro_batch,
@@ -257,7 +258,7 @@ fn a_session_that_does_not_fit_says_what_does() {
     else {
         panic!("it fits?");
     };
-    let text = error.to_string();
+    let text = error.with_hint();
     assert!(text.contains("hint: the 3 cheapest changes that make it fit (time ") && text.contains("saves "), "{text}");
     assert!(text.contains("train.micro_batch = ") && !text.contains("zero"), "{text}");
 }

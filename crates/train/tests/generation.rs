@@ -4,6 +4,7 @@ use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, c
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_ir::Hint;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Class, Role};
 use lockstep_ir::{DType, Layout, StepProgram, account, counter};
@@ -121,7 +122,7 @@ fn logits_are_those_of_training_with_learned_positions() {
     check(GPT2);
     let error = Generator::new(&Devices::new(), &config(GPT2, SEQ), 311, Weights::Initial).err().unwrap();
     assert_eq!(
-        error.to_string(),
+        error.with_hint(),
         "sequences of 311 tokens are longer than the 310 positions that the model has learned\nhint: use at most 310 tokens"
     );
 }

@@ -6,9 +6,10 @@ mod hf_folder;
 use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_ir::Hint;
 use lockstep_ir::{DType, bf16};
 use lockstep_train::{
-    Devices, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
+    Devices, Event, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
 };
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
@@ -33,11 +34,11 @@ impl Place {
     fn refused(&self, from: &str) -> String {
         let error = import(&self.at(from), &self.at("refused"), &mut |_, _| {}).unwrap_err();
         assert!(!self.at("refused").exists());
-        error.to_string()
+        error.with_hint()
     }
 
     fn export(&self, from: &str, out: &str, options: ExportOptions) -> Result<(), String> {
-        export(&self.at(from), &self.at(out), options, &mut |_, _| {}).map(drop).map_err(|e| e.to_string())
+        export(&self.at(from), &self.at(out), options, &mut |_, _| {}).map(drop).map_err(|e| e.with_hint())
     }
 
     fn weights(&self, folder: &str) -> Vec<u8> {
@@ -228,7 +229,7 @@ fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
     std::fs::remove_dir_all(place.at("imported")).unwrap();
     let config = config_for(&place, &theirs, "init_from = \"imported\"\n");
     assert!(run_with(&config, &place.at("a"), &mut |_| {}).unwrap().finished);
-    let error = run_with(&config, &place.at("gone"), &mut |_| {}).unwrap_err().to_string();
+    let error = run_with(&config, &place.at("gone"), &mut |_| {}).unwrap_err().with_hint();
     assert!(error.contains("imported: no such run or checkpoint"), "{error}");
 }
 
@@ -241,7 +242,7 @@ fn weights_that_do_not_fit_are_named() {
         let text = config_for(&place, &theirs, &format!("init_from = \"{from}\"\n")).resolved_toml();
         let set: Vec<String> = set.iter().map(|s| s.to_string()).collect();
         let config = Config::parse(&text, "run.toml", &set).unwrap();
-        run_with(&config, &place.at("new"), &mut |_| {}).unwrap_err().to_string()
+        run_with(&config, &place.at("new"), &mut |_| {}).unwrap_err().with_hint()
     };
     for from in ["hf", "imported"] {
         let text = refusal(&["model.ffn=48"], from);
@@ -257,16 +258,14 @@ fn weights_that_do_not_fit_are_named() {
     let text = config_for(&place, &theirs, "init_from = \"imported\"\n").resolved_toml();
     let config = Config::parse(&text, "run.toml", &["model.rope_theta=777.0".to_owned()]).unwrap();
     run_with(&config, &place.at("warned"), &mut |event| {
-        if let lockstep_train::Event::Warning(text) = event {
-            warnings.push(text.to_owned());
-        }
+        warnings.extend(warning(event));
     })
     .unwrap();
     assert!(warnings.iter().any(|w| w.contains("model.rope_theta = 10000.0, the config has 777.0")), "{warnings:?}");
     // Nobody trains into an imported folder by mistake.
     let config = config_for(&place, &theirs, "");
     let error = run_with(&config, &place.at("imported"), &mut |_| {}).unwrap_err();
-    assert!(error.to_string().contains("holds imported weights, not a run\nhint: ") && error.is_request(), "{error}");
+    assert!(error.to_string().ends_with("holds imported weights, not a run") && error.is_request(), "{error}");
 }
 
 #[test]
@@ -377,9 +376,7 @@ fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
         assert!(tokenizer.ends_with("tokenizer.json\"  # train.init_from"), "{from}: {tokenizer}");
         let mut warnings = Vec::new();
         run_with(&config, &place.at(run), &mut |event| {
-            if let lockstep_train::Event::Warning(text) = event {
-                warnings.push(text.to_owned());
-            }
+            warnings.extend(warning(event));
         })
         .unwrap_or_else(|e| panic!("{from}: {e}"));
         assert!(!warnings.iter().any(|text| text.contains("vocab_size")), "{warnings:?}");
@@ -391,9 +388,7 @@ fn what_an_instruct_model_needs_goes_through_import_training_and_export() {
     let bytes = Config::parse(&text, "run.toml", &["data.tokenizer=bytes".to_owned()]).unwrap();
     let mut warnings = Vec::new();
     run_with(&bytes, &place.at("bytes"), &mut |event| {
-        if let lockstep_train::Event::Warning(text) = event {
-            warnings.push(text.to_owned());
-        }
+        warnings.extend(warning(event));
     })
     .unwrap();
     assert!(
@@ -442,17 +437,27 @@ fn a_folder_is_used_as_it_is() {
     let error = place.export("hf", "again", ExportOptions::default()).unwrap_err();
     assert!(error.contains("it is a Hugging Face model"), "{error}");
     std::fs::remove_file(place.at("hf/tokenizer.json")).unwrap();
-    let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().to_string();
+    let error = Trained::open(&place.at("hf")).unwrap().tokenizer().unwrap_err().with_hint();
     assert!(error.contains("no tokenizer.json\nhint: "), "{error}");
+}
+
+fn warning(event: Event<'_>) -> Option<String> {
+    match event {
+        Event::Warning(text) => Some(text.to_owned()),
+        Event::Trouble { what, error } => Some(format!("{what}{error}")),
+        _ => None,
+    }
 }
 
 /// Warnings and notes of a run.
 fn heard(config: &Config, dir: &Path) -> Vec<String> {
     let mut heard = Vec::new();
     let outcome = run_with(config, dir, &mut |event| match event {
-        lockstep_train::Event::Warning(text) => heard.push(text.to_owned()),
-        lockstep_train::Event::Note(note) => heard.push(note.to_string()),
-        _ => {}
+        Event::Note(note) => heard.push(note.to_string()),
+        Event::PrecisionInherited(policy) => {
+            heard.push(format!("precision.policy = \"{policy}\", as these weights are"))
+        }
+        event => heard.extend(warning(event)),
     });
     outcome.unwrap_or_else(|e| panic!("{e}"));
     heard
@@ -655,7 +660,7 @@ fn names_and_addresses_are_not_paths() {
         std::fs::write(place.at("run.toml"), text).unwrap();
         let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited);
         match config {
-            Err(error) => error.to_string(),
+            Err(error) => error.with_hint(),
             Ok(_) => panic!("{text} is read"),
         }
     };

@@ -5,6 +5,7 @@ mod hf_folder;
 
 use counting::growth;
 use hf_folder::{Model, serialize};
+use lockstep_ir::Hint;
 use lockstep_ir::counter;
 use lockstep_train::{TrainError, import};
 use safetensors::tensor::Dtype;
@@ -44,7 +45,7 @@ impl Place {
         match &result {
             Ok(_) => fs::remove_dir_all(out).unwrap(),
             Err(error) => {
-                let text = error.to_string();
+                let text = error.with_hint();
                 assert!(!out.exists() && text.matches("\nhint: ").count() == 1, "{text}");
                 assert!(text.len() < 2000 && !text.contains('\u{1b}'), "{text}");
             }
@@ -54,7 +55,7 @@ impl Place {
 
     fn refused(&self, expected: &str) {
         let error = self.import().expect_err(expected);
-        assert!(error.to_string().contains(expected), "{error}");
+        assert!(error.with_hint().contains(expected), "{error}");
         assert!(error.is_request() || matches!(error, TrainError::Checkpoint(_)), "{error}");
     }
 }

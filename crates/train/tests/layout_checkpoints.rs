@@ -5,6 +5,7 @@ mod common;
 use common::write_corpus;
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::counter;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
@@ -47,6 +48,7 @@ fn run_to(config: &Config, dir: &Path, last: u64) -> Trajectory {
         }
         // Of eight documents one is more than was asked for.
         Event::Warning(text) if !text.contains("data.validation_fraction") => panic!("{text}"),
+        Event::Trouble { what, error } => panic!("{what}{error}"),
         _ => {}
     });
     assert_eq!(outcome.unwrap().step, last);
@@ -246,7 +248,7 @@ fn a_save_in_the_background_that_fails_says_why_and_the_next_may_succeed() {
         assert!(session.begin_save(request(dir.path(), 4)).is_err(), "one at a time");
         match session.wait_save(&mut |_, _| {}).unwrap() {
             Some(SaveEnd::Failed { step: 3, cause, .. }) => {
-                assert!(cause.contains("file") && cause.contains("\nhint: "), "{cause}")
+                assert!(cause.to_string().contains("file") && cause.hint().is_some(), "{cause}")
             }
             end => panic!("{end:?}"),
         }

@@ -1,6 +1,7 @@
 //! The planner against the liveness lower bound.
 
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::StepProgram;
 use lockstep_ir::account;
 use lockstep_plan::plan;
@@ -98,7 +99,7 @@ fn bytes_per_parameter_are_those_of_the_literature() {
 fn numbers_that_the_device_cannot_hold_are_refused() {
     let refusal = |keys: &str| {
         let text = format!("[model]\npreset = \"llama-15m\"\n{keys}");
-        plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap_err().to_string()
+        plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap_err().with_hint()
     };
     assert!(refusal("[optimizer]\neps = 1e-60").starts_with("optimizer.eps = "));
     assert!(refusal("[optimizer]\nbeta2 = 0.9999999999").starts_with("optimizer.beta2 = "));

@@ -6,6 +6,7 @@ use common::{run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::CpuExecutor;
+use lockstep_ir::Hint;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Entry, Role, Slot, Tensor};
 use lockstep_ir::{Layout, Op, StepProgram, StepScalars, account};
@@ -168,7 +169,7 @@ fn a_checkpoint_of_another_optimizer_is_refused() {
     let config = tiny(dir.path(), "steps = 4\nvalidate_every = 0");
     run_with(&config, &dir.path().join("run"), &mut |_| ()).unwrap();
     let lion = Config::load(&dir.path().join("run.toml"), &["optimizer.name=lion".into()]).unwrap();
-    let error = run_with(&lion, &dir.path().join("run"), &mut |_| ()).unwrap_err().to_string();
+    let error = run_with(&lion, &dir.path().join("run"), &mut |_| ()).unwrap_err().with_hint();
     assert!(error.contains("optimizer.name: \"adamw\" before, \"lion\" now"), "{error}");
 }
 

@@ -2,6 +2,7 @@
 
 use lockstep_compile::Recompute;
 use lockstep_config::Config;
+use lockstep_ir::Hint;
 use lockstep_ir::Layout;
 use lockstep_plan::{Plan, plan};
 use lockstep_train::{Devices, compare};
@@ -90,7 +91,7 @@ fn a_list_gives_up_what_its_ops_make() {
 #[test]
 fn ops_that_make_nothing_to_give_up_are_refused() {
     let refusal = |op: &str| plan(&Devices::new(), &config(&format!("list\"\nops = [\"{op}\"]\n#"), "")).unwrap_err();
-    let text = refusal("rms_nrom").to_string();
+    let text = refusal("rms_nrom").with_hint();
     assert!(text.contains("did you mean \"rms_norm\"?") && text.contains("add_rms_norm, attention, linear"), "{text}");
     for op in ["add", "embedding", "linear_cross_entropy", "linear_grad_input"] {
         assert!(refusal(op).to_string().contains("makes nothing that a layer"), "{op}");
@@ -116,7 +117,7 @@ fn a_budget_is_kept_and_an_impossible_one_names_the_least() {
     };
     assert!(least <= arena(&full));
     assert_eq!(arena(&budget(least).unwrap()), least);
-    let text = budget(least - 1).unwrap_err().to_string();
+    let text = budget(least - 1).unwrap_err().with_hint();
     assert!(
         text.contains(&format!("at least {}", lockstep_ir::units::bytes(least))) && text.contains("hint: "),
         "{text}"

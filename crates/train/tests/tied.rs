@@ -3,6 +3,7 @@
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu, reference};
+use lockstep_ir::Hint;
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, StepProgram, StepScalars, TensorType, ValueId, counter};
 use std::time::Duration;
@@ -140,5 +141,5 @@ fn a_parameter_that_layers_of_two_stages_share_is_refused() {
         node.inputs.iter_mut().filter(|v| **v == last).for_each(|v| *v = first);
     }
     assert!(compile(&g, &context("")).is_ok());
-    assert!(compile(&g, &context("pp = 2")).unwrap_err().to_string().contains("pipeline stages"));
+    assert!(compile(&g, &context("pp = 2")).unwrap_err().with_hint().contains("pipeline stages"));
 }

@@ -46,6 +46,11 @@ impl WeightsFolder {
         path.join(SINGLE).exists() || path.join(INDEX).exists()
     }
 
+    /// Whether they are those of a Hugging Face model.
+    pub fn is_hugging_face(path: &Path) -> bool {
+        path.join("config.json").exists() && Self::is_one(path)
+    }
+
     /// Opens the weights in a folder and checks every header.
     pub fn open(path: &Path) -> Result<WeightsFolder, CheckpointError> {
         let mut folder = WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };

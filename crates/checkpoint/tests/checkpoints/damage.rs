@@ -2,6 +2,7 @@
 
 use super::*;
 use lockstep_checkpoint::{latest, list, open};
+use lockstep_ir::Hint;
 
 /// A run with checkpoints 1 and 2, and the path of the second.
 fn two_checkpoints() -> (tempfile::TempDir, PathBuf) {
@@ -169,7 +170,7 @@ fn when_none_is_whole_it_is_an_error_and_nothing_is_removed() {
     let (dir, newest) = two_checkpoints();
     fs::remove_file(newest.join("manifest.json")).unwrap();
     fs::remove_file(dir.path().join("step-00000001/model.safetensors")).unwrap();
-    let error = latest(dir.path()).unwrap_err().to_string();
+    let error = latest(dir.path()).unwrap_err().with_hint();
     assert!(error.contains("step 2 is damaged (manifest.json: missing); checkpoint step 1 is damaged"), "{error}");
     assert!(error.contains("\nhint: nothing was removed"), "{error}");
     assert_eq!(entries(dir.path()), ["step-00000001", "step-00000002"]);
@@ -179,6 +180,6 @@ fn when_none_is_whole_it_is_an_error_and_nothing_is_removed() {
 fn opening_a_damaged_checkpoint_says_what_to_do() {
     let (_dir, newest) = two_checkpoints();
     fs::remove_file(newest.join("model.safetensors")).unwrap();
-    let error = open(&newest).unwrap_err().to_string();
+    let error = open(&newest).unwrap_err().with_hint();
     assert!(error.contains("step-00000002 is damaged (model.safetensors: missing)\nhint: move this folder"), "{error}");
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use lockstep_checkpoint::{Draft, PartRef, Slice, latest, list, open};
+use lockstep_ir::Hint;
 use std::process::Command;
 
 #[test]
@@ -11,7 +12,7 @@ fn a_folder_that_is_not_there_holds_no_checkpoints() {
     assert!(list(&missing).unwrap().is_empty());
     let found = latest(&missing).unwrap();
     assert!(found.loaded.is_none() && found.warnings.is_empty());
-    let error = open(&missing).unwrap_err().to_string();
+    let error = open(&missing).unwrap_err().with_hint();
     assert!(error.contains("cannot open") && error.contains("\nhint: check the path"), "{error}");
 }
 
@@ -29,7 +30,7 @@ fn a_file_in_place_of_the_folder_is_an_error_that_says_so() {
         open(&file).unwrap_err(),
     ];
     for error in errors {
-        let message = error.to_string();
+        let message = error.with_hint();
         assert!(message.contains(file.to_str().unwrap()), "{message}");
         assert!(message.contains("\nhint: a file stands where a folder is needed"), "{message}");
     }
@@ -46,7 +47,7 @@ fn child_that_saves_under_a_file_size_limit() {
     let tensors = vec![tensor("big", DType::U32, &[1 << 20], vec![5; 4 << 20])];
     let groups = [TensorGroup { name: "model", tensors }];
     let error = save(Path::new(&dir), 2, &groups, &json!({}), 1, &mut |bytes, _| done = bytes).unwrap_err();
-    let message = error.to_string();
+    let message = error.with_hint();
     assert!(done > 1 << 20, "the limit must strike in the middle of the file");
     assert!(message.contains("cannot write") && message.contains("step-00000002"), "{message}");
     assert!(message.contains("model.safetensors: File too large"), "{message}");
@@ -62,7 +63,7 @@ fn child_that_saves_under_a_file_size_limit() {
         data: vec![data.as_slice().into()],
     };
     let draft = Draft::begin(Path::new(&dir), 2).unwrap();
-    let message = draft.write(3, "model", &[part], &mut |_| {}).unwrap_err().to_string();
+    let message = draft.write(3, "model", &[part], &mut |_| {}).unwrap_err().with_hint();
     assert!(message.contains("model-00003.safetensors: File too large"), "{message}");
     assert!(message.contains("\nhint: raise the file size limit"), "{message}");
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use lockstep_checkpoint::{Draft, PartRef, Slice, latest, open};
+use lockstep_ir::Hint;
 use lockstep_ir::counter;
 
 /// A part of a tensor of `f32`, in one piece of bytes.
@@ -142,7 +143,7 @@ fn parts_that_could_not_be_read_back_are_refused_before_the_checkpoint_exists() 
         let written: Result<(), _> = ranks.iter().enumerate().try_for_each(write);
         let error = written.and_then(|()| draft.publish(&json!({}), 1).map(|_| ())).unwrap_err();
         assert!(matches!(error, CheckpointError::Refused { .. }), "{error}");
-        assert!(error.to_string().contains(expected), "{error}");
+        assert!(error.with_hint().contains(expected), "{error}");
         assert!(entries(dir.path()).is_empty());
     };
     let bytes = [0; 64];

@@ -4,6 +4,7 @@ use super::*;
 use lockstep_checkpoint::{
     Keep, free_bytes, latest, latest_of, list, mirror, open, prune, require_space, set_aside_from,
 };
+use lockstep_ir::Hint;
 
 /// The steps in `dir`, after checking that nothing else is there.
 fn steps(dir: &Path) -> Vec<u64> {
@@ -142,7 +143,7 @@ fn a_disk_without_room_is_told_before_anything_is_written() {
     let folder = dir.path().join("not/yet/there");
     assert!(free_bytes(&folder).unwrap() > 0);
     require_space(&folder, 1).unwrap();
-    let error = require_space(&folder, u64::MAX).unwrap_err().to_string();
+    let error = require_space(&folder, u64::MAX).unwrap_err().with_hint();
     assert!(error.contains("No space left on device") && error.contains("are free\nhint: "), "{error}");
     assert!(!dir.path().join("not").exists());
 }

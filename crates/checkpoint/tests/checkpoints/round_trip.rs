@@ -2,6 +2,7 @@
 
 use super::*;
 use lockstep_checkpoint::{latest, open};
+use lockstep_ir::Hint;
 use safetensors::{Dtype, SafeTensors};
 
 #[test]
@@ -119,11 +120,11 @@ fn a_loaded_checkpoint_survives_its_removal() {
 fn what_a_checkpoint_lacks_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let loaded = open(&save_small(dir.path(), 1, 1).unwrap()).unwrap();
-    let error = loaded.tensor("model", "head").unwrap_err().to_string();
+    let error = loaded.tensor("model", "head").unwrap_err().with_hint();
     assert!(error.ends_with(
         "step-00000001 holds no tensor `head` in group `model`\nhint: group `model` has 2 tensors of other names"
     ));
-    let error = loaded.names("ema").unwrap_err().to_string();
+    let error = loaded.names("ema").unwrap_err().with_hint();
     assert!(error.ends_with("holds no group `ema`\nhint: its groups are: model, optimizer"), "{error}");
 }
 
@@ -133,7 +134,7 @@ fn check_refused(groups: &[TensorGroup<'_>], expected: &str) {
     let checkpoints = dir.path().join("checkpoints");
     let error = save(&checkpoints, 3, groups, &json!({}), 1, &mut |_, _| {}).unwrap_err();
     assert!(matches!(error, CheckpointError::Refused { .. }));
-    assert!(error.to_string().contains(expected), "{error}");
+    assert!(error.with_hint().contains(expected), "{error}");
     assert!(!checkpoints.exists());
 }
 

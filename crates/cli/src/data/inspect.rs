@@ -34,7 +34,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<(), Failure> {
     if args.tokens && args.sample.is_none() && args.step.is_none() {
         return Err(Failure::request(
-            "--tokens shows the tokens of a sample or a step\nhint: name one: --sample 0, or --step 1".into(),
+            "--tokens shows the tokens of a sample or a step",
+            "name one: --sample 0, or --step 1",
         ));
     }
     let Inspected { config, run_dir, folder, data } = open(&args.path)?;
@@ -44,11 +45,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         (_, false) => None,
         (Some(config), true) => Some(Order::new(config, &data)?),
         (None, true) => {
-            return Err(Failure::request(format!(
-                "{}: samples and steps are those of a run, and there is no run.toml here\nhint: give the run directory, or \
-                 the config file",
-                args.path.display()
-            )));
+            return Err(Failure::request(
+                format!("{}: samples and steps are those of a run, and there is no run.toml here", args.path.display()),
+                "give the run directory, or the config file",
+            ));
         }
     };
     let sample = order.as_ref().zip(args.sample).map(|(order, index)| order.sample(index, true, args.tokens));
@@ -101,7 +101,7 @@ pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
             }
             None => "give a run directory or a folder that `lockstep data prepare` wrote".to_owned(),
         };
-        Failure::request(format!("{}: no prepared data here\nhint: {hint}", folder.display()))
+        Failure::request(format!("{}: no prepared data here", folder.display()), hint)
     };
     let (config, run_dir) = match path.is_dir() {
         false => (Some(path.to_owned()), default_run_dir(path)),

@@ -8,9 +8,9 @@ use crate::table::table;
 use lockstep_cuda::{device_count, device_name, survey_libraries};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Link, Over, ProcessCommunicator, Waiting, conform, join, measure_link};
-use lockstep_exec::comm::{Communicator, ProgramPlace, conformance};
+use lockstep_exec::comm::{CommError, Communicator, ProgramPlace, conformance};
 use lockstep_exec::cpu;
-use lockstep_ir::units;
+use lockstep_ir::{Hint, units};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -33,9 +33,8 @@ const PLACE: ProgramPlace = ProgramPlace { op: "doctor", layer: None, micro_batc
 pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     let Some(place) = processes::place()? else {
         return Err(Failure::request(
-            "no other processes were started with this one\nhint: start it as `mpirun -n 4 lockstep doctor --world`, or with \
-             srun or torchrun"
-                .to_owned(),
+            "no other processes were started with this one",
+            "start it as `mpirun -n 4 lockstep doctor --world`, or with srun or torchrun",
         ));
     };
     let rank = place.rank;
@@ -46,21 +45,21 @@ pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
 
 fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     let start = place.start(TIMEOUT, None, Waiting::default())?;
-    let failed = |error: String| match error.contains("\nhint: ") {
-        true => Failure::run(error),
-        false => Failure::run(format!("{error}\nhint: please report this with the output of `lockstep doctor`")),
+    let failed = |error: String, hint: Option<String>| {
+        Failure::run(error, hint.unwrap_or_else(|| "please report this with the output of `lockstep doctor`".into()))
     };
-    let comm = Arc::new(join(&start).map_err(|e| failed(e.to_string()))?);
+    let lost = |error: CommError| failed(error.to_string(), error.hint());
+    let comm = Arc::new(join(&start).map_err(|e| failed(e.to_string(), e.hint()))?);
     let (first, ranks) = (comm.rank() == 0, comm.ranks());
     if let Some(device) = conformance {
         let mut hold = Vec::new();
         if device == "cuda" {
             for (ordered, how) in [(true, "in rank order"), (false, "in NCCL's order")] {
-                over_nccl(place, &comm, ordered).map_err(|e| failed(e.to_string()))?;
+                over_nccl(place, &comm, ordered).map_err(|e| failed(e.to_string(), e.hint()))?;
                 hold.push(format!("collectives (sums {how}) and messages of {ranks} processes over NCCL"));
             }
         } else {
-            conform(&comm, &start).map_err(failed)?;
+            conform(&comm, &start).map_err(|e| failed(e, None))?;
             hold.push(format!("collectives and messages of up to {ranks} processes over {}", over(&comm)));
         }
         if first {
@@ -74,19 +73,19 @@ fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> R
     }
     for (a, b) in pairs(comm.ranks()) {
         if let Some(other) = [(a, b), (b, a)].into_iter().find(|(me, _)| *me == comm.rank()).map(|(_, other)| other) {
-            let Link { latency, bytes_per_s, ahead } = measure_link(&comm, other).map_err(|e| failed(e.to_string()))?;
+            let Link { latency, bytes_per_s, ahead } = measure_link(&comm, other).map_err(lost)?;
             mine.links.push(Measured { to: other, latency_s: latency, bytes_per_s, clock_ahead_s: ahead });
         }
         // One pair at a time, so that none is in another's way.
-        comm.exchange(PLACE, &[]).map_err(|e| failed(e.to_string()))?;
+        comm.exchange(PLACE, &[]).map_err(lost)?;
     }
-    let text = serde_json::to_vec(&mine).map_err(|e| failed(e.to_string()))?;
-    let all = comm.exchange(PLACE, &text).map_err(|e| failed(e.to_string()))?;
+    let text = serde_json::to_vec(&mine).map_err(|e| failed(e.to_string(), None))?;
+    let all = comm.exchange(PLACE, &text).map_err(lost)?;
     if !first {
         return Ok(());
     }
     let all: Result<Vec<About>, _> = all.iter().map(|text| serde_json::from_slice(text)).collect();
-    let world = World { over: over(&comm), ranks: all.map_err(|e| failed(e.to_string()))? };
+    let world = World { over: over(&comm), ranks: all.map_err(|e| failed(e.to_string(), None))? };
     let mut out = std::io::stdout().lock();
     match format {
         Format::Text => write!(out, "{}", world.text())?,

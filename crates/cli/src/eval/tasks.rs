@@ -24,7 +24,7 @@ pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
     let evaluation = result?;
     if let Some(path) = &args.log_samples {
         let hint = "give a file in a folder that is there and can be written";
-        let refuse = |e| Failure::request(format!("cannot write {}: {e}\nhint: {hint}", path.display()));
+        let refuse = |e| Failure::request(format!("cannot write {}: {e}", path.display()), hint);
         write_samples(path, &evaluation).map_err(refuse)?;
     }
     let mut out = std::io::stdout().lock();

@@ -90,9 +90,10 @@ impl CompareArgs {
     ) -> Result<Option<Shown>, Failure> {
         if let Some(text) = &self.fit {
             let size = bytes(text).filter(|n| *n > 0).ok_or_else(|| {
-                Failure::request(format!(
-                    "--fit {text} is not a size\nhint: give a number and its unit, such as 80GB or 74GiB"
-                ))
+                Failure::request(
+                    format!("--fit {text} is not a size"),
+                    "give a number and its unit, such as 80GB or 74GiB",
+                )
             })?;
             let rows = largest_micro_batches(devices, config, size)?;
             let catalogue = lockstep_train::catalogue()?;
@@ -260,5 +261,5 @@ pub(crate) fn split(arguments: &[String]) -> Vec<String> {
 
 /// A layout from its text, or why not.
 pub(crate) fn parse(text: &str) -> Result<Layout, Failure> {
-    text.parse().map_err(|e| Failure::request(format!("--layouts {text}: {e}")))
+    text.parse().map_err(|e| Failure::refused(&e).about(format!("--layouts {text}")))
 }

@@ -64,7 +64,7 @@ impl CostArgs {
             None if self.gpus.is_some() || self.mfu.is_some() => {
                 let option = if self.gpus.is_some() { "--gpus" } else { "--mfu" };
                 let hint = "add --gpu h100, say, or --cluster leonardo";
-                Err(Failure::request(format!("{option} needs to know which\nhint: {hint}")))
+                Err(Failure::request(format!("{option} needs to know which"), hint))
             }
             found => Ok(found),
         }
@@ -75,12 +75,12 @@ impl CostArgs {
         let config = args.load()?;
         let ranks = config.layout().mesh.ranks() as u64;
         match self.gpus {
-            Some(0) => Err(Failure::request("--gpus 0 trains nothing\nhint: give a number from 1".into())),
+            Some(0) => Err(Failure::request("--gpus 0 trains nothing", "give a number from 1")),
             Some(gpus) if !gpus.is_multiple_of(ranks) => {
                 let text =
                     format!("--gpus {gpus}: the layout has {} ({})", counted(ranks as usize, "rank"), config.layout());
                 let hint = format!("give a multiple of {ranks}, or change [parallel]");
-                Err(Failure::request(format!("{text}\nhint: {hint}")))
+                Err(Failure::request(text, hint))
             }
             Some(gpus) if gpus > ranks && self.mfu.is_none() => {
                 let dp = config.parallel.dp as u64 * (gpus / ranks);
@@ -94,14 +94,17 @@ impl CostArgs {
     /// The cost of the run that was asked for.
     pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>, Failure> {
         let Some(text) = &self.tokens else { return Ok(None) };
-        let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
         let tokens = count(text).filter(|n| *n > 0);
-        let not_a_count = || request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
+        let not_a_count =
+            || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
         let tokens = tokens.ok_or_else(not_a_count)?;
         let flops = plan.model_flops_per_token() * tokens as f64;
         let mfu = match self.mfu {
             Some(mfu) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
+                return Err(Failure::request(
+                    format!("--mfu {mfu} is no share"),
+                    "give a number above 0, up to 1, such as 0.4",
+                ));
             }
             mfu => mfu,
         };

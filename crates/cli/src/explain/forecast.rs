@@ -163,8 +163,7 @@ impl Predicted {
 
     /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels, and the streams of overlapping collectives.
     pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
-        let failed =
-            |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --trace", path.display()));
+        let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --trace");
         std::fs::write(path, self.trace(plan).to_string()).map_err(failed)?;
         wrote("Chrome trace of the predicted step, for Perfetto or chrome://tracing", path);
         Ok(())
@@ -289,7 +288,7 @@ pub(crate) fn file(path: &Path) -> Result<PathBuf, Failure> {
         true => Ok(path.to_owned()),
         false => {
             let text = format!("--trace {} is not a .json", path.display());
-            Err(Failure::request(format!("{text}\nhint: name it trace.json")))
+            Err(Failure::request(text, "name it trace.json"))
         }
     }
 }

@@ -37,7 +37,7 @@ pub(super) fn costs(
         let mut config = config.clone();
         config.train.seq = seq;
         if let Some(refusal) = legal::check(&config.layout(), &config.extents()).first() {
-            return Err(Failure::request(format!("--sequence-lengths {seq}: {refusal}")));
+            return Err(Failure::refused(refusal).about(format!("--sequence-lengths {seq}")));
         }
     }
     Ok(length_costs(devices, config, &lengths, room)?)
@@ -93,9 +93,9 @@ const SHOWN: [Class; Class::ALL.len()] = Class::ALL;
 pub(super) fn write(path: &Path, config: &Config, rows: &[LengthCost]) -> Result<(), Failure> {
     if path.extension().is_none_or(|e| e != "svg") {
         let text = format!("--plot {} is not an .svg", path.display());
-        return Err(Failure::request(format!("{text}\nhint: name it lengths.svg")));
+        return Err(Failure::request(text, "name it lengths.svg"));
     }
-    let failed = |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --plot", path.display()));
+    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --plot");
     std::fs::write(path, draw(config, rows)).map_err(failed)?;
     wrote("memory against sequence length", path);
     Ok(())

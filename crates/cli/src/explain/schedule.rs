@@ -51,7 +51,7 @@ pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
         true => Ok(path.to_owned()),
         false => {
             let text = format!("--schedule {} is not an .svg", path.display());
-            Err(Failure::request(format!("{text}\nhint: name it schedule.svg")))
+            Err(Failure::request(text, "name it schedule.svg"))
         }
     }
 }
@@ -60,12 +60,11 @@ pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
 pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<(), Failure> {
     let Some(timeline) = super::layout::timeline(plan) else {
         return Err(Failure::request(
-            "--schedule draws the stages of a pipeline, and parallel.pp = 1\nhint: add --set parallel.pp=2, or leave out --schedule"
-                .into(),
+            "--schedule draws the stages of a pipeline, and parallel.pp = 1",
+            "add --set parallel.pp=2, or leave out --schedule",
         ));
     };
-    let failed =
-        |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --schedule", path.display()));
+    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --schedule");
     let drawn = match predicted {
         Some(predicted) => draw(plan, &predicted.pipeline(), Some(&predicted.place())),
         None => draw(plan, &timeline, None),

@@ -8,8 +8,9 @@ use lockstep_config::{Config, presets};
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::laws::{BESIROGLU_2024, CHINCHILLA_APPROACH_2, ModelAndTokens, PowerLaw, RampStep, batch_ramp};
 use lockstep_plan::parameters;
+use lockstep_rundir::{lines, read_config};
 use lockstep_sim::Hardware;
-use lockstep_train::{StepMetrics, lines, read_config};
+use lockstep_train::StepMetrics;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
@@ -47,23 +48,25 @@ struct GpuHours {
 impl Budget {
     /// From its text: `2M GPU-hours`, `30K GPU-days` or `1e24 FLOPs`.
     pub(super) fn parse(text: &str, mfu: Option<Mfu>, hardware: Option<&Hardware>) -> Result<Self, Failure> {
-        let request = |what: String, hint: &str| Failure::request(format!("{what}\nhint: {hint}"));
         let usual = "write a number and its unit, such as \"2M GPU-hours\", \"500 GPU-days\" or \"1e24 FLOPs\"";
         let (number, unit) = text.trim().rsplit_once(' ').unwrap_or((text, ""));
         let value = number_of(number).filter(|x| *x > 0.0 && x.is_finite());
-        let value = value.ok_or_else(|| request(format!("--budget {text} is no amount"), usual))?;
+        let value = value.ok_or_else(|| Failure::request(format!("--budget {text} is no amount"), usual))?;
         let hours = match unit.to_lowercase().as_str() {
             "gpu-hours" | "gpu-hour" | "gpuh" => value,
             "gpu-days" | "gpu-day" => 24.0 * value,
             "flop" | "flops" => return Ok(Self { text: text.to_owned(), flops: value, gpu_hours: None }),
-            _ => return Err(request(format!("--budget {text}: {unit:?} is no unit of compute"), usual)),
+            _ => return Err(Failure::request(format!("--budget {text}: {unit:?} is no unit of compute"), usual)),
         };
         let Some(Hardware { gpu, .. }) = hardware else {
-            return Err(request("--budget in GPU-hours needs to know of which GPU".into(), "add --cluster or --gpu"));
+            return Err(Failure::request("--budget in GPU-hours needs to know of which GPU", "add --cluster or --gpu"));
         };
         let (used, mfu_from) = match mfu {
             Some(Mfu::Given(mfu)) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(request(format!("--mfu {mfu} is no share"), "give a number above 0, up to 1, such as 0.4"));
+                return Err(Failure::request(
+                    format!("--mfu {mfu} is no share"),
+                    "give a number above 0, up to 1, such as 0.4",
+                ));
             }
             Some(Mfu::Given(mfu)) => (mfu, "given"),
             Some(Mfu::Recipe(mfu)) => (mfu, "predicted for the recipe of the config"),
@@ -235,8 +238,7 @@ struct NoiseReport {
 
 impl NoiseReport {
     fn read(dir: &Path, tokens: u64) -> Result<Self, Failure> {
-        let request =
-            |what: &str, hint: &str| Failure::request(format!("--run {}: {what}\nhint: {hint}", dir.display()));
+        let request = |what: &str, hint: &str| Failure::request(format!("--run {}: {what}", dir.display()), hint);
         let config = read_config(&dir.join("run.toml"))
             .map_err(|_| request("it has no run.toml that can be read", "name the directory of a run"))?;
         let steps: Vec<StepMetrics> = lines(&dir.join("metrics.jsonl"))?;

@@ -94,7 +94,7 @@ pub(super) fn show(
     }
     match best {
         Some(_) => Ok(()),
-        None => Err(Failure::run("no candidate could be measured\nhint: the last column says why of each".into())),
+        None => Err(Failure::run("no candidate could be measured", "the last column says why of each")),
     }
 }
 

@@ -11,10 +11,6 @@ use lockstep_ir::{Layout, MeshAxis};
 use lockstep_plan::{NoLayout, RankedLayout, Rates, Room, SearchRequest, at_layout, ways_to_fit};
 use std::collections::BTreeMap;
 
-fn request(what: String, hint: &str) -> Failure {
-    Failure::request(format!("{what}\nhint: {hint}"))
-}
-
 /// A time in days: `30d`, `12h`.
 pub(super) fn days(text: &str) -> Result<f64, Failure> {
     let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
@@ -26,7 +22,9 @@ pub(super) fn days(text: &str) -> Result<f64, Failure> {
     };
     let days = each.and_then(|each| Some(number.trim().parse::<f64>().ok()? * each));
     let sound = days.filter(|days| days.is_finite() && *days > 0.0);
-    sound.ok_or_else(|| request(format!("--deadline {text} is not a time"), "give days or hours, such as 30d or 12h"))
+    sound.ok_or_else(|| {
+        Failure::request(format!("--deadline {text} is not a time"), "give days or hours, such as 30d or 12h")
+    })
 }
 
 /// Refuses a deadline that the best layout does not meet, with the number of GPUs that does.
@@ -47,14 +45,14 @@ pub(super) fn meet(asked: &SearchRequest, best: &RankedLayout, tokens: u64, dead
         nearest = Some((gpus, takes(best)));
         if takes(best) <= deadline {
             let hint = format!("give --gpus {gpus}: {:.1} days ({})", takes(best), best.choice);
-            return Err(request(what, &hint));
+            return Err(Failure::request(what, &hint));
         }
     }
     let hint = match nearest {
         Some((gpus, days)) => format!("no number up to {gpus} does ({days:.1} days): allow more time, or fewer tokens"),
         None => "allow more time, or fewer tokens".to_owned(),
     };
-    Err(request(what, &hint))
+    Err(Failure::request(what, &hint))
 }
 
 /// Numbers of GPUs to try where there are too few: from half as many more, up to what the cluster has.
@@ -83,17 +81,17 @@ pub(super) fn nothing_fits(asked: &SearchRequest, why: &NoLayout) -> Failure {
         (Some(one), None) | (None, Some(one)) => one,
         (None, None) => why.hint.clone(),
     };
-    request(why.reason.clone(), &hint)
+    Failure::request(why.reason.clone(), &hint)
 }
 
 /// What a layout that was asked about costs.
 pub(super) fn why(asked: &SearchRequest, text: &str) -> Result<RankedLayout, Failure> {
-    let layout: Layout = text.parse().map_err(|e| Failure::request(format!("--why {text}: {e}")))?;
+    let layout: Layout = text.parse().map_err(|e| Failure::refused(&e).about(format!("--why {text}")))?;
     let ranks = layout.mesh.ranks();
     if ranks != asked.gpus {
         let rest = asked.gpus / ranks.max(1) * layout.mesh.size(MeshAxis::DpShard);
         let hint = format!("give its sizes so that they are {} in all: dp={rest}, say", asked.gpus);
-        return Err(request(
+        return Err(Failure::request(
             {
                 let [ranks, gpus] = [counted(ranks, "rank"), counted(asked.gpus, "GPU")];
                 format!("--why {text} has {ranks}, and the plan is for {gpus}")
@@ -103,11 +101,14 @@ pub(super) fn why(asked: &SearchRequest, text: &str) -> Result<RankedLayout, Fai
     }
     let extents = legal::Extents { micro_batch: 1, ..asked.config.extents() };
     if let Some(refusal) = legal::check(&layout, &extents).first() {
-        return Err(Failure::request(format!("--why {text}: {refusal}")));
+        return Err(Failure::refused(refusal).about(format!("--why {text}")));
     }
     let nothing = || {
         let batch = asked.config.train.global_batch;
-        request(format!("--why {text}: no micro-batch divides train.global_batch = {batch}"), "change one of them")
+        Failure::request(
+            format!("--why {text}: no micro-batch divides train.global_batch = {batch}"),
+            "change one of them",
+        )
     };
     at_layout(asked, &layout)?.ok_or_else(nothing)
 }

@@ -103,7 +103,7 @@ impl Asked<'_> {
         if let Some(path) = html {
             let text = self.html(&strong, &weak, &sequence, here.as_ref());
             let failed =
-                |e| Failure::run(format!("cannot write {}: {e}\nhint: check the folder of --html", path.display()));
+                |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --html");
             std::fs::write(path, text).map_err(failed)?;
             crate::timeline::wrote("plots of scaling", path);
         }

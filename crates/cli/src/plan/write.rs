@@ -11,7 +11,7 @@ use std::io::Write;
 pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) -> Result<(), Failure> {
     let path = &args.config;
     let failed = |e: std::io::Error| {
-        Failure::run(format!("cannot write {}: {e}\nhint: check the file and its folder", path.display()))
+        Failure::run(format!("cannot write {}: {e}", path.display()), "check the file and its folder")
     };
     let before = std::fs::read_to_string(path).map_err(failed)?;
     let differ: Vec<(&str, String)> = ranking::keys(layout)
@@ -25,9 +25,10 @@ pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) ->
     let as_meant = read.is_ok_and(|read| LayoutChoice::of(&read) == layout.choice);
     if !as_meant {
         let keys: String = differ.iter().map(|(key, value)| format!("\n  {key} = {value}")).collect();
-        return Err(Failure::run(format!(
-            "{name} is written in a way that --write cannot change\nhint: set these keys yourself:{keys}"
-        )));
+        return Err(Failure::run(
+            format!("{name} is written in a way that --write cannot change"),
+            format!("set these keys yourself:{keys}"),
+        ));
     }
     let temporary = path.with_extension("toml.new");
     std::fs::write(&temporary, after).and_then(|()| std::fs::rename(&temporary, path)).map_err(failed)?;

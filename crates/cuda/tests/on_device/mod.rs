@@ -26,7 +26,7 @@ pub fn run(tests: &[Test]) -> ExitCode {
         chosen.for_each(|(name, _)| println!("{name}: test"));
         return ExitCode::SUCCESS;
     }
-    let missing = Gpu::check().err().map(|error| error.lines().0);
+    let missing = Gpu::check().err().map(|error| error.to_string());
     let [mut passed, mut failed, mut skipped] = [0; 3];
     for (name, test) in chosen {
         if let Some(why) = &missing {

@@ -2,6 +2,7 @@
 // Each test binary uses a part of this.
 #![allow(dead_code)]
 
+use lockstep_ir::Hint;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +38,7 @@ impl Case {
 
     /// The error of preparing one file, with the case's folder as `ROOT`.
     pub fn error(&self, spec: &PrepareSpec) -> String {
-        let error = self.prepare(spec).unwrap_err().to_string();
+        let error = self.prepare(spec).unwrap_err().with_hint();
         assert!(!self.path("out/data.json").exists());
         error.replace(self.root.path().to_str().unwrap(), "ROOT")
     }

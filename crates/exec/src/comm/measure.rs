@@ -83,17 +83,20 @@ impl Measured {
 }
 
 /// Why a measurement ended.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, lockstep_ir::Hint)]
 pub enum MeasureError {
     /// The ranks did not come to its end.
     #[error(transparent)]
+    #[hint(_0.hint())]
     Comm(#[from] CommError),
     /// A result is not what it must be.
     #[error(
-        "{pattern} of {} gave rank {rank} {found} at element {element}, and {expected} is right\n\
-         hint: this is a bug in Lockstep or in what carries its bytes (network, MPI, NCCL): please report it with the output of \
-         `lockstep doctor`",
+        "{pattern} of {} gave rank {rank} {found} at element {element}, and {expected} is right",
         units::bytes(*.bytes as u64)
+    )]
+    #[hint(
+        "this is a bug in Lockstep or in what carries its bytes (network, MPI, NCCL): please report it with the \
+         output of `lockstep doctor`"
     )]
     Wrong {
         /// What was done.
@@ -300,6 +303,7 @@ impl Bench<'_> {
 mod tests {
     use super::*;
     use crate::comm::{Communicator, HostCommunicator, threads};
+    use lockstep_ir::Hint;
 
     /// A communicator that spoils one kind of collective, or none.
     struct Spoils(Arc<crate::comm::ThreadCommunicator>, Option<Collective>);
@@ -317,8 +321,8 @@ mod tests {
         fn leave(&self) {
             self.0.leave();
         }
-        fn fail(&self, reason: &str) {
-            self.0.fail(reason);
+        fn fail_with(&self, reason: &str, hint: Option<String>) {
+            self.0.fail_with(reason, hint);
         }
         fn failure(&self) -> Option<CommError> {
             self.0.failure()
@@ -407,7 +411,7 @@ mod tests {
         for kind in Collective::ALL {
             let found = on(2, Some(kind), &[1000]);
             let Err(error @ MeasureError::Wrong { rank: 1, element: 0, .. }) = &found[1] else { panic!("{found:?}") };
-            assert!(error.to_string().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
+            assert!(error.with_hint().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
         }
     }
 

@@ -126,10 +126,15 @@ impl fmt::Display for ProgramPlace {
 }
 
 /// What ended the run. All ranks get the same one.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error, lockstep_ir::Hint)]
 pub enum CommError {
     /// A rank cannot go on.
-    #[error("{}", failed(*.rank, .host.as_deref(), .place, .reason))]
+    #[error(
+        "rank {rank}{} failed {}: {reason}",
+        .host.as_ref().map_or_else(String::new, |host| format!(" on host {host}")), at(.place)
+    )]
+    // A process that failed has said more.
+    #[hint(host.as_ref().map_or_else(|| hint.as_deref().map(str::to_owned), |_| Some(format!("look at the messages of rank {rank}"))))]
     Failed {
         /// The rank that failed.
         rank: usize,
@@ -139,12 +144,14 @@ pub enum CommError {
         place: Option<ProgramPlace>,
         /// What it said.
         reason: String,
+        /// What to do about it, where the rank is a thread.
+        hint: Option<Box<str>>,
     },
     /// The process of a rank has ended without a word, or cannot be reached any more.
-    #[error(
-        "rank {rank} on host {host} is gone: {reason}; it was last heard of {}{}\n\
-         hint: look at the messages of rank {rank} and of its host (out of memory?); the run goes on from its last checkpoint",
-        at(.place), seen_by(.seen)
+    #[error("rank {rank} on host {host} is gone: {reason}; it was last heard of {}{}", at(.place), seen_by(.seen))]
+    #[hint(
+        "look at the messages of rank {rank} and of its host (out of memory?); the run goes on from its last \
+         checkpoint"
     )]
     Lost {
         /// The rank.
@@ -160,10 +167,10 @@ pub enum CommError {
     },
     /// Two ranks that live have lost their connection.
     #[error(
-        "rank {} on host {} and rank {} on host {} cannot reach each other any more, and both live: {reason}\n\
-         hint: look at the network between these hosts (a link, a firewall); the run goes on from its last checkpoint",
+        "rank {} on host {} and rank {} on host {} cannot reach each other any more, and both live: {reason}",
         .ranks.0, .hosts[0], .ranks.1, .hosts[1]
     )]
+    #[hint("look at the network between these hosts (a link, a firewall); the run goes on from its last checkpoint")]
     Cut {
         /// The one that noticed it, and the other.
         ranks: (usize, usize),
@@ -174,10 +181,10 @@ pub enum CommError {
     },
     /// A rank waits for one that shows no sign of life.
     #[error(
-        "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}\n\
-         hint: look at the messages of rank {other}",
+        "rank {rank} waits in {}, for rank {other}, which has been {}, for {}{}",
         .place.brief(), briefly(.other_place), units::seconds(f64::from(*.seconds)), waiting(.other_waits_for)
     )]
+    #[hint("look at the messages of rank {other}")]
     Stalled {
         /// The rank that waits.
         rank: usize,
@@ -193,11 +200,8 @@ pub enum CommError {
         other_waits_for: Option<usize>,
     },
     /// A rank waits for one that will not come.
-    #[error(
-        "rank {rank} waits in {}, for rank {other}, but rank {other} has ended its program\n\
-         hint: the ranks run different programs; start all of them with the same config and the same build",
-        .place.brief()
-    )]
+    #[error("rank {rank} waits in {}, for rank {other}, but rank {other} has ended its program", .place.brief())]
+    #[hint("the ranks run different programs; start all of them with the same config and the same build")]
     Left {
         /// The rank that waits.
         rank: usize,
@@ -207,11 +211,8 @@ pub enum CommError {
         other: usize,
     },
     /// Two ranks want different things of each other.
-    #[error(
-        "ranks {} and {} do not agree: {first} against {second}\n\
-         hint: the ranks run different programs; start all of them with the same config and the same build",
-        .ranks.0, .ranks.1
-    )]
+    #[error("ranks {} and {} do not agree: {first} against {second}", .ranks.0, .ranks.1)]
+    #[hint("the ranks run different programs; start all of them with the same config and the same build")]
     Mismatch {
         /// The two ranks.
         ranks: (usize, usize),
@@ -221,10 +222,8 @@ pub enum CommError {
         second: String,
     },
     /// A rank asks for something that no communicator can do.
-    #[error(
-        "rank {rank} asks in {place} for what cannot be done: {reason}\n\
-         hint: this is a bug in Lockstep, please report it with your config"
-    )]
+    #[error("rank {rank} asks in {place} for what cannot be done: {reason}")]
+    #[hint("this is a bug in Lockstep, please report it with your config")]
     Refused {
         /// The rank that asks.
         rank: usize,
@@ -316,17 +315,6 @@ fn at(place: &Option<ProgramPlace>) -> String {
     place.map_or_else(|| "before its first op".to_owned(), |p| format!("in {p}"))
 }
 
-/// Where ranks are processes, the one that failed has said more.
-fn failed(rank: usize, host: Option<&str>, place: &Option<ProgramPlace>, reason: &str) -> String {
-    match host {
-        None => format!("rank {rank} failed {}: {reason}", at(place)),
-        Some(host) => format!(
-            "rank {rank} on host {host} failed {}: {reason}\nhint: look at the messages of rank {rank}",
-            at(place)
-        ),
-    }
-}
-
 fn seen_by(by: &Option<Box<(usize, ProgramPlace)>>) -> String {
     by.as_deref().map_or_else(String::new, |(rank, place)| format!("; rank {rank} waited in {}", place.brief()))
 }
@@ -358,7 +346,12 @@ pub trait Communicator: Send + Sync {
     fn leave(&self);
 
     /// Ends the run for everybody: this rank cannot go on.
-    fn fail(&self, reason: &str);
+    fn fail(&self, reason: &str) {
+        self.fail_with(reason, None);
+    }
+
+    /// The same, with what to do about it, which the other threads of this process get to know.
+    fn fail_with(&self, reason: &str, hint: Option<String>);
 
     /// What ended the run, if anything did.
     fn failure(&self) -> Option<CommError>;

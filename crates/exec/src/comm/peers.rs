@@ -321,10 +321,11 @@ impl Peers {
     }
 
     /// Ends the run because a rank cannot go on, and names the place of this thread if it is one of the rank's.
-    pub fn fail(&self, rank: usize, host: Option<&str>, reason: &str) {
+    pub fn fail(&self, rank: usize, host: Option<&str>, reason: &str, hint: Option<String>) {
         let here = HERE.get().filter(|&(id, who, _)| (id, who) == (self.id, rank)).map(|(_, _, place)| place);
         let place = here.or_else(|| lock(&self.lives[rank].whereabouts).place);
-        self.end(CommError::Failed { rank, host: host.map(str::to_owned), place, reason: reason.to_owned() });
+        let (host, hint) = (host.map(str::to_owned), hint.map(String::into_boxed_str));
+        self.end(CommError::Failed { rank, host, place, reason: reason.to_owned(), hint });
     }
 
     /// Waits at `place` until `ready`, or with an error until the run has ended. `missing` says whether a rank is among

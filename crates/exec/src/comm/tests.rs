@@ -1,5 +1,6 @@
 use super::Subject;
 use super::*;
+use lockstep_ir::Hint;
 use std::sync::Arc;
 use std::thread::scope;
 use std::time::{Duration, Instant};
@@ -50,9 +51,9 @@ impl Communicator for Wrong {
         self.0.leave();
     }
 
-    fn fail(&self, reason: &str) {
+    fn fail_with(&self, reason: &str, hint: Option<String>) {
         if self.1 != Fault::ForgetsFailures {
-            self.0.fail(reason);
+            self.0.fail_with(reason, hint);
         }
     }
 
@@ -175,7 +176,7 @@ fn send(comm: &dyn HostCommunicator, to: usize, copies: usize) -> Result<(), Com
 /// The error's text, which must come soon.
 fn soon(run: impl FnOnce() -> Result<(), CommError>) -> String {
     let start = Instant::now();
-    let text = run().unwrap_err().to_string();
+    let text = run().unwrap_err().with_hint();
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}: {text}", start.elapsed());
     text
 }
@@ -188,7 +189,7 @@ fn a_stalled_rank_is_named() {
     let start = "rank 0 waits in all_reduce, layer 2, for rank 1, which has been in linear, layer 0, for ";
     assert!(text.starts_with(start) && text.contains(" ms\nhint: ") && text.ends_with("messages of rank 1"), "{text}");
     assert_eq!(soon(|| all_reduce(&*comms[1], place("all_reduce", 2))), text);
-    assert_eq!(comms[1].failure().unwrap().to_string(), text);
+    assert_eq!(comms[1].failure().unwrap().with_hint(), text);
 }
 
 #[test]
@@ -319,7 +320,7 @@ fn a_message_that_nobody_takes_is_an_error() {
     send(&*comms[0], 1, 1).unwrap();
     comms[1].leave();
     comms[0].leave();
-    let text = comms[0].failure().unwrap().to_string();
+    let text = comms[0].failure().unwrap().with_hint();
     assert!(text.starts_with("rank 0 waits in leave, for rank 1, but rank 1 has ended its program"), "{text}");
 }
 

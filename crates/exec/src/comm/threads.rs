@@ -237,8 +237,8 @@ impl Communicator for ThreadCommunicator {
         self.withdraw();
     }
 
-    fn fail(&self, reason: &str) {
-        self.peers().fail(self.rank, None, reason);
+    fn fail_with(&self, reason: &str, hint: Option<String>) {
+        self.peers().fail(self.rank, None, reason, hint);
         self.withdraw();
     }
 

@@ -88,8 +88,9 @@ fn has_amx() -> bool {
 }
 
 /// The environment asks for a vector path that cannot be taken.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} = {word:?} {problem}\nhint: {hint}", Simd::SWITCH)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("{} = {word:?} {problem}", Simd::SWITCH)]
+#[hint("{hint}")]
 pub struct UnusablePath {
     word: String,
     problem: String,
@@ -275,6 +276,7 @@ pub fn exp(x: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     #[test]
     fn exp_is_right_everywhere() {
@@ -312,7 +314,7 @@ mod tests {
                 Err("LOCKSTEP_CPU = \"AVX2\" is no vector path\nhint: unset it, or lower the path to one of: portable"),
             ),
         ] {
-            assert_eq!(choose(word, highest).map_err(|e| e.to_string()), expected.map_err(str::to_owned), "{word:?}");
+            assert_eq!(choose(word, highest).map_err(|e| e.with_hint()), expected.map_err(str::to_owned), "{word:?}");
         }
     }
 

@@ -9,7 +9,7 @@ use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, MeshAxis, StepProgram};
+use lockstep_ir::{Coordinates, Hint, Mesh, MeshAxis, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -170,7 +170,7 @@ fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board
             Err(ExecError::Internal(text.to_owned()))
         });
         if let Err(error) = &result {
-            comm.fail(&error.to_string());
+            comm.fail_with(&error.to_string(), error.hint());
             executor.drain();
         }
         drop(executor);

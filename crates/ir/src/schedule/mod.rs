@@ -185,8 +185,9 @@ impl Serialize for Schedule {
 }
 
 /// A name that is no schedule's.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a schedule\nhint: choose one of {names}", names = Schedule::NAMES.join(", "))]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("{0:?} is not a schedule")]
+#[hint("choose one of {names}", names = Schedule::NAMES.join(", "))]
 pub struct UnknownSchedule(pub String);
 
 impl FromStr for Schedule {
@@ -201,6 +202,7 @@ impl FromStr for Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     pub(super) const GPIPE: Schedule = Schedule::ALL[1];
 
@@ -283,7 +285,7 @@ mod tests {
         }
         let error = "zigzag".parse::<Schedule>().expect_err("no such schedule");
         assert_eq!(
-            error.to_string(),
+            error.with_hint(),
             "\"zigzag\" is not a schedule\nhint: choose one of 1f1b, gpipe, interleaved, zb-h1, zb-v"
         );
     }

@@ -85,11 +85,11 @@ impl Timeline {
 }
 
 /// A pipeline that stops before its end: every stage that is not done, and what it waits for.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the pipeline stops before its end: {}\nhint: order the slots of neighbouring stages alike, each backward pass after \
-     its forward pass, or give send buffers more copies",
-    stuck.iter().map(Stuck::to_string).collect::<Vec<_>>().join("; ")
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
+#[error("the pipeline stops before its end: {}", stuck.iter().map(Stuck::to_string).collect::<Vec<_>>().join("; "))]
+#[hint(
+    "order the slots of neighbouring stages alike, each backward pass after its forward pass, or give send \
+     buffers more copies"
 )]
 pub struct Deadlock {
     /// The stages that are not done, in order.

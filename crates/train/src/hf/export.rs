@@ -8,6 +8,7 @@ use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, HfExtras};
 use lockstep_plan::check_positions;
+use lockstep_rundir::RunDirError;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -54,7 +55,7 @@ pub fn export(
 ) -> Result<Exported, TrainError> {
     let trained = Trained::open(from)?;
     let Some(checkpoint) = trained.checkpoint() else {
-        return Err(TrainError::NotTrained { path: from.to_owned() });
+        return Err(RunDirError::NotTrained { path: from.to_owned() }.into());
     };
     let (config, kept) = (&trained.config, trained.kept()?);
     let dtype = match (options.dtype, config.precision.policy) {
@@ -128,8 +129,7 @@ pub fn export(
 /// Why the model of a config cannot be exported, if it cannot.
 pub(crate) fn export_problem(config: &Config) -> Option<String> {
     let beside = HfExtras { context: config.train.seq, dtype: "float32", end_token: None };
-    let text = describe(config, beside, Path::new("")).err()?.to_string();
-    let problem = text.split("\nhint: ").next().unwrap_or_default();
+    let problem = describe(config, beside, Path::new("")).err()?.to_string();
     Some(problem.trim_start_matches(": ").to_owned())
 }
 
@@ -192,6 +192,7 @@ fn tokenizer_files(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     #[test]
     fn a_model_that_no_config_json_can_describe_is_refused() {
@@ -201,7 +202,7 @@ mod tests {
         assert!(describe(&config, beside, Path::new("run")).is_ok());
         // The schema refuses this today; whoever allows it is told here.
         config.model.sliding_window = Some(8);
-        let error = describe(&config, beside, Path::new("run")).unwrap_err().to_string();
+        let error = describe(&config, beside, Path::new("run")).unwrap_err().with_hint();
         assert!(error.starts_with("run: Hugging Face's qwen2 has no model.sliding_window = 8\nhint: "), "{error}");
     }
 }

@@ -129,5 +129,5 @@ pub(crate) fn quoted(text: &str) -> String {
 
 /// Whether a folder is to be imported rather than opened.
 pub(crate) fn is_foreign(path: &Path) -> bool {
-    path.join(CONFIG).exists() && WeightsFolder::is_one(path)
+    WeightsFolder::is_hugging_face(path)
 }

@@ -1,18 +1,29 @@
 //! What a run evaluates between its steps: validation, and tasks.
 
 use super::{LOOK_EVERY, Run};
-use crate::TrainError;
 use crate::event::{Event, StepMetrics};
 use crate::processes::Stop;
+use crate::tasks::TaskRequests;
+use crate::{TaskFile, TrainError};
+use lockstep_data::Sampler;
 use serde_json::json;
+
+/// What a run is evaluated on.
+pub(super) struct Evaluations {
+    /// Validation samples and how many of them one validation reads; none where there is no validation.
+    pub(super) samples: Option<(Sampler, u64)>,
+    /// Tasks, and their texts.
+    pub(super) tasks: Vec<TaskFile>,
+    pub(super) requests: TaskRequests,
+}
 
 impl Run<'_> {
     pub(super) fn validates(&self, step: u64) -> bool {
-        self.validation_samples.is_some() && self.due(step, self.config.train.validate_every)
+        self.evaluations.samples.is_some() && self.due(step, self.config.train.validate_every)
     }
 
     pub(super) fn scores_tasks(&self, step: u64) -> bool {
-        !self.tasks.is_empty() && self.due(step, self.config.eval.every)
+        !self.evaluations.tasks.is_empty() && self.due(step, self.config.eval.every)
     }
 
     /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
@@ -25,14 +36,14 @@ impl Run<'_> {
         if !self.scores_tasks(line.step) {
             return Ok(true);
         }
-        let (mut looked, total) = (Ok(false), self.requests.rows.len() as u64);
+        let (mut looked, total) = (Ok(false), self.evaluations.requests.rows.len() as u64);
         let mut heard = |done: u64| {
             show(Event::EvaluatingTasks { done, total });
             if done.is_multiple_of(LOOK_EVERY) && looked.is_ok() {
                 looked = stop.look();
             }
         };
-        let scores = match self.session.score(&self.requests.rows, stop.flag(), &mut heard) {
+        let scores = match self.session.score(&self.evaluations.requests.rows, stop.flag(), &mut heard) {
             Ok(None) => return looked.map(|_| false),
             Ok(Some(scores)) => Ok(scores),
             // Texts of tasks are not those that the bound is for.
@@ -40,13 +51,15 @@ impl Run<'_> {
             Err(error) => return Err(error),
         };
         looked?;
-        match scores.and_then(|scores| self.requests.reports(&self.tasks, &scores)) {
+        match scores.and_then(|scores| self.evaluations.requests.reports(&self.evaluations.tasks, &scores)) {
             Ok(reports) => {
                 line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
                 show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
             }
             // What has diverged shows in the losses too.
-            Err(error) => show(Event::Warning(&format!("no scores at step {}: {error}", line.step))),
+            Err(error) => {
+                show(Event::Trouble { what: &format!("no scores at step {}: ", line.step), error: &error });
+            }
         }
         Ok(true)
     }
@@ -72,7 +85,7 @@ impl Run<'_> {
     }
 
     pub(super) fn validate(&mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
-        let Some((sampler, sequences)) = &self.validation_samples else { return Ok(None) };
+        let Some((sampler, sequences)) = &self.evaluations.samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
         let mut looked = Ok(false);
@@ -88,7 +101,7 @@ impl Run<'_> {
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
-        self.validated = Some((step, loss));
+        self.saving.validated = Some((step, loss));
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))

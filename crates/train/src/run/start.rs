@@ -1,33 +1,36 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
-use super::standing::Standing;
-use super::{Outcome, Run, RunOptions, saves};
-use crate::changes;
-use crate::changes::Course;
-use crate::data::{unused_vocabulary, way};
+use super::evaluate::Evaluations;
+use super::saving::{self, Saving};
+use super::status::RunStatus;
+use super::{Outcome, Pace, Profiling, Run, RunOptions};
+use crate::data::way;
 use crate::event::Event;
 use crate::feed::Sequences;
 use crate::hf::{self, Kept};
 use crate::initial::InitialWeights;
-use crate::processes::{Processes, Stop};
-use crate::provenance::{Circumstances, RunStart};
+use crate::processes::{Processes, Stop, Team};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::spikes;
 use crate::tasks::TaskRequests;
+use crate::vocabulary::unused_vocabulary;
 use crate::{
-    Devices, Existing, Peak, Prediction, RunData, RunDir, RunTokenizer, TaskFile, TrainError, data_folder, predict,
-    settled,
+    Devices, Existing, Peak, Prediction, RunData, RunTokenizer, TaskFile, TrainError, data_folder, learning_rate,
+    predict, settled,
 };
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
-use lockstep_data::Progress;
+use lockstep_data::{Progress, Sampler};
+use lockstep_exec::comm::processes::host;
 use lockstep_exec::{ExecError, Note};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
+use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
 use lockstep_telemetry::{FailedSink, SinkChoice};
-use serde_json::json;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -36,8 +39,8 @@ pub(crate) fn resume(
     devices: &Devices,
     config: &Config,
     options: &RunOptions,
-) -> Result<(LatestCheckpoint, Course), TrainError> {
-    let places = saves::places(config, &options.dir);
+) -> Result<(LatestCheckpoint, ResumePlan), TrainError> {
+    let places = saving::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest_of(&places)?,
@@ -62,7 +65,7 @@ pub(crate) fn resume(
         return Err(TrainError::Imported { dir: options.dir.clone() });
     }
     let mut course =
-        changes::course(config, &options.dir, found.loaded.as_ref(), options.resume_from.is_some(), &options.change)?;
+        resume_plan(config, &options.dir, found.loaded.as_ref(), options.resume_from.is_some(), &options.change)?;
     if !course.changes.is_empty() {
         // What is found out about a config is not part of what it was read from.
         course.config = settled(devices, &course.config, Some(&options.dir), &mut |_, _| {})?;
@@ -70,9 +73,9 @@ pub(crate) fn resume(
     Ok((found, course))
 }
 
-/// Everything before the first step.
+/// Everything before the first step, in stages that each give what the next needs.
 pub(super) fn start<'a>(
-    course: &'a Course,
+    course: &'a ResumePlan,
     (plan, devices): (&'a Plan, &'a Devices),
     mut dir: RunDir,
     found: LatestCheckpoint,
@@ -81,193 +84,50 @@ pub(super) fn start<'a>(
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
     let (config, team) = (&course.config, devices.team());
-    found.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    if let Some(why) = devices.not_taken(config) {
-        show(Event::Warning(&why));
-    }
-    course.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    for change in &course.undone {
-        let (text, step) = (&change.text, change.step);
-        show(Event::Warning(&match options.resume_from {
-            Some(to) if to == step => format!(
-                "{text} was changed at step {step}, to which the run goes back: it is undone; --change makes it again"
-            ),
-            _ => format!("{text} was changed at step {step}, which the run has yet to reach: it is undone"),
-        }));
-    }
-    // A run that goes on has weights of its own.
-    let initial = if found.loaded.is_none() { InitialWeights::open(config)? } else { None };
-    if let Some(weights) = &initial {
-        weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
-    }
-    // Before days of training, not after them.
-    if found.loaded.is_none()
-        && let Some(why) = hf::export_problem(config)
-    {
-        show(Event::Warning(&format!("what this run trains cannot be exported as a Hugging Face model: {why}")));
-    }
-    // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
-    let started = found.loaded.is_some() || list(&dir.checkpoints()).is_ok_and(|l| !l.is_empty());
-    let existing = if started { Existing::Keep } else { Existing::Refresh };
-    let folder = data_folder(config, dir.path());
-    if !team.is_first() && RunData::open(config, &folder)?.is_none() {
-        show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
-    }
-    let mut read_in_full = true;
-    let data = team.first_then_others("prepare data", || {
-        let data = RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
-        if team.is_first() {
-            data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
-            read_in_full = data.check(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
-        }
-        Ok(data)
-    })?;
-    if !read_in_full {
-        let text =
-            "of the data lengths, headers and samples were checked; `lockstep data verify` reads what has checksums";
-        show(Event::Note(&Note::Cost(text.into())));
-    }
-    team.agree("data", &format!("{:016x}", data.fingerprint()))?;
-    let tokenizer = RunTokenizer::from(data.tokenizer()?);
-    if let Some(text) = unused_vocabulary(config, &tokenizer) {
-        show(Event::Warning(&text));
-    }
-    if team.is_first() && found.loaded.is_none() {
-        data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
-    }
-    let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
-    let requests = TaskRequests::new(&tasks, &tokenizer, config.train.seq)?;
-    let kept = match (&initial, &found.loaded) {
-        (Some(weights), _) => weights.kept(&tokenizer)?,
-        (None, Some(loaded)) => Kept::of_checkpoint(loaded),
-        (None, None) => Kept::default(),
-    };
-    let train = Arc::new(data.train(config)?);
-    // The arena may leave no memory to measure in.
-    let told = team.told("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
-    let peak: Peak = serde_json::from_slice(&told)
-        .map_err(|error| ExecError::Internal(format!("the first rank told of a peak: {error}")))?;
-    let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
-    let mut session = Session::new(devices, config, plan)?;
-    let planned = plan.checkpoint_bytes();
-    if snapshot {
-        let bytes = session.reserve_snapshot()?;
-        // One program, many readers here too.
-        let expected = team.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
-        assert_eq!(bytes, expected, "the snapshot is not what the plan says");
-    } else if config.checkpoint.asynchronous {
-        let bytes = units::bytes(planned);
-        show(Event::Warning(&format!(
-            "checkpoints are written while steps wait: there is no room in host memory for a snapshot of {bytes}"
-        )));
-    }
-    session.notes().iter().for_each(|note| show(Event::Note(note)));
-    let imbalance = context_imbalance(config, train.as_ref());
-    if let Some(share) = imbalance {
-        let cp = config.parallel.cp;
-        let text = format!(
-            "document masks leave the most loaded of {cp} cp ranks {:.1}% more attention than the mean (blocks of the first {LOOKED_AT} sequences)",
-            100.0 * share
-        );
-        show(Event::Note(&Note::Cost(text)));
-    }
+    announce(course, devices, &found, options, show);
+    let initial = initial_weights(config, &found, show)?;
+    let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
+    let mut program = LoadedProgram::load(config, plan, devices, &input.train, show)?;
     let loaded = found.loaded.as_ref();
     if let Some(loaded) = loaded {
-        if loaded.state["data"] != json!(format!("{:016x}", data.fingerprint())) {
-            return Err(TrainError::DataChanged { dir: folder });
+        if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
+            return Err(TrainError::DataChanged { dir: input.folder });
         }
-        session.restore(loaded)?;
+        program.session.restore(loaded)?;
     }
-    let roll_backs = spikes::read(dir.path(), loaded.map(|l| &l.state), loaded.map_or(0, |l| l.step))?;
-    let Standing { step, updates, pending, noise, loss_scale, spikes, best } = Standing::of(loaded, config, roll_backs);
-    let checkpoint = found.loaded.map(|loaded| loaded.path);
+    let step = loaded.map_or(0, |loaded| loaded.step);
+    let roll_backs = spikes::read(dir.path(), loaded.map(|l| &l.state), step)?;
+    let status = RunStatus::of(loaded, config, roll_backs);
     if let Some(weights) = &initial {
-        session.start_from(weights)?;
+        program.session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
         if config.is_inherited("precision.policy") {
-            let policy = config.precision.policy.word();
-            let text = format!(
-                "precision.policy = \"{policy}\", as these weights are; an export keeps it unless it is given --dtype"
-            );
-            show(Event::Note(&Note::Cost(text)));
+            show(Event::PrecisionInherited(config.precision.policy.word()));
         }
     }
-    let read_ahead = session.read_ahead(&train, config.batches().at(step).first_sample)?;
-    let places = saves::places(config, &options.dir);
+    let read_ahead = program.session.read_ahead(&input.train, config.batches().at(step).first_sample)?;
+    let places = saving::places(config, &options.dir);
     if team.is_first() && step < config.train.steps {
-        saves::look_at_disk(&places, planned, config, show)?;
+        saving::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
     }
     if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
-        saves::set_mirror_aside(mirror, options)?;
+        saving::set_mirror_aside(mirror, options)?;
     }
-    let (later, aside) = match options.resume_from {
-        Some(step) => dir.set_later_aside(step)?,
-        None => (Vec::new(), None),
-    };
-    let prediction = predict(devices, plan).unwrap_or_else(|error| {
-        show(Event::Warning(&format!("no prediction: {error}")));
-        None
-    });
-    if let Some(Prediction { by, forecast, .. }) = &prediction {
-        let (step, tokens) = (units::seconds(forecast.step_s), units::count(forecast.tokens_per_s as u64));
-        show(Event::Note(&Note::Cost(format!("predicted: {step} a step, {tokens} tokens/s ({by})"))));
-    }
-    // From how the last call left the directory.
-    let begun_by = RunStart::new(
-        dir.path(),
-        options,
-        Circumstances {
-            step,
-            changed: &course.new,
-            hosts: team.0.map(Processes::hosts),
-            device: &plan.device,
-            world: team.0.map(Processes::summary),
-            data: data.fingerprint(),
-            data_check: if read_in_full { "full" } else { "sampled" },
-            program: plan.program().fingerprint(),
-        },
-    );
-    let written = step - u64::from(pending.is_some());
-    let foreseen = (plan, prediction.as_ref());
-    for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, foreseen, step, written)? {
-        let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
-        show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
-    }
-    dir.roll_backs(&spikes.roll_backs)?;
-    dir.started(&begun_by, options.started_by.given.as_deref())?;
-    let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
-    let failed = dir.open_sinks(choice, written);
-    warn_of_sinks(&mut dir, failed, step, show)?;
-    if let Some(to) = &aside {
-        show(Event::SetAside { step, later: &later, to });
-        dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
-    }
-    for changed in &course.new {
-        show(Event::Changed { step, changed });
-        let mut fields = json!(changed);
-        fields["step"] = json!(step);
-        dir.event("change", fields)?;
-    }
-    if let Some((before, now)) = course.rates {
-        show(Event::RateChanged { before, now });
-    }
-    let train_tokens = data.train_tokens();
-    let (arena_bytes, context_bytes, from_step) =
-        (session.arena_bytes(), devices.device(plan.target)?.context_bytes(), step);
-    let steps = config.train.steps;
+    let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
+    let prediction = begin.write(&mut dir, show)?;
+    let (peak, snapshot) = (&program.peak, program.snapshot_bytes);
     show(Event::Started {
         plan,
-        peak: &peak,
+        peak,
         processes: team.0.map(Processes::summary),
-        arena_bytes,
-        snapshot_bytes: snapshot.then_some(planned),
-        context_bytes,
-        train_tokens,
-        steps,
-        from_step,
+        arena_bytes: program.session.arena_bytes(),
+        snapshot_bytes: snapshot,
+        context_bytes: devices.device(plan.target)?.context_bytes(),
+        train_tokens: input.data.train_tokens(),
+        steps: config.train.steps,
+        from_step: step,
         dir: dir.path(),
     });
-    let init_from = initial.as_ref().map(|weights| weights.path());
     let begun = json!({
         "step": step,
         "device": plan.device,
@@ -276,77 +136,318 @@ pub(super) fn start<'a>(
         "peak_of": peak.of,
         // The name that it had before.
         "ceiling_flops": peak.flops_per_s,
-        "init_from": init_from,
+        "init_from": initial.as_ref().map(|weights| weights.path()),
         // Of the most loaded rank over the mean, where documents are kept apart.
-        "context_imbalance": imbalance,
+        "context_imbalance": program.context_imbalance,
         // Of all ranks, in host memory; null where checkpoints are written while steps wait.
-        "snapshot_bytes": snapshot.then_some(planned),
+        "snapshot_bytes": snapshot,
         // Of this process, in host memory: samples of the next step.
         "read_ahead_bytes": read_ahead,
     });
     dir.event("start", begun)?;
 
     let most = config.train.validation_sequences as u64;
-    let validation_samples = match most {
+    let samples = match most {
         0 => None,
-        _ => data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
+        _ => input.data.validation_samples(config.train.seq, &mut |text| show(Event::Warning(text))),
     };
-    let validation_samples = validation_samples.map(|(samples, _)| {
+    let samples = samples.map(|(samples, _)| {
         let count = samples.samples_before_repeat().min(most);
         (samples, count)
     });
-    let finished = step >= config.train.steps;
     let outcome = Outcome {
         step,
-        finished,
-        steps,
+        finished: step >= config.train.steps,
+        steps: config.train.steps,
         first_val_loss: None,
         last_val_loss: None,
         noise_scale: None,
-        checkpoint,
+        checkpoint: found.loaded.map(|loaded| loaded.path),
         sample: None,
         profile: None,
     };
-    let data = data.fingerprint();
-    let (batches, mesh) = (config.batches(), plan.layout.mesh);
+    let mesh = plan.layout.mesh;
+    let stages = (0..mesh.ranks()).map(|rank| mesh.coordinates(rank).get(MeshAxis::Pp)).collect();
     Ok(Run {
         devices,
         config,
         plan,
-        batches,
-        noise,
-        slow_ranks: SlowRanks::new((0..mesh.ranks()).map(|rank| mesh.coordinates(rank).get(MeshAxis::Pp)).collect()),
-        spikes,
-        loss_scale,
-        updates,
-        last_result: None,
-        session,
+        batches: config.batches(),
+        status,
+        pace: Pace { last_result: None, peak: program.peak, beyond_peak: 0, slow_ranks: SlowRanks::new(stages) },
+        session: program.session,
         dir,
-        train,
-        validation_samples,
-        peak,
-        beyond_peak: 0,
-        data,
-        prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
-        tokenizer,
-        kept: kept.to_json(),
+        train: input.train,
+        evaluations: Evaluations { samples, tasks: input.tasks, requests: input.requests },
+        saving: Saving {
+            places,
+            again: false,
+            last: Instant::now(),
+            timed: None,
+            validated: None,
+            data: input.data.fingerprint(),
+            prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
+            kept: input.kept.to_json(),
+        },
+        tokenizer: input.tokenizer,
         sample_tokens: options.sample_tokens,
-        tasks,
-        requests,
-        pending,
         outcome,
-        profile_steps: None,
-        debug_nans: false,
-        profiled: Vec::new(),
+        profiling: Profiling {
+            asked: options.profile_steps.clone(),
+            taken: Vec::new(),
+            // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
+            observed: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
+        },
+        debug_nans: options.debug_nans,
         warned_of_prompts: false,
-        // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
-        observed_step: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
-        places,
-        save_again: false,
-        last_save: Instant::now(),
-        timed_save: None,
-        validated: None,
-        best,
+    })
+}
+
+/// Says what is known before anything is opened.
+fn announce(
+    course: &ResumePlan,
+    devices: &Devices,
+    found: &LatestCheckpoint,
+    options: &RunOptions,
+    show: &mut dyn FnMut(Event),
+) {
+    found.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if let Some(why) = devices.not_taken(&course.config) {
+        show(Event::Warning(&why));
+    }
+    course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    course.overruled.iter().for_each(|overruled| show(Event::Overruled(overruled)));
+    for change in &course.undone {
+        show(Event::Undone { change, goes_back: options.resume_from == Some(change.step) });
+    }
+}
+
+/// The weights that a new run begins with, where the config names some. A run that goes on has weights of its own.
+fn initial_weights(
+    config: &Config,
+    found: &LatestCheckpoint,
+    show: &mut dyn FnMut(Event),
+) -> Result<Option<InitialWeights>, TrainError> {
+    if found.loaded.is_some() {
+        return Ok(None);
+    }
+    let initial = InitialWeights::open(config)?;
+    if let Some(weights) = &initial {
+        weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    }
+    // Before days of training, not after them.
+    if let Some(why) = hf::export_problem(config) {
+        show(Event::Warning(&format!("what this run trains cannot be exported as a Hugging Face model: {why}")));
+    }
+    Ok(initial)
+}
+
+/// What a run reads: its data, their tokenizer, and tasks.
+struct RunInput {
+    data: RunData,
+    folder: PathBuf,
+    /// Whether all bytes of the data were checked.
+    read_in_full: bool,
+    tokenizer: RunTokenizer,
+    tasks: Vec<TaskFile>,
+    requests: TaskRequests,
+    kept: Kept,
+    train: Arc<Sampler>,
+}
+
+impl RunInput {
+    /// Opens them; data that are not prepared yet are prepared.
+    fn open(
+        config: &Config,
+        team: Team<'_>,
+        dir: &Path,
+        (found, initial): (&LatestCheckpoint, Option<&InitialWeights>),
+        stop: &Stop<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<Self, TrainError> {
+        // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
+        let started = found.loaded.is_some() || list(&dir.join("checkpoints")).is_ok_and(|l| !l.is_empty());
+        let existing = if started { Existing::Keep } else { Existing::Refresh };
+        let folder = data_folder(config, dir);
+        if !team.is_first() && RunData::open(config, &folder)?.is_none() {
+            show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
+        }
+        let mut read_in_full = true;
+        let data = team.first_then_others("prepare data", || {
+            let data =
+                RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
+            if team.is_first() {
+                data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
+                read_in_full = data.check(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
+            }
+            Ok(data)
+        })?;
+        if !read_in_full {
+            let text = "of the data lengths, headers and samples were checked; `lockstep data verify` reads what has checksums";
+            show(Event::Note(&Note::Cost(text.into())));
+        }
+        team.agree("data", &format!("{:016x}", data.fingerprint()))?;
+        let tokenizer = RunTokenizer::from(data.tokenizer()?);
+        if let Some(error) = unused_vocabulary(config, &tokenizer) {
+            show(Event::Trouble { what: "", error: &error });
+        }
+        if team.is_first() && found.loaded.is_none() {
+            data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
+        }
+        let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
+        let requests = TaskRequests::new(&tasks, &tokenizer, config.train.seq)?;
+        let kept = match (initial, &found.loaded) {
+            (Some(weights), _) => weights.kept(&tokenizer)?,
+            (None, Some(loaded)) => Kept::of_checkpoint(loaded),
+            (None, None) => Kept::default(),
+        };
+        let train = Arc::new(data.train(config)?);
+        Ok(Self { data, folder, read_in_full, tokenizer, tasks, requests, kept, train })
+    }
+}
+
+/// The executor with the run's program.
+struct LoadedProgram {
+    session: Session,
+    /// What MFU is a share of.
+    peak: Peak,
+    /// Bytes of host memory, of all ranks, for snapshots of checkpoints; none where steps wait for them.
+    snapshot_bytes: Option<u64>,
+    /// How much more attention the most loaded context-parallel rank has than the mean, where documents make them unequal.
+    context_imbalance: Option<f64>,
+}
+
+impl LoadedProgram {
+    fn load(
+        config: &Config,
+        plan: &Plan,
+        devices: &Devices,
+        train: &Sampler,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<Self, TrainError> {
+        let team = devices.team();
+        // The arena may leave no memory to measure in.
+        let told = team.told("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
+        let peak: Peak = serde_json::from_slice(&told)
+            .map_err(|error| ExecError::Internal(format!("the first rank told of a peak: {error}")))?;
+        let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
+        let mut session = Session::new(devices, config, plan)?;
+        let planned = plan.checkpoint_bytes();
+        if snapshot {
+            let bytes = session.reserve_snapshot()?;
+            // One program, many readers here too.
+            let expected = team.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
+            assert_eq!(bytes, expected, "the snapshot is not what the plan says");
+        } else if config.checkpoint.asynchronous {
+            let bytes = units::bytes(planned);
+            show(Event::Warning(&format!(
+                "checkpoints are written while steps wait: there is no room in host memory for a snapshot of {bytes}"
+            )));
+        }
+        session.notes().iter().for_each(|note| show(Event::Note(note)));
+        let context_imbalance = context_imbalance(config, train);
+        if let Some(share) = context_imbalance {
+            let cp = config.parallel.cp;
+            let text = format!(
+                "document masks leave the most loaded of {cp} cp ranks {:.1}% more attention than the mean (blocks of the first {LOOKED_AT} sequences)",
+                100.0 * share
+            );
+            show(Event::Note(&Note::Cost(text)));
+        }
+        Ok(Self { session, peak, snapshot_bytes: snapshot.then_some(planned), context_imbalance })
+    }
+}
+
+/// What the run directory is told of a start.
+struct RecordedStart<'a> {
+    course: &'a ResumePlan,
+    plan: &'a Plan,
+    devices: &'a Devices,
+    options: &'a RunOptions,
+    step: u64,
+    status: &'a RunStatus,
+    input: &'a RunInput,
+}
+
+impl RecordedStart<'_> {
+    /// Writes it, and says what changes. Gives what is predicted of a step.
+    fn write(&self, dir: &mut RunDir, show: &mut dyn FnMut(Event)) -> Result<Option<Prediction>, TrainError> {
+        let Self { course, plan, devices, options, step, status, input } = *self;
+        let (config, team) = (&course.config, devices.team());
+        let (later, aside) = match options.resume_from {
+            Some(step) => dir.set_later_aside(step)?,
+            None => (Vec::new(), None),
+        };
+        let prediction = predict(devices, plan).unwrap_or_else(|error| {
+            show(Event::Trouble { what: "no prediction: ", error: &error });
+            None
+        });
+        if let Some(Prediction { by, forecast, .. }) = &prediction {
+            let (step, tokens) = (units::seconds(forecast.step_s), units::count(forecast.tokens_per_s as u64));
+            show(Event::Note(&Note::Cost(format!("predicted: {step} a step, {tokens} tokens/s ({by})"))));
+        }
+        // From how the last call left the directory.
+        let begun_by = RunStart::new(
+            dir.path(),
+            &options.started_by,
+            StartCircumstances {
+                step,
+                taken_back: options.resume_from.is_some(),
+                fresh: options.fresh,
+                changed: &course.new,
+                hosts: team.0.map_or_else(|| vec![host()], Processes::hosts),
+                device: &plan.device,
+                world: team.0.map(Processes::summary),
+                data: input.data.fingerprint(),
+                data_check: if input.read_in_full { "full" } else { "sampled" },
+                program: plan.program().fingerprint(),
+            },
+        );
+        let written = step - u64::from(status.pending.is_some());
+        let summary = plan_summary(plan, prediction.as_ref());
+        for (from, to) in dir.begin(&config.resolved_toml(), &course.changes, &summary, step, written)? {
+            let which = if from == to { format!("step {from}") } else { format!("steps {from} to {to}") };
+            show(Event::Warning(&format!("metrics.jsonl has lost the lines of {which}; events.jsonl says so")));
+        }
+        let roll_backs = &status.spikes.roll_backs;
+        dir.roll_backs(!roll_backs.is_empty(), &spikes::written(roll_backs))?;
+        dir.started(&begun_by, options.started_by.given.as_deref())?;
+        let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
+        let failed = dir.open_sinks(choice, written);
+        warn_of_sinks(dir, failed, step, show)?;
+        if let Some(to) = &aside {
+            show(Event::SetAside { step, later: &later, to });
+            dir.event("set_aside", json!({ "step": step, "checkpoints": later, "folder": to }))?;
+        }
+        for changed in &course.new {
+            show(Event::Changed { step, changed });
+            let mut fields = json!(changed);
+            fields["step"] = json!(step);
+            dir.event("change", fields)?;
+        }
+        if let Some(before) = &course.before {
+            let [before, now] = [before, config].map(|config| learning_rate(config, step));
+            if before != now {
+                show(Event::RateChanged { before, now });
+            }
+        }
+        Ok(prediction)
+    }
+}
+
+/// The contents of `plan.json`.
+fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
+    json!({
+        "lockstep": env!("CARGO_PKG_VERSION"),
+        "program": format!("{:016x}", plan.program().fingerprint()),
+        "device": plan.device,
+        "layout": plan.layout.to_string(),
+        "micro_batches": plan.layout.micro_batches,
+        "parameters": plan.parameters,
+        "tokens_per_step": plan.tokens_per_step,
+        "model_flops_per_token": plan.model_flops_per_token(),
+        "memory": plan.memory,
+        "prediction": prediction,
     })
 }
 

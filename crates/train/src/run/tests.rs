@@ -1,9 +1,10 @@
 //! A run on an executor that answers late, as a GPU does, against the same run on the CPU.
 
 use super::*;
+use crate::event::GpuMetrics;
 use lockstep_checkpoint::latest;
 use lockstep_compile::STATS;
-use lockstep_exec::{ExecError, Executor, Taken, Ticket, Timing};
+use lockstep_exec::{DeviceTime, ExecError, Executor, Taken, Ticket, Timing};
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::path::Path;

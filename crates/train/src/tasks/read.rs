@@ -113,9 +113,8 @@ impl TaskFile {
             for choice in &item.choices {
                 let (context, scored) = encoded(tokenizer, &item.query, &format!("{}{choice}", item.delimiter))?;
                 if scored.is_empty() || scored.len() > seq {
-                    let text = format!("the answer {choice:?} has {} tokens", scored.len());
-                    let hint = "an answer has at least one token, and fits into a sequence: --seq";
-                    return Err(wrong(&self.path, item.line, text, hint));
+                    let (place, answer) = (place(&self.path, item.line), choice.to_owned());
+                    return Err(TrainError::AnswerLength { place, answer, tokens: scored.len() });
                 }
                 // The last token is predicted and not read.
                 let most = seq + 1 - scored.len();
@@ -156,8 +155,12 @@ impl TaskItem {
 const FORMAT: &str = r#"a line is {"query": "…", "choices": ["…", "…"], "gold": 0} or {"query": "…", "target": "…"}"#;
 
 fn wrong(path: &Path, line: usize, text: String, hint: &str) -> TrainError {
-    let place = if line == 0 { String::new() } else { format!(", line {line}") };
-    TrainError::Task { place: format!("{}{place}", path.display()), text, hint: hint.to_owned() }
+    TrainError::Task { place: place(path, line), text, hint: hint.to_owned() }
+}
+
+fn place(path: &Path, line: usize) -> String {
+    let line = if line == 0 { String::new() } else { format!(", line {line}") };
+    format!("{}{line}", path.display())
 }
 
 /// The tokens of a context and of what follows it. Spaces at the end of the context belong to what follows, and the tokens of both
@@ -178,6 +181,7 @@ fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_ir::Hint;
 
     fn file(text: &str) -> Result<TaskFile, TrainError> {
         let folder = tempfile::tempdir().unwrap();
@@ -199,15 +203,15 @@ mod tests {
         rows.clear();
         tasks.requests(&RunTokenizer::Bytes, 4, &mut rows).unwrap();
         assert_eq!(rows[1], Request { tokens: bytes("b  de"), context: 1 });
-        let error = tasks.requests(&RunTokenizer::Bytes, 3, &mut rows).unwrap_err().to_string();
-        assert!(error.contains("a task.jsonl, line 1: the answer \"de\" has 4 tokens\nhint: "), "{error}");
+        let error = tasks.requests(&RunTokenizer::Bytes, 3, &mut rows).unwrap_err().with_hint();
+        assert!(error.contains("a task.jsonl, line 1: the answer \"de\" has 4 tokens"), "{error}");
     }
 
     #[test]
     fn a_file_that_is_not_there_is_a_wrong_request_and_a_byte_order_mark_is_none_of_its_text() {
         let error = TaskFile::open(Path::new("/no/such.jsonl"), 0).map(|_| ()).unwrap_err();
         assert!(error.is_request(), "{error}");
-        assert!(error.to_string().contains("such.jsonl: it cannot be read: "), "{error}");
+        assert!(error.with_hint().contains("such.jsonl: it cannot be read: "), "{error}");
         assert_eq!(file("\u{feff}{\"query\":\"a\",\"target\":\"b\"}").unwrap().items.len(), 1);
     }
 
@@ -227,7 +231,7 @@ mod tests {
             ),
             ("nonsense", "line 1"),
         ] {
-            let error = file(text).unwrap_err().to_string();
+            let error = file(text).unwrap_err().with_hint();
             assert!(error.contains(word) && error.contains("\nhint: "), "{error}");
         }
     }

@@ -237,9 +237,7 @@ impl Inbox {
 
     /// Ends the run because this rank cannot go on.
     pub fn fail(&self, rank: usize, reason: &str) {
-        // Its hint is for whoever reads what this rank says.
-        let reason = reason.split("\nhint: ").next().unwrap_or(reason);
-        self.peers.fail(rank, Some(&self.hosts[rank]), reason);
+        self.peers.fail(rank, Some(&self.hosts[rank]), reason, None);
     }
 
     /// An error that another rank has noticed, with what only this one knows: it may hear where ranks are, and the other not.

@@ -20,6 +20,7 @@ use super::wire::{Reader, Writer, write_note};
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
 use first::{meet, open};
+use lockstep_ir::Hint;
 use others::{Search, visit};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -137,7 +138,6 @@ pub fn host_at(start: &Start, listener: TcpListener) -> Result<ProcessCommunicat
 
 /// Tells the others that this process ends before it has joined them, if they are there: they wait no longer.
 pub fn end_early(start: &Start, reason: &str) {
-    let reason = reason.split("\nhint: ").next().unwrap_or(reason);
     if start.rank == 0 {
         if let Some(board) = &start.board {
             // Where it cannot be written, they wait.
@@ -208,7 +208,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     match transport {
         Ok(transport) => Ok(ProcessCommunicator::new(rank, inbox, (transport, over), control, members, (secret, gate))),
         Err(_) if inbox.peers.failure().is_some() => {
-            let text = inbox.peers.failure().map_or_else(String::new, ToString::to_string);
+            let text = inbox.peers.failure().map_or_else(String::new, Hint::with_hint);
             control.close();
             Err(JoinError::Refused(text))
         }

@@ -346,7 +346,7 @@ impl Communicator for ProcessCommunicator {
         self.drain();
     }
 
-    fn fail(&self, reason: &str) {
+    fn fail_with(&self, reason: &str, _: Option<String>) {
         self.inbox.fail(self.rank, reason);
     }
 

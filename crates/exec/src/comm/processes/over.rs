@@ -7,6 +7,7 @@ use super::inbox::Inbox;
 use super::mpi::{self, Mpi};
 use super::start::{JoinError, Member, REFUSAL, Start};
 use super::wire::{Reader, Writer, read_note, write_note};
+use lockstep_ir::Hint;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -106,7 +107,7 @@ pub fn start_mpi(
                     let error = lost(other, &error);
                     links.iter().flatten().for_each(|link| {
                         // Who is gone needs no word.
-                        let _ = write_note(link, REFUSAL, error.to_string().as_bytes());
+                        let _ = write_note(link, REFUSAL, error.with_hint().as_bytes());
                     });
                     return Err(error);
                 }

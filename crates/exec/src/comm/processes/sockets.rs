@@ -201,6 +201,7 @@ impl Drop for Sockets {
 mod tests {
     use super::*;
     use crate::comm::peers::Peers;
+    use lockstep_ir::Hint;
 
     #[test]
     fn a_frame_that_is_too_long_is_refused_before_memory_is_asked_for() {
@@ -212,7 +213,7 @@ mod tests {
             let receiver = listener.accept().unwrap().0;
             sender.write_all(&[7u64.to_le_bytes(), bytes.to_le_bytes()].concat()).unwrap();
             receive(1, receiver, &inbox);
-            let text = inbox.peers.failure().unwrap().to_string();
+            let text = inbox.peers.failure().unwrap().with_hint();
             assert!(text.contains(&format!("there is no memory for a frame of {bytes} bytes")), "{text}");
         }
     }

@@ -64,14 +64,11 @@ pub struct Member {
 }
 
 /// Why processes did not find each other.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, lockstep_ir::Hint)]
 pub enum JoinError {
     /// The first rank cannot listen.
-    #[error("rank 0 cannot listen at {address}: {cause}\nhint: {}", match in_use {
-        true => "another process uses this port, and there is no folder in which to tell the other ranks of another: choose another \
-                 MASTER_PORT",
-        false => "MASTER_ADDR must be an address of the host of rank 0",
-    })]
+    #[error("rank 0 cannot listen at {address}: {cause}")]
+    #[hint("{}", if *in_use { PORT_IN_USE } else { "MASTER_ADDR must be an address of the host of rank 0" })]
     Listen {
         /// The address.
         address: String,
@@ -81,11 +78,8 @@ pub enum JoinError {
         in_use: bool,
     },
     /// The first rank does not answer.
-    #[error(
-        "rank {rank} found no rank 0 at {address} within {}: {cause}\n\
-         hint: is rank 0 running, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall may be between them",
-        units::seconds(.within.as_secs_f64())
-    )]
+    #[error("rank {rank} found no rank 0 at {address} within {}: {cause}", units::seconds(.within.as_secs_f64()))]
+    #[hint("is rank 0 running, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall may be between them")]
     NoAnswer {
         /// The rank that looked.
         rank: usize,
@@ -98,9 +92,12 @@ pub enum JoinError {
     },
     /// Some have not come.
     #[error(
-        "{} of {ranks} {} not come within {}\nhint: look at their messages; were as many processes started as there are ranks?",
-        units::ranks(.missing), if .missing.len() == 1 { "has" } else { "have" }, units::seconds(.within.as_secs_f64())
+        "{} of {ranks} {} not come within {}",
+        units::ranks(.missing),
+        if .missing.len() == 1 { "has" } else { "have" },
+        units::seconds(.within.as_secs_f64())
     )]
+    #[hint("look at their messages; were as many processes started as there are ranks?")]
     Missing {
         /// Who.
         missing: Vec<usize>,
@@ -111,10 +108,10 @@ pub enum JoinError {
     },
     /// Two processes are the same rank.
     #[error(
-        "rank {rank} came twice: as process {} on host {} and as process {} on host {}\n\
-         hint: every process needs a rank of its own (RANK, SLURM_PROCID …); two runs may use the same MASTER_PORT",
+        "rank {rank} came twice: as process {} on host {} and as process {} on host {}",
         .first.pid, .first.host, .second.pid, .second.host
     )]
+    #[hint("every process needs a rank of its own (RANK, SLURM_PROCID …); two runs may use the same MASTER_PORT")]
     Twice {
         /// The rank.
         rank: usize,
@@ -125,10 +122,10 @@ pub enum JoinError {
     },
     /// A process counts other ranks than the first.
     #[error(
-        "process {} on host {} is rank {rank} of {theirs}, and rank 0 counts {ours} ranks\n\
-         hint: start all processes with the same WORLD_SIZE, and ranks from 0 to one less",
+        "process {} on host {} is rank {rank} of {theirs}, and rank 0 counts {ours} ranks",
         .member.pid, .member.host
     )]
+    #[hint("start all processes with the same WORLD_SIZE, and ranks from 0 to one less")]
     OtherSize {
         /// The process.
         member: Member,
@@ -140,10 +137,8 @@ pub enum JoinError {
         ours: usize,
     },
     /// A process is of another build.
-    #[error(
-        "rank 0 on host {first} is Lockstep {ours}, rank {rank} on host {host} is Lockstep {theirs}\n\
-         hint: start all ranks from the same binary"
-    )]
+    #[error("rank 0 on host {first} is Lockstep {ours}, rank {rank} on host {host} is Lockstep {theirs}")]
+    #[hint("start all ranks from the same binary")]
     OtherBuild {
         /// The host of the first rank.
         first: String,
@@ -158,9 +153,10 @@ pub enum JoinError {
     },
     /// A process has ended before all had come.
     #[error(
-        "rank {rank}{} has ended before all had come: {reason}\nhint: look at the messages of rank {rank}",
+        "rank {rank}{} has ended before all had come: {reason}",
         host.as_ref().map_or_else(String::new, |host| format!(" on host {host}"))
     )]
+    #[hint("look at the messages of rank {rank}")]
     Early {
         /// The rank.
         rank: usize,
@@ -170,20 +166,21 @@ pub enum JoinError {
         reason: String,
     },
     /// Whoever started the processes says that one of them has ended.
-    #[error(
-        "rank {rank} waits no longer: another rank has ended before all had come\nhint: look at the messages of the other ranks"
-    )]
+    #[error("rank {rank} waits no longer: another rank has ended before all had come")]
+    #[hint("look at the messages of the other ranks")]
     Abandoned {
         /// The rank that waited.
         rank: usize,
     },
     /// The process is asked to stop.
-    #[error("interrupted before all ranks had come\nhint: the same command again starts the run, or goes on with it")]
+    #[error("interrupted before all ranks had come")]
+    #[hint("the same command again starts the run, or goes on with it")]
     Stopped,
     /// There is no secret, and no folder to keep one in.
-    #[error(
-        "rank {rank} cannot prove to the others that it is of their job: {cause}\nhint: choose a folder that all ranks can use, or give \
-         all the same LOCKSTEP_JOB_SECRET: 64 hexadecimal digits, as `openssl rand -hex 32` prints"
+    #[error("rank {rank} cannot prove to the others that it is of their job: {cause}")]
+    #[hint(
+        "choose a folder that all ranks can use, or give all the same LOCKSTEP_JOB_SECRET: 64 hexadecimal digits, \
+         as `openssl rand -hex 32` prints"
     )]
     NoSecret {
         /// The rank.
@@ -195,9 +192,8 @@ pub enum JoinError {
     #[error("{0}")]
     Refused(String),
     /// Ranks cannot reach each other.
-    #[error(
-        "rank {rank}: {cause}\nhint: every host must reach every other, on any port; look for a firewall between them"
-    )]
+    #[error("rank {rank}: {cause}")]
+    #[hint("every host must reach every other, on any port; look for a firewall between them")]
     Unconnected {
         /// The rank that says so.
         rank: usize,
@@ -205,17 +201,15 @@ pub enum JoinError {
         cause: String,
     },
     /// A rank was lost while MPI was started.
-    #[error(
-        "MPI does not start: {failed}\nhint: look at the messages of that rank; LOCKSTEP_MPI_LIBRARY=none goes over TCP"
-    )]
+    #[error("MPI does not start: {failed}")]
+    #[hint("look at the messages of that rank; LOCKSTEP_MPI_LIBRARY=none goes over TCP")]
     MpiStart {
         /// Who, where, and what is wrong.
         failed: String,
     },
     /// The system lacks something.
-    #[error(
-        "rank {rank} cannot join the others: {cause}\nhint: check the limits of threads and open files (ulimit -u, -n)"
-    )]
+    #[error("rank {rank} cannot join the others: {cause}")]
+    #[hint("check the limits of threads and open files (ulimit -u, -n)")]
     System {
         /// The rank.
         rank: usize,
@@ -223,6 +217,9 @@ pub enum JoinError {
         cause: String,
     },
 }
+
+const PORT_IN_USE: &str = "another process uses this port, and there is no folder in which to tell the other ranks of another: \
+                           choose another MASTER_PORT";
 
 /// The name of this host.
 pub fn host() -> String {

@@ -3,6 +3,7 @@ use super::*;
 use crate::comm::conformance;
 use crate::comm::{Order, Subject};
 use lockstep_ir::DType;
+use lockstep_ir::Hint;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::AtomicUsize;
 use std::thread::scope;
@@ -92,7 +93,7 @@ fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Res
 
 fn within(limit: Duration, run: impl FnOnce() -> Result<(), CommError>) -> String {
     let start = Instant::now();
-    let text = run().unwrap_err().to_string();
+    let text = run().unwrap_err().with_hint();
     assert!(start.elapsed() < limit, "{:?}: {text}", start.elapsed());
     text
 }
@@ -187,7 +188,7 @@ fn a_rank_that_loses_the_first_is_named_with_it_where_both_live() {
     std::thread::sleep(Duration::from_millis(100));
     comms[0].inbox.set_connected(1, false);
     comms[0].inbox.cut(1, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
-    let text = comms[0].failure().unwrap().to_string();
+    let text = comms[0].failure().unwrap().with_hint();
     let expected =
         format!("rank 0 on host {0} and rank 1 on host {0} cannot reach each other any more, and both live: ", host());
     assert!(text.starts_with(&expected), "{text}");
@@ -279,7 +280,7 @@ fn a_stall_of_a_process_of_which_nothing_is_heard_is_its_silence() {
         seconds: 2.0,
         other_waits_for: None,
     };
-    let text = comms[0].peers().end(stalled(1)).to_string();
+    let text = comms[0].peers().end(stalled(1)).with_hint();
     assert!(text.contains("rank 1 on host ") && text.contains("nothing was heard of its process for 2.0"), "{text}");
     // One that is heard stalls.
     let (comms, _proxy) = behind_a_proxy(Duration::from_secs(2));
@@ -349,7 +350,7 @@ fn a_rank_that_stalls_is_named_to_all_by_the_first() {
         while comms[2].failure().is_none() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(comms[2].failure().unwrap().to_string(), text);
+        assert_eq!(comms[2].failure().unwrap().with_hint(), text);
     });
 }
 
@@ -379,7 +380,7 @@ fn bad_starts_are_named_to_all_who_came() {
     let check = |starts: &[Start], expected: &str| {
         let joined = join_all(starts);
         for result in &joined {
-            let text = result.as_ref().err().unwrap_or_else(|| panic!("{expected}")).to_string();
+            let text = result.as_ref().err().unwrap_or_else(|| panic!("{expected}")).with_hint();
             assert!(text.contains(expected) && text.contains("\nhint: "), "{text}");
         }
         // Whoever is refused is told what the first rank says.
@@ -401,11 +402,11 @@ fn bad_starts_are_named_to_all_who_came() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let error = join(&start(0, 2, &address, short)).err().unwrap();
-    assert!(error.to_string().contains("another process uses this port, and there is no folder"), "{error}");
+    assert!(error.with_hint().contains("another process uses this port, and there is no folder"), "{error}");
     let error = join(&start(1, 2, &free_address(), short)).err().unwrap();
-    assert!(error.to_string().starts_with("rank 1 found no rank 0 at 127.0.0.1:"), "{error}");
+    assert!(error.with_hint().starts_with("rank 1 found no rank 0 at 127.0.0.1:"), "{error}");
     let error = join(&start(1, 2, "no.such.host.invalid:1", short)).err().unwrap();
-    assert!(error.to_string().contains("found no rank 0 at no.such.host.invalid:1"), "{error}");
+    assert!(error.with_hint().contains("found no rank 0 at no.such.host.invalid:1"), "{error}");
 }
 
 /// A connection to somebody who will listen soon.
@@ -468,11 +469,11 @@ fn strangers_and_latecomers_do_no_harm() {
     });
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     let error = join(&start(1, 2, &address, Duration::from_secs(2))).err().unwrap();
-    assert!(error.to_string().contains("rank 1 came twice"), "{error}");
+    assert!(error.with_hint().contains("rank 1 came twice"), "{error}");
     // One that was given another secret is a stranger too, and is told nothing.
     let other =
         Start { secret: Some(JobSecret::random().unwrap()), ..start(1, 2, &address, Duration::from_millis(500)) };
-    let error = join(&other).err().unwrap().to_string();
+    let error = join(&other).err().unwrap().with_hint();
     assert!(error.contains("no process of this job") && !error.contains("0.1 (test)"), "{error}");
     scope(|s| {
         s.spawn(|| all_reduce(&comms[0], place("sum", 0)).unwrap());
@@ -521,7 +522,7 @@ fn a_port_that_is_taken_is_not_the_end_and_a_secret_is_made_where_none_was_given
     // Neither a secret nor a folder for one.
     for rank in [0, 1] {
         let none = Start { secret: None, ..start(rank, 2, &free_address(), SOME) };
-        let error = join(&none).err().unwrap().to_string();
+        let error = join(&none).err().unwrap().with_hint();
         assert!(error.contains("LOCKSTEP_JOB_SECRET") && error.contains("\nhint: "), "{error}");
     }
 }
@@ -538,10 +539,10 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
         let waiting = [0, 1].map(|rank| {
             s.spawn({
                 let start = of(rank, &address);
-                move || join(&start).err().unwrap().to_string()
+                move || join(&start).err().unwrap().with_hint()
             })
         });
-        end_early(&of(2, &address), "no such file\nhint: none");
+        end_early(&of(2, &address), "no such file");
         waiting.map(|thread| thread.join().unwrap())
     });
     for text in texts {
@@ -552,7 +553,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
     // The first rank, which nobody can reach then.
     let (began, address) = (Instant::now(), free_address());
     let text = scope(|s| {
-        let waiting = s.spawn(|| join(&of(1, &address)).err().unwrap().to_string());
+        let waiting = s.spawn(|| join(&of(1, &address)).err().unwrap().with_hint());
         std::thread::sleep(Duration::from_millis(200));
         end_early(&of(0, &address), "no such file");
         waiting.join().unwrap()
@@ -572,7 +573,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
             let starts = [start(0, 3, &address, long), start(1, 3, &address, long), start(1, 3, &alone, long)];
             let threads = starts.map(|start| {
                 let start = Start { waiting: waiting.clone(), ..start };
-                s.spawn(move || join(&start).err().unwrap().to_string())
+                s.spawn(move || join(&start).err().unwrap().with_hint())
             });
             std::thread::sleep(Duration::from_millis(300));
             flag.store(true, Ordering::Release);

@@ -61,7 +61,7 @@ impl Writer {
 
     pub fn error(&mut self, error: &CommError) {
         match error {
-            CommError::Failed { rank, host, place, reason } => {
+            CommError::Failed { rank, host, place, reason, hint: _ } => {
                 self.u8(0);
                 self.size(*rank);
                 self.option(host.as_deref(), Self::text);
@@ -184,6 +184,7 @@ impl<'a> Reader<'a> {
                 host: self.option(|from| from.shown())?,
                 place: self.option(Self::place)?,
                 reason: self.shown()?,
+                hint: None,
             },
             1 => CommError::Lost {
                 rank: self.size()?,
@@ -277,8 +278,14 @@ mod tests {
         let place = ProgramPlace { op: "all_reduce", layer: Some(3), micro_batch: 7 };
         let before = ProgramPlace { layer: None, ..place };
         let errors = [
-            CommError::Failed { rank: 2, host: Some("n1".into()), place: Some(place), reason: "no more memory".into() },
-            CommError::Failed { rank: 2, host: None, place: None, reason: String::new() },
+            CommError::Failed {
+                rank: 2,
+                host: Some("n1".into()),
+                place: Some(place),
+                reason: "no more memory".into(),
+                hint: None,
+            },
+            CommError::Failed { rank: 2, host: None, place: None, reason: String::new(), hint: None },
             CommError::Lost {
                 rank: 1,
                 host: "n1".into(),

@@ -2,6 +2,7 @@ use super::*;
 use crate::counter;
 use crate::schedule::Schedule;
 use crate::schedule::tests::{GPIPE, all, named};
+use lockstep_ir::Hint;
 use std::collections::BTreeMap;
 
 fn equal(stages: usize, forward: f64, backward: f64) -> Costs {
@@ -177,7 +178,7 @@ fn a_slow_transfer_holds_up_a_stage_with_one_copy_and_not_one_with_two() {
 fn a_backward_pass_before_its_forward_pass_is_named() {
     let found = deadlock(&["F0 F1 B0 B1", "F0 B1 F1 B0"], 4);
     assert_eq!(
-        found.to_string(),
+        found.with_hint(),
         "the pipeline stops before its end: stage 0 at B0 waits for B0 of stage 1; stage 1 at B1 waits for its own F1\n\
          hint: order the slots of neighbouring stages alike, each backward pass after its forward pass, or give send buffers \
          more copies"

@@ -9,7 +9,7 @@ use crate::comm::processes::over::Over;
 use crate::comm::processes::secret::{Door, JobSecret};
 use crate::comm::processes::sockets::tune;
 use crate::comm::processes::wire::{Reader, read_note_up_to, write_note};
-use lockstep_ir::counter;
+use lockstep_ir::{Hint, counter};
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -99,7 +99,7 @@ pub(super) fn meet(
         }
     };
     if let Err((error, stream)) = verdict {
-        let text = error.to_string();
+        let text = error.with_hint();
         let refuse = |link: &TcpStream| drop(write_note(link, REFUSAL, text.as_bytes()));
         links.iter().flatten().chain(&stream).for_each(refuse);
         // Those who are about to come are told as well.
@@ -193,7 +193,7 @@ fn refuse_latecomers(door: &mut Door, start: &Start, members: &[(Member, SocketA
             if let Some(Heard::Came(hello)) = heard(&stream)
                 && let Err(error) = check(start, &members[0].0, &hello, &known)
             {
-                let _ = write_note(&stream, REFUSAL, error.to_string().as_bytes());
+                let _ = write_note(&stream, REFUSAL, error.with_hint().as_bytes());
             }
         }
         std::thread::sleep(LOOK_EVERY);

@@ -1,11 +1,10 @@
 //! The runs of a folder, for whoever looks for one.
 
-use crate::TrainError;
+use crate::RunDirError;
 use crate::checkpoints::lines;
 use crate::provenance::{RunStart, starts, tail};
-use crate::trained::read_config;
 use lockstep_config::Config;
-use lockstep_telemetry::open_file;
+use lockstep_telemetry::{open_file, refuse_special};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::TryLockError;
@@ -86,9 +85,9 @@ impl std::fmt::Display for RunState {
 const DEPTH: usize = 3;
 
 /// The runs in a folder and in its folders, by name; the folder itself, if it is one.
-pub fn runs(dir: &Path) -> Result<Vec<RunSummary>, TrainError> {
+pub fn runs(dir: &Path) -> Result<Vec<RunSummary>, RunDirError> {
     let mut found = Vec::new();
-    look(dir, DEPTH, &mut found).map_err(|e| TrainError::io("list", dir, e))?;
+    look(dir, DEPTH, &mut found).map_err(|e| RunDirError::io("list", dir, e))?;
     found.sort();
     Ok(found.iter().map(|path| run_summary(path)).collect())
 }
@@ -168,6 +167,12 @@ fn hours(events: &[Value], step: u64, pace: f64) -> f64 {
     }
     let told = events.iter().rev().find_map(|event| event["step"].as_u64()).unwrap_or(0);
     (seconds + step.saturating_sub(told) as f64 * pace) / 3600.0
+}
+
+/// The config of a run directory, at `path`; what is not a regular file is refused.
+pub fn read_config(path: &Path) -> Result<Config, RunDirError> {
+    refuse_special(path).map_err(|e| RunDirError::io("read", path, e))?;
+    Ok(Config::load(path, &[])?)
 }
 
 /// Whether a process has a run. Nothing is made or written.

@@ -8,26 +8,28 @@ use lockstep_checkpoint::Loaded;
 use lockstep_config::Config;
 use serde_json::Value;
 
-/// Where a run stands.
-pub(super) struct Standing {
-    pub(super) step: u64,
+/// What a run has come to so far, besides its tensors.
+pub(super) struct RunStatus {
+    /// Steps that changed parameters: those with gradients that are not finite do not. Of a step that is queued it is not known
+    /// yet, and counted as if it did.
     pub(super) updates: u64,
     /// The line of the last step, where its validation was interrupted.
     pub(super) pending: Option<StepMetrics>,
     pub(super) noise: Noise,
+    /// In fp16.
     pub(super) loss_scale: Option<LossScale>,
     pub(super) spikes: Spikes,
     /// Step and validation loss of the best checkpoint.
     pub(super) best: Option<(u64, f64)>,
 }
 
-impl Standing {
+impl RunStatus {
     /// That of a run which goes on from a checkpoint, or which begins, after these roll-backs.
     pub(super) fn of(checkpoint: Option<&Loaded>, config: &Config, roll_backs: Vec<RollBack>) -> Self {
         let mut loss_scale = LossScale::new(config);
         let Some(Loaded { step, state, .. }) = checkpoint else {
             let (noise, spikes) = (Noise::default(), Spikes::of(&Value::Null, roll_backs));
-            return Self { step: 0, updates: 0, pending: None, noise, loss_scale, spikes, best: None };
+            return Self { updates: 0, pending: None, noise, loss_scale, spikes, best: None };
         };
         if loss_scale.is_some() {
             // A checkpoint of a run in another precision has none.
@@ -35,7 +37,6 @@ impl Standing {
             loss_scale = saved.or(loss_scale);
         }
         Self {
-            step: *step,
             updates: state["updates"].as_u64().unwrap_or(*step),
             pending: serde_json::from_value(state["pending_metrics"].clone()).unwrap_or(None),
             // A checkpoint of a run that did not measure has none.

@@ -1,8 +1,7 @@
 //! What a run was started with: a line of `starts.jsonl` for every start, and the config file as it was given.
 
 use crate::checkpoints::lines;
-use crate::{Changed, RunOptions, TrainError};
-use lockstep_exec::comm::processes::host;
+use crate::{Changed, RunDirError};
 use lockstep_telemetry::open_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -81,34 +80,46 @@ pub struct RunStart {
 }
 
 /// What a run knows of its own start.
-pub(crate) struct Circumstances<'a> {
-    pub(crate) step: u64,
-    pub(crate) changed: &'a [Changed],
-    pub(crate) hosts: Option<Vec<String>>,
-    pub(crate) device: &'a str,
-    pub(crate) world: Option<String>,
-    pub(crate) data: u64,
-    pub(crate) data_check: &'a str,
-    pub(crate) program: u64,
+pub struct StartCircumstances<'a> {
+    /// Steps that it has done.
+    pub step: u64,
+    /// Whether it was asked to go back to that step.
+    pub taken_back: bool,
+    /// Whether it was asked to start over.
+    pub fresh: bool,
+    /// Keys that have another value from here on.
+    pub changed: &'a [Changed],
+    /// Hosts, each once.
+    pub hosts: Vec<String>,
+    /// What computes.
+    pub device: &'a str,
+    /// How ranks that are processes talk to each other.
+    pub world: Option<String>,
+    /// Fingerprint of the prepared data.
+    pub data: u64,
+    /// How they were checked.
+    pub data_check: &'a str,
+    /// Fingerprint of the program.
+    pub program: u64,
 }
 
 impl RunStart {
     /// The line of a start in `dir`, whose files are still as the last one left them.
-    pub(crate) fn new(dir: &Path, options: &RunOptions, about: Circumstances<'_>) -> Self {
-        let StartedBy { build, binary_xxh3, command, .. } = options.started_by.clone();
+    pub fn new(dir: &Path, by: &StartedBy, about: StartCircumstances<'_>) -> Self {
+        let StartedBy { build, binary_xxh3, command, .. } = by.clone();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         let slurm = ["SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"];
         let slurm = slurm.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)));
         Self {
             unix_s: (now * 1e3).round() / 1e3,
             step: about.step,
-            reason: reason(dir, options, about.step),
+            reason: reason(dir, &about),
             changed: about.changed.iter().filter_map(|changed| serde_json::to_value(changed).ok()).collect(),
             build,
             binary_xxh3,
             command,
             folder: std::env::current_dir().ok(),
-            hosts: about.hosts.unwrap_or_else(|| vec![host()]),
+            hosts: about.hosts,
             device: about.device.to_owned(),
             world: about.world,
             slurm: slurm.collect(),
@@ -120,14 +131,14 @@ impl RunStart {
 }
 
 /// Why a run starts, from how it ended before.
-fn reason(dir: &Path, options: &RunOptions, step: u64) -> String {
-    if let Some(step) = options.resume_from {
-        return format!("taken back to step {step}");
+fn reason(dir: &Path, about: &StartCircumstances<'_>) -> String {
+    if about.taken_back {
+        return format!("taken back to step {}", about.step);
     }
-    if options.fresh {
+    if about.fresh {
         return "started over".into();
     }
-    match (last_event(dir).as_deref(), step) {
+    match (last_event(dir).as_deref(), about.step) {
         (None, 0) => "new run".into(),
         (None, _) => "resumed in another folder".into(),
         (Some("finish"), _) => "resumed after it had finished".into(),
@@ -138,7 +149,7 @@ fn reason(dir: &Path, options: &RunOptions, step: u64) -> String {
 }
 
 /// The kind of the last event that a run has recorded.
-pub(crate) fn last_event(dir: &Path) -> Option<String> {
+fn last_event(dir: &Path) -> Option<String> {
     let last = tail(&dir.join("events.jsonl")).into_iter().next_back()?;
     last["event"].as_str().map(str::to_owned)
 }
@@ -161,7 +172,7 @@ pub(crate) fn tail(path: &Path) -> Vec<Value> {
 }
 
 /// The starts of a run, in order.
-pub fn starts(run: &Path) -> Result<Vec<RunStart>, TrainError> {
+pub fn starts(run: &Path) -> Result<Vec<RunStart>, RunDirError> {
     let path = run.join(STARTS);
     // A torn last line is dropped.
     lines(&path)

@@ -1,6 +1,6 @@
-//! What a run does otherwise from a step on: `--change key=value` on resume, kept in the run directory.
+//! What a run does otherwise from a step on: `key=value` on resume, kept in the run directory.
 
-use crate::{TrainError, learning_rate};
+use crate::RunDirError;
 use lockstep_checkpoint::Loaded;
 use lockstep_config::{Change, Config, Difference};
 use lockstep_telemetry::read_file;
@@ -23,21 +23,37 @@ pub struct Changed {
     pub follows: bool,
 }
 
+/// A key that was changed before and that the config gives another value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overruled {
+    /// `table.key`.
+    pub key: String,
+    /// The step at which it was changed.
+    pub step: u64,
+    /// The value that counts, as TOML.
+    pub counts: String,
+    /// The value in the config, which does not.
+    pub given: String,
+}
+
 /// The config that a run goes on with.
 #[derive(Debug)]
-pub(crate) struct Course {
-    pub(crate) config: Config,
+pub struct ResumePlan {
+    /// As given, with all changes that count.
+    pub config: Config,
     /// All changes that count, in order.
-    pub(crate) changes: Vec<Change>,
+    pub changes: Vec<Change>,
     /// What is changed by this call.
-    pub(crate) new: Vec<Changed>,
+    pub new: Vec<Changed>,
     /// Earlier changes that do not count any more: those after the step from which the run goes on, and where it was asked to go
     /// back to that step, those that were made at it.
-    pub(crate) undone: Vec<Change>,
+    pub undone: Vec<Change>,
     /// What the user should know of the config with its changes, and not of the one without.
-    pub(crate) warnings: Vec<String>,
-    /// Learning rate of the next step, before and after, where what is changed by this call changes it.
-    pub(crate) rates: Option<(f64, f64)>,
+    pub warnings: Vec<String>,
+    /// What the config says of keys that were changed before.
+    pub overruled: Vec<Overruled>,
+    /// The config without what is changed by this call, where something is.
+    pub before: Option<Config>,
 }
 
 /// The contents of `changes.json`.
@@ -52,13 +68,13 @@ pub(crate) fn written(changes: &[Change]) -> String {
     file.unwrap_or_default() + "\n"
 }
 
-fn read(dir: &Path) -> Result<Vec<Change>, TrainError> {
+fn read(dir: &Path) -> Result<Vec<Change>, RunDirError> {
     let path = dir.join(CHANGES);
     let text = match read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.map_err(|e| TrainError::io("read", &path, e))?,
+        text => text.map_err(|e| RunDirError::io("read", &path, e))?,
     };
-    let file: File = serde_json::from_slice(&text).map_err(|e| TrainError::io("read", &path, e.into()))?;
+    let file: File = serde_json::from_slice(&text).map_err(|e| RunDirError::io("read", &path, e.into()))?;
     Ok(file.changes)
 }
 
@@ -67,24 +83,25 @@ fn read(dir: &Path) -> Result<Vec<Change>, TrainError> {
 ///
 /// Whatever else differs from what the checkpoint was made with is refused, and so is a change that would corrupt the run or, since
 /// all steps are done, would have no effect.
-pub(crate) fn course(
+pub fn resume_plan(
     config: &Config,
     dir: &Path,
     checkpoint: Option<&Loaded>,
     goes_back: bool,
     new: &[String],
-) -> Result<Course, TrainError> {
+) -> Result<ResumePlan, RunDirError> {
     let Some(checkpoint) = checkpoint else {
         return match new.is_empty() {
-            true => Ok(Course {
+            true => Ok(ResumePlan {
                 config: config.clone(),
                 changes: vec![],
                 new: vec![],
                 undone: vec![],
                 warnings: vec![],
-                rates: None,
+                overruled: vec![],
+                before: None,
             }),
-            false => Err(TrainError::NothingToChange { dir: dir.to_owned() }),
+            false => Err(RunDirError::NothingToChange { dir: dir.to_owned() }),
         };
     };
     let step = checkpoint.step;
@@ -128,7 +145,7 @@ pub(crate) fn course(
     let differences = now.differences(&before);
     let is_given = |d: &Difference| given.iter().any(|change| change.key() == d.path);
     if let Some(fixed) = differences.iter().find(|d| !d.changeable && is_given(d)) {
-        return Err(TrainError::CannotChange {
+        return Err(RunDirError::CannotChange {
             key: fixed.path,
             before: fixed.theirs.clone(),
             now: fixed.ours.clone(),
@@ -147,18 +164,18 @@ pub(crate) fn course(
     let steps_before = if is_unsaved(STEPS) { &earlier } else { &before }.train.steps;
     let stays_finished = steps_before.max(now.train.steps) <= step;
     if !others.is_empty() {
-        return Err(TrainError::ConfigChanged { dir: dir.to_owned(), differences: others, step, stays_finished });
+        return Err(RunDirError::ConfigChanged { dir: dir.to_owned(), differences: others, step, stays_finished });
     }
     if now.train.steps < step {
-        return Err(TrainError::StepsDone { steps: now.train.steps, step });
+        return Err(RunDirError::StepsDone { steps: now.train.steps, step });
     }
     if stays_finished && !given.is_empty() {
         let changes = given.iter().map(|change| change.text.clone()).collect();
-        return Err(TrainError::FinishedRun { dir: dir.to_owned(), step, changes });
+        return Err(RunDirError::FinishedRun { dir: dir.to_owned(), step, changes });
     }
     if now.batches().at(step).first_sample != before.batches().at(step).first_sample {
         let [before, now] = [&before, &now].map(|config| config.value(RAMP));
-        return Err(TrainError::CannotChange { key: RAMP, before, now });
+        return Err(RunDirError::CannotChange { key: RAMP, before, now });
     }
     let of = |key: &str, follows| {
         let was = if is_unsaved(key) { &earlier } else { &before };
@@ -171,25 +188,24 @@ pub(crate) fn course(
         let rest = rest.chain(validation).map(|key| of(key, true));
         new.extend(rest.filter(|changed| changed.before != changed.now));
     }
-    let [rate_before, rate_now] = [&before, &now].map(|config| learning_rate(config, step));
-    let rates = (!given.is_empty() && rate_before != rate_now).then_some((rate_before, rate_now));
     let other_schedule = [WARMUP, "optimizer.decay_steps"].iter().any(|key| now.value(key) != before.value(key));
     // Of a schedule that was cut before this call, the user was told then.
     let is_news = |text: &String| match now.cut_schedule().contains(text) {
         true => other_schedule,
         false => !config.warnings().contains(text),
     };
-    let mut warnings: Vec<String> = now.warnings().iter().filter(|text| is_news(text)).cloned().collect();
+    let warnings: Vec<String> = now.warnings().iter().filter(|text| is_news(text)).cloned().collect();
+    let mut overruled = Vec::new();
     // What was changed before wins over the config, which may say something new by now.
     for change in changes.iter().filter(|c| c.step < step && config.is_given(c.key())) {
         let (key, counts, given) = (change.key(), now.value(change.key()), config.value(change.key()));
-        let text =
-            format!("{key} = {counts} since --change at step {}; {given} in the config does not count", change.step);
-        if counts != given && !warnings.contains(&text) && !asked.contains(&key) {
-            warnings.push(text);
+        let text = Overruled { key: key.to_owned(), step: change.step, counts, given };
+        if text.counts != text.given && !overruled.contains(&text) && !asked.contains(&key) {
+            overruled.push(text);
         }
     }
-    Ok(Course { config: now, changes, new, undone, warnings, rates })
+    let before = (!given.is_empty()).then_some(before);
+    Ok(ResumePlan { config: now, changes, new, undone, warnings, overruled, before })
 }
 
 const STEPS: &str = "train.steps";

@@ -3,9 +3,9 @@
 
 use super::{Run, RunOptions};
 use crate::TrainError;
+use crate::background_save::{SaveEnd, SaveFailure, SaveRequest};
 use crate::event::Event;
 use crate::hf::ATTACHMENT;
-use crate::saver::{SaveEnd, SaveRequest, one_line};
 use crate::trained::TOKENIZER;
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
 use lockstep_config::Config;
@@ -31,7 +31,7 @@ pub(crate) fn look_at_disk(
     for (place, dir) in places.iter().enumerate() {
         match require_space(dir, bytes) {
             Err(error) if place == 0 => return Err(error.into()),
-            Err(error) => show(Event::Warning(one_line(&error.to_string()))),
+            Err(error) => show(Event::Warning(&error.to_string())),
             Ok(()) => {}
         }
         let keep = config.checkpoint.keep as u64;
@@ -57,57 +57,76 @@ pub(super) fn set_mirror_aside(mirror: &Path, options: &RunOptions) -> Result<()
     first.map_or(Ok(()), |first| set_aside_from(mirror, first).map(|_| ()))
 }
 
+/// Where and when a run saves its checkpoints, and what they hold of its origin.
+pub(super) struct Saving {
+    /// Where they go: the run directory, and the mirror if there is one.
+    pub(super) places: Vec<PathBuf>,
+    /// Whether one could not be written in the background: it is made up for while steps wait.
+    pub(super) again: bool,
+    /// When the last one was begun, and the step after which the next is due because of the time since.
+    pub(super) last: Instant,
+    pub(super) timed: Option<u64>,
+    /// Step and loss of the last validation.
+    pub(super) validated: Option<(u64, f64)>,
+    /// Fingerprint of the data.
+    pub(super) data: u64,
+    /// The way from the run directory to data that it shares.
+    pub(super) prepared: Option<PathBuf>,
+    /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
+    pub(super) kept: Option<Vec<u8>>,
+}
+
 impl Run<'_> {
     /// Decides whether a checkpoint is due after this step because of the time that has passed. All processes do this before the next
     /// step is queued.
     pub(super) fn look_at_time(&mut self, step: u64) -> Result<(), TrainError> {
         let Some(minutes) = self.config.checkpoint.every_minutes else { return Ok(()) };
-        let passed = self.last_save.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
+        let passed = self.saving.last.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
         let due = self.devices.team().told("save", || Ok(vec![u8::from(passed)]))?;
         if due[..] == [1] {
-            self.timed_save = Some(step);
+            self.saving.timed = Some(step);
         }
         Ok(())
     }
 
     /// Whether a checkpoint is saved after this step.
     pub(super) fn save_due(&self, step: u64) -> bool {
-        self.saves(step) || self.timed_save == Some(step)
+        self.saves(step) || self.saving.timed == Some(step)
     }
 
     /// What the checkpoint of the last step holds besides tensors, and where it goes.
     fn request(&mut self) -> SaveRequest {
         let step = self.outcome.step;
-        let validated = self.validated.filter(|(at, _)| *at == step);
+        let validated = self.saving.validated.filter(|(at, _)| *at == step);
         if let Some((_, loss)) = validated
-            && self.best.is_none_or(|(_, best)| loss < best)
+            && self.status.best.is_none_or(|(_, best)| loss < best)
         {
-            self.best = validated;
+            self.status.best = validated;
         }
         let state = json!({
             "tokens": self.tokens_before(step),
-            "data": format!("{:016x}", self.data),
-            "prepared": self.prepared,
+            "data": format!("{:016x}", self.saving.data),
+            "prepared": self.saving.prepared,
             "config": self.config.resolved_toml(),
             "lockstep": env!("CARGO_PKG_VERSION"),
-            "pending_metrics": self.pending,
-            "noise": self.noise.to_bits(),
-            "loss_scale": self.loss_scale,
-            "updates": self.updates,
-            "spikes": self.spikes.to_json(),
+            "pending_metrics": self.status.pending,
+            "noise": self.status.noise.to_bits(),
+            "loss_scale": self.status.loss_scale,
+            "updates": self.status.updates,
+            "spikes": self.status.spikes.to_json(),
             "val_loss": validated.map(|(_, loss)| loss),
             // Step and validation loss of the best checkpoint so far.
-            "best": self.best,
+            "best": self.status.best,
         });
         // A checkpoint needs nothing around it to be used.
-        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.kept.as_deref())];
+        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.saving.kept.as_deref())];
         let attachments = attachments.into_iter().filter_map(|(name, file)| Some((name, file?.to_vec()))).collect();
         let rules = &self.config.checkpoint;
-        let best = self.best.filter(|_| rules.keep_best).map(|(step, _)| step);
+        let best = self.status.best.filter(|_| rules.keep_best).map(|(step, _)| step);
         // An interrupt in the middle of skipped steps leaves the checkpoint that is before them.
-        let last = rules.keep + self.spikes.skipped.len();
+        let last = rules.keep + self.status.spikes.skipped.len();
         let keep = Keep { last, every: rules.keep_every, best };
-        let (dir, mirror) = (self.places[0].clone(), self.places.get(1).cloned());
+        let (dir, mirror) = (self.saving.places[0].clone(), self.saving.places.get(1).cloned());
         SaveRequest { dir, step, state, attachments, keep, mirror }
     }
 
@@ -115,34 +134,37 @@ impl Run<'_> {
     pub(super) fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         self.await_save(show)?;
         // What could not be written in the background is written here, or ends the run.
-        if self.save_again || self.session.snapshot_bytes().is_none() {
+        if self.saving.again || self.session.snapshot_bytes().is_none() {
             return self.save_now(show);
         }
         let request = self.request();
-        self.last_save = Instant::now();
+        self.saving.last = Instant::now();
         self.session.begin_save(request)
     }
 
     /// Saves the last step while steps wait: in the first place that takes it.
     pub(super) fn save_now(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let (step, mut causes) = (self.outcome.step, Vec::new());
-        self.last_save = Instant::now();
-        for place in self.places.clone() {
+        self.saving.last = Instant::now();
+        for place in self.saving.places.clone() {
             let request = SaveRequest { dir: place, ..self.request() };
             match self.save_at(request, show)? {
                 Ok(()) => return Ok(()),
                 Err(cause) => causes.push(cause),
             }
-            if self.places.len() > causes.len() {
-                let text = one_line(&causes[0]);
-                show(Event::Warning(&format!("step {step} was not saved: {text}; saving in the mirror")));
+            if self.saving.places.len() > causes.len() {
+                show(Event::Warning(&format!("step {step} was not saved: {}; saving in the mirror", causes[0])));
             }
         }
         Err(TrainError::NotSaved { step, cause: causes.swap_remove(0) })
     }
 
     /// Saves the last step in one place, or says why it cannot be.
-    fn save_at(&mut self, request: SaveRequest, show: &mut dyn FnMut(Event)) -> Result<Result<(), String>, TrainError> {
+    fn save_at(
+        &mut self,
+        request: SaveRequest,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<Result<(), SaveFailure>, TrainError> {
         let begun = Instant::now();
         let step = request.step;
         let progress = &mut |done, total| show(Event::Saving { done, total });
@@ -150,7 +172,7 @@ impl Run<'_> {
             self.session.begin_save(request)?;
             match self.session.wait_save(progress)? {
                 Some(SaveEnd::Saved { path, mirror_failed, .. }) => (path, mirror_failed),
-                Some(SaveEnd::Failed { rank, cause, .. }) => return Ok(Err(self.whose(rank, &cause))),
+                Some(SaveEnd::Failed { rank, cause, .. }) => return Ok(Err(self.whose(rank, cause))),
                 None => return Ok(Err("nothing was written".into())),
             }
         } else {
@@ -159,7 +181,7 @@ impl Run<'_> {
             let team = self.devices.team();
             match saved {
                 // Processes that wait for one that has failed hear of it when the run ends.
-                Err(TrainError::Checkpoint(error)) if team.0.is_none() => return Ok(Err(error.to_string())),
+                Err(TrainError::Checkpoint(error)) if team.0.is_none() => return Ok(Err(error.into())),
                 Err(error) => return Err(error),
                 Ok(path) => {
                     let mirrored = || request.mirrored(path.clone()).1.unwrap_or_default().into_bytes();
@@ -169,7 +191,7 @@ impl Run<'_> {
                 }
             }
         };
-        self.save_again = false;
+        self.saving.again = false;
         let seconds = begun.elapsed().as_secs_f64();
         self.saved(step, path, (seconds, seconds), mirror_failed, show)?;
         Ok(Ok(()))
@@ -188,22 +210,23 @@ impl Run<'_> {
                 self.saved(step, path, (stall_s, save_s), mirror_failed, show)
             }
             SaveEnd::Failed { step, rank, cause } => {
-                self.save_again = true;
-                let cause = self.whose(rank, &cause);
-                let cause = one_line(&cause);
+                self.saving.again = true;
+                let cause = self.whose(rank, cause).text;
                 show(Event::Warning(&format!(
                     "step {step} was not saved: {cause}; the run saves once more, and steps wait for it"
                 )));
-                self.dir.event("checkpoint_failed", json!({ "step": step, "error": cause }))
+                Ok(self.dir.event("checkpoint_failed", json!({ "step": step, "error": cause }))?)
             }
         }
     }
 
     /// A cause with the process that it comes from.
-    fn whose(&self, rank: Option<usize>, cause: &str) -> String {
+    fn whose(&self, rank: Option<usize>, cause: SaveFailure) -> SaveFailure {
         match (rank, self.devices.team().0) {
-            (Some(rank), Some(processes)) => format!("rank {rank} on host {}: {cause}", processes.host(rank)),
-            _ => cause.to_owned(),
+            (Some(rank), Some(processes)) => {
+                SaveFailure { text: format!("rank {rank} on host {}: {cause}", processes.host(rank)), ..cause }
+            }
+            _ => cause,
         }
     }
 

@@ -1,11 +1,11 @@
 //! `checkpoint.every = "auto"`: the interval that loses the least time, from what the run has measured or what is predicted.
 
-use crate::checkpoints::lines;
 use crate::machine::predict;
 use crate::{Devices, StepMetrics, TrainError};
 use lockstep_config::{Config, SaveEvery};
 use lockstep_ir::units;
 use lockstep_plan::{FailureRate, Plan, checkpoint_bytes};
+use lockstep_rundir::lines;
 use serde_json::Value;
 use std::path::Path;
 

@@ -1,6 +1,6 @@
 //! The checkpoints of a run, for whoever looks for one.
 
-use crate::TrainError;
+use crate::RunDirError;
 use lockstep_checkpoint::{list, looks_whole};
 use lockstep_telemetry::each_line;
 use serde::{Deserialize, Serialize};
@@ -27,10 +27,10 @@ pub struct CheckpointSummary {
 }
 
 /// The checkpoints of a run directory, by ascending step.
-pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, TrainError> {
+pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, RunDirError> {
     let folder = run.join("checkpoints");
     if !folder.exists() && !run.join("run.toml").exists() {
-        return Err(TrainError::NotTrained { path: run.to_owned() });
+        return Err(RunDirError::NotTrained { path: run.to_owned() });
     }
     let (metrics, events) = (lines(&run.join("metrics.jsonl"))?, lines(&run.join("events.jsonl"))?);
     // The last line about a step counts: a run may have done it twice.
@@ -51,10 +51,10 @@ pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, TrainError> {
 }
 
 /// The objects of a file of lines of a run directory, such as `events.jsonl`; none where there is no such file.
-pub fn lines<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Vec<T>, TrainError> {
+pub fn lines<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Vec<T>, RunDirError> {
     let mut found = Vec::new();
     match each_line(path, &mut |line| found.extend(serde_json::from_slice(line).ok())) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(TrainError::io("read", path, error)),
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(RunDirError::io("read", path, error)),
         _ => Ok(found),
     }
 }

@@ -4,7 +4,9 @@ use crate::TrainError;
 use crate::snapshot::{Snapshot, Writing};
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, require_space};
 use lockstep_exec::{ExecError, World};
+use lockstep_ir::Hint;
 use lockstep_ir::program::Tensor;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -42,7 +44,7 @@ impl SaveRequest {
         // Where the first place failed, the second is the only one.
         let second = self.mirror.as_ref().filter(|mirror| **mirror != self.dir);
         let failed = second.and_then(|mirror| lockstep_checkpoint::mirror(&path, mirror, &self.keep).err());
-        (path, failed.map(|error| one_line(&error.to_string()).to_owned()))
+        (path, failed.map(|error| error.to_string()))
     }
 }
 
@@ -68,9 +70,40 @@ pub enum SaveEnd {
         step: u64,
         /// The rank whose part could not be written, where it is a process.
         rank: Option<usize>,
-        /// Why, with a hint.
-        cause: String,
+        /// Why.
+        cause: SaveFailure,
     },
+}
+
+/// Why a checkpoint was not written, as processes tell each other.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, thiserror::Error, Hint)]
+#[error("{text}")]
+#[hint(hint.clone())]
+pub struct SaveFailure {
+    pub(crate) text: String,
+    pub(crate) hint: Option<String>,
+}
+
+impl SaveFailure {
+    fn told(&self) -> Vec<u8> {
+        said(FAILED, &serde_json::to_vec(self).unwrap_or_default())
+    }
+
+    fn heard(told: &[u8]) -> Self {
+        serde_json::from_slice(told).unwrap_or_default()
+    }
+}
+
+impl From<CheckpointError> for SaveFailure {
+    fn from(error: CheckpointError) -> Self {
+        Self { text: error.to_string(), hint: error.hint() }
+    }
+}
+
+impl From<&str> for SaveFailure {
+    fn from(text: &str) -> Self {
+        Self { text: text.to_owned(), hint: None }
+    }
 }
 
 /// Host memory for one snapshot, and the save under way.
@@ -98,7 +131,7 @@ enum Phase {
     /// All parts are written; the first process gives the checkpoint its name.
     Publish(Option<JoinHandle<Result<Published, CheckpointError>>>),
     /// It could not be begun.
-    Failed(String),
+    Failed(SaveFailure),
 }
 
 /// Where a checkpoint is, and why its second place has none.
@@ -172,20 +205,20 @@ impl Saver {
         world: &dyn World,
         request: &SaveRequest,
         bytes: u64,
-    ) -> Result<Result<Draft, String>, TrainError> {
+    ) -> Result<Result<Draft, SaveFailure>, TrainError> {
         let SaveRequest { dir, step, .. } = request;
         if world.process() > 0 {
             let told = first(world.exchange("save", &[])?);
             return Ok(match told.split_first() {
                 Some((&DONE, folder)) => Ok(Draft::join(dir, *step, &path(folder))),
-                Some((_, cause)) => Err(String::from_utf8_lossy(cause).into_owned()),
+                Some((_, cause)) => Err(SaveFailure::heard(cause)),
                 None => Err("the first process began no checkpoint".into()),
             });
         }
-        let draft = require_space(dir, bytes).and_then(|()| Draft::begin(dir, *step)).map_err(|e| e.to_string());
+        let draft = require_space(dir, bytes).and_then(|()| Draft::begin(dir, *step)).map_err(SaveFailure::from);
         let told = match &draft {
             Ok(draft) => said(DONE, draft.folder().as_os_str().as_bytes()),
-            Err(cause) => said(FAILED, cause.as_bytes()),
+            Err(cause) => cause.told(),
         };
         world.exchange("save", &told)?;
         Ok(draft)
@@ -205,7 +238,7 @@ impl Saver {
             Phase::All(thread) => {
                 let (snapshot, result) = joined(thread);
                 self.snapshot = Some(snapshot);
-                return Ok(Some(result.map_or_else(|error| failed(None, error.to_string()), saved)));
+                return Ok(Some(result.map_or_else(|error| failed(None, error.into()), saved)));
             }
             Phase::Parts(thread) => {
                 let mine = if thread.is_finished() { DONE } else { BUSY };
@@ -242,7 +275,7 @@ impl Saver {
                                 mirror_failed = failed;
                                 said(DONE, path.as_os_str().as_bytes())
                             }
-                            Err(error) => said(FAILED, error.to_string().as_bytes()),
+                            Err(error) => SaveFailure::from(error).told(),
                         }
                     }
                     None => {
@@ -253,9 +286,7 @@ impl Saver {
                 let told = first(world.exchange("save", &told)?);
                 match told.split_first() {
                     Some((&DONE, of)) => return Ok(Some(saved((path(of), mirror_failed)))),
-                    Some((&FAILED, cause)) => {
-                        return Ok(Some(failed(Some(0), String::from_utf8_lossy(cause).into_owned())));
-                    }
+                    Some((&FAILED, cause)) => return Ok(Some(failed(Some(0), SaveFailure::heard(cause)))),
                     _ => {}
                 }
             }
@@ -270,23 +301,22 @@ impl Saver {
         &self,
         world: &dyn World,
         result: Result<Draft, CheckpointError>,
-    ) -> Result<Result<Option<Draft>, (usize, String)>, TrainError> {
+    ) -> Result<Result<Option<Draft>, (usize, SaveFailure)>, TrainError> {
         let mut draft = None;
         let told = match result {
-            Err(error) => said(FAILED, error.to_string().as_bytes()),
+            Err(error) => SaveFailure::from(error).told(),
             Ok(mine) if world.process() == 0 => {
                 draft = Some(mine);
                 said(DONE, &[])
             }
             Ok(mine) => match mine.hand_over() {
                 Ok(written) => said(DONE, &written),
-                Err(error) => said(FAILED, error.to_string().as_bytes()),
+                Err(error) => SaveFailure::from(error).told(),
             },
         };
         let all = world.exchange("save", &told)?;
         if let Some(rank) = all.iter().position(|told| told.first() != Some(&DONE)) {
-            let cause = String::from_utf8_lossy(all[rank].get(1..).unwrap_or_default()).into_owned();
-            return Ok(Err((rank, cause)));
+            return Ok(Err((rank, SaveFailure::heard(all[rank].get(1..).unwrap_or_default()))));
         }
         if let Some(draft) = &draft {
             for written in &all[1..] {
@@ -352,9 +382,4 @@ fn first(all: Vec<Vec<u8>>) -> Vec<u8> {
 /// Paths go between processes of one file system, as the system has them.
 fn path(bytes: &[u8]) -> PathBuf {
     Path::new(&OsString::from_vec(bytes.to_vec())).to_owned()
-}
-
-/// A message without its hint.
-pub(crate) fn one_line(text: &str) -> &str {
-    text.split("\nhint: ").next().unwrap_or(text)
 }

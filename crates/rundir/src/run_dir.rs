@@ -1,13 +1,10 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
-use crate::analysis::{MEASURED, MeasuredStep};
+use crate::RunDirError;
 use crate::changes::{self, CHANGES};
 use crate::provenance::{GIVEN, RunStart, STARTS};
-use crate::spikes::{self, ROLL_BACKS};
-use crate::{Prediction, RollBack, StepMetrics, TrainError};
 use lockstep_checkpoint::list;
 use lockstep_config::Change;
-use lockstep_plan::Plan;
 use lockstep_telemetry::{FailedSink, SinkChoice, Sinks, each_line, refuse_special};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -72,33 +69,37 @@ const PLAN: &str = "plan.json";
 const CONFIG: &str = "run.toml";
 const METRICS: &str = "metrics.jsonl";
 const EVENTS: &str = "events.jsonl";
+/// The file of the roll-backs of a run.
+pub const ROLL_BACKS: &str = "roll_backs.json";
+/// The file of the times of one step's ops.
+pub const MEASURED: &str = "measured.json";
 /// What ended attempts of several processes, by every one that noticed it.
-pub(crate) const FAILURES: &str = "failures.jsonl";
+pub const FAILURES: &str = "failures.jsonl";
 const LOCK: &str = ".lock";
 
 impl RunDir {
     /// Opens or makes a run directory.
-    pub fn open(path: &Path) -> Result<Self, TrainError> {
-        fs::create_dir_all(path).map_err(|e| TrainError::io("create", path, e))?;
+    pub fn open(path: &Path) -> Result<Self, RunDirError> {
+        fs::create_dir_all(path).map_err(|e| RunDirError::io("create", path, e))?;
         // Whatever is read or written here must end.
         for file in OURS.iter().chain([&LOCK]).map(|name| path.join(name)) {
             match refuse_special(&file) {
-                Err(e) if e.kind() != ErrorKind::NotFound => return Err(TrainError::io("use", &file, e)),
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(RunDirError::io("use", &file, e)),
                 _ => {}
             }
         }
         let lock_path = path.join(LOCK);
-        let lock = File::create(&lock_path).map_err(|e| TrainError::io("create", &lock_path, e))?;
+        let lock = File::create(&lock_path).map_err(|e| RunDirError::io("create", &lock_path, e))?;
         match lock.try_lock() {
             Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(TrainError::Locked { dir: path.to_owned() }),
-            Err(TryLockError::Error(e)) => return Err(TrainError::io("lock", &lock_path, e)),
+            Err(TryLockError::WouldBlock) => return Err(RunDirError::Locked { dir: path.to_owned() }),
+            Err(TryLockError::Error(e)) => return Err(RunDirError::io("lock", &lock_path, e)),
         }
         Ok(Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: Some(lock) })
     }
 
     /// A run directory that another process of the run has opened and writes to: what would be written here is not.
-    pub(crate) fn follow(path: &Path) -> Self {
+    pub fn follow(path: &Path) -> Self {
         Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: None }
     }
 
@@ -113,17 +114,17 @@ impl RunDir {
     }
 
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
-    pub fn set_aside(&self) -> Result<Aside, TrainError> {
+    pub fn set_aside(&self) -> Result<Aside, RunDirError> {
         let ours = OURS.map(|name| self.path.join(name));
         let moved: Vec<PathBuf> = ours.into_iter().filter(|p| p.exists()).collect();
         let aside = Aside { from: self.path.clone(), to: self.free_folder() };
         if moved.is_empty() {
             return Ok(aside);
         }
-        fs::create_dir(&aside.to).map_err(|e| TrainError::io("create", &aside.to, e))?;
+        fs::create_dir(&aside.to).map_err(|e| RunDirError::io("create", &aside.to, e))?;
         for from in moved {
             let name = from.file_name().unwrap_or_default();
-            fs::rename(&from, aside.to.join(name)).map_err(|e| TrainError::io("move", &from, e))?;
+            fs::rename(&from, aside.to.join(name)).map_err(|e| RunDirError::io("move", &from, e))?;
         }
         Ok(aside)
     }
@@ -135,7 +136,7 @@ impl RunDir {
 
     /// Moves the checkpoints after `step` into a folder `old-1`, `old-2` … inside, with a copy of what else tells of the run,
     /// so that the folder is a run directory of its own. Gives their steps, and the folder if there were any.
-    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), TrainError> {
+    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), RunDirError> {
         if self.lock.is_none() {
             return Ok((Vec::new(), None));
         }
@@ -146,27 +147,27 @@ impl RunDir {
         }
         let aside = self.free_folder();
         let to = aside.join(CHECKPOINTS);
-        fs::create_dir_all(&to).map_err(|e| TrainError::io("create", &to, e))?;
+        fs::create_dir_all(&to).map_err(|e| RunDirError::io("create", &to, e))?;
         for from in RECORDS.map(|name| self.path.join(name)).iter().filter(|p| p.exists()) {
             let copy = aside.join(from.file_name().unwrap_or_default());
-            fs::copy(from, copy).map_err(|e| TrainError::io("copy", from, e))?;
+            fs::copy(from, copy).map_err(|e| RunDirError::io("copy", from, e))?;
         }
         self.copy_event_files(&aside)?;
         // The latest goes first: whatever stops this, the run is one that could have been.
         for (_, from) in later.iter().rev() {
             let name = from.file_name().unwrap_or_default();
-            fs::rename(from, to.join(name)).map_err(|e| TrainError::io("move", from, e))?;
+            fs::rename(from, to.join(name)).map_err(|e| RunDirError::io("move", from, e))?;
         }
         Ok((later.into_iter().map(|(saved, _)| saved).collect(), Some(aside)))
     }
 
-    fn copy_event_files(&self, to: &Path) -> Result<(), TrainError> {
+    fn copy_event_files(&self, to: &Path) -> Result<(), RunDirError> {
         let (from, to) = (self.path.join(Sinks::TENSORBOARD), to.join(Sinks::TENSORBOARD));
         let Ok(files) = fs::read_dir(&from) else { return Ok(()) };
-        fs::create_dir(&to).map_err(|e| TrainError::io("create", &to, e))?;
+        fs::create_dir(&to).map_err(|e| RunDirError::io("create", &to, e))?;
         for file in files {
-            let file = file.map_err(|e| TrainError::io("read", &from, e))?;
-            fs::copy(file.path(), to.join(file.file_name())).map_err(|e| TrainError::io("copy", &file.path(), e))?;
+            let file = file.map_err(|e| RunDirError::io("read", &from, e))?;
+            fs::copy(file.path(), to.join(file.file_name())).map_err(|e| RunDirError::io("copy", &file.path(), e))?;
         }
         Ok(())
     }
@@ -177,10 +178,10 @@ impl RunDir {
         &mut self,
         resolved: &str,
         changes: &[Change],
-        (plan, prediction): (&Plan, Option<&Prediction>),
+        plan: &Value,
         step: u64,
         written: u64,
-    ) -> Result<Vec<(u64, u64)>, TrainError> {
+    ) -> Result<Vec<(u64, u64)>, RunDirError> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -188,19 +189,7 @@ impl RunDir {
         if !changes.is_empty() || self.path.join(CHANGES).exists() {
             self.replace(CHANGES, changes::written(changes).as_bytes())?;
         }
-        let summary = json!({
-            "lockstep": env!("CARGO_PKG_VERSION"),
-            "program": format!("{:016x}", plan.program().fingerprint()),
-            "device": plan.device,
-            "layout": plan.layout.to_string(),
-            "micro_batches": plan.layout.micro_batches,
-            "parameters": plan.parameters,
-            "tokens_per_step": plan.tokens_per_step,
-            "model_flops_per_token": plan.model_flops_per_token(),
-            "memory": plan.memory,
-            "prediction": prediction,
-        });
-        self.replace(PLAN, format!("{summary:#}\n").as_bytes())?;
+        self.replace(PLAN, format!("{plan:#}\n").as_bytes())?;
         let metrics = self.read(METRICS, |line| is_up_to(line, written))?;
         if let Some(text) = &metrics {
             self.replace(METRICS, text)?;
@@ -220,21 +209,21 @@ impl RunDir {
         Ok(gaps)
     }
 
-    fn open_log(&self, name: &str) -> Result<File, TrainError> {
+    fn open_log(&self, name: &str) -> Result<File, RunDirError> {
         let path = self.path.join(name);
-        OpenOptions::new().create(true).append(true).open(&path).map_err(|e| TrainError::io("open", &path, e))
+        OpenOptions::new().create(true).append(true).open(&path).map_err(|e| RunDirError::io("open", &path, e))
     }
 
-    /// Writes `roll_backs.json`, if there are any or were.
-    pub(crate) fn roll_backs(&self, roll_backs: &[RollBack]) -> Result<(), TrainError> {
-        if self.lock.is_none() || (roll_backs.is_empty() && !self.path.join(ROLL_BACKS).exists()) {
+    /// Writes `roll_backs.json`, where there are any or the file is there.
+    pub fn roll_backs(&self, any: bool, text: &str) -> Result<(), RunDirError> {
+        if self.lock.is_none() || !(any || self.path.join(ROLL_BACKS).exists()) {
             return Ok(());
         }
-        self.replace(ROLL_BACKS, spikes::written(roll_backs).as_bytes())
+        self.replace(ROLL_BACKS, text.as_bytes())
     }
 
     /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
-    pub(crate) fn go_back(&mut self, choice: SinkChoice, step: u64) -> Result<Vec<FailedSink>, TrainError> {
+    pub fn go_back(&mut self, choice: SinkChoice, step: u64) -> Result<Vec<FailedSink>, RunDirError> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -246,7 +235,7 @@ impl RunDir {
     }
 
     /// Some of the whole lines of one of its files; none where there is no such file.
-    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>, TrainError> {
+    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>, RunDirError> {
         let (path, mut text) = (self.path.join(name), Vec::new());
         let mut add = |line: &[u8]| {
             if is_kept(line) {
@@ -255,13 +244,13 @@ impl RunDir {
         };
         match each_line(&path, &mut add) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(TrainError::io("read", &path, error)),
+            Err(error) => Err(RunDirError::io("read", &path, error)),
             Ok(()) => Ok(Some(text)),
         }
     }
 
     /// Adds a line to `starts.jsonl`, and keeps the config file as it was given in `given.toml`.
-    pub(crate) fn started(&self, start: &RunStart, given: Option<&str>) -> Result<(), TrainError> {
+    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<(), RunDirError> {
         if self.lock.is_none() {
             return Ok(());
         }
@@ -270,12 +259,12 @@ impl RunDir {
         }
         let path = self.path.join(STARTS);
         let file = OpenOptions::new().create(true).append(true).open(&path);
-        let mut file = Some(file.map_err(|e| TrainError::io("open", &path, e))?);
+        let mut file = Some(file.map_err(|e| RunDirError::io("open", &path, e))?);
         append(&self.path, STARTS, &mut file, start).map(|_| ())
     }
 
     /// Writes `measured.json`.
-    pub(crate) fn measured(&self, measured: &MeasuredStep) -> Result<(), TrainError> {
+    pub fn measured(&self, measured: &impl Serialize) -> Result<(), RunDirError> {
         if self.lock.is_none() {
             return Ok(());
         }
@@ -283,7 +272,7 @@ impl RunDir {
     }
 
     /// Opens what else takes metrics, from the step after `step` on. Gives what could not be opened.
-    pub(crate) fn open_sinks(&mut self, choice: SinkChoice, step: u64) -> Vec<FailedSink> {
+    pub fn open_sinks(&mut self, choice: SinkChoice, step: u64) -> Vec<FailedSink> {
         if self.lock.is_none() {
             return Vec::new();
         }
@@ -293,13 +282,13 @@ impl RunDir {
     }
 
     /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back those that have failed.
-    pub(crate) fn metric(&mut self, metrics: &StepMetrics) -> Result<Vec<FailedSink>, TrainError> {
+    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>, RunDirError> {
         let line = append(&self.path, METRICS, &mut self.metrics, metrics)?;
         Ok(line.map(|line| self.sinks.write(line.trim_end())).unwrap_or_default())
     }
 
     /// Adds a line to `events.jsonl`, with the time.
-    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<(), TrainError> {
+    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<(), RunDirError> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         fields["event"] = json!(kind);
         fields["unix_s"] = json!((now * 1e3).round() / 1e3);
@@ -307,7 +296,7 @@ impl RunDir {
     }
 
     /// Writes a file so that it is either the old or the new one, never half.
-    fn replace(&self, name: &str, data: &[u8]) -> Result<(), TrainError> {
+    fn replace(&self, name: &str, data: &[u8]) -> Result<(), RunDirError> {
         let path = self.path.join(name);
         let temporary = self.path.join(format!(".{name}.new"));
         let write = || {
@@ -319,7 +308,7 @@ impl RunDir {
         write().map_err(|e| {
             // The old file is still in place; a half-written new one is of no use.
             let _ = fs::remove_file(&temporary);
-            TrainError::io("write", &path, e)
+            RunDirError::io("write", &path, e)
         })
     }
 }
@@ -330,11 +319,11 @@ fn append(
     name: &str,
     file: &mut Option<File>,
     line: &impl Serialize,
-) -> Result<Option<String>, TrainError> {
+) -> Result<Option<String>, RunDirError> {
     let Some(file) = file else { return Ok(None) };
-    let mut text = serde_json::to_string(line).map_err(|e| TrainError::io("write", &dir.join(name), e.into()))?;
+    let mut text = serde_json::to_string(line).map_err(|e| RunDirError::io("write", &dir.join(name), e.into()))?;
     text.push('\n');
-    file.write_all(text.as_bytes()).map_err(|e| TrainError::io("write", &dir.join(name), e))?;
+    file.write_all(text.as_bytes()).map_err(|e| RunDirError::io("write", &dir.join(name), e))?;
     Ok(Some(text))
 }
 
