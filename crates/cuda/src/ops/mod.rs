@@ -154,7 +154,7 @@ pub unsafe fn issue(call: Call) -> Result<(), CudaError> {
             Op::SwiGlu => pointwise::swiglu(call),
             Op::SwiGluGrad => pointwise::swiglu_grad(call),
             Op::Add => pointwise::add(call),
-            Op::Cast { .. } => pointwise::map(call, "rows parts seq keys"),
+            Op::Cast { .. } => pointwise::map(call, "cast"),
             Op::Slice { first, .. } => sections::slice(call, first),
             Op::Concat => sections::concat(call),
             Op::CrossEntropy => head::cross_entropy(call),
