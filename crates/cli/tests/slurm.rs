@@ -26,8 +26,8 @@ impl Slurm {
         }
         // Short, since a socket is in it.
         let folder = tempfile::Builder::new().prefix("ls").tempdir_in("/tmp").unwrap();
-        // Below what the system gives out by itself.
-        let port = 12000 + free_port().parse::<u32>().unwrap() % 8000;
+        // The first of twenty ports that no other Slurm of this process has.
+        let port = 12000 + free_port().parse::<u32>().unwrap() % 400 * 20;
         // Before it is up: what has started of it goes too where it does not come up.
         let slurm = Self { folder };
         let folder = slurm.folder.path();

@@ -225,7 +225,7 @@ unsafe fn own_grad(
 pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let (Some(o), Some(cache)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let (e, seq, heads, kv_heads, context) =
-        (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("kv_heads"), call.size("keys"));
+        (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("kv_heads"), call.size("cache"));
     let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size("batch"));
     check_head(e)?;
     let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, context];
