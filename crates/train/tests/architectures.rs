@@ -4,6 +4,7 @@ mod common;
 
 use common::check_layouts;
 use lockstep_config::{Config, legal};
+use lockstep_ir::Hint;
 use lockstep_ir::{Layout, Op};
 use lockstep_model::names;
 use lockstep_plan::plan;
@@ -162,7 +163,7 @@ fn tensor_parallelism_must_split_gpt2s_heads_and_hidden_units() {
         let text = format!("[model]\narchitecture = \"gpt2\"\nvocab_size = 50257\nlayers = 48\n{model}");
         let config = Config::parse(&text, "run.toml", &[]).unwrap();
         let layout: Layout = layout.parse().unwrap();
-        legal::check(&layout, &config.extents()).into_iter().map(|r| r.to_string()).collect::<Vec<_>>()
+        legal::check(&layout, &config.extents()).into_iter().map(|r| r.with_hint()).collect::<Vec<_>>()
     };
     let xl = "dim = 1600\nheads = 25";
     assert_eq!(refused(xl, "tp=5"), [""; 0]);
