@@ -1,7 +1,7 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
 use crate::ExecError;
-use lockstep_ir::op::{Dims, Elem, IGNORED_TARGET, TypeVar};
+use lockstep_ir::op::{BATCH, Dims, Elem, IGNORED_TARGET, ROWS, SEQ, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
 use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError};
 use std::collections::BTreeMap;
@@ -201,8 +201,11 @@ impl Bound {
         })
     }
 
-    /// Size of a dimension of the op's row.
+    /// Size of a dimension of the op's row. Kernels that several ops share ask for some that one of these ops lacks, and take it for 1.
     pub fn size(&self, name: &str) -> usize {
+        const SHARED: [&str; 5] = [BATCH, SEQ, ROWS, "parts", "choices"];
+        let known = self.dims.get(name).is_some() || SHARED.contains(&name);
+        debug_assert!(known, "{} has no dimension `{name}`", self.op.name());
         self.dims.size(name)
     }
 
