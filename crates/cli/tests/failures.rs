@@ -409,7 +409,7 @@ fn bad_starts_are_one_clear_error_for_all() {
 #[test]
 fn a_port_in_use_is_not_the_end_and_a_run_in_use_and_launches_that_cannot_be_meant_are_refused() {
     let place = place();
-    let dp = ["parallel.dp=2", "parallel.timeout=0.5", "train.steps=4"];
+    let dp = ["parallel.dp=2", "parallel.timeout=10.0", "train.steps=4"];
     let launch = |more: &[&'static str]| [&command("launch", "run", &dp)[..], more].concat();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
