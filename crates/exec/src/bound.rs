@@ -209,6 +209,11 @@ impl Bound {
         self.dims.size(name)
     }
 
+    /// Choices of a token that share a row of it; one where each has its own.
+    pub fn sharers(&self, each: bool) -> usize {
+        if each { 1 } else { self.size("choices") }
+    }
+
     /// Whether an output adds to what is there.
     pub fn adds(&self, output: usize, slot: Slot) -> bool {
         match self.outputs[output].as_ref().map_or(Sum::No, |at| at.sum) {

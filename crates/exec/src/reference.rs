@@ -10,9 +10,8 @@ mod naive;
 mod rules;
 mod vocab;
 
-use context::Ring;
 use lockstep_ir::graph::{Node, Source};
-use lockstep_ir::op::{Dims, IGNORED_TARGET};
+use lockstep_ir::op::{Dims, IGNORED_TARGET, Norm};
 use lockstep_ir::squares::{LIMBS, Squares};
 use lockstep_ir::{Graph, Op, StepScalars, ValueId, counter, fixed};
 use std::ops::Range;
@@ -44,6 +43,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
     let types = graph.input_types(node);
     let dims = node.op.bind(&types).unwrap_or_else(|e| panic!("{e}"));
     let rows = dims.size("batch") * dims.size("seq");
+    let sharers = |each| if each { 1 } else { dims.size("choices") };
     match node.op {
         Op::Embedding => vec![embedding(&dims, x[0], x[1])],
         Op::EmbeddingGrad { vocab } => {
@@ -65,29 +65,26 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::AddBias => vec![x[0].iter().enumerate().map(|(i, x0)| x0 + x[1][i % x[1].len()]).collect()],
         Op::BiasGrad => vec![column_sums(x[0], dims.size("features"), |i| x[0][i])],
-        Op::RmsNorm { eps } => norm(x[0], x[1], f64::from(eps)).into(),
-        Op::AddRmsNorm { eps } => {
-            let sum = add(x[0], x[1]);
-            let [y, rstd] = norm(&sum, x[2], f64::from(eps));
-            vec![sum, y, rstd]
+        Op::Norm { norm, residual, eps } => {
+            let (sum, first) = if residual { (Some(add(x[0], x[1])), 1) } else { (None, 0) };
+            let (normed, eps) = (sum.as_deref().unwrap_or(x[0]), f64::from(eps));
+            let made: Vec<Vec<f64>> = match norm {
+                Norm::Rms => rms_norm(normed, x[first + 1], eps).into(),
+                Norm::Layer => layer_norm(normed, x[first + 1], x[first + 2], eps).into(),
+            };
+            sum.into_iter().chain(made).collect()
         }
-        Op::RmsNormGrad => vec![norm_grad(x[0], x[1], x[2], x[3])],
-        Op::AddRmsNormGrad => vec![add(&norm_grad(x[0], x[1], x[2], x[3]), x[4])],
-        Op::RmsNormGradWeight => {
-            let d = dims.size("features");
-            vec![column_sums(x[0], d, |i| x[0][i] * x[1][i] * x[2][i / d])]
+        Op::NormGrad { norm, residual } => {
+            let dx = match norm {
+                Norm::Rms => norm_grad(x[0], x[1], x[2], x[3]),
+                Norm::Layer => layer_norm_grad(x[0], x[1], x[2], x[3], x[4]),
+            };
+            vec![if residual { add(&dx, x[x.len() - 1]) } else { dx }]
         }
-        Op::LayerNorm { eps } => layer_norm(x[0], x[1], x[2], f64::from(eps)).into(),
-        Op::AddLayerNorm { eps } => {
-            let sum = add(x[0], x[1]);
-            let [y, mean, rstd] = layer_norm(&sum, x[2], x[3], f64::from(eps));
-            vec![sum, y, mean, rstd]
-        }
-        Op::LayerNormGrad => vec![layer_norm_grad(x[0], x[1], x[2], x[3], x[4])],
-        Op::AddLayerNormGrad => vec![add(&layer_norm_grad(x[0], x[1], x[2], x[3], x[4]), x[5])],
-        Op::LayerNormGradWeight => {
-            let d = dims.size("features");
-            vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - x[2][i / d]) * x[3][i / d])]
+        Op::NormGradWeight { norm } => {
+            let (d, rstd) = (dims.size("features"), x[x.len() - 1]);
+            let mean = |i: usize| if norm == Norm::Layer { x[2][i / d] } else { 0.0 };
+            vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - mean(i)) * rstd[i / d])]
         }
         Op::AddPositions { .. } => {
             vec![add(x[0], &rows_of(&dims, x[1], &positions(&dims, given(x, 2))))]
@@ -111,20 +108,13 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AttentionGrad { window } => {
             vec![attention_grad(&dims, x[0], x[1], &first_keys(&dims, given(x, 4), window))]
         }
-        Op::RingAttention { window, step, parts } => {
-            let first = first_keys(&dims, given(x, 2), window);
-            context::attention(&dims, x[0], x[1], &first, Ring { step, parts }).into()
+        Op::PartAttention { window, ring } => {
+            context::attention(&dims, x[0], x[1], &first_keys(&dims, given(x, 2), window), ring).into()
         }
-        Op::RingAttentionGrad { window, step, parts } => {
-            context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring { step, parts }).into()
+        Op::PartAttentionGrad { window, ring } => {
+            context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), ring).into()
         }
         Op::AttentionMerge => context::merge(&dims, x).into(),
-        Op::GatheredAttention { window } => {
-            context::attention(&dims, x[0], x[1], &first_keys(&dims, given(x, 2), window), Ring::ALL).into()
-        }
-        Op::GatheredAttentionGrad { window } => {
-            context::grad(&dims, x, &first_keys(&dims, given(x, 5), window), Ring::ALL).into()
-        }
         Op::SplitHeads { ranks, .. } => vec![heads::split(&dims, &types[0].dims[2], x[0], ranks)],
         Op::JoinHeads { ranks } => vec![heads::join(&dims, &types[0].dims[3], x[0], ranks)],
         Op::AttentionScores { window } => {
@@ -135,8 +125,8 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::AttentionMixGrad { .. } => naive::mix_grad(&dims, x[0], x[1], x[2]).into(),
         Op::CachedAttention { window } => generation::cached_attention(&dims, x, window).into(),
         Op::LastPosition => vec![generation::last_position(&dims, x[0], x[1])],
-        Op::Route { how } => experts::route(&dims, &how, x).into(),
-        Op::RouteTo { how } => vec![experts::route_to(&dims, &how, x), x[1].to_vec()],
+        Op::Route { given: true, how } => vec![experts::route_to(&dims, &how, x), x[1].to_vec()],
+        Op::Route { given: false, how } => experts::route(&dims, &how, x).into(),
         Op::RouteGrad { how } => vec![experts::route_grad(&dims, &how, x)],
         Op::ExpertCounts { .. } => vec![experts::counts(&dims, x[0])],
         Op::RouterLoss { balance, z } => vec![experts::router_loss(&dims, [balance, z].map(f64::from), x)],
@@ -147,22 +137,18 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         Op::ExpertLoad { .. } => vec![experts::load(&dims, x[0])],
         Op::StackLoads => vec![x.concat()],
         Op::MoveBias { row, rate } => vec![experts::move_bias(&dims, row, f64::from(rate), x)],
-        Op::GroupedLinear => vec![experts::linear(&dims, dims.size("choices"), x)],
-        Op::GroupedLinearEach => vec![experts::linear(&dims, 1, x)],
+        Op::GroupedLinear { each } => vec![experts::linear(&dims, sharers(each), x)],
         Op::GroupedGradInput => vec![experts::grad_input(&dims, x)],
-        Op::GroupedGradWeight { .. } => vec![experts::grad_weight(&dims, dims.size("choices"), x)],
-        Op::GroupedGradWeightEach { .. } => vec![experts::grad_weight(&dims, 1, x)],
+        Op::GroupedGradWeight { each, .. } => vec![experts::grad_weight(&dims, sharers(each), x)],
         Op::ExpertSlots { experts, blocks } => experts::slots(&dims, experts, blocks, x[0]).into(),
-        Op::SendRows { .. } => vec![experts::send_rows(&dims, dims.size("choices"), x)],
-        Op::SendRowsEach { .. } => vec![experts::send_rows(&dims, 1, x)],
+        Op::SendRows { each, .. } => vec![experts::send_rows(&dims, sharers(each), x)],
         Op::TakeRows { .. } => vec![experts::take_rows(&dims, x)],
         Op::RowsLinear { .. } => vec![experts::linear(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
         Op::RowsGradInput { .. } => vec![experts::grad_input(&dims, &[x[0], x[1], &experts::of_rows(&dims, x[2])])],
         Op::RowsGradWeight { .. } => {
             vec![experts::grad_weight(&dims, 1, &[x[0], x[1], &experts::of_rows(&dims, x[2])])]
         }
-        Op::Combine => vec![experts::combine(&dims, x[0], Some(x[1]))],
-        Op::SumChoices => vec![experts::combine(&dims, x[0], None)],
+        Op::Combine { .. } => vec![experts::combine(&dims, x[0], given(x, 1))],
         Op::CombineGrad => experts::combine_grad(&dims, x).into(),
         Op::SwiGlu => {
             let f = dims.size("ffn");
@@ -212,7 +198,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
         }
         Op::CrossEntropy => cross_entropy(&dims, x[0], x[1]).into(),
         Op::CrossEntropyGrad { weight } => vec![cross_entropy_grad(x[0], x[1], f64::from(weight))],
-        Op::LinearCrossEntropy { .. } => {
+        Op::LinearCrossEntropy { score: false, .. } => {
             let seed = given(x, 3).map_or(1.0, |s| f64::from(scalars(s).loss_scale));
             let (k, v) = (dims.size("inputs"), dims.size("vocab"));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
@@ -222,7 +208,7 @@ fn apply(graph: &Graph, node: &Node, x: &[&[f64]]) -> Vec<Vec<f64>> {
             let dw = matmul((v, k, rows), &dlogits, true, x[0], false);
             vec![loss, dx, dw]
         }
-        Op::LinearScore { .. } => {
+        Op::LinearCrossEntropy { score: true, .. } => {
             let (k, v) = (dims.size("inputs"), dims.size("vocab"));
             let logits = matmul((rows, v, k), x[0], false, x[1], true);
             let [loss, _] = cross_entropy(&dims, &logits, x[2]);
@@ -339,7 +325,7 @@ fn embedding(dims: &Dims, tokens: &[f64], table: &[f64]) -> Vec<f64> {
     tokens.iter().flat_map(|t| &table[*t as usize * d..(*t as usize + 1) * d]).copied().collect()
 }
 
-fn norm(x: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
+fn rms_norm(x: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
     let d = w.len();
     let rstd: Vec<f64> =
         x.chunks(d).map(|r| 1.0 / (r.iter().map(|x| x * x).sum::<f64>() / d as f64 + eps).sqrt()).collect();
@@ -370,7 +356,7 @@ fn qk_norm(dims: &Dims, qkv: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {
     let e = dims.size("head_dim");
     let (mut y, mut rstd) = (qkv.to_vec(), Vec::new());
     each_normed_head(dims, |at, weight, _| {
-        let [head, scale] = norm(&qkv[at..at + e], &w[weight..weight + e], eps);
+        let [head, scale] = rms_norm(&qkv[at..at + e], &w[weight..weight + e], eps);
         y[at..at + e].copy_from_slice(&head);
         rstd.extend(scale);
     });
@@ -402,7 +388,7 @@ fn layer_norm(x: &[f64], w: &[f64], b: &[f64], eps: f64) -> [Vec<f64>; 3] {
     let average = |row: &[f64]| row.iter().sum::<f64>() / d as f64;
     let mean: Vec<f64> = x.chunks(d).map(average).collect();
     let centred: Vec<f64> = x.iter().enumerate().map(|(i, x)| x - mean[i / d]).collect();
-    let [normed, rstd] = norm(&centred, w, eps);
+    let [normed, rstd] = rms_norm(&centred, w, eps);
     [normed.iter().enumerate().map(|(i, y)| y + b[i % d]).collect(), mean, rstd]
 }
 

@@ -64,17 +64,9 @@ pub struct PartedAttention {
 impl PartedAttention {
     /// None where the op is another.
     pub fn of(op: &Op) -> Option<Self> {
-        if let Op::RingAttention { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step), backward: false });
-        }
-        if let Op::RingAttentionGrad { window, step, .. } = *op {
-            return Some(Self { window, step: Some(step), backward: true });
-        }
-        if let Op::GatheredAttention { window } = *op {
-            return Some(Self { window, step: None, backward: false });
-        }
-        let Op::GatheredAttentionGrad { window } = *op else { return None };
-        Some(Self { window, step: None, backward: true })
+        let (Op::PartAttention { window, ring } | Op::PartAttentionGrad { window, ring }) = *op else { return None };
+        let backward = matches!(op, Op::PartAttentionGrad { .. });
+        Some(Self { window, step: ring.map(|ring| ring.step), backward })
     }
 
     /// Blocks of one head of a sequence on a rank.

@@ -43,8 +43,7 @@ impl Fusion {
                 | [weight, input, Op::BiasGrad]
                 | [weight, Op::BiasGrad, input, Op::BiasGrad] => matches!(
                     (weight, input),
-                    (Op::RmsNormGradWeight, Op::RmsNormGrad | Op::AddRmsNormGrad)
-                        | (Op::LayerNormGradWeight, Op::LayerNormGrad | Op::AddLayerNormGrad)
+                    (Op::NormGradWeight { norm }, Op::NormGrad { norm: of, .. }) if norm == of
                 ),
                 _ => false,
             },

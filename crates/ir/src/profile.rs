@@ -1,7 +1,7 @@
 //! What the compiler must know of a device: plain data.
 
 use crate::op::{Dims, TypeError, names};
-use crate::{FusedMatmul, Fusion, Op, OpKind, TensorType};
+use crate::{FusedMatmul, Fusion, Op, TensorType};
 use std::collections::BTreeMap;
 
 /// What the compiler must know of a device.
@@ -15,10 +15,10 @@ pub struct DeviceProfile {
     pub cross_entropy_logits: usize,
     /// Most rows of it at a time.
     pub cross_entropy_rows: usize,
-    /// Kernel scratch; ops not listed need none.
-    pub workspaces: BTreeMap<OpKind, Workspace>,
+    /// Kernel scratch by the name of the op's row; ops not listed need none.
+    pub workspaces: BTreeMap<&'static str, Workspace>,
     /// Kernel scratch of calls with all optional operands, where it is not that of calls without.
-    pub workspaces_with_optional: BTreeMap<OpKind, Workspace>,
+    pub workspaces_with_optional: BTreeMap<&'static str, Workspace>,
     /// Instructions that it does as one where they follow each other.
     pub fusions: Vec<Fusion>,
     /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
@@ -52,10 +52,9 @@ impl Workspace {
 impl DeviceProfile {
     /// Scratch bytes of `op` on these inputs.
     pub fn workspace(&self, op: &Op, inputs: &[&TensorType]) -> Result<u64, TypeError> {
-        let kind = op.kind();
-        let with_optional = self.workspaces_with_optional.get(&kind);
         let spec = op.spec();
-        match with_optional.filter(|_| inputs.len() == spec.inputs.len()).or(self.workspaces.get(&kind)) {
+        let with_optional = self.workspaces_with_optional.get(spec.name);
+        match with_optional.filter(|_| inputs.len() == spec.inputs.len()).or(self.workspaces.get(spec.name)) {
             None => Ok(0),
             Some(workspace) => Ok(workspace.bytes(&op.bind(inputs)?)),
         }
@@ -80,7 +79,7 @@ mod tests {
             cross_entropy_logits: 1,
             cross_entropy_rows: 1,
             workspaces: BTreeMap::from([(
-                OpKind::Add,
+                "add",
                 Workspace { fixed: 5, terms: vec![(2, "batch SEQ SEQ"), (1, "batch seq")] },
             )]),
             workspaces_with_optional: BTreeMap::new(),
@@ -100,7 +99,7 @@ mod tests {
 
     #[test]
     fn scratch_of_calls_with_optional_operands_may_be_another() {
-        let of = |fixed| BTreeMap::from([(OpKind::PositionsGrad, Workspace { fixed, terms: Vec::new() })]);
+        let of = |fixed| BTreeMap::from([("positions_grad", Workspace { fixed, terms: Vec::new() })]);
         let profile = DeviceProfile {
             name: String::new(),
             alignment: 1,

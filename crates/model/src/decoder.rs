@@ -56,7 +56,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         let hf = |name: &str| named(name, "weight");
 
         let w = ones(&mut g, &at("attention_norm"), embed(), &[hf("input_layernorm")]);
-        let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n1"))?[0];
+        let n = g.op(Op::rms_norm(eps), &[x, w], &at("n1"))?[0];
         let parts = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
         let packed = Dim::packed([q, kv, kv]);
         let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &parts("weight"));
@@ -69,7 +69,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
             let normed = |g: &mut Graph, section, (ours, theirs): (&str, &str), dim| -> Result<ValueId, TypeError> {
                 let x = g.op(Op::Slice { first: section, count: 1 }, &[qkv], &at(ours))?[0];
                 let w = ones(g, &at(&format!("{ours}_norm")), Dim::packed([dim]), &[hf(theirs)]);
-                Ok(g.op(Op::RmsNorm { eps }, &[x, w], &at(&format!("{ours}_normed")))?[0])
+                Ok(g.op(Op::rms_norm(eps), &[x, w], &at(&format!("{ours}_normed")))?[0])
             };
             let queries = normed(&mut g, 0, ("q", "self_attn.q_norm"), q)?;
             let keys = normed(&mut g, 1, ("k", "self_attn.k_norm"), kv)?;
@@ -88,7 +88,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 
         let w = ones(&mut g, &at("ffn_norm"), embed(), &[hf("post_attention_layernorm")]);
-        let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n2"))?[0];
+        let n = g.op(Op::rms_norm(eps), &[x, w], &at("n2"))?[0];
         let inits = [&normal, &to_residual];
         let delta = match m.experts.filter(|_| layer >= m.dense_layers) {
             Some(experts) => mixture(&mut g, n, m, (experts, names), (layer, trains), inits)?,
@@ -99,7 +99,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
     g.enter_layer(None);
     let x = side.wanted(&mut g, x)?;
     let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
-    let n = g.op(Op::RmsNorm { eps }, &[x, w], "n")?[0];
+    let n = g.op(Op::rms_norm(eps), &[x, w], "n")?[0];
     let head = match m.tied_embeddings {
         true => table,
         false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),

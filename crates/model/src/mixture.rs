@@ -104,7 +104,7 @@ pub(crate) fn mixture(
         let names = [of_block("gate.e_score_correction_bias")];
         reads.push(bias_of_choice(g, &at("router_bias"), each(), m.balance_bias as f32, &names));
     }
-    let routed = g.op(Op::Route { how }, &reads, &at("routed"))?;
+    let routed = g.op(Op::Route { given: false, how }, &reads, &at("routed"))?;
     let (weights, chosen) = (routed[0], routed[1]);
     let (balance, z) = (m.balance_loss as f32, m.z_loss as f32);
     if trains && balance + z > 0.0 {
@@ -117,15 +117,15 @@ pub(crate) fn mixture(
     let always = shared.map(|shared| shared.hidden(g, x, normal)).transpose()?;
     let packed = Dim::packed([hidden(width), hidden(width)]);
     let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate, up]));
-    let gate_up = g.op(Op::GroupedLinear, &[x, w, chosen], &at("gate_up"))?[0];
+    let gate_up = g.op(Op::GroupedLinear { each: false }, &[x, w, chosen], &at("gate_up"))?[0];
     let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
     let dims = [each(), embed(), Dim::packed([hidden(width)])];
     let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down]));
-    let y = g.op(Op::GroupedLinearEach, &[y, w, chosen], &at("expert_out"))?[0];
+    let y = g.op(Op::GroupedLinear { each: true }, &[y, w, chosen], &at("expert_out"))?[0];
     let (Some(shared), Some(always)) = (shared, always) else {
-        return Ok(g.op(Op::Combine, &[y, weights], &at("ffn_out"))?[0]);
+        return Ok(g.op(Op::Combine { weighted: true }, &[y, weights], &at("ffn_out"))?[0]);
     };
     let always = shared.down(g, always, x, to_residual)?;
-    let routed = g.op(Op::Combine, &[y, weights], &at("routed_out"))?[0];
+    let routed = g.op(Op::Combine { weighted: true }, &[y, weights], &at("routed_out"))?[0];
     Ok(g.op(Op::Add, &[routed, always], &at("ffn_out"))?[0])
 }

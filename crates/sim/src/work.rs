@@ -2,7 +2,7 @@
 
 use lockstep_ir::op::{Call, Cost, Matmuls, Saved, Transfer};
 use lockstep_ir::program::{BufferId, Instr, Segment, StepProgram, Sum};
-use lockstep_ir::{Axes, Collective, DType, MeshAxis, OpKind, TypeError};
+use lockstep_ir::{Axes, Collective, DType, MeshAxis, TypeError};
 use std::collections::BTreeSet;
 
 /// What an instruction asks of the hardware. Instructions that ask the same take the same time.
@@ -97,8 +97,8 @@ pub enum Demand {
 /// Which kernel an instruction is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Kernel {
-    /// The op.
-    pub op: OpKind,
+    /// The op's row, by name.
+    pub op: &'static str,
     /// The type that it computes in.
     pub dtype: DType,
 }
@@ -107,7 +107,7 @@ impl Kernel {
     /// That of an instruction.
     pub fn of(instr: &Instr) -> Self {
         let mut types = instr.inputs.iter().map(|a| a.ty.dtype);
-        Self { op: instr.op.kind(), dtype: types.find(|t| t.is_float()).unwrap_or(DType::F32) }
+        Self { op: instr.op.name(), dtype: types.find(|t| t.is_float()).unwrap_or(DType::F32) }
     }
 }
 

@@ -4,6 +4,7 @@ mod common;
 
 use common::check_layouts as check;
 use lockstep_config::Config;
+use lockstep_ir::op::Ring;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::{Layout, Op};
 use lockstep_plan::plan;
@@ -99,10 +100,12 @@ fn a_step_of_the_ring_waits_for_its_own_keys_and_not_for_those_of_the_next() {
         assert!(segment.instrs.iter().filter(|i| shift(i)).all(|i| i.stream == Stream::Communication));
         // Where each buffer of keys was last filled by a shift, and every shift that is under way.
         for (at, instr) in segment.instrs.iter().enumerate() {
-            let (Op::RingAttention { step, parts, .. } | Op::RingAttentionGrad { step, parts, .. }) = instr.op else {
+            let (Op::PartAttention { ring: Some(Ring { step, parts }), .. }
+            | Op::PartAttentionGrad { ring: Some(Ring { step, parts }), .. }) = instr.op
+            else {
                 continue;
             };
-            let keys = &instr.inputs[if matches!(instr.op, Op::RingAttention { .. }) { 1 } else { 2 }];
+            let keys = &instr.inputs[if matches!(instr.op, Op::PartAttention { .. }) { 1 } else { 2 }];
             let fills = |i: &Instr| shift(i) && i.outputs.iter().flatten().any(|o| o.value == keys.value);
             let filled = segment.instrs[..at].iter().rposition(fills);
             assert_eq!(filled.is_some(), step > 0);

@@ -4,7 +4,7 @@
 use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, autodiff};
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
-use lockstep_ir::op::{Blocks, Routing, samples};
+use lockstep_ir::op::{Blocks, Norm, Routing, samples};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
 
 const BATCH: usize = 2;
@@ -83,20 +83,17 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let y = b.op(op, &[x, bias], "y")[0];
             b.loss(y)
         }
-        Op::RmsNorm { .. } => {
+        Op::Norm { norm, residual, .. } => {
             let x = b.activation("x", embed());
+            let delta = residual.then(|| b.activation("delta", embed()));
             let w = b.parameter("w", &[embed()]);
-            let y = b.op(op, &[x, w], "y")[0];
-            // A second use of x, as the residual stream has.
-            let sum = b.op(Op::Add, &[x, y], "sum")[0];
+            let bias = (norm == Norm::Layer).then(|| b.parameter("bias", &[embed()]));
+            let inputs: Vec<ValueId> = [x].into_iter().chain(delta).chain([w]).chain(bias).collect();
+            let out = b.op(op, &inputs, "y");
+            // A second use of what is normed, as the residual stream has.
+            let both = if residual { [out[0], out[1]] } else { [x, out[0]] };
+            let sum = b.op(Op::Add, &both, "sum")[0];
             b.loss(sum)
-        }
-        Op::AddRmsNorm { .. } => {
-            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
-            let w = b.parameter("w", &[embed()]);
-            let out = b.op(op, &[x, delta, w], "sum");
-            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
-            b.loss(both)
         }
         Op::QkNorm { .. } => {
             let x = b.activation("x", qkv());
@@ -104,20 +101,6 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let w = b.parameter("w", &[Dim::packed([of_head, of_head])]);
             let y = b.op(op, &[x, w], "y")[0];
             b.loss(y)
-        }
-        Op::LayerNorm { .. } => {
-            let x = b.activation("x", embed());
-            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
-            let y = b.op(op, &[x, w, bias], "y")[0];
-            let sum = b.op(Op::Add, &[x, y], "sum")[0];
-            b.loss(sum)
-        }
-        Op::AddLayerNorm { .. } => {
-            let (x, delta) = (b.activation("x", embed()), b.activation("delta", embed()));
-            let (w, bias) = (b.parameter("w", &[embed()]), b.parameter("bias", &[embed()]));
-            let out = b.op(op, &[x, delta, w, bias], "sum");
-            let both = b.op(Op::Add, &[out[0], out[1]], "both")[0];
-            b.loss(both)
         }
         Op::AddPositions { .. } => {
             let x = b.activation("x", embed());
@@ -161,37 +144,37 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             b.loss(y)
         }
         // Tokens go to experts, and what these give comes back by weights that depend on the token too.
-        Op::Route { how } => {
+        Op::Route { given: false, how } => {
             let (experts, ffn) = (Dim::new(Axis::Experts, 12), Dim::new(Axis::Ffn, 5));
             let (x, logits) = (b.activation("x", embed()), b.activation("logits", experts.clone()));
             let bias = TensorType::new(DType::F32, [experts.clone()]);
             let bias = optional.then(|| b.g.state("bias", bias, State::Constant(Init::Normal { std: 1.0 })));
             let inputs: Vec<ValueId> = [logits].into_iter().chain(bias).collect();
-            let routed = b.op(Op::Route { how }, &inputs, "routed");
+            let routed = b.op(Op::Route { given: false, how }, &inputs, "routed");
             let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
-            let hidden = b.op(Op::GroupedLinear, &[x, w, routed[1]], "hidden")[0];
+            let hidden = b.op(Op::GroupedLinear { each: false }, &[x, w, routed[1]], "hidden")[0];
             let w = b.parameter("back", &[experts, embed(), ffn]);
-            let y = b.op(Op::GroupedLinearEach, &[hidden, w, routed[1]], "y")[0];
-            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            let y = b.op(Op::GroupedLinear { each: true }, &[hidden, w, routed[1]], "y")[0];
+            let out = b.op(Op::Combine { weighted: true }, &[y, routed[0]], "out")[0];
             b.loss(out)
         }
         // Some experts are given twice for a token.
-        Op::RouteTo { how } => {
+        Op::Route { given: true, how } => {
             let experts = Dim::new(Axis::Experts, 12);
             let logits = b.activation("logits", experts.clone());
             let x = b.activation("x", embed());
             let tokens = [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Seq, SEQ), Dim::new(Axis::Choices, how.choices)];
             let given = b.g.input("given", TensorType::new(DType::U32, tokens));
-            let routed = b.op(Op::RouteTo { how }, &[logits, given], "routed");
+            let routed = b.op(Op::Route { given: true, how }, &[logits, given], "routed");
             let w = b.parameter("w", &[experts, embed(), embed()]);
-            let y = b.op(Op::GroupedLinear, &[x, w, routed[1]], "y")[0];
-            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            let y = b.op(Op::GroupedLinear { each: false }, &[x, w, routed[1]], "y")[0];
+            let out = b.op(Op::Combine { weighted: true }, &[y, routed[0]], "out")[0];
             b.loss(out)
         }
         // A second loss, on what the router looks at.
         Op::RouterLoss { .. } => {
             let logits = b.activation("logits", Dim::new(Axis::Experts, 6));
-            let routed = b.op(Op::Route { how: Routing::top(2) }, &[logits], "routed")[1];
+            let routed = b.op(Op::Route { given: false, how: Routing::top(2) }, &[logits], "routed")[1];
             let counts = b.op(Op::ExpertCounts { experts: 6 }, &[routed], "counts")[0];
             let loss = b.op(op, &[logits, counts], "loss")[0];
             b.g.outputs.push(loss);
@@ -203,23 +186,23 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         Op::RowsLinear { .. } => {
             let (experts, ffn) = (Dim::new(Axis::Experts, 4), Dim::new(Axis::Ffn, 5));
             let (x, logits) = (b.activation("x", embed()), b.activation("logits", experts.clone()));
-            let routed = b.op(Op::Route { how: Routing::top(2) }, &[logits], "routed");
+            let routed = b.op(Op::Route { given: false, how: Routing::top(2) }, &[logits], "routed");
             let blocks = Blocks { parts: 2, rows: 2 * BATCH * SEQ, choices: 2 * BATCH * SEQ, ranks: 1 };
             let slots = b.op(Op::ExpertSlots { experts: 4, blocks }, &[routed[1]], "slots");
-            let rows = b.op(Op::SendRows { blocks }, &[x, slots[0]], "rows")[0];
+            let rows = b.op(Op::SendRows { each: false, blocks }, &[x, slots[0]], "rows")[0];
             let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
             let hidden = b.op(Op::RowsLinear { blocks }, &[rows, w, slots[1]], "hidden")[0];
             let w = b.parameter("back", &[experts, embed(), ffn]);
             let rows = b.op(Op::RowsLinear { blocks }, &[hidden, w, slots[1]], "rows_out")[0];
             let y = b.op(Op::TakeRows { blocks }, &[rows, slots[0]], "y")[0];
-            let out = b.op(Op::Combine, &[y, routed[0]], "out")[0];
+            let out = b.op(Op::Combine { weighted: true }, &[y, routed[0]], "out")[0];
             b.loss(out)
         }
-        Op::ExpertSlots { blocks, .. } | Op::SendRows { blocks } | Op::TakeRows { blocks } => {
+        Op::ExpertSlots { blocks, .. } | Op::SendRows { each: false, blocks } | Op::TakeRows { blocks } => {
             return graph_through(Op::RowsLinear { blocks }, false);
         }
-        Op::GroupedLinear | Op::GroupedLinearEach | Op::Combine => {
-            return graph_through(Op::Route { how: Routing::top(3) }, false);
+        Op::GroupedLinear { .. } | Op::Combine { weighted: true } => {
+            return graph_through(Op::Route { given: false, how: Routing::top(3) }, false);
         }
         Op::Gelu => {
             let x = b.activation("x", Dim::new(Axis::Ffn, 6));
@@ -255,11 +238,11 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let x = b.activation("x", embed());
             b.loss(x)
         }
-        Op::LinearCrossEntropy { .. } => {
+        Op::LinearCrossEntropy { score: false, .. } => {
             let x = b.activation("x", embed());
             let w = b.parameter("w", &[Dim::new(Axis::Vocab, VOCAB), embed()]);
             let targets = b.ids("targets");
-            let loss = b.op(Op::LinearCrossEntropy { rows: SEQ }, &[x, w, targets], "loss")[0];
+            let loss = b.op(Op::LinearCrossEntropy { score: false, rows: SEQ }, &[x, w, targets], "loss")[0];
             b.g.outputs.push(loss);
             b.g.losses.push(Loss { value: loss, weight: 1.0 });
             b.g
@@ -268,14 +251,10 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::LinearGradInput
         | Op::LinearGradWeight
         | Op::BiasGrad
-        | Op::RmsNormGrad
-        | Op::AddRmsNormGrad
-        | Op::RmsNormGradWeight
+        | Op::NormGrad { .. }
+        | Op::NormGradWeight { .. }
         | Op::QkNormGrad
         | Op::QkNormGradWeight
-        | Op::LayerNormGrad
-        | Op::AddLayerNormGrad
-        | Op::LayerNormGradWeight
         | Op::AddPositionsAt
         | Op::PositionsGrad { .. }
         | Op::GeluGrad
@@ -283,11 +262,10 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::RouterLossGrad { .. }
         | Op::GroupedGradInput
         | Op::GroupedGradWeight { .. }
-        | Op::GroupedGradWeightEach { .. }
-        | Op::SendRowsEach { .. }
+        | Op::SendRows { each: true, .. }
         | Op::RowsGradInput { .. }
         | Op::RowsGradWeight { .. }
-        | Op::SumChoices
+        | Op::Combine { weighted: false }
         | Op::CombineGrad
         | Op::ExpertLoad { .. }
         | Op::StackLoads
@@ -310,19 +288,17 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         | Op::Orthogonalise
         | Op::Descend { .. }
         | Op::VocabLogits { .. }
-        | Op::LinearScore { .. }
+        | Op::LinearCrossEntropy { score: true, .. }
         | Op::VocabLoss
         | Op::VocabMisses { .. }
         | Op::VocabGrad { .. }
         | Op::JoinRows
         | Op::AllReduce { .. }
-        | Op::RingAttention { .. }
-        | Op::RingAttentionGrad { .. }
+        | Op::PartAttention { .. }
+        | Op::PartAttentionGrad { .. }
         | Op::AttentionMerge
-        | Op::GatheredAttention { .. }
         | Op::SplitHeads { .. }
         | Op::JoinHeads { .. }
-        | Op::GatheredAttentionGrad { .. }
         | Op::Shift { .. }
         | Op::AllToAll { .. }
         | Op::SumShared { .. }

@@ -38,7 +38,7 @@ fn model(uses: &str) -> Graph {
     for layer in 0..4 {
         g.enter_layer(Some(layer));
         let w = parameter(&mut g, &format!("w{layer}"), vec![embed.clone()]);
-        let normed = op(&mut g, Op::RmsNorm { eps: 1e-5 }, &[x, w], &format!("normed.{layer}"));
+        let normed = op(&mut g, Op::rms_norm(1e-5), &[x, w], &format!("normed.{layer}"));
         x = op(&mut g, Op::Add, &[x, normed], &format!("x.{layer}"));
     }
     g.enter_layer(None);

@@ -34,7 +34,7 @@ fn layers(attend: &[bool]) -> (Graph, Context) {
         g.enter_layer(Some(layer));
         let at = |name: &str| format!("{layer}.{name}");
         let norm = parameter(&mut g, at("norm"), vec![embed()]);
-        let n = g.op(Op::RmsNorm { eps: 1e-5 }, &[x, norm], &at("n")).unwrap()[0];
+        let n = g.op(Op::rms_norm(1e-5), &[x, norm], &at("n")).unwrap()[0];
         let (packed, inner, op) = match attends {
             true => {
                 let [q, k, v] = [Axis::Heads, Axis::KvHeads, Axis::KvHeads].map(heads);

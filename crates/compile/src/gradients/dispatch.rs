@@ -12,16 +12,16 @@ pub(super) const RULES: Rules = &[
 ];
 
 fn send_rows(at: &mut At) -> Result<(), Stop> {
-    attributes!(at, Op::SendRows { blocks });
+    attributes!(at, Op::SendRows { blocks, .. });
     let reads = [at.dy(0)?, at.input(1)];
     let each = at.each(Op::TakeRows { blocks }, &reads)?;
-    at.pass(Op::SumChoices, &[each], &[0])
+    at.pass(Op::Combine { weighted: false }, &[each], &[0])
 }
 
 fn take_rows(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::TakeRows { blocks });
     let reads = [at.dy(0)?, at.input(1)];
-    at.pass(Op::SendRowsEach { blocks }, &reads, &[0])
+    at.pass(Op::SendRows { each: true, blocks }, &reads, &[0])
 }
 
 fn rows_linear(at: &mut At) -> Result<(), Stop> {

@@ -5,17 +5,15 @@ use lockstep_ir::{Op, OpKind, ValueId};
 
 pub(super) const RULES: Rules = &[
     (OpKind::Route, route),
-    (OpKind::RouteTo, route),
     // Counts do not change with what is chosen a little more.
     (OpKind::ExpertCounts, |_| Ok(())),
     (OpKind::RouterLoss, router_loss),
     (OpKind::GroupedLinear, grouped_linear),
-    (OpKind::GroupedLinearEach, grouped_linear_each),
     (OpKind::Combine, combine),
 ];
 
 fn route(at: &mut At) -> Result<(), Stop> {
-    attributes!(at, (Op::Route { how } | Op::RouteTo { how }));
+    attributes!(at, Op::Route { how, .. });
     let reads = [at.dy(0)?, at.input(0), at.output(1)];
     at.pass(Op::RouteGrad { how }, &reads, &[0])
 }
@@ -37,17 +35,12 @@ impl At<'_> {
 }
 
 fn grouped_linear(at: &mut At) -> Result<(), Stop> {
+    attributes!(at, Op::GroupedLinear { each });
     let (dy, experts) = (at.dy(0)?, at.first_dim(1));
-    let each = at.each(Op::GroupedGradInput, &[dy, at.input(1), at.input(2)])?;
-    at.weight(Op::GroupedGradWeight { experts }, &[dy, at.input(0), at.input(2)], 1)?;
-    at.pass(Op::SumChoices, &[each], &[0])
-}
-
-fn grouped_linear_each(at: &mut At) -> Result<(), Stop> {
-    let (dy, experts) = (at.dy(0)?, at.first_dim(1));
-    let dx = at.make(Op::GroupedGradInput, &[dy, at.input(1), at.input(2)], 0)?;
-    at.weight(Op::GroupedGradWeightEach { experts }, &[dy, at.input(0), at.input(2)], 1)?;
-    at.add(0, dx)
+    let (reads, weight) = ([dy, at.input(1), at.input(2)], Op::GroupedGradWeight { each, experts });
+    let dx = if each { at.make(Op::GroupedGradInput, &reads, 0)? } else { at.each(Op::GroupedGradInput, &reads)? };
+    at.weight(weight, &[dy, at.input(0), at.input(2)], 1)?;
+    if each { at.add(0, dx) } else { at.pass(Op::Combine { weighted: false }, &[dx], &[0]) }
 }
 
 fn combine(at: &mut At) -> Result<(), Stop> {

@@ -2,7 +2,7 @@ use crate::passes::tests::small_model;
 use crate::{compile, fusable_matmuls};
 use lockstep_ir::graph::{Loss, Parameter, State};
 use lockstep_ir::program::Segment;
-use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, OpKind, StepProgram, TensorType, ValueId, Workspace};
+use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, StepProgram, TensorType, ValueId, Workspace};
 
 /// An MLP with biases and GELU behind a norm, and a head, for a device that fuses these.
 fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
@@ -23,7 +23,7 @@ fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     let (down, down_bias) = (parameter("down", &[&embed, &ffn]), parameter("down_bias", &[&embed]));
     let mut op = |op, inputs: &[ValueId], name| g.op(op, inputs, name).unwrap()[0];
     let x = op(Op::Embedding, &[tokens, table], "x");
-    let normed = op(Op::LayerNorm { eps: 1e-5 }, &[x, norm, norm_bias], "normed");
+    let normed = op(Op::layer_norm(1e-5), &[x, norm, norm_bias], "normed");
     let h = op(Op::Linear, &[normed, up], "h");
     let h = op(Op::AddBias, &[h, up_bias], "h.biased");
     let a = op(Op::Gelu, &[h], "a");
@@ -35,9 +35,7 @@ fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     g.losses.push(Loss { value: loss, weight: 1.0 });
     let scratch = || Workspace { fixed: 256, terms: Vec::new() };
     context.device.workspaces =
-        [OpKind::Linear, OpKind::LinearGradInput, OpKind::LayerNormGradWeight, OpKind::BiasGrad]
-            .map(|op| (op, scratch()))
-            .into();
+        ["linear", "linear_grad_input", "layer_norm_grad_weight", "bias_grad"].map(|op| (op, scratch())).into();
     context.device.fusions = fusions.to_vec();
     let mut programs = compile(&g, &context).unwrap().programs;
     if faster {

@@ -11,6 +11,7 @@
 //! Packed Q·K·V goes there, attention's output comes back, and so do their gradients in backward, which reads what forward has sent.
 
 use lockstep_ir::graph::{Node, Phase};
+use lockstep_ir::op::Ring;
 use lockstep_ir::{ContextParallel, DType, Graph, Layout, MeshAxis, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
@@ -107,7 +108,11 @@ impl Rewrite<'_> {
             let Some(kv) = next else { break };
             next = self.send_on(kv, step)?;
             let reads = [&[*qkv, kv], starts].concat();
-            let made = self.node(Op::RingAttention { window, step, parts }, &reads, &format!("step.{step}"))?;
+            let made = self.node(
+                Op::PartAttention { window, ring: Some(Ring { step, parts }) },
+                &reads,
+                &format!("step.{step}"),
+            )?;
             sum = Some(match sum {
                 None => [made[0], made[1]],
                 Some([o, lse]) => {
@@ -135,7 +140,7 @@ impl Rewrite<'_> {
             let Some(kv) = next else { break };
             next = self.send_on(kv, step)?;
             let reads = [&[*dout, *qkv, kv, *o, *lse], starts].concat();
-            let grad = Op::RingAttentionGrad { window, step, parts };
+            let grad = Op::PartAttentionGrad { window, ring: Some(Ring { step, parts }) };
             let made = self.node(grad, &reads, &format!("dq.{step}"))?;
             if step == 0 {
                 own = Some(made[1]);
@@ -163,7 +168,7 @@ impl Rewrite<'_> {
         let [qkv, starts @ ..] = &node.inputs[..] else { return Ok(()) };
         let kv = self.keys_and_values(*qkv)?;
         let reads = [&[*qkv, kv], starts].concat();
-        self.node(Op::GatheredAttention { window: self.window }, &reads, "o")?;
+        self.node(Op::PartAttention { window: self.window, ring: None }, &reads, "o")?;
         (0..2).for_each(|output| self.last_is(output, node.outputs[output]));
         Ok(())
     }
@@ -172,7 +177,7 @@ impl Rewrite<'_> {
         let [dout, qkv, o, lse, starts @ ..] = &node.inputs[..] else { return Ok(()) };
         let kv = self.keys_and_values(*qkv)?;
         let reads = [&[*dout, *qkv, kv, *o, *lse], starts].concat();
-        let made = self.node(Op::GatheredAttentionGrad { window: self.window }, &reads, "dq")?;
+        let made = self.node(Op::PartAttentionGrad { window: self.window, ring: None }, &reads, "dq")?;
         self.join(made[0], made[1], node)
     }
 

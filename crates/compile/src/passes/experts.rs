@@ -51,7 +51,7 @@ pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeErr
 fn senders(nodes: &[Node]) -> BTreeMap<usize, Vec<Node>> {
     let made = |v: &ValueId| nodes.iter().position(|node| node.outputs.contains(&Some(*v)));
     let mut senders: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
-    for node in nodes.iter().filter(|node| node.op == Op::GroupedLinear) {
+    for node in nodes.iter().filter(|node| node.op == Op::GroupedLinear { each: false }) {
         if let Some(at) = made(&node.inputs[0]).max(made(&node.inputs[2])) {
             senders.entry(at).or_default().push(node.clone());
         }
@@ -85,13 +85,17 @@ impl Rewrite<'_> {
         let (phase, layer) = (node.phase, node.layer);
         let needed = |taken: &mut Node| taken.outputs.iter().any(|y| y.is_some_and(|y| node.inputs.contains(&y)));
         g.nodes.extend(self.taken.extract_if(.., needed));
-        if let (Op::GroupedLinear, &[_, w, chosen], &[Some(y)]) = (node.op, &node.inputs[..], &node.outputs[..]) {
+        if let (Op::GroupedLinear { each: false }, &[_, w, chosen], &[Some(y)]) =
+            (node.op, &node.inputs[..], &node.outputs[..])
+        {
             let Places { owners, blocks, .. } = self.places(g, &node, chosen, w)?;
             let rows = self.send(g, &node)?;
             let matmul = Node { op: Op::RowsLinear { blocks }, inputs: vec![rows, w, owners], ..node };
             return self.push(g, matmul, &[y]);
         }
-        if let (Op::GroupedLinearEach, &[x, w, chosen], &[Some(y)]) = (node.op, &node.inputs[..], &node.outputs[..]) {
+        if let (Op::GroupedLinear { each: true }, &[x, w, chosen], &[Some(y)]) =
+            (node.op, &node.inputs[..], &node.outputs[..])
+        {
             let Places { slots, owners, blocks } = self.places(g, &node, chosen, w)?;
             let name = format!("{}.rows", g.get(y).name);
             let rows = g.node(Op::RowsLinear { blocks }, &[x, w, owners], &name, phase, layer)?[0];
@@ -111,7 +115,7 @@ impl Rewrite<'_> {
         }
         let Places { slots, blocks, .. } = self.places(g, node, chosen, w)?;
         let name = format!("{}.rows", g.get(x).name);
-        let rows = g.node(Op::SendRows { blocks }, &[x, slots], &name, node.phase, node.layer)?[0];
+        let rows = g.node(Op::SendRows { each: false, blocks }, &[x, slots], &name, node.phase, node.layer)?[0];
         self.sent.insert((x, chosen), rows);
         Ok(rows)
     }
@@ -188,13 +192,13 @@ mod tests {
         let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap();
         let x = op(Op::Embedding, &[tokens, table], "x")[0];
         let logits = op(Op::Linear, &[x, router], "logits")[0];
-        let routed = op(Op::Route { how: Routing::top(2) }, &[logits], "routed");
+        let routed = op(Op::Route { given: false, how: Routing::top(2) }, &[logits], "routed");
         let wide = always.map(|(w, _)| op(Op::Linear, &[x, w], "shared_hidden")[0]);
-        let hidden = op(Op::GroupedLinear, &[x, up, routed[1]], "hidden")[0];
+        let hidden = op(Op::GroupedLinear { each: false }, &[x, up, routed[1]], "hidden")[0];
         let hidden = op(Op::Gelu, &[hidden], "gelu")[0];
-        let y = op(Op::GroupedLinearEach, &[hidden, down, routed[1]], "y")[0];
+        let y = op(Op::GroupedLinear { each: true }, &[hidden, down, routed[1]], "y")[0];
         let always = always.zip(wide).map(|((_, w), wide)| op(Op::Linear, &[wide, w], "shared_out")[0]);
-        let mut out = op(Op::Combine, &[y, routed[0]], "out")[0];
+        let mut out = op(Op::Combine { weighted: true }, &[y, routed[0]], "out")[0];
         if let Some(always) = always {
             out = op(Op::Add, &[out, always], "both")[0];
         }

@@ -16,26 +16,11 @@ pub fn fuse(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     Ok(g)
 }
 
-/// The norm that also adds, of one that does not.
-fn adding(norm: Op) -> Option<Op> {
-    if let Op::RmsNorm { eps } = norm {
-        return Some(Op::AddRmsNorm { eps });
-    }
-    if let Op::LayerNorm { eps } = norm { Some(Op::AddLayerNorm { eps }) } else { None }
-}
-
-/// The norm that does not add, of one that does.
-pub(super) fn not_adding(norm: Op) -> Option<Op> {
-    if let Op::AddRmsNorm { eps } = norm {
-        return Some(Op::RmsNorm { eps });
-    }
-    if let Op::AddLayerNorm { eps } = norm { Some(Op::LayerNorm { eps }) } else { None }
-}
-
 fn add_norm(g: &mut Graph) {
     let mut n = 0;
     while n < g.nodes.len() {
-        if let Some(op) = adding(g.nodes[n].op) {
+        if let Op::Norm { norm, residual: false, eps } = g.nodes[n].op {
+            let op = Op::Norm { norm, residual: true, eps };
             let x = g.nodes[n].inputs[0];
             // The sum moves from where it was added to where it is normed, so nothing may read it in between.
             let add = producer(g, x).filter(|&a| {
@@ -87,7 +72,7 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     g.nodes.remove(n);
     g.nodes.remove(l);
     let name = loss.map_or("loss".to_owned(), |v| g.get(v).name.clone());
-    g.node(Op::LinearCrossEntropy { rows }, &[x, w, targets], &name, Phase::Forward, layer)?;
+    g.node(Op::LinearCrossEntropy { score: false, rows }, &[x, w, targets], &name, Phase::Forward, layer)?;
     if let (Some(node), Some(_)) = (g.nodes.last_mut(), loss) {
         node.outputs[0] = loss;
     }

@@ -104,9 +104,9 @@ mod tests {
         let before = g.nodes.len();
         g.enter_layer(Some(1));
         let logits = g.op(Op::Linear, &[y, router], "routing").unwrap()[0];
-        let routed = g.op(Op::Route { how: Routing::top(2) }, &[logits, bias], "routed").unwrap();
-        let each = g.op(Op::GroupedLinear, &[y, w, routed[1]], "each").unwrap()[0];
-        let out = g.op(Op::Combine, &[each, routed[0]], "out").unwrap()[0];
+        let routed = g.op(Op::Route { given: false, how: Routing::top(2) }, &[logits, bias], "routed").unwrap();
+        let each = g.op(Op::GroupedLinear { each: false }, &[y, w, routed[1]], "each").unwrap()[0];
+        let out = g.op(Op::Combine { weighted: true }, &[each, routed[0]], "out").unwrap()[0];
         let late = g.nodes.split_off(before);
         g.nodes[head].inputs[0] = out;
         late.into_iter().rev().for_each(|node| g.nodes.insert(head, node));

@@ -99,9 +99,9 @@ pub(crate) mod tests {
         let [w1, w2] = ["w1", "w2"].map(|name| parameter(name, vec![embed.clone()]));
         let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap()[0];
         let x = op(Op::Embedding, &[tokens, table], "x");
-        let n1 = op(Op::RmsNorm { eps: 1e-5 }, &[x, w1], "n1");
+        let n1 = op(Op::rms_norm(1e-5), &[x, w1], "n1");
         let mid = op(Op::Add, &[x, n1], "mid");
-        let n2 = op(Op::RmsNorm { eps: 1e-5 }, &[mid, w2], "n2");
+        let n2 = op(Op::rms_norm(1e-5), &[mid, w2], "n2");
         let y = op(Op::Add, &[mid, n2], "y");
         let logits = op(Op::Linear, &[y, table], "logits");
         let loss = op(Op::CrossEntropy, &[logits, targets], "loss");

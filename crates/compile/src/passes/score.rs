@@ -20,9 +20,9 @@ pub(super) fn score(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         return Err(TypeError { op: "linear_score", reason: "the loss is not fused with the output head".into() });
     };
     let Node { op, inputs, outputs, phase, layer } = g.nodes[at].clone();
-    let Op::LinearCrossEntropy { rows } = op else { return Ok(g) };
+    let Op::LinearCrossEntropy { score: false, rows } = op else { return Ok(g) };
     let behind = g.nodes.split_off(at);
-    let misses = g.node(Op::LinearScore { rows }, &inputs, MISSES, phase, layer)?[1];
+    let misses = g.node(Op::LinearCrossEntropy { score: true, rows }, &inputs, MISSES, phase, layer)?[1];
     g.values[misses.0].name = MISSES.to_owned();
     if let Some(node) = g.nodes.last_mut() {
         node.outputs[0] = outputs[0];

@@ -9,11 +9,11 @@ use lockstep_ir::{Axes, DType, Graph, MeshAxis, Op, TypeError, ValueId};
 
 /// Rewrites the head, where the graph has one.
 pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. } | Op::LinearScore { .. });
+    let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
     let Some(Node { op, inputs, outputs, layer, .. }) = g.nodes.pop() else { return Ok(()) };
-    let (Op::LinearCrossEntropy { rows } | Op::LinearScore { rows }) = op else { return Ok(()) };
+    let Op::LinearCrossEntropy { rows, .. } = op else { return Ok(()) };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
     let (loss, dx, dw, misses) = match outputs[..] {
         [loss, dx, dw] => (loss, dx, dw, None),

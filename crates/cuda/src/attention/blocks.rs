@@ -40,10 +40,7 @@ impl Block {
 
 /// The positions of an instruction's keys, and how many a sequence has.
 pub fn keys(parted: PartedAttention, bound: &Bound) -> (Span, usize) {
-    match parted.step {
-        Some(step) => (bound.positions_before(step), bound.size("keys")),
-        None => (Span::ALL, bound.size("whole_seq")),
-    }
+    (parted.step.map_or(Span::ALL, |step| bound.positions_before(step)), bound.size("keys"))
 }
 
 /// The blocks of an instruction; none where something cuts them besides the causal mask.

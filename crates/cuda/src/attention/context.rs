@@ -22,28 +22,15 @@ pub fn scratch(compute: DType) -> Workspace {
     }
 }
 
-/// Terms of the scratch of backward kernels that grow with keys, and that of all of dS.
-type KeyTerms = [(u64, &'static str); 2];
-const OF_A_PART: (KeyTerms, (u64, &str)) =
-    ([(4, "batch keys attended"), (2, "batch keys kv")], (2, "batch heads SEQ KEYS"));
-const OF_ALL: (KeyTerms, (u64, &str)) =
-    ([(4, "batch whole_seq attended"), (2, "batch whole_seq kv")], (2, "batch heads SEQ WHOLE_SEQ"));
-
-/// Scratch of the backward kernels of a step of the ring: see [`GradScratch`]. Without cuDNN, a number per row.
-pub fn ring_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
-    grad_scratch(compute, deterministic, OF_A_PART)
-}
-
-/// Scratch of the backward kernels over gathered keys.
-pub fn gathered_grad_scratch(compute: DType, deterministic: bool) -> Workspace {
-    grad_scratch(compute, deterministic, OF_ALL)
-}
-
-fn grad_scratch(compute: DType, deterministic: bool, (keys, scores): (KeyTerms, (u64, &'static str))) -> Workspace {
+/// Scratch of the backward kernels: see [`GradScratch`]. Without cuDNN, a number per row.
+pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     match compute {
         DType::BF16 => {
             let rows = [(6, "batch seq attended"), (12, "batch heads seq")];
-            let terms = rows.into_iter().chain(keys).chain(deterministic.then_some(scores));
+            let keys = [(4, "batch keys attended"), (2, "batch keys kv")];
+            // All of dS.
+            let scores = deterministic.then_some((2, "batch heads SEQ KEYS"));
+            let terms = rows.into_iter().chain(keys).chain(scores);
             Workspace { fixed: SLACK + 5 * ALIGNMENT, terms: terms.collect() }
         }
         DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
@@ -260,6 +247,7 @@ mod tests {
     use super::super::plans::Parts;
     use super::*;
     use crate::ops;
+    use lockstep_ir::op::Ring;
     use lockstep_ir::{Axis, Dim, Op, Section, TensorType};
 
     #[test]
@@ -278,8 +266,8 @@ mod tests {
                 };
                 let lse = [Dim::new(Axis::Batch, batch), Dim::new(Axis::Heads, heads), Dim::new(Axis::Seq, seq)];
                 let lse = TensorType::new(DType::F32, lse);
-                let ring = Op::RingAttentionGrad { window: None, step: 1, parts: ranks };
-                for (op, keys) in [(ring, seq), (Op::GatheredAttentionGrad { window: None }, seq * ranks)] {
+                let ring = Op::PartAttentionGrad { window: None, ring: Some(Ring { step: 1, parts: ranks }) };
+                for (op, keys) in [(ring, seq), (Op::PartAttentionGrad { window: None, ring: None }, seq * ranks)] {
                     let (qkv, kv, o) = (rows(seq, &[q, kv, kv]), rows(keys, &[kv, kv]), rows(seq, &[q]));
                     let planned = profile.workspace(&op, &[&o, &qkv, &kv, &o, &lse]).unwrap();
                     let parts = Some(Parts { keys, causal: false, rows: (seq, keys) });

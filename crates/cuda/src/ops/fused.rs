@@ -1,11 +1,11 @@
 //! Groups of instructions that are done as one, as the program has them.
 
-use super::norm::{self, Kind};
-use super::{elements, linear, optimizer};
+use super::{elements, linear, norm, optimizer};
 use crate::CudaError;
 use crate::call::Call;
 use crate::matmul::{Epilogue, MatmulShape};
 use lockstep_exec::bound::Bound;
+use lockstep_ir::op::Norm;
 use lockstep_ir::program::Segment;
 use lockstep_ir::{FusedGroup, FusedMatmul, Fusion, Op};
 
@@ -76,14 +76,8 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
 }
 
 /// Of the input gradient of a norm: which norm, and whether it adds.
-fn norm_input(op: &Op) -> Option<(Kind, bool)> {
-    match op {
-        Op::RmsNormGrad => Some((Kind::Rms, false)),
-        Op::AddRmsNormGrad => Some((Kind::Rms, true)),
-        Op::LayerNormGrad => Some((Kind::Layer, false)),
-        Op::AddLayerNormGrad => Some((Kind::Layer, true)),
-        _ => None,
-    }
+fn norm_input(op: &Op) -> Option<(Norm, bool)> {
+    if let Op::NormGrad { norm, residual } = *op { Some((norm, residual)) } else { None }
 }
 
 #[cfg(test)]

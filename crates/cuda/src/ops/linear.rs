@@ -29,7 +29,7 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             let (rows, output) = weight_rows(input, gradients(0), m, size("seq"));
             sums(plain(Gemm::Weight, rows, size("outputs"), output)).to_vec()
         }
-        Op::LinearCrossEntropy { rows, .. } => {
+        Op::LinearCrossEntropy { score: false, rows, .. } => {
             let fixed = gradients(2) == DType::Fixed64 && bound.outputs[2].is_some();
             let mut shapes = Vec::new();
             for count in super::head::chunk_sizes(m, size("seq"), rows, fixed) {
@@ -46,7 +46,7 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             }
             shapes
         }
-        Op::LinearScore { rows } => {
+        Op::LinearCrossEntropy { score: true, rows } => {
             let sizes = super::head::chunk_sizes(m, size("seq"), rows, false);
             let parts = super::head::column_parts(size("vocab"));
             let of = |count, columns| MatmulShape {

@@ -3,6 +3,7 @@
 use crate::CudaError;
 use crate::call::{Call, suffix, sum_kind};
 use crate::kernels::args;
+use lockstep_ir::op::Norm;
 
 /// Shares of gradients that scratch has room for: three sums of three blocks for each multiprocessor of an H100.
 pub const SHARES: usize = 3 * 3 * 132;
@@ -11,21 +12,10 @@ const THREADS: usize = 256;
 /// An operand that is not there.
 const NONE: Option<u64> = None;
 
-/// Which norm.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// By the root of the mean square.
-    Rms,
-    /// By the deviation, without the mean, with a bias.
-    Layer,
-}
-
-impl Kind {
-    fn name(self) -> &'static str {
-        match self {
-            Kind::Rms => "rms_norm",
-            Kind::Layer => "layer_norm",
-        }
+fn name(norm: Norm) -> &'static str {
+    match norm {
+        Norm::Rms => "rms_norm",
+        Norm::Layer => "layer_norm",
     }
 }
 
@@ -59,33 +49,33 @@ impl Variant {
 }
 
 /// y and the statistics of x, or of x + delta, which is kept too.
-pub unsafe fn forward(call: Call, norm: Kind, eps: f32, add: bool) -> Result<(), CudaError> {
+pub unsafe fn forward(call: Call, norm: Norm, eps: f32, add: bool) -> Result<(), CudaError> {
     let d = call.size("features");
     let Variant { name: kind, threads, .. } = Variant::new(call, d);
     let (prefix, delta, weights) = if add { ("add_", Some(call.input(1)), 2) } else { ("", None, 1) };
-    let (w, bias) = (call.input(weights), (norm == Kind::Layer).then(|| call.input(weights + 1)));
+    let (w, bias) = (call.input(weights), (norm == Norm::Layer).then(|| call.input(weights + 1)));
     let (sum, first) = if add { (call.output(0), 1) } else { (None, 0) };
     let y = call.output(first);
     let (mean, rstd) = match norm {
-        Kind::Rms => (None, call.output(first + 1)),
-        Kind::Layer => (call.output(first + 1), call.output(first + 2)),
+        Norm::Rms => (None, call.output(first + 1)),
+        Norm::Layer => (call.output(first + 1), call.output(first + 2)),
     };
-    let name = format!("{prefix}{}_{kind}", norm.name());
+    let name = format!("{prefix}{}_{kind}", name(norm));
     let args = args![call.input(0), delta, w, bias, sum, y, mean, rstd, d, eps];
     // SAFETY: the operands have these sizes.
     unsafe { call.plain(("norm", &name), [call.rows(), 1, 1], threads, args) }
 }
 
 /// The statistics among the inputs of a gradient that start at `first`, and how many there are.
-fn statistics(call: Call, norm: Kind, first: usize) -> (Option<u64>, u64, usize) {
+fn statistics(call: Call, norm: Norm, first: usize) -> (Option<u64>, u64, usize) {
     match norm {
-        Kind::Rms => (None, call.input(first), 1),
-        Kind::Layer => (Some(call.input(first)), call.input(first + 1), 2),
+        Norm::Rms => (None, call.input(first), 1),
+        Norm::Layer => (Some(call.input(first)), call.input(first + 1), 2),
     }
 }
 
 /// dx, plus what reaches the sum on the residual path.
-pub unsafe fn grad(call: Call, norm: Kind, add: bool) -> Result<(), CudaError> {
+pub unsafe fn grad(call: Call, norm: Norm, add: bool) -> Result<(), CudaError> {
     let variant = Variant::new(call, call.size("features"));
     // Every row on its way at once: nothing is summed over rows.
     let blocks = call.rows().div_ceil(variant.rows);
@@ -96,7 +86,7 @@ pub unsafe fn grad(call: Call, norm: Kind, add: bool) -> Result<(), CudaError> {
 /// `shares`: of the weight's gradient, the bias's, and that of the bias whose gradient is the sum of dx.
 unsafe fn gradients(
     call: Call,
-    norm: Kind,
+    norm: Norm,
     add: bool,
     (variant, blocks): (&Variant, usize),
     [weight, bias, after]: [Option<u64>; 3],
@@ -105,7 +95,7 @@ unsafe fn gradients(
     let (rows, d) = (call.rows(), call.size("features"));
     let (mean, rstd, count) = statistics(call, norm, 3);
     let dsum = add.then(|| call.input(3 + count));
-    let name = format!("{}_grad_{}", norm.name(), variant.name);
+    let name = format!("{}_grad_{}", name(norm), variant.name);
     let (dy, x, w) = (call.input(0), call.input(1), call.input(2));
     let args = args![dy, x, w, mean, rstd, dsum, dx, weight, bias, after, rows, d];
     // SAFETY: the operands have these sizes.
@@ -113,12 +103,12 @@ unsafe fn gradients(
 }
 
 /// dw (+)= Σ over rows of dy · normed x.
-pub unsafe fn grad_weight(call: Call, norm: Kind) -> Result<(), CudaError> {
+pub unsafe fn grad_weight(call: Call, norm: Norm) -> Result<(), CudaError> {
     let (rows, d, shares) = (call.rows(), call.size("features"), call.scratch()?);
     let variant = Variant::new(call, d);
     let blocks = variant.blocks.min(rows.div_ceil(variant.rows));
     let (mean, rstd, _) = statistics(call, norm, 2);
-    let name = format!("{}_grad_{}", norm.name(), variant.name);
+    let name = format!("{}_grad_{}", name(norm), variant.name);
     let args = args![call.input(0), call.input(1), NONE, mean, rstd, NONE, NONE, shares, NONE, NONE, rows, d];
     // SAFETY: the operands have these sizes; the scratch has a share for every block.
     unsafe {
@@ -132,7 +122,7 @@ pub unsafe fn grad_weight(call: Call, norm: Kind) -> Result<(), CudaError> {
 pub unsafe fn grad_all(
     weight: Call,
     bias: Option<Call>,
-    (input, norm, add): (Call, Kind, bool),
+    (input, norm, add): (Call, Norm, bool),
     after: Option<Call>,
 ) -> Result<(), CudaError> {
     let (d, shares) = (input.size("features"), weight.scratch()?);

@@ -1,6 +1,6 @@
 //! What one of several context-parallel ranks has of a sample.
 
-use lockstep_ir::op::{Operand, SEQ, Sample, Split, names};
+use lockstep_ir::op::{Operand, Ring, SEQ, Sample, Split, names};
 use lockstep_ir::program::Offsets;
 use lockstep_ir::{Coordinates, Mesh, MeshAxis, Op, Placement, Sharding, TensorType};
 
@@ -35,7 +35,8 @@ impl Part {
     /// Where the rank stands whose part of an operand this rank has: keys and values have come around the ring.
     fn here(&self, op: &Op, operand: &Operand) -> Coordinates {
         let step = match *op {
-            Op::RingAttention { step, .. } | Op::RingAttentionGrad { step, .. }
+            Op::PartAttention { ring: Some(Ring { step, .. }), .. }
+            | Op::PartAttentionGrad { ring: Some(Ring { step, .. }), .. }
                 if names(operand.dims).any(|name| name == "keys") =>
             {
                 step

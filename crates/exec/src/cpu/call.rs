@@ -26,6 +26,11 @@ impl Call<'_> {
         self.bound.size(name)
     }
 
+    /// Choices of a token that share a row of it; one where each has its own.
+    pub fn sharers(&self, each: bool) -> usize {
+        self.bound.sharers(each)
+    }
+
     fn at(&self, at: &At) -> *mut u8 {
         at.address(self.base, self.slot)
     }

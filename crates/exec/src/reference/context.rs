@@ -1,36 +1,26 @@
 //! Attention over parts of the keys: of context-parallel ranks, over sequences that are there whole.
 
 use super::{Heads, add_scaled, dot, log_sum_exp};
-use lockstep_ir::op::Dims;
+use lockstep_ir::op::{Dims, Ring};
 use std::ops::Range;
 
-/// Which keys a step is about: those of every part but `step` parts before a query's own, in zig-zag order.
-#[derive(Clone, Copy)]
-pub struct Ring {
-    pub step: usize,
-    pub parts: usize,
+/// The part of the sequence that a position is in, in zig-zag order.
+fn part(position: usize, parts: usize, seq: usize) -> usize {
+    let chunk = position / (seq / (2 * parts)).max(1);
+    if parts == 1 { 0 } else { chunk.min(2 * parts - 1 - chunk) }
 }
 
-impl Ring {
-    /// All keys.
-    pub const ALL: Ring = Ring { step: 0, parts: 1 };
-
-    fn part(&self, position: usize, seq: usize) -> usize {
-        let chunk = position / (seq / (2 * self.parts)).max(1);
-        if self.parts == 1 { 0 } else { chunk.min(2 * self.parts - 1 - chunk) }
-    }
-
-    fn has(&self, query: usize, key: usize, seq: usize) -> bool {
-        self.part(key, seq) == (self.part(query, seq) + self.parts - self.step) % self.parts
-    }
+/// Whether a step of a ring is about this query and key: the key's part is `step` parts before the query's own.
+fn meet(ring: Option<Ring>, query: usize, key: usize, seq: usize) -> bool {
+    ring.is_none_or(|Ring { step, parts }| part(key, parts, seq) == (part(query, parts, seq) + parts - step) % parts)
 }
 
 /// Calls `f(b, h, s, keys)` for every query, with the keys that it sees; `first` says from which on, of every row.
-fn each_query(dims: &Dims, first: &[usize], ring: Ring, mut f: impl FnMut(usize, usize, usize, &[usize])) {
+fn each_query(dims: &Dims, first: &[usize], ring: Option<Ring>, mut f: impl FnMut(usize, usize, usize, &[usize])) {
     let g = Heads::of(dims);
     for b in 0..dims.size("batch") {
         for s in 0..g.seq {
-            let keys: Vec<usize> = (first[b * g.seq + s]..=s).filter(|t| ring.has(s, *t, g.seq)).collect();
+            let keys: Vec<usize> = (first[b * g.seq + s]..=s).filter(|t| meet(ring, s, *t, g.seq)).collect();
             (0..g.heads).for_each(|h| f(b, h, s, &keys));
         }
     }
@@ -48,7 +38,7 @@ fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t
 }
 
 /// o and lse.
-pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Ring) -> [Vec<f64>; 2] {
+pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
     let mut lse = vec![f64::NEG_INFINITY; dims.size("batch") * g.heads * g.seq];
@@ -68,7 +58,7 @@ pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Ri
 }
 
 /// dq and dkv, from do, qkv, kv, and o and lse over all keys.
-pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Ring) -> [Vec<f64>; 2] {
+pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let (dout, qkv, kv, o, lse) = (x[0], x[1], x[2], x[3], x[4]);
     let scale = 1.0 / (g.e as f64).sqrt();

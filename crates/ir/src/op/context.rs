@@ -1,7 +1,8 @@
 //! Attention of context-parallel ranks: over one part of the keys at a time, which ranks pass around a ring, and over gathered keys.
 
 use super::attention::{WINDOWS, flops_of, fused, packed_heads};
-use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
+use super::cost::CostRule;
+use super::row::{FlopsRule, Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, floats, normal, sample};
 use super::{Dims, Flops, Op, TypeError, attributes};
 use crate::{Axis, Dim, TensorType};
@@ -17,37 +18,53 @@ fn keys_and_values(op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
     }
 }
 
-/// Queries and keys are equal parts.
-const RING: ShapeRule = |op, _, dims| {
+/// A part of the keys and values on its way around the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ring {
+    /// How far it has come.
+    pub step: usize,
+    /// Parts of the sequence, in zig-zag order (see [`Placement::Split`](crate::Placement::Split)).
+    pub parts: usize,
+}
+
+/// In a ring queries and keys are equal parts; else queries are a part of the sequence.
+const PARTS: ShapeRule = |op, _, dims| {
     keys_and_values(op, dims)?;
-    let (Op::RingAttention { step, parts, .. } | Op::RingAttentionGrad { step, parts, .. }) = *op else {
-        return Ok(());
-    };
-    match dims.size("seq") == dims.size("keys") && step < parts {
-        true => Ok(()),
-        false => {
-            let (s, t) = (dims.size("seq"), dims.size("keys"));
+    attributes!(op, (Op::PartAttention { ring, .. } | Op::PartAttentionGrad { ring, .. }));
+    let (s, t) = (dims.size("seq"), dims.size("keys"));
+    match ring {
+        Some(Ring { step, parts }) if s != t || step >= parts => {
             Err(op.refuse(format!("{s} queries over {t} keys of another part, in step {step} of {parts}")))
         }
+        None if !t.is_multiple_of(s) => Err(op.refuse(format!("{s} queries of a sequence of {t}"))),
+        Some(_) | None => Ok(()),
     }
 };
 
-const GATHERED: ShapeRule = |op, _, dims| {
-    keys_and_values(op, dims)?;
-    let (s, o) = (dims.size("seq"), dims.size("whole_seq"));
-    if o.is_multiple_of(s) { Ok(()) } else { Err(op.refuse(format!("{s} queries of a sequence of {o}"))) }
+/// Positions of the whole sequence, and what share of its attention the op is. A rank's queries are as much work as another's; a step of a
+/// ring is its share of that: with a mask that is causal alone, every step of every rank is the same.
+fn share_of(op: &Op, dims: &Dims) -> (usize, usize) {
+    attributes!(op, (Op::PartAttention { ring, .. } | Op::PartAttentionGrad { ring, .. }));
+    match ring {
+        Some(Ring { parts, .. }) => (dims.size("seq") * parts, parts * parts),
+        None => (dims.size("keys"), dims.size("keys") / dims.size("seq")),
+    }
+}
+
+const FORWARD_FLOPS: FlopsRule = |op, dims, _| {
+    attributes!(op, Op::PartAttention { window, .. });
+    let (seq, of) = share_of(op, dims);
+    share(flops_of(dims, seq, window, 4, 4), of)
 };
 
-/// A step is its share of the work on a rank's queries: with a mask that is causal alone, every step of every rank is the same.
-fn step_flops(dims: &Dims, (window, parts): (Option<usize>, usize), model: u128, hardware: u128) -> Flops {
-    share(flops_of(dims, dims.size("seq") * parts, window, model, hardware), parts * parts)
-}
+const BACKWARD_FLOPS: FlopsRule = |op, dims, _| {
+    attributes!(op, Op::PartAttentionGrad { window, .. });
+    let (seq, of) = share_of(op, dims);
+    share(flops_of(dims, seq, window, 8, 10), of)
+};
 
-/// A rank's queries are as much work as another's.
-fn gathered_flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
-    let (s, o) = (dims.size("seq"), dims.size("whole_seq"));
-    share(flops_of(dims, o, window, model, hardware), o / s)
-}
+const FORWARD_COST: CostRule = |op, dims, _| fused(dims, share_of(op, dims).0, false);
+const BACKWARD_COST: CostRule = |op, dims, _| fused(dims, share_of(op, dims).0, true);
 
 fn share(Flops { model, causal, hardware }: Flops, of: usize) -> Flops {
     let of = of as u128;
@@ -112,7 +129,7 @@ pub(super) static RING_ATTENTION: Spec = row(
         parted(batch, |s, (window, documents), parts| {
             let t = Tensors::of(s, &[0], documents);
             let inputs: Vec<_> = [t.qkv, t.kv].into_iter().chain(t.starts).collect();
-            let of = |step| sample(Op::RingAttention { window, step, parts }, inputs.clone());
+            let of = |step| sample(Op::PartAttention { window, ring: Some(Ring { step, parts }) }, inputs.clone());
             (0..parts).map(of).collect()
         })
     },
@@ -121,48 +138,33 @@ pub(super) static RING_ATTENTION: Spec = row(
 .splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
 .numbers("seq")
 .forward()
-.shape(RING)
-.flops(|op, dims, _| {
-    attributes!(op, Op::RingAttention { window, parts, .. });
-    step_flops(dims, (window, parts), 4, 4)
-})
-.multiplies(&[0, 1], |op, dims, _| {
-    attributes!(op, Op::RingAttention { parts, .. });
-    fused(dims, dims.size("seq") * parts, false)
-});
+.shape(PARTS)
+.flops(FORWARD_FLOPS)
+.multiplies(&[0, 1], FORWARD_COST);
 
-const BACKWARD: [Operand; 5] = [
+const BACKWARD: [Operand; 6] = [
     float("do", "batch seq attended"),
     float("qkv", "batch seq qkv"),
     float("kv", "batch keys kv"),
     float("o", "batch seq attended"),
     f32("lse", "batch heads seq"),
+    u32("starts", "batch seq"),
 ];
 
-pub(super) static RING_ATTENTION_GRAD: Spec = row(
-    "ring_attention_grad",
-    &[BACKWARD[0], BACKWARD[1], BACKWARD[2], BACKWARD[3], BACKWARD[4], u32("starts", "batch seq")],
-    &[f32("dq", "batch seq attended"), f32("dkv", "batch keys kv")],
-    |batch| {
+pub(super) static RING_ATTENTION_GRAD: Spec =
+    row("ring_attention_grad", &BACKWARD, &[f32("dq", "batch seq attended"), f32("dkv", "batch keys kv")], |batch| {
         parted(batch, |s, (window, documents), parts| {
             let inputs = backward(s, window, documents);
-            let of = |step| sample(Op::RingAttentionGrad { window, step, parts }, inputs.clone());
+            let of = |step| sample(Op::PartAttentionGrad { window, ring: Some(Ring { step, parts }) }, inputs.clone());
             (0..parts).map(of).collect()
         })
-    },
-)
-.optional(1)
-.splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
-.numbers("seq")
-.shape(RING)
-.flops(|op, dims, _| {
-    attributes!(op, Op::RingAttentionGrad { window, parts, .. });
-    step_flops(dims, (window, parts), 8, 10)
-})
-.multiplies(&[0, 1, 2, 3], |op, dims, _| {
-    attributes!(op, Op::RingAttentionGrad { parts, .. });
-    fused(dims, dims.size("seq") * parts, true)
-});
+    })
+    .optional(1)
+    .splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
+    .numbers("seq")
+    .shape(PARTS)
+    .flops(BACKWARD_FLOPS)
+    .multiplies(&[0, 1, 2, 3], BACKWARD_COST);
 
 pub(super) static ATTENTION_MERGE: Spec = row(
     "attention_merge",
@@ -192,13 +194,13 @@ pub(super) static ATTENTION_MERGE: Spec = row(
 
 pub(super) static GATHERED_ATTENTION: Spec = row(
     "gathered_attention",
-    &[float("qkv", "batch seq qkv"), float("kv", "batch whole_seq kv"), u32("starts", "batch seq")],
+    &[float("qkv", "batch seq qkv"), float("kv", "batch keys kv"), u32("starts", "batch seq")],
     &[float("o", "batch seq attended"), f32("lse", "batch heads seq")],
     |batch| {
         parted(batch, |s, (window, documents), _| {
             let t = Tensors::of(s, &[0], documents);
             let inputs: Vec<_> = [t.qkv, t.kv].into_iter().chain(t.starts).collect();
-            vec![sample(Op::GatheredAttention { window }, inputs)]
+            vec![sample(Op::PartAttention { window, ring: None }, inputs)]
         })
     },
 )
@@ -206,36 +208,23 @@ pub(super) static GATHERED_ATTENTION: Spec = row(
 .splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
 .numbers("seq")
 .forward()
-.shape(GATHERED)
-.flops(|op, dims, _| {
-    attributes!(op, Op::GatheredAttention { window });
-    gathered_flops(dims, window, 4, 4)
-})
-.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("whole_seq"), false));
+.shape(PARTS)
+.flops(FORWARD_FLOPS)
+.multiplies(&[0, 1], FORWARD_COST);
 
 pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     "gathered_attention_grad",
-    &[
-        BACKWARD[0],
-        BACKWARD[1],
-        float("kv", "batch whole_seq kv"),
-        BACKWARD[3],
-        BACKWARD[4],
-        u32("starts", "batch seq"),
-    ],
-    &[float("dq", "batch seq attended"), f32("dkv", "batch whole_seq kv")],
+    &BACKWARD,
+    &[float("dq", "batch seq attended"), f32("dkv", "batch keys kv")],
     |batch| {
         parted(batch, |s, (window, documents), _| {
-            vec![sample(Op::GatheredAttentionGrad { window }, backward(s, window, documents))]
+            vec![sample(Op::PartAttentionGrad { window, ring: None }, backward(s, window, documents))]
         })
     },
 )
 .optional(1)
 .splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
 .numbers("seq")
-.shape(GATHERED)
-.flops(|op, dims, _| {
-    attributes!(op, Op::GatheredAttentionGrad { window });
-    gathered_flops(dims, window, 8, 10)
-})
-.multiplies(&[0, 1, 2, 3], |_, dims, _| fused(dims, dims.size("whole_seq"), true));
+.shape(PARTS)
+.flops(BACKWARD_FLOPS)
+.multiplies(&[0, 1, 2, 3], BACKWARD_COST);

@@ -54,8 +54,7 @@ fn filled(op: &Op, dims: &Dims) -> u64 {
 /// The blocks that an op is about.
 fn blocks(op: &Op) -> Blocks {
     let (Op::ExpertSlots { blocks, .. }
-    | Op::SendRows { blocks }
-    | Op::SendRowsEach { blocks }
+    | Op::SendRows { blocks, .. }
     | Op::TakeRows { blocks }
     | Op::RowsLinear { blocks }
     | Op::RowsGradInput { blocks }
@@ -165,14 +164,14 @@ pub(super) static SEND_ROWS: Spec = row(
     &[float("rows", "parts rows features")],
     |batch| {
         let places = places(batch, Draw::Places((PARTS * BLOCKS.rows) as u32));
-        vec![sample(Op::SendRows { blocks: BLOCKS }, [Shapes::new(batch).normal(embed()), places])]
+        vec![sample(Op::SendRows { each: false, blocks: BLOCKS }, [Shapes::new(batch).normal(embed()), places])]
     },
 )
 .gradient(&[Input(1)])
 .splits(&["batch rows", "seq rows", "features"])
 .same_over_tp(&["seq rows"])
 .shape(SHAPE)
-.local(|op, _| Op::SendRows { blocks: blocks(op).of_one_rank() });
+.local(|op, _| Op::SendRows { each: false, blocks: blocks(op).of_one_rank() });
 
 pub(super) static SEND_ROWS_EACH: Spec = row(
     "send_rows_each",
@@ -182,13 +181,13 @@ pub(super) static SEND_ROWS_EACH: Spec = row(
         let places = places(batch, Draw::Places((PARTS * BLOCKS.rows) as u32));
         let mut each = Shapes::new(batch).act(choices());
         each.dims.push(embed());
-        vec![sample(Op::SendRowsEach { blocks: BLOCKS }, [(each, Draw::Normal), places])]
+        vec![sample(Op::SendRows { each: true, blocks: BLOCKS }, [(each, Draw::Normal), places])]
     },
 )
 .splits(&["batch rows", "seq rows", "features"])
 .same_over_tp(&["seq rows"])
 .shape(SHAPE)
-.local(|op, _| Op::SendRowsEach { blocks: blocks(op).of_one_rank() });
+.local(|op, _| Op::SendRows { each: true, blocks: blocks(op).of_one_rank() });
 
 pub(super) static TAKE_ROWS: Spec = row(
     "take_rows",

@@ -145,8 +145,9 @@ pub(super) static ROUTE: Spec = row(
     &[f32("logits", "… experts"), f32("bias", "experts")],
     &[f32("weights", "… choices"), u32("chosen", "… choices")],
     |batch| {
-        let of = |(s, how): (Shapes, Routing)| sample(Op::Route { how }, [s.normal(experts())]);
-        let biased = |how| sample(Op::Route { how }, [Shapes::new(batch).normal(experts()), normal([experts()])]);
+        let of = |(s, how): (Shapes, Routing)| sample(Op::Route { given: false, how }, [s.normal(experts())]);
+        let biased =
+            |how| sample(Op::Route { given: false, how }, [Shapes::new(batch).normal(experts()), normal([experts()])]);
         Shapes::any_leading(batch).into_iter().zip(ways()).map(of).chain(ways().map(biased)).collect()
     },
 )
@@ -154,7 +155,7 @@ pub(super) static ROUTE: Spec = row(
 .gradient(&[Input(0), Output(1)])
 .splits(&["…"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::Route { how });
+    attributes!(op, Op::Route { how, .. });
     how.bind(op, dims)
 });
 
@@ -163,14 +164,15 @@ pub(super) static ROUTE_TO: Spec = row(
     &[f32("logits", "… experts"), u32("given", "… choices")],
     &[f32("weights", "… choices"), u32("chosen", "… choices")],
     |batch| {
-        let of = |(s, how): (Shapes, Routing)| sample(Op::RouteTo { how }, [s.normal(experts()), chosen(&s)]);
+        let of =
+            |(s, how): (Shapes, Routing)| sample(Op::Route { given: true, how }, [s.normal(experts()), chosen(&s)]);
         Shapes::any_leading(batch).into_iter().zip(ways()).map(of).collect()
     },
 )
 .gradient(&[Input(0), Output(1)])
 .splits(&["…"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::RouteTo { how });
+    attributes!(op, Op::Route { how, .. });
     how.bind(op, dims)
 });
 
@@ -180,7 +182,10 @@ pub(super) static ROUTE_GRAD: Spec = row(
     &[f32("dlogits", "… experts")],
     |batch| {
         let of = |(s, how): (Shapes, Routing)| {
-            let chosen = (TensorType::new(DType::U32, s.act(choices()).dims), Draw::Of(Op::Route { how }, 1, &[1]));
+            let chosen = (
+                TensorType::new(DType::U32, s.act(choices()).dims),
+                Draw::Of(Op::Route { given: false, how }, 1, &[1]),
+            );
             sample(Op::RouteGrad { how }, [s.normal(choices()), s.normal(experts()), chosen])
         };
         Shapes::any_leading(batch).into_iter().zip(ways()).map(of).collect()
@@ -239,7 +244,7 @@ pub(super) static GROUPED_LINEAR: Spec = row(
     &[float("x", "… inputs"), float("w", "experts outputs inputs"), u32("chosen", "… choices")],
     &[float("y", "… choices outputs")],
     |batch| {
-        let of = |g: &Grouped| sample(Op::GroupedLinear, [g.x(), g.stack(), g.chosen()]);
+        let of = |g: &Grouped| sample(Op::GroupedLinear { each: false }, [g.x(), g.stack(), g.chosen()]);
         Grouped::all(batch).iter().map(of).collect()
     },
 )
@@ -253,7 +258,7 @@ pub(super) static GROUPED_LINEAR_EACH: Spec = row(
     &[float("x", "… choices inputs"), float("w", "experts outputs inputs"), u32("chosen", "… choices")],
     &[float("y", "… choices outputs")],
     |batch| {
-        let of = |g: &Grouped| sample(Op::GroupedLinearEach, [g.each(&g.embed), g.stack(), g.chosen()]);
+        let of = |g: &Grouped| sample(Op::GroupedLinear { each: true }, [g.each(&g.embed), g.stack(), g.chosen()]);
         Grouped::all(batch).iter().map(of).collect()
     },
 )
@@ -280,14 +285,14 @@ pub(super) static GROUPED_GRAD_WEIGHT: Spec = row(
     &[float("dy", "… choices outputs"), float("x", "… inputs"), u32("chosen", "… choices")],
     &[accumulator("dw", "experts outputs inputs")],
     |batch| {
-        let op = |g: &Grouped| Op::GroupedGradWeight { experts: g.experts };
+        let op = |g: &Grouped| Op::GroupedGradWeight { each: false, experts: g.experts };
         Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.x(), g.chosen()])).collect()
     },
 )
 .sums(0)
 .splits(&["…", "outputs", "inputs"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::GroupedGradWeight { experts });
+    attributes!(op, Op::GroupedGradWeight { experts, .. });
     op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
 })
 .flops(MATMUL)
@@ -298,14 +303,14 @@ pub(super) static GROUPED_GRAD_WEIGHT_EACH: Spec = row(
     &[float("dy", "… choices outputs"), float("x", "… choices inputs"), u32("chosen", "… choices")],
     &[accumulator("dw", "experts outputs inputs")],
     |batch| {
-        let op = |g: &Grouped| Op::GroupedGradWeightEach { experts: g.experts };
+        let op = |g: &Grouped| Op::GroupedGradWeight { each: true, experts: g.experts };
         Grouped::all(batch).iter().map(|g| sample(op(g), [g.each(&g.ffn), g.each(&g.embed), g.chosen()])).collect()
     },
 )
 .sums(0)
 .splits(&["…", "outputs", "inputs"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::GroupedGradWeightEach { experts });
+    attributes!(op, Op::GroupedGradWeight { experts, .. });
     op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
 })
 .flops(MATMUL)
@@ -315,14 +320,18 @@ pub(super) static COMBINE: Spec = row(
     "combine",
     &[float("y", "… choices features"), f32("weights", "… choices")],
     &[float("out", "… features")],
-    |batch| Shapes::any_leading(batch).map(|s| sample(Op::Combine, [each(&s, embed()), s.normal(choices())])).into(),
+    |batch| {
+        Shapes::any_leading(batch)
+            .map(|s| sample(Op::Combine { weighted: true }, [each(&s, embed()), s.normal(choices())]))
+            .into()
+    },
 )
 .gradient(&[Input(0), Input(1)])
 .splits(&["…", "features"]);
 
 pub(super) static SUM_CHOICES: Spec =
     row("sum_choices", &[float("y", "… choices features")], &[float("sum", "… features")], |batch| {
-        Shapes::any_leading(batch).map(|s| sample(Op::SumChoices, [each(&s, embed())])).into()
+        Shapes::any_leading(batch).map(|s| sample(Op::Combine { weighted: false }, [each(&s, embed())])).into()
     })
     .splits(&["…", "features"]);
 

@@ -62,7 +62,7 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
         let s = Shapes::new(batch);
         let table = floats([Dim::new(Axis::Vocab, 400), embed()]);
         let inputs = [s.normal(embed()), (table, Draw::Quarter), (s.ids(), Draw::Targets(400)), scalars()];
-        let op = Op::LinearCrossEntropy { rows: 23 };
+        let op = Op::LinearCrossEntropy { score: false, rows: 23 };
         vec![sample(op, &inputs[..3]), sample(op, inputs)]
     },
 )
@@ -71,7 +71,7 @@ pub(super) static LINEAR_CROSS_ENTROPY: Spec = row(
 .gradient(&[Output(1), Output(2)])
 .splits(&["batch", "seq"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::LinearCrossEntropy { rows });
+    attributes!(op, Op::LinearCrossEntropy { rows, .. });
     dims.set("rows", &Dim::new(Axis::Seq, rows));
     Ok(())
 })
@@ -93,14 +93,17 @@ pub(super) static LINEAR_SCORE: Spec = row(
         let bits = |ty| (ty, Draw::Between(0, 1));
         let of = |tokens| {
             let table = bits(floats([Dim::new(Axis::Vocab, tokens), embed()]));
-            sample(Op::LinearScore { rows: 23 }, [bits(s.act(embed())), table, (s.ids(), Draw::Choices)])
+            sample(
+                Op::LinearCrossEntropy { score: true, rows: 23 },
+                [bits(s.act(embed())), table, (s.ids(), Draw::Choices)],
+            )
         };
         vec![of(400), of(7)]
     },
 )
 .splits(&["batch", "seq"])
 .shape(|op, _, dims| {
-    attributes!(op, Op::LinearScore { rows });
+    attributes!(op, Op::LinearCrossEntropy { rows, .. });
     dims.set("rows", &Dim::new(Axis::Seq, rows));
     dims.set("one", &one());
     Ok(())

@@ -2,19 +2,30 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head, heads, linear,
-    norm, optimizer, pointwise, position, section,
+    Blocks, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head,
+    heads, linear, norm, optimizer, pointwise, position, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
 
-/// From `Name { attribute: Type } = family::ROW` for every op: [`Op`], [`OpKind`] and the way from one to the other and to its row.
+/// From `Name { @[selector: Type] attribute: Type } = family::ROW | family::ROW => index` for every op: [`Op`], [`OpKind`], the way from one to
+/// the other and to its row. Ops whose rows differ in operands alone are one with several rows, and selectors say which of them it is: they
+/// show in the row's name, attributes beside it.
 macro_rules! ops {
-    ($($(#[$doc:meta])* $name:ident $({ $($(#[$field_doc:meta])* $field:ident: $ty:ty,)* })? = $row:path,)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $name:ident $({
+            $(@[$($(#[$selector_doc:meta])* $selector:ident: $selector_ty:ty),*])?
+            $($(#[$field_doc:meta])* $field:ident: $ty:ty,)*
+        })? = $($row:path)|+ $(=> $index:expr)?,
+    )*) => {
         /// An operation with its attributes.
         #[derive(Clone, Copy, Debug, PartialEq)]
         pub enum Op {
-            $($(#[$doc])* $name $({ $($(#[$field_doc])* $field: $ty,)* })?,)*
+            $($(#[$doc])* $name $({
+                $($($(#[$selector_doc])* $selector: $selector_ty,)*)?
+                $($(#[$field_doc])* $field: $ty,)*
+            })?,)*
         }
 
         /// An operation whatever its attributes.
@@ -27,10 +38,13 @@ macro_rules! ops {
             /// All of them.
             pub const ALL: &[OpKind] = &[$(OpKind::$name,)*];
 
-            /// The op's row in the table.
-            pub fn spec(self) -> &'static Spec {
+            /// The op's rows in the table: one, or one for each of what its selectors say.
+            pub fn rows(self) -> &'static [&'static Spec] {
                 match self {
-                    $(OpKind::$name => &$row,)*
+                    $(OpKind::$name => {
+                        static ROWS: &[&Spec] = &[$(&$row,)+];
+                        ROWS
+                    })*
                 }
             }
         }
@@ -41,6 +55,25 @@ macro_rules! ops {
                 match self {
                     $(Op::$name { .. } => OpKind::$name,)*
                 }
+            }
+
+            /// The op's row in the table.
+            #[allow(unused_variables, reason = "of the attributes it is selectors alone that say which row it is")]
+            pub fn spec(&self) -> &'static Spec {
+                match *self {
+                    $(Op::$name { $($($($selector,)*)? $($field,)*)? } => self.kind().rows()[0 $(+ $index)?],)*
+                }
+            }
+
+            /// Its attributes as printed programs show them: all that two ops of one name can differ in; empty where there are none.
+            #[allow(unused_variables, reason = "selectors show in the name")]
+            pub fn attributes(&self) -> String {
+                let all: Vec<String> = match self {
+                    $(Op::$name { $($($($selector,)*)? $($field,)*)? } => {
+                        vec![$($(format!("{}: {:?}", stringify!($field), $field),)*)?]
+                    })*
+                };
+                if all.is_empty() { String::new() } else { format!(" {{ {} }}", all.join(", ")) }
             }
         }
     };
@@ -64,22 +97,33 @@ ops! {
     AddBias = linear::ADD_BIAS,
     /// `db = dy`, summed over all positions.
     BiasGrad = linear::BIAS_GRAD,
-    /// `y = x / rms(x) · w`.
-    RmsNorm {
-        /// Added to the mean square.
+    /// `y = x / rms(x) · w`, or of a layer norm `y = (x − mean(x)) / deviation(x) · w + b`. With a residual, `sum = x + delta` is normed.
+    Norm {
+        @[
+            /// Which norm.
+            norm: Norm,
+            /// Whether it adds first.
+            residual: bool
+        ]
+        /// Added to the mean square, or to the variance.
         eps: f32,
-    } = norm::RMS_NORM,
-    /// `sum = x + delta`, `y = sum / rms(sum) · w`.
-    AddRmsNorm {
-        /// Added to the mean square.
-        eps: f32,
-    } = norm::ADD_RMS_NORM,
-    /// Input gradient of either norm.
-    RmsNormGrad = norm::RMS_NORM_GRAD,
-    /// Input gradient of `AddRmsNorm` plus the gradient that reaches `sum` on the residual path.
-    AddRmsNormGrad = norm::ADD_RMS_NORM_GRAD,
-    /// Weight gradient of either norm.
-    RmsNormGradWeight = norm::RMS_NORM_GRAD_WEIGHT,
+    } = norm::RMS_NORM | norm::ADD_RMS_NORM | norm::LAYER_NORM | norm::ADD_LAYER_NORM => norm.row(residual),
+    /// Input gradient of `Norm`; with a residual plus the gradient that reaches the normed value on another path.
+    NormGrad {
+        @[
+            /// Which norm.
+            norm: Norm,
+            /// Whether it adds.
+            residual: bool
+        ]
+    } = norm::RMS_NORM_GRAD | norm::ADD_RMS_NORM_GRAD | norm::LAYER_NORM_GRAD | norm::ADD_LAYER_NORM_GRAD => norm.row(residual),
+    /// Weight gradient of `Norm`; that of a layer norm's bias is `BiasGrad`.
+    NormGradWeight {
+        @[
+            /// Which norm.
+            norm: Norm
+        ]
+    } = norm::RMS_NORM_GRAD_WEIGHT | norm::LAYER_NORM_GRAD_WEIGHT => norm as usize,
     /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
     /// that of all K heads; V stays as it is.
     QkNorm {
@@ -90,22 +134,6 @@ ops! {
     QkNormGrad = norm::QK_NORM_GRAD,
     /// Weight gradient of `QkNorm`.
     QkNormGradWeight = norm::QK_NORM_GRAD_WEIGHT,
-    /// `y = (x − mean(x)) / deviation(x) · w + b`.
-    LayerNorm {
-        /// Added to the variance.
-        eps: f32,
-    } = norm::LAYER_NORM,
-    /// `sum = x + delta`, `y = (sum − mean(sum)) / deviation(sum) · w + b`.
-    AddLayerNorm {
-        /// Added to the variance.
-        eps: f32,
-    } = norm::ADD_LAYER_NORM,
-    /// Input gradient of either layer norm.
-    LayerNormGrad = norm::LAYER_NORM_GRAD,
-    /// Input gradient of `AddLayerNorm` plus the gradient that reaches `sum` on the residual path.
-    AddLayerNormGrad = norm::ADD_LAYER_NORM_GRAD,
-    /// Weight gradient of either layer norm; that of the bias is `BiasGrad`.
-    LayerNormGradWeight = norm::LAYER_NORM_GRAD_WEIGHT,
     /// Adds to each position its row of a table. With `starts`, a number on the device for every position of the whole sequence,
     /// positions count from the start of each document; a start after its position counts as that position.
     AddPositions {
@@ -167,39 +195,25 @@ ops! {
         /// As in `Attention`.
         window: Option<usize>,
     } = attention::CACHED_ATTENTION,
-    /// One step of ring attention, over context-parallel parts of the sequence: `Attention` of the queries of packed Q·K·V over the keys and
-    /// values of another part. A rank's row of packed K·V has come `step` ranks far: queries of part i see keys of part
-    /// (i − step) mod `parts`, as far as the mask lets them. A query that sees none of them has zeros and a log-sum-exp of −∞.
-    RingAttention {
+    /// `Attention` of the queries of a context-parallel part of the sequence over keys and values that are not this part's alone. Of a
+    /// ring: a rank's row of packed K·V has come `step` ranks far, queries of part i see keys of part (i − step) mod `parts`, as far as the
+    /// mask lets them. Else packed K·V is that of the whole sequence. A query that sees no key has zeros and a log-sum-exp of −∞.
+    PartAttention {
         /// As in `Attention`.
         window: Option<usize>,
-        /// How far keys and values have come.
-        step: usize,
-        /// Parts of the sequence, in zig-zag order (see [`Placement::Split`](crate::Placement::Split)).
-        parts: usize,
-    } = context::RING_ATTENTION,
-    /// Gradient of attention by one part of the keys and values: what that part adds to dQ, and dK·dV of the part by these
-    /// queries. Output and log-sum-exp are those of all parts.
-    RingAttentionGrad {
+        /// Where keys and values are in a ring; `None` where they are all there.
+        ring: Option<Ring>,
+    } = context::GATHERED_ATTENTION | context::RING_ATTENTION => usize::from(ring.is_some()),
+    /// Gradient of `PartAttention`: what these keys and values add to dQ, and what these queries add to dK·dV. Output and log-sum-exp are those
+    /// of all keys.
+    PartAttentionGrad {
         /// As in `Attention`.
         window: Option<usize>,
-        /// As in `RingAttention`.
-        step: usize,
-        /// As in `RingAttention`.
-        parts: usize,
-    } = context::RING_ATTENTION_GRAD,
+        /// As in `PartAttention`.
+        ring: Option<Ring>,
+    } = context::GATHERED_ATTENTION_GRAD | context::RING_ATTENTION_GRAD => usize::from(ring.is_some()),
     /// Of attention over two sets of keys: that over both, by their log-sum-exps.
     AttentionMerge = context::ATTENTION_MERGE,
-    /// `Attention` of a part of the queries over packed K·V of the whole sequence.
-    GatheredAttention {
-        /// As in `Attention`.
-        window: Option<usize>,
-    } = context::GATHERED_ATTENTION,
-    /// Gradient of `GatheredAttention`: dQ of these queries, and what they add to dK·dV of the whole sequence.
-    GatheredAttentionGrad {
-        /// As in `Attention`.
-        window: Option<usize>,
-    } = context::GATHERED_ATTENTION_GRAD,
     /// Sections of heads in parts, one part behind the other: of part `a` all positions of all sequences, sequences inside positions. What an
     /// all-to-all takes to make parts of the heads of parts of the sequence (Ulysses), and gives where it does the reverse.
     SplitHeads {
@@ -221,17 +235,16 @@ ops! {
     /// Gradient of `SwiGlu`.
     SwiGluGrad = pointwise::SWIGLU_GRAD,
     /// The experts of each token, the best first, and how much each counts, from the router's logits. A bias changes the choice, and not
-    /// the weights. An expert whose score is no number is chosen last.
+    /// the weights. An expert whose score is no number is chosen last. Or, of experts that are given, how much each would count.
     Route {
+        @[
+            /// Whether the experts of each token are given.
+            given: bool
+        ]
         /// How it chooses.
         how: Routing,
-    } = experts::ROUTE,
-    /// What `Route` would give if it chose the experts that are given for each token.
-    RouteTo {
-        /// As in `Route`.
-        how: Routing,
-    } = experts::ROUTE_TO,
-    /// Gradient of `Route` and `RouteTo`, by the weights.
+    } = experts::ROUTE | experts::ROUTE_TO => usize::from(given),
+    /// Gradient of `Route`, by the weights.
     RouteGrad {
         /// As in `Route`.
         how: Routing,
@@ -257,21 +270,23 @@ ops! {
         z: f32,
     } = experts::ROUTER_LOSS_GRAD,
     /// `y = x · wᵀ` by the weights of each of the token's experts.
-    GroupedLinear = experts::GROUPED_LINEAR,
-    /// The same where each expert of a token has an input of its own.
-    GroupedLinearEach = experts::GROUPED_LINEAR_EACH,
+    GroupedLinear {
+        @[
+            /// Whether each expert of a token has an input of its own.
+            each: bool
+        ]
+    } = experts::GROUPED_LINEAR | experts::GROUPED_LINEAR_EACH => usize::from(each),
     /// `dx = dy · w`, of each expert of a token.
     GroupedGradInput = experts::GROUPED_GRAD_INPUT,
     /// `dw = dyᵀ · x` of every expert, summed over the tokens that go to it.
     GroupedGradWeight {
+        @[
+            /// Whether each expert of a token has an input of its own.
+            each: bool
+        ]
         /// How many experts there are.
         experts: usize,
-    } = experts::GROUPED_GRAD_WEIGHT,
-    /// The same where each expert of a token has an input of its own.
-    GroupedGradWeightEach {
-        /// How many experts there are.
-        experts: usize,
-    } = experts::GROUPED_GRAD_WEIGHT_EACH,
+    } = experts::GROUPED_GRAD_WEIGHT | experts::GROUPED_GRAD_WEIGHT_EACH => usize::from(each),
     /// Where the rows of a rank's tokens go, by the part of the experts that each goes to: of every choice its place in the
     /// [blocks of rows](Blocks), counted over all of them, and of every place the expert of its row, counted inside the part. Rows are in
     /// the order of tokens. [`NO_ROW`](super::NO_ROW) for a choice whose block is full, and for a place without a row. And of every sequence
@@ -284,14 +299,13 @@ ops! {
     } = dispatch::EXPERT_SLOTS,
     /// A token's row, for each of its choices, at the choice's place in blocks of rows; zeros elsewhere.
     SendRows {
+        @[
+            /// Whether each choice of a token has a row of its own.
+            each: bool
+        ]
         /// The blocks.
         blocks: Blocks,
-    } = dispatch::SEND_ROWS,
-    /// The same where each choice of a token has a row of its own.
-    SendRowsEach {
-        /// The blocks.
-        blocks: Blocks,
-    } = dispatch::SEND_ROWS_EACH,
+    } = dispatch::SEND_ROWS | dispatch::SEND_ROWS_EACH => usize::from(each),
     /// The row of every choice, from its place in blocks of rows; NaN where it has none.
     TakeRows {
         /// The blocks.
@@ -314,10 +328,13 @@ ops! {
         /// The blocks.
         blocks: Blocks,
     } = dispatch::ROWS_GRAD_WEIGHT,
-    /// What the experts of a token give, added up by their weights.
-    Combine = experts::COMBINE,
-    /// The same without weights: an input gradient that has come by several experts.
-    SumChoices = experts::SUM_CHOICES,
+    /// What the experts of a token give, added up by their weights, or as it is: an input gradient that has come by several experts.
+    Combine {
+        @[
+            /// Whether there are weights.
+            weighted: bool
+        ]
+    } = experts::SUM_CHOICES | experts::COMBINE => usize::from(weighted),
     /// Gradients of `Combine`.
     CombineGrad = experts::COMBINE_GRAD,
     /// How many tokens every expert gets, of all sequences: whole numbers, so that it does not matter who adds what.
@@ -373,19 +390,19 @@ ops! {
         /// How much the loss counts.
         weight: f32,
     } = head::CROSS_ENTROPY_GRAD,
-    /// `CrossEntropy(Linear(x, w))` and its gradients, chunk by chunk, so that the logits never exist whole. Where gradients
-    /// are summed in fixed point, a chunk never crosses two sequences: a sequence's share does not depend on its neighbours. With
-    /// `scalars`, gradients start with the step's loss scale instead of 1.
+    /// `CrossEntropy(Linear(x, w))`, chunk by chunk, so that the logits never exist whole. For training with its gradients: where these are
+    /// summed in fixed point, a chunk never crosses two sequences, since a sequence's share does not depend on its neighbours, and with
+    /// `scalars` they start with the step's loss scale instead of 1. For tasks with misses, of every position whether greedy decoding misses
+    /// its target: 1 where the logit of another token is larger, or as large and the token comes first; 0 elsewhere, and where the target
+    /// does not count.
     LinearCrossEntropy {
+        @[
+            /// Whether it gives misses, and no gradients.
+            score: bool
+        ]
         /// Most positions of a chunk.
         rows: usize,
-    } = head::LINEAR_CROSS_ENTROPY,
-    /// The loss of `LinearCrossEntropy`, and of every position whether greedy decoding misses its target: 1 where the logit of another
-    /// token is larger, or as large and the token comes first; 0 elsewhere, and where the target does not count.
-    LinearScore {
-        /// Most positions of a chunk.
-        rows: usize,
-    } = head::LINEAR_SCORE,
+    } = head::LINEAR_CROSS_ENTROPY | head::LINEAR_SCORE => usize::from(score),
     /// Adds one gradient accumulator to another: the second use of a tied parameter.
     AddState = gradient::ADD_STATE,
     /// Adds a value to its sum over micro-batches.
@@ -467,7 +484,7 @@ ops! {
     /// Sum of token losses per sequence, from the statistics of all parts of the vocabulary, chunk by chunk.
     VocabLoss = head::VOCAB_LOSS,
     /// Of some positions, how many parts of the vocabulary have a token that greedy decoding takes before the target, as in
-    /// `LinearScore`.
+    /// `LinearCrossEntropy`.
     VocabMisses {
         /// Which positions.
         rows: Rows,

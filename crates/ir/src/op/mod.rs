@@ -35,6 +35,7 @@ mod section;
 mod tests;
 
 pub use collective::Transfer;
+pub use context::Ring;
 pub use cost::{Call, Cost, Matmuls};
 pub use dims::{ANY, BATCH, Dims, LEADING, ROWS, SEQ, names};
 pub use dispatch::{Blocks, NO_ROW};
@@ -42,6 +43,7 @@ pub use experts::{Routing, Score};
 pub use flops::Flops;
 pub use heads::{MOST_SECTIONS, position_in_ranks};
 pub use list::{Op, OpKind};
+pub use norm::Norm;
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 
@@ -87,20 +89,9 @@ pub struct TypeError {
 }
 
 impl Op {
-    /// The op's row in the table.
-    pub fn spec(&self) -> &'static Spec {
-        self.kind().spec()
-    }
-
     /// The op's name.
     pub fn name(&self) -> &'static str {
         self.spec().name
-    }
-
-    /// Its attributes as printed programs show them: all that two ops of one name can differ in; empty where there are none.
-    pub fn attributes(&self) -> String {
-        let all = format!("{self:?}");
-        all.find('{').map_or(String::new(), |at| format!(" {}", &all[at..]))
     }
 
     /// The table row of output `index`.

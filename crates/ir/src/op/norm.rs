@@ -8,12 +8,40 @@ use crate::{Axis, Dim, Section, TensorType};
 
 const EPS: f32 = 1e-5;
 
+/// Norms of positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Norm {
+    /// RMS norm.
+    Rms,
+    /// Layer norm: it takes the mean off first, and has a bias.
+    Layer,
+}
+
+impl Op {
+    /// RMS norm of what is there.
+    pub const fn rms_norm(eps: f32) -> Self {
+        Self::Norm { norm: Norm::Rms, residual: false, eps }
+    }
+
+    /// Layer norm of what is there.
+    pub const fn layer_norm(eps: f32) -> Self {
+        Self::Norm { norm: Norm::Layer, residual: false, eps }
+    }
+}
+
+impl Norm {
+    /// Which row of two for each norm.
+    pub(super) fn row(self, residual: bool) -> usize {
+        2 * self as usize + usize::from(residual)
+    }
+}
+
 pub(super) static RMS_NORM: Spec = row(
     "rms_norm",
     &[float("x", "… features"), float("w", "features")],
     &[float("y", "… features"), f32("rstd", "…")],
     |batch| {
-        let of = |s: Shapes| sample(Op::RmsNorm { eps: EPS }, [s.normal(embed()), normal([embed()])]);
+        let of = |s: Shapes| sample(Op::rms_norm(EPS), [s.normal(embed()), normal([embed()])]);
         Shapes::any_leading(batch).map(of).into()
     },
 )
@@ -26,7 +54,9 @@ pub(super) static ADD_RMS_NORM: Spec = row(
     &[float("x", "… features"), float("delta", "… features"), float("w", "features")],
     &[float("sum", "… features"), float("y", "… features"), f32("rstd", "…")],
     |batch| {
-        let of = |x: (TensorType, Draw)| sample(Op::AddRmsNorm { eps: EPS }, [x.clone(), x, normal([embed()])]);
+        let of = |x: (TensorType, Draw)| {
+            sample(Op::Norm { norm: Norm::Rms, residual: true, eps: EPS }, [x.clone(), x, normal([embed()])])
+        };
         Shapes::any_leading(batch).map(|s| of(s.normal(embed()))).into()
     },
 )
@@ -43,7 +73,10 @@ pub(super) static RMS_NORM_GRAD: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
-            sample(Op::RmsNormGrad, [x.clone(), x, normal([embed()]), (s.row(), Positive)])
+            sample(
+                Op::NormGrad { norm: Norm::Rms, residual: false },
+                [x.clone(), x, normal([embed()]), (s.row(), Positive)],
+            )
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -64,7 +97,10 @@ pub(super) static ADD_RMS_NORM_GRAD: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
-            sample(Op::AddRmsNormGrad, [x.clone(), x.clone(), normal([embed()]), (s.row(), Positive), x])
+            sample(
+                Op::NormGrad { norm: Norm::Rms, residual: true },
+                [x.clone(), x.clone(), normal([embed()]), (s.row(), Positive), x],
+            )
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -79,7 +115,7 @@ pub(super) static RMS_NORM_GRAD_WEIGHT: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let x = s.normal(embed());
-            sample(Op::RmsNormGradWeight, [x.clone(), x, (s.row(), Positive)])
+            sample(Op::NormGradWeight { norm: Norm::Rms }, [x.clone(), x, (s.row(), Positive)])
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -93,7 +129,7 @@ pub(super) static LAYER_NORM: Spec = row(
     &[float("y", "… features"), f32("mean", "…"), f32("rstd", "…")],
     |batch| {
         let vector = || normal([embed()]);
-        let of = |s: Shapes| sample(Op::LayerNorm { eps: EPS }, [s.normal(embed()), vector(), vector()]);
+        let of = |s: Shapes| sample(Op::layer_norm(EPS), [s.normal(embed()), vector(), vector()]);
         Shapes::any_leading(batch).map(of).into()
     },
 )
@@ -108,7 +144,7 @@ pub(super) static ADD_LAYER_NORM: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let (x, vector) = (s.normal(embed()), normal([embed()]));
-            sample(Op::AddLayerNorm { eps: EPS }, [x.clone(), x, vector.clone(), vector])
+            sample(Op::Norm { norm: Norm::Layer, residual: true, eps: EPS }, [x.clone(), x, vector.clone(), vector])
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -126,7 +162,10 @@ pub(super) static LAYER_NORM_GRAD: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
-            sample(Op::LayerNormGrad, [x.clone(), x, normal([embed()]), mean, (s.row(), Positive)])
+            sample(
+                Op::NormGrad { norm: Norm::Layer, residual: false },
+                [x.clone(), x, normal([embed()]), mean, (s.row(), Positive)],
+            )
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -149,7 +188,7 @@ pub(super) static ADD_LAYER_NORM_GRAD: Spec = row(
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
             let inputs = [x.clone(), x.clone(), normal([embed()]), mean, (s.row(), Positive), x];
-            sample(Op::AddLayerNormGrad, inputs)
+            sample(Op::NormGrad { norm: Norm::Layer, residual: true }, inputs)
         };
         Shapes::any_leading(batch).map(of).into()
     },
@@ -164,7 +203,7 @@ pub(super) static LAYER_NORM_GRAD_WEIGHT: Spec = row(
     |batch| {
         let of = |s: Shapes| {
             let (x, mean) = (s.normal(embed()), normal(s.row().dims));
-            sample(Op::LayerNormGradWeight, [x.clone(), x, mean, (s.row(), Positive)])
+            sample(Op::NormGradWeight { norm: Norm::Layer }, [x.clone(), x, mean, (s.row(), Positive)])
         };
         Shapes::any_leading(batch).map(of).into()
     },

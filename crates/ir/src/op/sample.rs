@@ -75,7 +75,7 @@ impl Sample {
 
 /// The samples of every op with so many sequences.
 pub fn samples(batch: usize) -> impl Iterator<Item = Sample> {
-    OpKind::ALL.iter().flat_map(move |kind| (kind.spec().samples)(batch))
+    OpKind::ALL.iter().flat_map(|kind| kind.rows()).flat_map(move |row| (row.samples)(batch))
 }
 
 /// One sample.

@@ -37,7 +37,7 @@ fn leading_dimensions_may_be_any_and_are_the_same_in_all_operands() {
         assert_eq!(Op::Linear.flops(&[&x, &w], &[true]).unwrap().model, 2 * 5 * 7 * rows as u128);
         let dims = Op::Linear.bind(&[&x, &w]).unwrap();
         assert_eq!(dims.size("batch") * dims.size("seq"), rows);
-        let spec = OpKind::Linear.spec();
+        let spec = Op::Linear.spec();
         for dim in 0..leading.len() {
             let split = spec.splits_of(&spec.inputs[0], x.dims.len(), dim)[0];
             assert_eq!((split, spec.outputs[0].dim_of(split, x.dims.len())), (Split::Leading(dim), Some(dim)));
@@ -160,8 +160,7 @@ fn inferred(sample: &Sample) -> (Vec<TensorType>, Vec<TensorType>) {
 #[test]
 fn every_op_has_samples_that_it_takes_with_each_optional_input_and_without() {
     let mut names = std::collections::BTreeSet::new();
-    for kind in OpKind::ALL {
-        let spec = kind.spec();
+    for (kind, spec) in OpKind::ALL.iter().flat_map(|kind| kind.rows().iter().map(move |row| (kind, row))) {
         assert!(names.insert(spec.name), "{} is the name of two ops", spec.name);
         let (one, three) = ((spec.samples)(1), (spec.samples)(3));
         assert!(!three.is_empty() && one.len() >= three.len(), "{}", spec.name);
@@ -170,7 +169,7 @@ fn every_op_has_samples_that_it_takes_with_each_optional_input_and_without() {
             assert_eq!(one.inputs.len(), three.inputs.len(), "{}", spec.name);
         }
         for sample in one.iter().chain(&three) {
-            assert_eq!(sample.op.kind(), *kind);
+            assert_eq!((sample.op.kind(), sample.op.name()), (*kind, spec.name));
             if *kind != OpKind::Receive {
                 inferred(sample);
             }
@@ -194,7 +193,7 @@ fn every_in_place_pair_names_operands_of_equal_type() {
 
 #[test]
 fn what_a_row_says_of_its_operands_is_there() {
-    for spec in OpKind::ALL.iter().map(|kind| kind.spec()) {
+    for spec in OpKind::ALL.iter().flat_map(|kind| kind.rows()) {
         let operands = || spec.inputs.iter().chain(spec.outputs);
         for split in spec.splits.iter().flat_map(|group| names(group)) {
             // Bound by a shape rule: heads that packed Q·K·V is of.

@@ -80,5 +80,5 @@ fn norm(g: &mut Graph, x: ValueId, eps: f32, (ours, theirs): (&str, &str), name:
     let dim = g.ty(x).dims[2].clone();
     let w = ones(g, &format!("{ours}.weight"), dim.clone(), &[format!("{theirs}.weight")]);
     let bias = zeros(g, &format!("{ours}.bias"), dim, &[format!("{theirs}.bias")]);
-    Ok(g.op(Op::LayerNorm { eps }, &[x, w, bias], name)?[0])
+    Ok(g.op(Op::layer_norm(eps), &[x, w, bias], name)?[0])
 }

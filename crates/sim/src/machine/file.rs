@@ -128,7 +128,7 @@ impl TableEntry {
     fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table, SimError> {
         let (op, span) = (self.op.get_ref().clone(), self.op.span());
         let collective = Collective::ALL.iter().any(|pattern| pattern.name() == op);
-        if !collective && !OpKind::ALL.iter().any(|kind| kind.spec().name == op) {
+        if !collective && !OpKind::ALL.iter().flat_map(|kind| kind.rows()).any(|row| row.name == op) {
             return Err(at(span, format!("there is no op {op:?}")));
         }
         let (name, span) = (self.dtype.get_ref(), self.dtype.span());

@@ -36,10 +36,10 @@ pub(super) fn replaying(mut g: Graph) -> Result<Graph, TypeError> {
         node.inputs.iter_mut().for_each(|v| *v = *instead.get(v).unwrap_or(v));
         let (op, layer, inputs, outputs) = (node.op, node.layer, node.inputs.clone(), node.outputs.clone());
         g.nodes.push(node);
-        if let (Op::Route { how }, [logits, ..], &[Some(weights), Some(chosen)]) = (op, &inputs[..], &outputs[..]) {
+        if let (Op::Route { how, .. }, [logits, ..], &[Some(weights), Some(chosen)]) = (op, &inputs[..], &outputs[..]) {
             let experts = g.input(given(&g.get(chosen).name), g.ty(chosen).clone());
             let name = format!("{}.replayed", g.get(weights).name);
-            let made = g.node(Op::RouteTo { how }, &[*logits, experts], &name, Phase::Forward, layer)?;
+            let made = g.node(Op::Route { given: true, how }, &[*logits, experts], &name, Phase::Forward, layer)?;
             instead.extend([(weights, made[0]), (chosen, made[1])]);
         }
     }

@@ -33,7 +33,7 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let hf = |name: &str| format!("model.layers.{layer}.{name}.weight");
 
         let w = ones(&mut g, &at("norm"), embed(), &[hf("input_layernorm")]);
-        let n = g.op(Op::RmsNorm { eps }, &[x, w], &at("n"))?[0];
+        let n = g.op(Op::rms_norm(eps), &[x, w], &at("n"))?[0];
 
         let parts = ["q", "k", "v"].map(|p| hf(&format!("self_attn.{p}_proj")));
         let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
@@ -56,7 +56,7 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     g.enter_layer(None);
     let x = side.wanted(&mut g, x)?;
     let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
-    let n = g.op(Op::RmsNorm { eps }, &[x, w], "n")?[0];
+    let n = g.op(Op::rms_norm(eps), &[x, w], "n")?[0];
     let head = match m.tied_embeddings {
         true => table,
         false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),

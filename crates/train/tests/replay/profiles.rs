@@ -107,7 +107,7 @@ fn print(profile: &DeviceProfile) -> String {
     }
     for (kind, table) in [("scratch", workspaces), ("scratch with optional operands", workspaces_with_optional)] {
         for (op, Workspace { fixed, terms }) in table {
-            write!(text, "  {kind}: {} {fixed}", op.spec().name).unwrap();
+            write!(text, "  {kind}: {} {fixed}", op).unwrap();
             terms.iter().for_each(|(bytes, of)| write!(text, " {bytes}·{}", of.replace(' ', "·")).unwrap());
             text.push('\n');
         }
@@ -155,7 +155,7 @@ fn parse(body: &str) -> DeviceProfile {
         };
         let mut words = value.split(' ');
         let op = words.next().unwrap();
-        let op = *OpKind::ALL.iter().find(|kind| kind.spec().name == op).unwrap();
+        let op = OpKind::ALL.iter().flat_map(|kind| kind.rows()).find(|row| row.name == op).unwrap().name;
         let fixed = words.next().unwrap().parse().unwrap();
         let term = |word: &str| {
             let (bytes, of) = word.split_once('·').unwrap();

@@ -1,5 +1,6 @@
 //! What runs, as text to hash: kernels with their attributes, shapes, offsets, streams and order; not what values and dimensions are called.
 
+use lockstep_ir::op::Ring;
 use lockstep_ir::program::{Arg, Instr, Segment, Sum};
 use lockstep_ir::{Op, StepProgram, TensorType};
 use std::fmt::Write;
@@ -7,7 +8,18 @@ use std::fmt::Write;
 /// The name under which the corpus knows a kernel, and its attributes. An op that gets another name, or becomes an attribute of another,
 /// keeps its old one here, so that the corpus stays as it is.
 fn kernel(op: &Op) -> String {
-    format!("{}{}", op.name(), op.attributes())
+    let ring = match *op {
+        Op::PartAttention { window, ring } | Op::PartAttentionGrad { window, ring } => Some((window, ring)),
+        _ => None,
+    };
+    let attributes = match ring {
+        Some((window, Some(Ring { step, parts }))) => {
+            format!(" {{ window: {window:?}, step: {step}, parts: {parts} }}")
+        }
+        Some((window, None)) => format!(" {{ window: {window:?} }}"),
+        None => op.attributes(),
+    };
+    format!("{}{attributes}", op.name())
 }
 
 /// What lies where, by lifetime: tensors by the names that checkpoints and hosts know.

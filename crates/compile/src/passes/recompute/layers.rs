@@ -1,6 +1,5 @@
 //! Layers as recomputation sees them: which are alike, what backward reads of each, what leaves it.
 
-use crate::passes::fuse;
 use crate::settings::{Candidate, Recompute, Recomputed};
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::{Graph, Op, ValueId};
@@ -156,11 +155,13 @@ pub(crate) struct Recomputation {
 
 /// The node itself; a norm whose sum is saved starts from the sum.
 pub(crate) fn recomputation(node: &Node, saved: &dyn Fn(ValueId) -> bool) -> Recomputation {
-    let (op, inputs, outputs) = match (fuse::not_adding(node.op), &node.inputs[..], &node.outputs[..]) {
-        (Some(norm), [_, _, vectors @ ..], [Some(sum), normed @ ..]) if saved(*sum) => {
-            (norm, [&[*sum], vectors].concat(), normed.to_vec())
-        }
-        (_, inputs, outputs) => (node.op, inputs.to_vec(), outputs.to_vec()),
-    };
-    Recomputation { op, inputs, outputs }
+    let (inputs, outputs) = (&node.inputs[..], &node.outputs[..]);
+    if let (Op::Norm { norm, residual: true, eps }, [_, _, vectors @ ..], [Some(sum), normed @ ..]) =
+        (node.op, inputs, outputs)
+        && saved(*sum)
+    {
+        let op = Op::Norm { norm, residual: false, eps };
+        return Recomputation { op, inputs: [&[*sum], vectors].concat(), outputs: normed.to_vec() };
+    }
+    Recomputation { op: node.op, inputs: inputs.to_vec(), outputs: outputs.to_vec() }
 }

@@ -7,6 +7,7 @@ use super::super::simd::{self, Simd, vectorised};
 use super::forward::{hide, round_rows, transpose_rows};
 use super::{HeadShape, KEYS, KeyRun, Keys, Mask, Pieces, Places, tiles, whole};
 use lockstep_ir::Run;
+use lockstep_ir::op::Ring;
 
 /// Queries of a tile: as many as keys, so that tiles meet the diagonal at their corners.
 const QUERIES: usize = KEYS;
@@ -126,22 +127,17 @@ pub fn grad<T: Float>(call: Call, window: Option<usize>) {
     over::<T, T, T>(call, (window, inputs), kv, (dqkv, shape.width), dkv, Places::whole(shape.seq));
 }
 
-/// dq and dkv in f32 by a part of the keys that has come `step` ranks far; the sixth input, if given, says where documents start.
-pub fn ring_grad<T: Float>(call: Call, window: Option<usize>, step: usize) {
-    let rows = call.size("seq");
-    let places = Places::parts(call.positions(), call.bound.positions_before(step), rows);
-    apart::<T, f32>(call, window, rows, places);
+/// dq, and dkv in f32, of a part of the queries over keys that stand apart: over a part of a ring dq is in f32 too. The sixth input, if
+/// given, says where documents start.
+pub fn over_parts_grad<T: Float>(call: Call, window: Option<usize>, ring: Option<Ring>) {
+    match ring {
+        Some(_) => apart::<T, f32>(call, window, Places::of_parts(&call, ring)),
+        None => apart::<T, T>(call, window, Places::of_parts(&call, ring)),
+    }
 }
 
-/// dq, and dkv in f32, of a part of the queries over all keys; the sixth input, if given, says where documents start.
-pub fn gathered_grad<T: Float>(call: Call, window: Option<usize>) {
-    let rows = call.size("whole_seq");
-    apart::<T, T>(call, window, rows, Places::gathered(call.positions(), call.size("seq"), rows));
-}
-
-/// The same for `rows` keys and values that stand apart from queries.
-fn apart<T: Float, Q: Float>(call: Call, window: Option<usize>, rows: usize, places: Places) {
-    let shape = HeadShape::of(&call);
+fn apart<T: Float, Q: Float>(call: Call, window: Option<usize>, places: Places) {
+    let (shape, rows) = (HeadShape::of(&call), call.size("keys"));
     let (Some(dq), Some(dkv)) = (call.output::<Q>(0), call.output::<f32>(1)) else {
         unreachable!("both gradients are wanted");
     };

@@ -5,6 +5,7 @@ use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b, put_b_pair, transpose};
 use super::super::simd::{self, Simd, vectorised};
 use super::{HeadShape, KEYS, KeyRun, Keys, Mask, Pieces, Places, tiles, whole};
+use lockstep_ir::op::Ring;
 
 /// What one thread works with.
 #[derive(Clone, Copy)]
@@ -164,19 +165,15 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     over::<T, T>(call, window, Keys::packed(&shape, call.input(0)), Places::whole(shape.seq), 1);
 }
 
-/// o in f32 and lse over a part of the keys that has come `step` ranks far; the third input, if given, says where documents
-/// start.
-pub fn ring<T: Float>(call: Call, window: Option<usize>, step: usize) {
+/// o and lse of a part of the queries over keys that stand apart: over a part of a ring o is in f32. The third input, if given, says where
+/// documents start.
+pub fn over_parts<T: Float>(call: Call, window: Option<usize>, ring: Option<Ring>) {
     let shape = HeadShape::of(&call);
-    let places = Places::parts(call.positions(), call.bound.positions_before(step), shape.seq);
-    over::<T, f32>(call, window, Keys::apart(&shape, call.input(1), shape.seq), places, 2);
-}
-
-/// o and lse of a part of the queries over all keys; the third input, if given, says where documents start.
-pub fn gathered<T: Float>(call: Call, window: Option<usize>) {
-    let (shape, seq) = (HeadShape::of(&call), call.size("whole_seq"));
-    let places = Places::gathered(call.positions(), shape.seq, seq);
-    over::<T, T>(call, window, Keys::apart(&shape, call.input(1), seq), places, 2);
+    let keys = Keys::apart(&shape, call.input(1), call.size("keys"));
+    match ring {
+        Some(_) => over::<T, f32>(call, window, keys, Places::of_parts(&call, ring), 2),
+        None => over::<T, T>(call, window, keys, Places::of_parts(&call, ring), 2),
+    }
 }
 
 /// o and lse of the queries of input 0; input `starts`, if given, says where documents start.

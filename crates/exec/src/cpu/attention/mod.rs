@@ -16,15 +16,16 @@ mod forward;
 mod merge;
 pub mod naive;
 
-pub use backward::{gathered_grad, grad, ring_grad};
+pub use backward::{grad, over_parts_grad};
 pub use cached::forward as cached;
-pub use forward::{forward, gathered, ring};
+pub use forward::{forward, over_parts};
 pub use merge::merge;
 
 use super::call::{Call, Ptr};
 use super::float::Float;
 use super::gemm::{K_STEP, Matrix, NR, Unit};
 use super::simd::Simd;
+use lockstep_ir::op::Ring;
 use lockstep_ir::{DType, Run, Span};
 
 /// Keys of a tile: whole panels of every unit.
@@ -159,6 +160,15 @@ impl Places {
     fn whole(seq: usize) -> Self {
         let all = Span::ALL.runs(seq);
         Self { room: seq, ..Self::new(all, all) }
+    }
+
+    /// A rank's queries, over the part of as many keys that has come around a ring, or over all keys.
+    fn of_parts(call: &Call, ring: Option<Ring>) -> Self {
+        let rows = call.size("seq");
+        match ring {
+            Some(Ring { step, .. }) => Self::parts(call.positions(), call.bound.positions_before(step), rows),
+            None => Self::gathered(call.positions(), rows, call.size("keys")),
+        }
     }
 
     /// Parts of as many positions.
