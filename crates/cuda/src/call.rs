@@ -7,7 +7,7 @@ use crate::kernels::{Kernels, Launcher, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{DType, Span};
+use lockstep_ir::{DType, Op, Span};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -25,6 +25,11 @@ pub struct Call<'a> {
 pub const THREADS: usize = 256;
 
 impl Call<'_> {
+    /// What is computed.
+    pub fn op(&self) -> Op {
+        self.bound.op
+    }
+
     /// Size of a dimension of the op's row.
     pub fn size(&self, name: &str) -> usize {
         self.bound.size(name)

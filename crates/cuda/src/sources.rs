@@ -17,7 +17,7 @@ pub const SOURCES: [(&str, &str); 19] = [
     ("experts", include_str!("../kernels/experts.cu")),
     ("grouped", include_str!("../kernels/grouped.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
-    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::maps!())),
+    ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::pointwise::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("numbers", include_str!("../kernels/numbers.cu")),

@@ -12,6 +12,7 @@ mod copy;
 pub mod cpu;
 mod error;
 mod executor;
+mod families;
 mod host;
 pub mod initial;
 pub mod numbers;

@@ -1,10 +1,23 @@
 //! Expert parallelism: rows of tokens in blocks, one for every part of the experts, and back.
 
 use super::router::check_experts;
+use super::{Launches, experts, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;
 use lockstep_ir::op::Blocks;
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        ExpertSlots { blocks, .. } => slots(call, blocks),
+        SendRows { each, .. } => send_rows(call, call.bound.sharers(each)),
+        TakeRows { .. } => take_rows(call),
+        RowsLinear { .. } => experts::linear(call, 1),
+        RowsGradInput { .. } => experts::grad_input(call),
+        RowsGradWeight { .. } => experts::grad_weight(call, 1),
+    }
+}
 
 /// Rows of a block of threads.
 const WARPS: usize = THREADS / 32;

@@ -1,9 +1,18 @@
 //! Rows of a table by token, and their gradient.
 
+use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::driver::ALIGNMENT;
 use crate::kernels::args;
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Embedding => forward(call),
+        EmbeddingGrad { .. } => grad(call),
+    }
+}
 
 pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(x) = call.output(0) else { return Ok(()) };

@@ -5,11 +5,31 @@
 
 use super::grouped::{self, Product};
 use super::router::check_experts;
+use super::{Launches, launches, router};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
 use lockstep_ir::{DType, Workspace};
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Route { given, ref how } => if given { router::route_to(call, how) } else { router::route(call, how) },
+        RouteGrad { ref how } => router::route_grad(call, how),
+        ExpertCounts { .. } => router::counts(call),
+        RouterLoss { balance, z } => router::router_loss(call, balance, z),
+        RouterLossGrad { balance, z } => router::router_loss_grad(call, balance, z),
+        ExpertLoad { .. } => router::load(call),
+        StackLoads => router::stack_loads(call),
+        MoveBias { row, rate } => router::move_bias(call, row, rate),
+        GroupedLinear { each } => linear(call, call.bound.sharers(each)),
+        GroupedGradInput => grad_input(call),
+        GroupedGradWeight { each, .. } => grad_weight(call, call.bound.sharers(each)),
+        Combine { weighted } => combine(call, weighted),
+        CombineGrad => combine_grad(call),
+    }
+}
 
 /// Experts' rows start at multiples of this: as in `experts.cu`.
 const TILE: usize = 128;

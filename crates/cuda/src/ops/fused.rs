@@ -1,6 +1,6 @@
 //! Groups of instructions that are done as one, as the program has them.
 
-use super::{elements, linear, norm, optimizer};
+use super::{bias, linear, norm, optimizer};
 use crate::CudaError;
 use crate::call::Call;
 use crate::matmul::{Epilogue, MatmulShape};
@@ -54,7 +54,7 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
             (Fusion::MatmulBias, [gemm, bias]) => linear::forward_with_bias(*gemm, *bias),
             (Fusion::MatmulBiasGelu, [gemm, bias, gelu]) => linear::forward_with_gelu(*gemm, *bias, *gelu),
             (Fusion::MatmulGeluGradient, [gemm, gelu]) => linear::grad_input_of_gelu(*gemm, *gelu),
-            (Fusion::GeluBiasGradients, [gelu, bias]) => elements::gelu_bias_grad(*gelu, *bias),
+            (Fusion::GeluBiasGradients, [gelu, bias]) => bias::gelu_bias_grad(*gelu, *bias),
             (Fusion::AdamW, [_, ..]) => optimizer::adamw_many(calls),
             (Fusion::NormGradients, [weight, rest @ ..]) => {
                 let input = rest.iter().position(|c| norm_input(&c.bound.op).is_some()).ok_or_else(other)?;

@@ -1,6 +1,7 @@
 //! The output head and its loss: logits exist a chunk of rows at a time.
 
 use super::linear::{padded, weight_product};
+use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::driver::{ALIGNMENT, Address};
@@ -9,6 +10,22 @@ use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::At;
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        CrossEntropy => cross_entropy(call),
+        CrossEntropyGrad { weight } => cross_entropy_grad(call, weight),
+        LinearCrossEntropy { score, rows } => {
+            if score { linear_score(call, rows) } else { linear_cross_entropy(call, rows) }
+        },
+        VocabLogits { rows, .. } => vocab_logits(call, rows),
+        VocabLoss => vocab_loss(call),
+        VocabMisses { rows } => vocab_misses(call, rows),
+        VocabGrad { rows } => vocab_grad(call, rows),
+        JoinRows => join_rows(call),
+    }
+}
 
 /// Where the loss scale stands among the step's scalars, in bytes.
 pub const LOSS_SCALE: u64 = 4 * 5;

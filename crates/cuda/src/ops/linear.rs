@@ -1,10 +1,22 @@
 //! Matmuls of activations and weights.
 
+use super::{Launches, bias, launches};
 use crate::CudaError;
 use crate::call::Call;
 use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op};
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Linear => forward(call),
+        LinearGradInput => grad_input(call),
+        LinearGradWeight => grad_weight(call),
+        AddBias => bias::add_bias(call),
+        BiasGrad => bias::bias_grad(call),
+    }
+}
 
 /// The matmuls that an instruction may ask for, so that they can be planned before anything runs.
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
@@ -193,7 +205,7 @@ pub unsafe fn weight_product(
         // SAFETY: the caller vouches.
         unsafe {
             call.multiply(&shape, (dy + row * y_stride as u64, x + row * k as u64), share, scratch)?;
-            super::optimizer::add_f32(call, share, dw, at.dtype, adds || s > 0, n * k)?;
+            super::gradient::add_f32(call, share, dw, at.dtype, adds || s > 0, n * k)?;
         }
     }
     Ok(())

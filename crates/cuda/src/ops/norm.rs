@@ -1,9 +1,22 @@
 //! Norms of rows and of heads, and their gradients.
 
+use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, suffix, sum_kind};
 use crate::kernels::args;
 use lockstep_ir::op::Norm;
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Norm { norm, residual, eps } => forward(call, norm, eps, residual),
+        NormGrad { norm, residual } => grad(call, norm, residual),
+        NormGradWeight { norm } => grad_weight(call, norm),
+        QkNorm { eps } => heads_forward(call, eps),
+        QkNormGrad => heads_grad(call),
+        QkNormGradWeight => heads_grad_weight(call),
+    }
+}
 
 /// Shares of gradients that scratch has room for: three sums of three blocks for each multiprocessor of an H100.
 pub const SHARES: usize = 3 * 3 * 132;

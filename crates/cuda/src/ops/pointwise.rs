@@ -1,61 +1,42 @@
-//! Rotary positions, SwiGLU, additions: each element on its own.
+//! Activation functions, sums, casts and dropout: each element on its own.
 
+use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix};
-use crate::kernels::args;
+use crate::kernels::{Value, args};
+use lockstep_ir::counter;
 
-/// Where a row's position comes from: as kernels count.
-#[derive(Clone, Copy)]
-pub enum Positions {
-    Sequence = 0,
-    From = 1,
-    Document = 2,
+/// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
+macro_rules! maps {
+    () => {
+        concat!("MAP(cast, x)\n",)
+    };
 }
+pub(crate) use maps;
 
-impl Positions {
-    /// Positions in documents where it is given where those start.
-    pub fn of(starts: Option<u64>) -> Self {
-        if starts.is_some() { Positions::Document } else { Positions::Sequence }
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        SwiGlu => swiglu(call),
+        SwiGluGrad => swiglu_grad(call),
+        Gelu => gelu(call),
+        GeluGrad => gelu_grad(call),
+        Dropout { rate, site, .. } => dropout(call, rate, site),
+        Add => add(call),
+        Cast { .. } => map(call, "cast"),
     }
 }
 
 /// Elements that a thread of a map has: as in `map.cu`.
 const EACH: usize = 4;
 
-/// y = an expression of x, of this name among [`maps`](super::maps), in the type of y.
+/// y = an expression of x, of this name among [`maps`], in the type of y.
 pub unsafe fn map(call: Call, name: &str) -> Result<(), CudaError> {
     let (Some(y), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let kernel = format!("{name}_{}_{}", call.suffix(), suffix(at.dtype));
     let grid = [at.elements.div_ceil(EACH * THREADS), 1, 1];
     // SAFETY: the operands have as many elements.
     unsafe { call.plain(("map", &kernel), grid, THREADS, args![call.input(0), y, at.elements]) }
-}
-
-pub unsafe fn rope(call: Call, inverse: bool) -> Result<(), CudaError> {
-    // SAFETY: as the caller says.
-    unsafe { rotate(call, if inverse { -1.0 } else { 1.0 }, Positions::of(call.given(2))) }
-}
-
-pub unsafe fn rope_at(call: Call) -> Result<(), CudaError> {
-    // SAFETY: as the caller says.
-    unsafe { rotate(call, 1.0, Positions::From) }
-}
-
-unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
-    let Some(out) = call.output(0) else { return Ok(()) };
-    let starts = call.given(2);
-    let (e, width) = (call.size("head_dim"), call.size("qkv"));
-    let rotated = (call.size("heads") + call.size("kv_heads")) * e;
-    let wide = call.wide(e / 2) && call.wide(width);
-    let work = if wide { rotated / 2 / call.pack() } else { rotated / 2 };
-    let threads = work.next_multiple_of(32).clamp(32, THREADS);
-    let (qkv, table) = (call.input(0), call.input(1));
-    let (seq, rows) = (call.size("seq"), call.size("table"));
-    let [first, count, then] = call.span();
-    let how = positions as i32;
-    let args = args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, rows, sign, how, wide];
-    // SAFETY: the operands have these sizes.
-    unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
 }
 
 /// Blocks over rows of `n` elements, each thread a pack where rows divide into them.
@@ -107,9 +88,32 @@ pub unsafe fn add(call: Call) -> Result<(), CudaError> {
     unsafe { call.typed(("pointwise", "add"), grid, THREADS, args![call.input(0), call.input(1), sum, n]) }
 }
 
-pub unsafe fn last_position(call: Call) -> Result<(), CudaError> {
+/// Blocks of threads that have a pack each.
+fn packs(call: Call, n: usize) -> [usize; 3] {
+    [n.div_ceil(call.pack() * THREADS), 1, 1]
+}
+
+pub unsafe fn gelu(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    let args = args![call.input(0), call.input(1), y, call.size("seq"), call.size("features")];
+    let n = call.bound.inputs[0].elements;
+    // SAFETY: the operands have as many elements.
+    unsafe { call.typed(("elements", "gelu"), packs(call, n), THREADS, args![call.input(0), y, n]) }
+}
+
+pub unsafe fn gelu_grad(call: Call) -> Result<(), CudaError> {
+    let Some(dx) = call.output(0) else { return Ok(()) };
+    let n = call.bound.inputs[0].elements;
+    let args = args![call.input(0), call.input(1), dx, n];
+    // SAFETY: the operands have as many elements.
+    unsafe { call.typed(("elements", "gelu_grad"), packs(call, n), THREADS, args) }
+}
+
+pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let [first, count, then] = call.span();
+    let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
+    let (x, keys, d, seq) = (call.input(0), call.input(1), call.size("features"), call.size("seq"));
+    let args = args![x, keys, y, d, seq, first, count, then, Value::Long(site), below, scale];
     // SAFETY: the operands have these sizes.
-    unsafe { call.typed(("pointwise", "last_position"), [call.size("batch"), 1, 1], THREADS, args) }
+    unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }
 }

@@ -5,7 +5,12 @@ use super::pool::Pool;
 use super::simd::Simd;
 pub use crate::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{DType, Span, StepScalars, fixed};
+use lockstep_ir::{DType, Op, OpKind, Span, StepScalars, fixed};
+
+/// What runs an op.
+pub type Kernel = fn(Call);
+/// Those of a family.
+pub type Kernels = Vec<(OpKind, Kernel)>;
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -21,6 +26,11 @@ pub struct Call<'a> {
 unsafe impl Sync for Call<'_> {}
 
 impl Call<'_> {
+    /// What is computed.
+    pub fn op(&self) -> Op {
+        self.bound.op
+    }
+
     /// Size of a dimension of the op's row.
     pub fn size(&self, name: &str) -> usize {
         self.bound.size(name)

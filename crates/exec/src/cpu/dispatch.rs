@@ -1,8 +1,22 @@
 //! Expert parallelism: rows of tokens in blocks, one for every part of the experts, and back.
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
+use super::experts;
 use super::float::Float;
+use crate::by_kind;
 use lockstep_ir::op::{Blocks, NO_ROW};
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        ExpertSlots { blocks, .. } => slots(call, blocks),
+        SendRows { each, .. } => send_rows::<T>(call, call.sharers(each)),
+        TakeRows { .. } => take_rows::<T>(call),
+        RowsLinear { .. } => experts::linear::<T>(call, 1),
+        RowsGradInput { .. } => experts::grad_input::<T>(call),
+        RowsGradWeight { .. } => experts::grad_weight::<T>(call, 1),
+    }
+}
 
 /// Places of choices, in the order of tokens, the experts of places, and how many choices of every sequence have no place.
 pub fn slots(call: Call, Blocks { parts, rows, .. }: Blocks) {

@@ -3,10 +3,31 @@
 //!
 //! Rows are sorted by expert. Those of one expert are gathered, a chunk at a time, multiplied, and scattered to where they belong.
 
-use super::call::{Accumulator, Call, Ptr};
+use super::call::{Accumulator, Call, Kernel, Kernels, Ptr};
 use super::float::Float;
 use super::gemm::{Matrix, Target, gemm};
 use super::linear::{add_fixed, add_rounded};
+use super::router;
+use crate::by_kind;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Route { given, ref how } => if given { router::route_to(call, how) } else { router::route(call, how) },
+        RouteGrad { ref how } => router::route_grad(call, how),
+        ExpertCounts { .. } => router::counts(call),
+        RouterLoss { balance, z } => router::router_loss(call, balance, z),
+        RouterLossGrad { balance, z } => router::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
+        ExpertLoad { .. } => router::load(call),
+        StackLoads => router::stack_loads(call),
+        MoveBias { row, rate } => router::move_bias(call, row, rate),
+        GroupedLinear { each } => linear::<T>(call, call.sharers(each)),
+        GroupedGradInput => grad_input::<T>(call),
+        GroupedGradWeight { each, .. } => grad_weight::<T>(call, call.sharers(each)),
+        Combine { weighted } => combine::<T>(call, weighted),
+        CombineGrad => combine_grad::<T>(call),
+    }
+}
 
 /// Most rows that are gathered at a time.
 const CHUNK: usize = 512;

@@ -11,14 +11,32 @@
 //! where "less" is in the target's own `e`: it becomes `(p − 1) / factor` before any matmul. One exponential per
 //! logit, no other pass over them. Blocks depend on the vocabulary alone, so a row's bits do not depend on other rows.
 
-use super::call::{Accumulator, Call, Ptr};
+use super::call::{Accumulator, Call, Kernel, Kernels, Ptr};
 use super::float::Float;
 use super::gemm::{K_STEP, Matrix, NR, Packed, Target, Unit, multiply, pack_a, pack_b};
 use super::linear::{add_fixed, add_rounded};
 use super::pointwise::checked_target;
 use super::simd::{self, Simd, vectorised};
 use super::vocab::is_beaten;
+use super::{loss, vocab};
+use crate::by_kind;
 use lockstep_ir::DType;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        CrossEntropy => loss::cross_entropy::<T>(call),
+        CrossEntropyGrad { weight } => loss::cross_entropy_grad::<T>(call, weight),
+        LinearCrossEntropy { score, rows } => {
+            if score { linear_score::<T>(call, rows) } else { linear_cross_entropy::<T>(call, rows) }
+        },
+        VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
+        VocabLoss => vocab::loss(call),
+        VocabMisses { rows } => vocab::misses(call, rows),
+        VocabGrad { rows } => vocab::grad::<T>(call, rows),
+        JoinRows => vocab::join_rows::<T>(call),
+    }
+}
 
 /// Rows whose logits are made at a time: a multiple of every unit's rows.
 const ROWS: usize = 96;

@@ -1,8 +1,17 @@
 //! Heads in parts, as an all-to-all of context-parallel ranks takes and gives them, and back.
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
+use crate::by_kind;
 use lockstep_ir::op::position_in_ranks;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        SplitHeads { ranks, .. } => split::<T>(call, ranks),
+        JoinHeads { ranks } => join::<T>(call, ranks),
+    }
+}
 
 /// blocks `[a, c, b, w]` of x `[b, s, p]`.
 pub fn split<T: Float>(call: Call, ranks: usize) {

@@ -1,10 +1,24 @@
 //! Linear layers. Shapes: x `[rows, k]`, w `[n, k]`, y `[rows, n]`.
 
-use super::call::{Accumulator, Call, Ptr};
+use super::call::{Accumulator, Call, Kernel, Kernels, Ptr};
+use super::columns::bias_grad;
 use super::float::{Bf16, Float};
 use super::gemm::{Matrix, Target, gemm};
+use super::pointwise::add_bias;
 use super::simd::vectorised;
+use crate::by_kind;
 use lockstep_ir::fixed;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Linear => forward::<T>(call),
+        LinearGradInput => grad_input::<T>(call),
+        LinearGradWeight => grad_weight::<T>(call),
+        AddBias => add_bias::<T>(call),
+        BiasGrad => bias_grad::<T>(call),
+    }
+}
 
 /// y = x · wᵀ.
 pub fn forward<T: Float>(call: Call) {

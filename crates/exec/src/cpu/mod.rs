@@ -4,11 +4,14 @@ pub(crate) mod arena;
 mod attention;
 mod call;
 mod columns;
+mod context;
 mod dispatch;
 mod dropout;
+mod embedding;
 mod experts;
 mod float;
 mod gemm;
+mod gradient;
 mod head;
 mod head_norm;
 mod heads;
@@ -20,10 +23,9 @@ mod orthogonal;
 pub mod peaks;
 mod pointwise;
 mod pool;
-mod positions;
+mod position;
 mod router;
-mod rules;
-mod sections;
+mod section;
 mod simd;
 mod vocab;
 
@@ -37,11 +39,10 @@ use crate::communication::{
 };
 use crate::{ExecError, Executor, Rank, Timing, numbers};
 use arena::Arena;
-use call::{Bound, Call};
+use call::{Bound, Call, Kernel};
 use float::{Bf16, F16, Float};
-use lockstep_ir::op::Norm;
 use lockstep_ir::program::{Instr, Slot, Stream, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Op, StepProgram, Workspace, units};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, OpKind, StepProgram, Workspace, units};
 use pool::Pool;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -109,7 +110,7 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("attention_mix_grad", naive(&[(rounds, "head_dim"), (4, "keys head_dim")])),
         ("vocab_logits", fixed(gemm)),
         ("vocab_grad", vocab_grad),
-        ("square_sum", fixed(optimizer::NORM_SCRATCH as u64)),
+        ("square_sum", fixed(gradient::NORM_SCRATCH as u64)),
         ("orthogonalise", of(orthogonal::scratch(gemm))),
     ]);
     DeviceProfile {
@@ -133,6 +134,7 @@ pub struct CpuExecutor {
     pool: Pool,
     simd: Simd,
     segments: Vec<Vec<Bound>>,
+    kernels: Vec<Vec<Option<Kernel>>>,
     communication_calls: CommunicationCalls,
     link: Option<Link<dyn HostCommunicator>>,
     /// What the compute stream has of communication.
@@ -187,6 +189,7 @@ impl CpuExecutor {
             simd: Simd::current(),
             communication,
             arena,
+            kernels: kernels_of(&segments),
             segments,
             communication_calls,
             inline: link.as_ref().map(|link| Inline::new(link.comm.clone())),
@@ -253,10 +256,9 @@ impl CpuExecutor {
             link.comm.at(ProgramPlace { op: bound.op.name(), layer, micro_batch: slot.micro_batch });
         }
         let call = Call { bound, pool: &self.pool, simd: self.simd, base: self.arena.base(), slot };
-        match bound.float {
-            DType::BF16 => run_kernel::<Bf16>(call),
-            DType::F16 => run_kernel::<F16>(call),
-            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => run_kernel::<f32>(call),
+        match self.kernels[slot.segment][index] {
+            Some(kernel) => kernel(call),
+            None => unreachable!("{} is no kernel", bound.op.name()),
         }
     }
 
@@ -272,100 +274,39 @@ impl CpuExecutor {
     }
 }
 
-fn run_kernel<T: Float>(call: Call) {
-    match call.bound.op {
-        Op::Embedding => pointwise::embedding::<T>(call),
-        Op::EmbeddingGrad { .. } => pointwise::embedding_grad::<T>(call),
-        Op::Linear => linear::forward::<T>(call),
-        Op::LinearGradInput => linear::grad_input::<T>(call),
-        Op::LinearGradWeight => linear::grad_weight::<T>(call),
-        Op::AddBias => pointwise::add_bias::<T>(call),
-        Op::BiasGrad => columns::bias_grad::<T>(call),
-        Op::Norm { norm, residual, eps } => norm::forward::<T>(call, eps, residual, norm == Norm::Layer),
-        Op::NormGrad { norm, residual } => norm::grad::<T>(call, residual, norm == Norm::Layer),
-        Op::NormGradWeight { norm } => columns::norm_grad_weight::<T>(call, norm == Norm::Layer),
-        Op::QkNorm { eps } => head_norm::forward::<T>(call, eps),
-        Op::QkNormGrad => head_norm::grad::<T>(call),
-        Op::QkNormGradWeight => head_norm::grad_weight::<T>(call),
-        Op::AddPositions { seq } => positions::add::<T>(call, seq),
-        Op::AddPositionsAt => positions::add_at::<T>(call),
-        Op::PositionsGrad { seq, .. } => positions::grad::<T>(call, seq),
-        Op::Rope { inverse } => positions::rope::<T>(call, inverse),
-        Op::RopeAt => positions::rope_at::<T>(call),
-        Op::CachedAttention { window } => attention::cached::<T>(call, window),
-        Op::LastPosition => positions::last_position::<T>(call),
-        Op::Attention { window } => attention::forward::<T>(call, window),
-        Op::AttentionGrad { window } => attention::grad::<T>(call, window),
-        Op::PartAttention { window, ring } => attention::over_parts::<T>(call, window, ring),
-        Op::PartAttentionGrad { window, ring } => attention::over_parts_grad::<T>(call, window, ring),
-        Op::AttentionMerge => attention::merge(call),
-        Op::SplitHeads { ranks, .. } => heads::split::<T>(call, ranks),
-        Op::JoinHeads { ranks } => heads::join::<T>(call, ranks),
-        Op::AttentionScores { window } => attention::naive::scores::<T>(call, window),
-        Op::AttentionScoresGrad { .. } => attention::naive::scores_grad::<T>(call),
-        Op::AttentionMix { .. } => attention::naive::mix::<T>(call),
-        Op::AttentionMixGrad { .. } => attention::naive::mix_grad::<T>(call),
-        Op::Route { given: false, how } => router::route(call, &how),
-        Op::Route { given: true, how } => router::route_to(call, &how),
-        Op::RouteGrad { how } => router::route_grad(call, &how),
-        Op::ExpertCounts { .. } => router::counts(call),
-        Op::RouterLoss { balance, z } => router::router_loss(call, balance, z),
-        Op::RouterLossGrad { balance, z } => router::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
-        Op::GroupedLinear { each } => experts::linear::<T>(call, call.sharers(each)),
-        Op::GroupedGradInput => experts::grad_input::<T>(call),
-        Op::GroupedGradWeight { each, .. } => experts::grad_weight::<T>(call, call.sharers(each)),
-        Op::ExpertSlots { blocks, .. } => dispatch::slots(call, blocks),
-        Op::SendRows { each, .. } => dispatch::send_rows::<T>(call, call.sharers(each)),
-        Op::TakeRows { .. } => dispatch::take_rows::<T>(call),
-        Op::RowsLinear { .. } => experts::linear::<T>(call, 1),
-        Op::RowsGradInput { .. } => experts::grad_input::<T>(call),
-        Op::RowsGradWeight { .. } => experts::grad_weight::<T>(call, 1),
-        Op::Combine { weighted } => experts::combine::<T>(call, weighted),
-        Op::CombineGrad => experts::combine_grad::<T>(call),
-        Op::ExpertLoad { .. } => router::load(call),
-        Op::StackLoads => router::stack_loads(call),
-        Op::MoveBias { row, rate } => router::move_bias(call, row, rate),
-        Op::SwiGlu => pointwise::swiglu::<T>(call),
-        Op::SwiGluGrad => pointwise::swiglu_grad::<T>(call),
-        Op::Gelu => pointwise::gelu::<T>(call),
-        Op::GeluGrad => pointwise::gelu_grad::<T>(call),
-        Op::Dropout { rate, site, .. } => dropout::dropout::<T>(call, rate, site),
-        Op::Add => pointwise::add::<T>(call),
-        Op::Cast { .. } => pointwise::map::<T>(call, |x| x),
-        Op::Slice { first, .. } => sections::slice::<T>(call, first),
-        Op::Concat => sections::concat::<T>(call),
-        Op::CrossEntropy => loss::cross_entropy::<T>(call),
-        Op::CrossEntropyGrad { weight } => loss::cross_entropy_grad::<T>(call, weight),
-        Op::LinearCrossEntropy { score: false, rows } => head::linear_cross_entropy::<T>(call, rows),
-        Op::LinearCrossEntropy { score: true, rows } => head::linear_score::<T>(call, rows),
-        Op::AddState => optimizer::add_state(call),
-        Op::Accumulate => optimizer::accumulate(call),
-        Op::SquareSum { sharers, tail } => optimizer::square_sum(call, sharers, tail),
-        Op::MergeSums => optimizer::merge_sums(call),
-        Op::LossSum => optimizer::loss_sum(call),
-        Op::GradientNorm => optimizer::gradient_norm(call),
-        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => rules::adamw(call, [beta1, beta2, eps], decay, lr_scale),
-        Op::Lion { beta1, beta2, decay, lr_scale } => rules::lion(call, [beta1, beta2], decay, lr_scale),
-        Op::Sgd { momentum, decay, lr_scale } => rules::sgd(call, momentum, decay, lr_scale),
-        Op::Momentum { momentum } => rules::momentum(call, momentum),
-        Op::Orthogonalise => orthogonal::orthogonalise(call),
-        Op::Descend { decay, lr_scale } => rules::descend(call, decay, lr_scale),
-        Op::VocabLogits { rows, .. } => vocab::logits::<T>(call, rows),
-        Op::VocabLoss => vocab::loss(call),
-        Op::VocabMisses { rows } => vocab::misses(call, rows),
-        Op::VocabGrad { rows } => vocab::grad::<T>(call, rows),
-        Op::JoinRows => vocab::join_rows::<T>(call),
-        Op::Part { .. } => sections::part(call),
-        Op::AllReduce { .. }
-        | Op::SumShared { .. }
-        | Op::ReduceScatter { .. }
-        | Op::AllGather { .. }
-        | Op::Shift { .. }
-        | Op::AllToAll { .. }
-        | Op::Shard { .. }
-        | Op::Send { .. }
-        | Op::Receive { .. } => unreachable!("{} is no kernel", call.bound.op.name()),
-    }
+/// The kernels of all families, for operands of one type.
+fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
+    let families = [
+        attention::kernels::<T>(),
+        context::kernels::<T>(),
+        dispatch::kernels::<T>(),
+        embedding::kernels::<T>(),
+        experts::kernels::<T>(),
+        gradient::kernels(),
+        head::kernels::<T>(),
+        heads::kernels::<T>(),
+        linear::kernels::<T>(),
+        norm::kernels::<T>(),
+        optimizer::kernels(),
+        pointwise::kernels::<T>(),
+        position::kernels::<T>(),
+        section::kernels::<T>(),
+    ];
+    families.into_iter().flatten().collect()
+}
+
+/// The kernel of every instruction; none where something else than a kernel does it.
+fn kernels_of(segments: &[Vec<Bound>]) -> Vec<Vec<Option<Kernel>>> {
+    let [single, brain, half] = [kernels::<f32>(), kernels::<Bf16>(), kernels::<F16>()];
+    let of = |bound: &Bound| {
+        let table = match bound.float {
+            DType::BF16 => &brain,
+            DType::F16 => &half,
+            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => &single,
+        };
+        table.get(&bound.op.kind()).copied()
+    };
+    segments.iter().map(|segment| segment.iter().map(of).collect()).collect()
 }
 
 impl Executor for CpuExecutor {
@@ -439,6 +380,20 @@ impl Rank for CpuExecutor {
         for thread in self.communication.iter_mut().flatten() {
             // What went wrong is known.
             let _ = thread.finish();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_op_that_a_kernel_runs_has_one() {
+        let with_kernel = OpKind::ALL.iter().filter(|kind| kind.rows()[0].has_kernel());
+        let with_kernel: Vec<OpKind> = with_kernel.copied().collect();
+        for kernels in [kernels::<f32>(), kernels::<Bf16>(), kernels::<F16>()] {
+            assert_eq!(kernels.into_keys().collect::<Vec<_>>(), with_kernel);
         }
     }
 }

@@ -1,9 +1,25 @@
 //! RMSNorm and LayerNorm, alone and with the residual addition. Shapes: x, delta, sum, y `[rows, d]`; mean, rstd `[rows]`; w,
 //! bias `[d]`. An RMS norm is a layer norm whose mean is taken for 0 and that has no bias: one kernel does both.
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
+use super::columns::norm_grad_weight;
 use super::float::Float;
+use super::head_norm;
 use super::simd::{self, vectorised};
+use crate::by_kind;
+use lockstep_ir::op::Norm;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Norm { norm, residual, eps } => forward::<T>(call, eps, residual, norm == Norm::Layer),
+        NormGrad { norm, residual } => grad::<T>(call, residual, norm == Norm::Layer),
+        NormGradWeight { norm } => norm_grad_weight::<T>(call, norm == Norm::Layer),
+        QkNorm { eps } => head_norm::forward::<T>(call, eps),
+        QkNormGrad => head_norm::grad::<T>(call),
+        QkNormGradWeight => head_norm::grad_weight::<T>(call),
+    }
+}
 
 /// `add` says whether the call adds first, `layer` whether it is a layer norm.
 pub fn forward<T: Float>(call: Call, eps: f32, add: bool, layer: bool) {

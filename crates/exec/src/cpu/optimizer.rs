@@ -1,202 +1,265 @@
-//! What comes before the update: sums of gradients, their norm, clipping.
+//! Update rules of optimizers. All work in f32, in place, and round a copy of the new weights where asked for.
 
-use super::call::{At, Call, Ptr};
-use super::float::{Bf16, Float};
+use super::call::{At, Call, Kernel, Kernels, Ptr};
+use super::float::{Bf16, F16};
+use super::gradient::read;
+use super::orthogonal::orthogonalise;
 use super::simd::vectorised;
-use lockstep_ir::squares::{LIMBS, Squares};
-use lockstep_ir::{DType, FLAT_BLOCK, StepLimits, fixed};
+use crate::by_kind;
+use lockstep_ir::DType;
 
-/// Tasks that the squares of one gradient are cut into.
-const TASKS: usize = 64;
-/// Scratch of `square_sum`: a sum for every task.
-pub const NORM_SCRATCH: usize = TASKS * std::mem::size_of::<Squares>();
-
-/// A gradient as a function of the index.
-#[inline(always)]
-pub(super) fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
-    // SAFETY: callers stay inside the operand.
-    unsafe {
-        match dtype {
-            DType::Fixed64 => fixed::to_f32(*ptr.get().cast::<i64>().add(i)),
-            DType::BF16 => (*ptr.get().cast::<Bf16>().add(i)).to(),
-            DType::F32 => *ptr.get().cast::<f32>().add(i),
-            DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {}", dtype),
-        }
+/// The kernels of this family.
+pub fn kernels() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        AdamW { beta1, beta2, eps, decay, lr_scale } => adamw(call, [beta1, beta2, eps], decay, lr_scale),
+        Lion { beta1, beta2, decay, lr_scale } => lion(call, [beta1, beta2], decay, lr_scale),
+        Sgd { momentum, decay, lr_scale } => sgd(call, momentum, decay, lr_scale),
+        Momentum { momentum: beta } => momentum(call, beta),
+        Orthogonalise => orthogonalise(call),
+        Descend { decay, lr_scale } => descend(call, decay, lr_scale),
     }
 }
 
-/// The sum of squares of mean gradients. Squares are added in f64 over fixed blocks of a tensor and blocks as integers, so the
-/// sum does not depend on how ranks and threads share the blocks.
-pub fn square_sum(call: Call, sharers: usize, tail: usize) {
-    let inputs = &call.bound.inputs;
-    let count = inputs.len() - 1;
-    // SAFETY: the scalars are the last input.
-    let scalars = call.scalars(count);
-    let inverse = f64::from(scalars.inverse());
-    let share = 1.0 / sharers as f64;
-    let totals = Ptr(call.scratch::<Squares>());
-    let mut total = Squares::ZERO;
-    for (i, &At { elements, dtype, cut_at, .. }) in inputs[..count].iter().enumerate() {
-        let grad = Ptr(call.input::<u8>(i));
-        // SAFETY: `from .. to` lies in the gradient.
-        let squares = |from: usize, to: usize| unsafe {
-            let n = to - from;
-            match dtype {
-                DType::F32 => squares(call.simd, grad.get().cast::<f32>().add(from), n, inverse),
-                DType::BF16 => squares(call.simd, grad.get().cast::<Bf16>().add(from), n, inverse),
-                DType::Fixed64 | DType::F16 | DType::F64 | DType::U32 => {
-                    (from..to).map(|i| (f64::from(read(dtype, grad, i)) * inverse).powi(2)).sum()
-                }
-            }
-        };
-        let block = |sum: &mut Squares, from: usize, to: usize| {
-            let shared = tail.saturating_sub(cut_at).clamp(from, to);
-            if from < shared {
-                sum.add(squares(from, shared));
-            }
-            if shared < to {
-                sum.add(squares(shared, to) * share);
-            }
-        };
-        let blocks = elements.div_ceil(FLAT_BLOCK);
-        let grain = blocks.div_ceil(TASKS).max(1);
-        call.ranges(blocks, grain, |from, to| {
-            let mut sum = Squares::ZERO;
-            (from..to).for_each(|b| block(&mut sum, b * FLAT_BLOCK, elements.min((b + 1) * FLAT_BLOCK)));
-            // SAFETY: every task has a total of its own.
-            unsafe { *totals.at(from / grain) = sum };
-        });
-        for task in 0..blocks.div_ceil(grain) {
-            // SAFETY: written above.
-            total.merge(unsafe { &*totals.at(task) });
-        }
-    }
-    if let Some(sum) = call.output::<[i64; LIMBS]>(0) {
-        // SAFETY: the op table says that the sum has as many parts.
-        unsafe { *sum = total.stored() };
-    }
+/// The numbers of one AdamW step.
+#[derive(Clone, Copy)]
+struct AdamW {
+    factor: f32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    /// 1 − lr · decay.
+    keep: f32,
+    /// lr ÷ (1 − β₁ᵗ).
+    rate: f32,
+    /// 1 ÷ √(1 − β₂ᵗ).
+    root: f32,
 }
 
-/// Adds such sums.
-pub fn merge_sums(call: Call) {
-    let Some(total) = call.output::<i64>(0) else { return };
-    for l in 0..LIMBS {
-        let limbs = (0..call.bound.inputs.len()).map(|i| call.input::<i64>(i));
-        // SAFETY: all operands have as many parts.
-        unsafe { *total.add(l) = limbs.fold(0, |sum, x| fixed::merge(sum, *x.add(l))) };
-    }
-}
-
-/// The sum of losses, as an integer.
-pub fn loss_sum(call: Call) {
-    let losses = Ptr(call.input::<f64>(0));
-    let mut total = Squares::ZERO;
-    // SAFETY: the loss has as many elements.
-    (0..call.bound.inputs[0].elements).for_each(|i| total.add(unsafe { *losses.at(i) }));
-    if let Some(sum) = call.output::<[i64; LIMBS]>(0) {
-        // SAFETY: the op table says that the sum has as many parts.
-        unsafe { *sum = total.stored() };
-    }
-}
-
-/// stats = [norm of the mean gradient, factor to apply]; the factor is NaN where the norm is not finite in f32, and where it or
-/// the mean loss is beyond the limits of the step.
-pub fn gradient_norm(call: Call) {
-    // SAFETY: the op table says that the sum has as many parts.
-    let (sum, scalars) = unsafe { (Squares::from_stored(&*call.input(0)), call.scalars(1)) };
-    let norm = sum.value().sqrt() as f32;
-    let admitted = match (call.given(2), call.given(3)) {
-        (Some(losses), Some(limits)) => {
-            // SAFETY: as above; there are as many limits.
-            let (losses, limits) =
-                unsafe { (Squares::from_stored(&*losses), Ptr::<*const f32>(limits).slice(0, StepLimits::COUNT)) };
-            let loss = losses.value() * f64::from(scalars.inverse_count);
-            StepLimits::from_slice(limits).admit(loss, norm)
-        }
-        _ => true,
+/// One AdamW step.
+pub fn adamw(call: Call, [beta1, beta2, eps]: [f32; 3], decay: f32, lr_scale: f32) {
+    let (scalars, factor) = (call.scalars(4), factor(call, 5));
+    let (Some(w), Some(m), Some(v)) = (call.output::<f32>(0), call.output::<f32>(1), call.output::<f32>(2)) else {
+        return;
     };
-    // In f64, since a ratio of two f32 need not be one.
-    let clip = if norm > scalars.clip { f64::from(scalars.clip) / f64::from(norm) } else { 1.0 };
-    let applied = norm.is_finite() && admitted;
-    let factor = if applied { (f64::from(scalars.inverse()) * clip) as f32 } else { f32::NAN };
-    if let Some(stats) = call.output::<f32>(0) {
-        // SAFETY: stats has two elements.
-        unsafe {
-            *stats = norm;
-            *stats.add(1) = factor;
+    let (w, m, v) = (Ptr(w), Ptr(m), Ptr(v));
+    let lr = scalars.lr * lr_scale;
+    let (keep, rate, root) = (1.0 - lr * decay, lr / scalars.bias1, 1.0 / scalars.bias2.sqrt());
+    let step = AdamW { factor, beta1, beta2, eps, keep, rate, root };
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 1, factor, |grad, from, n| unsafe {
+        let (w, m, v) = (w.at(from), m.at(from), v.at(from));
+        match grad {
+            Grad::F32(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
+            Grad::Bf16(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
+        }
+    });
+    copy(call, 3, factor);
+}
+
+vectorised! {
+    unsafe fn adamw_range<T>(grad: *const T, w: *mut f32, m: *mut f32, v: *mut f32, n: usize, step: AdamW) -> () {
+        let AdamW { factor, beta1, beta2, eps, keep, rate, root } = step;
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let (w, m, v) = (w.add(i), m.add(i), v.add(i));
+            *m = beta1 * *m + (1.0 - beta1) * g;
+            *v = beta2 * *v + (1.0 - beta2) * g * g;
+            *w = *w * keep - rate * *m / ((*v).sqrt() * root + eps);
+        }
+    }
+}
+
+/// The numbers of a step by one moment.
+#[derive(Clone, Copy)]
+struct ByMoment {
+    factor: f32,
+    /// Share of the moment in the update, for Lion.
+    mix: f32,
+    /// Decay of the moment.
+    beta: f32,
+    /// 1 − lr · decay.
+    keep: f32,
+    lr: f32,
+}
+
+/// One Lion step.
+pub fn lion(call: Call, [beta1, beta2]: [f32; 2], decay: f32, lr_scale: f32) {
+    by_moment(call, beta1, beta2, decay, lr_scale, true);
+}
+
+/// One step of gradient descent with momentum.
+pub fn sgd(call: Call, momentum: f32, decay: f32, lr_scale: f32) {
+    by_moment(call, 0.0, momentum, decay, lr_scale, false);
+}
+
+fn by_moment(call: Call, mix: f32, beta: f32, decay: f32, lr_scale: f32, signs: bool) {
+    let (lr, factor) = (call.scalars(3).lr * lr_scale, factor(call, 4));
+    let (Some(w), Some(m)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
+    let (w, m) = (Ptr(w), Ptr(m));
+    let step = ByMoment { factor, mix, beta, keep: 1.0 - lr * decay, lr };
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 1, factor, |grad, from, n| unsafe {
+        let (w, m) = (w.at(from), m.at(from));
+        match (grad, signs) {
+            (Grad::F32(grad), true) => lion_range(call.simd, grad, w, m, n, step),
+            (Grad::Bf16(grad), true) => lion_range(call.simd, grad, w, m, n, step),
+            (Grad::F32(grad), false) => sgd_range(call.simd, grad, w, m, n, step),
+            (Grad::Bf16(grad), false) => sgd_range(call.simd, grad, w, m, n, step),
+        }
+    });
+    copy(call, 2, factor);
+}
+
+vectorised! {
+    unsafe fn lion_range<T>(grad: *const T, w: *mut f32, m: *mut f32, n: usize, step: ByMoment) -> () {
+        let ByMoment { factor, mix, beta, keep, lr } = step;
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let (w, m) = (w.add(i), m.add(i));
+            let mixed = mix * *m + (1.0 - mix) * g;
+            // Zero has no sign here.
+            let sign = if mixed == 0.0 { 0.0 } else { 1.0f32.copysign(mixed) };
+            *m = beta * *m + (1.0 - beta) * g;
+            *w = *w * keep - lr * sign;
         }
     }
 }
 
 vectorised! {
-    /// Σ (scale · x)², in an order that depends on `n` only.
-    pub(super) unsafe fn squares<T>(x: *const T, n: usize, scale: f64) -> f64 {
-        let mut sums = [0.0f64; 8];
-        for start in (0..n / 8 * 8).step_by(8) {
-            for (lane, sum) in sums.iter_mut().enumerate() {
-                let g = f64::from((*x.add(start + lane)).to()) * scale;
-                *sum += g * g;
-            }
+    unsafe fn sgd_range<T>(grad: *const T, w: *mut f32, m: *mut f32, n: usize, step: ByMoment) -> () {
+        let ByMoment { factor, beta, keep, lr, .. } = step;
+        for i in 0..n {
+            let (w, m) = (w.add(i), m.add(i));
+            *m = beta * *m + (*grad.add(i)).to() * factor;
+            *w = *w * keep - lr * *m;
         }
-        for i in n / 8 * 8..n {
-            sums[i % 8] += (f64::from((*x.add(i)).to()) * scale).powi(2);
-        }
-        sums.iter().sum()
     }
 }
 
-/// sum = a + b, of two gradient accumulators.
-pub fn add_state(call: Call) {
-    let At { elements, dtype, .. } = call.bound.inputs[0];
-    let (a, b) = (Ptr(call.input::<u8>(0)), Ptr(call.input::<u8>(1)));
-    let Some(sum) = call.output::<u8>(0).map(Ptr) else { return };
-    call.rows(elements, |from, to| {
-        // SAFETY: elements from .. to belong to this task; `sum` may be the memory of `a` or `b`.
-        unsafe { merge(dtype, a, b, sum, from, to) };
+/// The momentum of gradients, and the mixture of both that looks one step ahead.
+pub fn momentum(call: Call, beta: f32) {
+    let factor = factor(call, 2);
+    let At { elements, .. } = call.bound.inputs[0];
+    let (Some(m), Some(update)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
+    let (m, update) = (Ptr(m), Ptr(update));
+    if factor.is_nan() {
+        // SAFETY: ranges of the output, each once.
+        call.rows(elements, |from, to| unsafe { update.slice(from, to - from).fill(0.0) });
+        return;
+    }
+    // SAFETY: `blocks` gives ranges of the operands, each once.
+    blocks(call, 0, factor, |grad, from, n| unsafe {
+        let (m, update) = (m.at(from), update.at(from));
+        match grad {
+            Grad::F32(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
+            Grad::Bf16(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
+        }
     });
 }
 
-/// sum = x in the first micro-batch, sum + x later.
-pub fn accumulate(call: Call) {
-    let At { elements, dtype, .. } = call.bound.inputs[0];
-    let (x, Some(sum)) = (Ptr(call.input::<u8>(0)), call.output::<u8>(0).map(Ptr)) else { return };
-    let adds = call.adds(0);
-    call.rows(elements, |from, to| {
-        // SAFETY: elements from .. to belong to this task.
-        unsafe {
-            match adds {
-                true => merge(dtype, Ptr(sum.get().cast_const()), x, sum, from, to),
-                false => {
-                    let (at, bytes) = (from * dtype.bytes(), (to - from) * dtype.bytes());
-                    std::ptr::copy_nonoverlapping(x.at(at), sum.at(at), bytes);
+vectorised! {
+    unsafe fn momentum_range<T>(
+        grad: *const T, m: *mut f32, update: *mut f32, n: usize, factor: f32, beta: f32,
+    ) -> () {
+        for i in 0..n {
+            let g = (*grad.add(i)).to() * factor;
+            let m = m.add(i);
+            *m = beta * *m + (1.0 - beta) * g;
+            *update.add(i) = beta * *m + (1.0 - beta) * g;
+        }
+    }
+}
+
+/// w = w − lr · (decay · w + update).
+pub fn descend(call: Call, decay: f32, lr_scale: f32) {
+    let (lr, factor) = (call.scalars(2).lr * lr_scale, factor(call, 3));
+    let At { elements, .. } = call.bound.inputs[0];
+    let (update, Some(w)) = (Ptr(call.input::<f32>(1)), call.output::<f32>(0)) else { return };
+    if factor.is_nan() {
+        return;
+    }
+    let w = Ptr(w);
+    // SAFETY: ranges of the operands, each once.
+    call.ranges(elements, GRAIN, |from, to| unsafe {
+        descend_range(call.simd, update.at(from), w.at(from), to - from, 1.0 - lr * decay, lr);
+    });
+    copy(call, 1, factor);
+}
+
+vectorised! {
+    unsafe fn descend_range<T>(update: *const T, w: *mut f32, n: usize, keep: f32, lr: f32) -> () {
+        for i in 0..n {
+            *w.add(i) = *w.add(i) * keep - lr * (*update.add(i)).to();
+        }
+    }
+}
+
+/// The factor on gradients, out of the statistics of a step.
+fn factor(call: Call, stats: usize) -> f32 {
+    // SAFETY: the statistics have two elements.
+    unsafe { *call.input::<f32>(stats).add(1) }
+}
+
+/// Elements of a task.
+const GRAIN: usize = 1 << 14;
+
+/// Gradients as their sums hold them; those of fixed-point sums are read into a block first.
+enum Grad {
+    F32(*const f32),
+    Bf16(*const Bf16),
+}
+
+/// Calls `f(gradients, first, count)` for ranges that cover all elements, on all threads; not at all where the factor is NaN.
+fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) + Sync) {
+    if factor.is_nan() {
+        return;
+    }
+    let At { elements, dtype, .. } = call.bound.inputs[input];
+    let grad = Ptr(call.input::<u8>(input));
+    call.ranges(elements, GRAIN, |from, to| {
+        match dtype {
+            // SAFETY: from .. to lies in the gradient.
+            DType::F32 => f(Grad::F32(unsafe { grad.get().cast::<f32>().add(from) }), from, to - from),
+            // SAFETY: the same.
+            DType::BF16 => f(Grad::Bf16(unsafe { grad.get().cast::<Bf16>().add(from) }), from, to - from),
+            DType::Fixed64 | DType::F16 | DType::F64 | DType::U32 => {
+                const WIDTH: usize = 256;
+                let mut block = [0.0f32; WIDTH];
+                for start in (from..to).step_by(WIDTH) {
+                    let n = WIDTH.min(to - start);
+                    (0..n).for_each(|i| block[i] = read(dtype, grad, start + i));
+                    f(Grad::F32(block.as_ptr()), start, n);
                 }
             }
         }
     });
 }
 
-/// `sum[i] = a[i] + b[i]` for `from ≤ i < to`.
-///
-/// # Safety
-/// The operands have these elements; `sum` is `a`, `b` or apart from both.
-unsafe fn merge(dtype: DType, a: Ptr<*const u8>, b: Ptr<*const u8>, sum: Ptr<*mut u8>, from: usize, to: usize) {
-    for i in from..to {
-        // SAFETY: the caller vouches.
-        unsafe {
-            match dtype {
-                DType::Fixed64 => {
-                    let x = fixed::merge(*a.get().cast::<i64>().add(i), *b.get().cast::<i64>().add(i));
-                    *sum.get().cast::<i64>().add(i) = x;
-                }
-                DType::BF16 => {
-                    let x = (*a.get().cast::<Bf16>().add(i)).to() + (*b.get().cast::<Bf16>().add(i)).to();
-                    *sum.get().cast::<Bf16>().add(i) = Bf16::of(x);
-                }
-                DType::F32 => {
-                    *sum.get().cast::<f32>().add(i) = *a.get().cast::<f32>().add(i) + *b.get().cast::<f32>().add(i)
-                }
-                DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {}", dtype),
-            }
+/// Rounds the new weights, output 0, to output `to` where it is used.
+fn copy(call: Call, to: usize, factor: f32) {
+    let At { elements, .. } = call.bound.inputs[0];
+    let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])
+    else {
+        return;
+    };
+    if factor.is_nan() {
+        return;
+    }
+    let (w, copy) = (Ptr(w.cast_const()), Ptr(copy));
+    // SAFETY: ranges of the operands, each once; both types are as large as their bits.
+    call.ranges(elements, GRAIN, |from, to| unsafe {
+        match at.dtype {
+            DType::F16 => round(call.simd, w.at(from), copy.at(from).cast::<F16>(), to - from),
+            DType::BF16 => round(call.simd, w.at(from), copy.at(from).cast::<Bf16>(), to - from),
+            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => unreachable!("{} is not rounded to", at.dtype),
+        }
+    });
+}
+
+vectorised! {
+    unsafe fn round<T>(from: *const f32, to: *mut T, n: usize) -> () {
+        for i in 0..n {
+            *to.add(i) = T::of(*from.add(i));
         }
     }
 }

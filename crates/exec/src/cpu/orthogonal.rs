@@ -2,7 +2,7 @@
 
 use super::call::{Call, Ptr};
 use super::gemm::{Matrix, Target, gemm};
-use super::optimizer::squares;
+use super::gradient::squares;
 use super::simd::vectorised;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 

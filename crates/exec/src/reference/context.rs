@@ -1,8 +1,24 @@
 //! Attention over parts of the keys: of context-parallel ranks, over sequences that are there whole.
 
-use super::{Heads, add_scaled, dot, log_sum_exp};
+use super::at::{At, Definition, Definitions, add_scaled, dot, log_sum_exp};
+use super::attention::first_keys;
+use super::packed::Heads;
+use crate::by_kind;
 use lockstep_ir::op::{Dims, Ring};
 use std::ops::Range;
+
+/// What these ops are.
+pub fn definitions() -> Definitions {
+    by_kind! { at: &At => Definition;
+        PartAttention { window, ring } => {
+            attention(&at.dims, at.x[0], at.x[1], &first_keys(&at.dims, at.given(2), window), ring).into()
+        },
+        PartAttentionGrad { window, ring } => {
+            grad(&at.dims, at.x, &first_keys(&at.dims, at.given(5), window), ring).into()
+        },
+        AttentionMerge => merge(&at.dims, at.x).into(),
+    }
+}
 
 /// The part of the sequence that a position is in, in zig-zag order.
 fn part(position: usize, parts: usize, seq: usize) -> usize {
@@ -38,7 +54,7 @@ fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t
 }
 
 /// o and lse.
-pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
+fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
     let mut lse = vec![f64::NEG_INFINITY; dims.size("batch") * g.heads * g.seq];
@@ -58,7 +74,7 @@ pub fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Op
 }
 
 /// dq and dkv, from do, qkv, kv, and o and lse over all keys.
-pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
+fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let (dout, qkv, kv, o, lse) = (x[0], x[1], x[2], x[3], x[4]);
     let scale = 1.0 / (g.e as f64).sqrt();
@@ -78,7 +94,7 @@ pub fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Option<Ring>) -> [
 }
 
 /// o and lse over two sets of keys.
-pub fn merge(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
+fn merge(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
     let (seq, heads) = (dims.size("seq"), dims.size("heads"));
     let e = dims.size("attended") / heads;
     let both = |i: usize| [x[1][i], x[3][i]];

@@ -1,6 +1,32 @@
 //! Mixtures of experts, token by token.
 
-use lockstep_ir::op::{Blocks, Dims, NO_ROW, Routing, Score};
+use super::at::{At, Definition, Definitions};
+use crate::by_kind;
+use lockstep_ir::op::{Dims, Routing, Score};
+
+/// What these ops are.
+pub fn definitions() -> Definitions {
+    by_kind! { at: &At => Definition;
+        Route { given, how } => match given {
+            true => vec![route_to(&at.dims, &how, at.x), at.x[1].to_vec()],
+            false => route(&at.dims, &how, at.x).into(),
+        },
+        RouteGrad { how } => vec![route_grad(&at.dims, &how, at.x)],
+        ExpertCounts { .. } => vec![counts(&at.dims, at.x[0])],
+        RouterLoss { balance, z } => vec![router_loss(&at.dims, [balance, z].map(f64::from), at.x)],
+        RouterLossGrad { balance, z } => {
+            vec![router_loss_grad(&at.dims, [balance, z].map(|w| at.seed(2) * f64::from(w)), at.x)]
+        },
+        ExpertLoad { .. } => vec![load(&at.dims, at.x[0])],
+        StackLoads => vec![at.x.concat()],
+        MoveBias { row, rate } => vec![move_bias(&at.dims, row, f64::from(rate), at.x)],
+        GroupedLinear { each } => vec![linear(&at.dims, at.sharers(each), at.x)],
+        GroupedGradInput => vec![grad_input(&at.dims, at.x)],
+        GroupedGradWeight { each, .. } => vec![grad_weight(&at.dims, at.sharers(each), at.x)],
+        Combine { .. } => vec![combine(&at.dims, at.x[0], at.given(1))],
+        CombineGrad => combine_grad(&at.dims, at.x).into(),
+    }
+}
 
 fn scores(how: &Routing, logits: &[f64]) -> Vec<f64> {
     match how.score {
@@ -37,7 +63,7 @@ fn weights_of(how: &Routing, scores: &[f64], experts: &[usize]) -> Vec<f64> {
     experts.iter().map(|e| scores[*e] / sum * f64::from(how.scale)).collect()
 }
 
-pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
+fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
     let (mut weights, mut chosen) = (Vec::new(), Vec::new());
     for logits in x[0].chunks(dims.size("experts")) {
         let scores = scores(how, logits);
@@ -50,7 +76,7 @@ pub fn route(dims: &Dims, how: &Routing, x: &[&[f64]]) -> [Vec<f64>; 2] {
     [weights, chosen]
 }
 
-pub fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
+fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
     let tokens = x[0].chunks(dims.size("experts")).zip(x[1].chunks(dims.size("choices")));
     let of = |(logits, chosen): (&[f64], &[f64])| {
         weights_of(how, &scores(how, logits), &chosen.iter().map(|e| *e as usize).collect::<Vec<_>>())
@@ -58,7 +84,7 @@ pub fn route_to(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
     tokens.flat_map(of).collect()
 }
 
-pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
+fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
     let (experts, choices, scale) = (dims.size("experts"), dims.size("choices"), f64::from(how.scale));
     let mut all = Vec::new();
     for (token, logits) in x[1].chunks(experts).enumerate() {
@@ -79,57 +105,6 @@ pub fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
         }));
     }
     all
-}
-
-/// Places of choices, the experts of places, and how many choices of every sequence have no place.
-pub fn slots(dims: &Dims, experts: usize, blocks: Blocks, chosen: &[f64]) -> [Vec<f64>; 3] {
-    let (all, each) = (dims.size("rows"), experts / blocks.parts);
-    let mut owners = vec![f64::from(NO_ROW); blocks.parts * all];
-    let mut filled = vec![0; blocks.parts * blocks.ranks];
-    let place = |(i, expert): (usize, &f64)| {
-        let (rank, part) = (i * blocks.ranks / chosen.len(), *expert as usize / each);
-        let filled = &mut filled[part * blocks.ranks + rank];
-        *filled += 1;
-        if *filled > blocks.rows {
-            return f64::from(NO_ROW);
-        }
-        let at = part * all + rank * blocks.rows + *filled - 1;
-        owners[at] = (*expert as usize % each) as f64;
-        at as f64
-    };
-    let slots: Vec<f64> = chosen.iter().enumerate().map(place).collect();
-    let missing = |slots: &[f64]| slots.iter().filter(|slot| **slot == f64::from(NO_ROW)).count() as f64;
-    let beyond = slots.chunks(dims.size("seq") * dims.size("choices")).map(missing).collect();
-    [slots, owners, beyond]
-}
-
-/// Rows at the places of choices, of which `sharers` have one.
-pub fn send_rows(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
-    let d = dims.size("features");
-    let mut rows = vec![0.0; dims.size("parts") * dims.size("rows") * d];
-    for (i, slot) in x[1].iter().enumerate().filter(|(_, slot)| **slot != f64::from(NO_ROW)) {
-        rows[*slot as usize * d..][..d].copy_from_slice(&x[0][i / sharers * d..][..d]);
-    }
-    rows
-}
-
-pub fn take_rows(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
-    let d = dims.size("features");
-    let of = |slot: &f64| match *slot == f64::from(NO_ROW) {
-        true => vec![f64::NAN; d],
-        false => x[0][*slot as usize * d..][..d].to_vec(),
-    };
-    x[1].iter().flat_map(of).collect()
-}
-
-/// The expert of every row of blocks, counted over all parts; NaN where there is none.
-pub fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
-    let each = (dims.size("experts") / dims.size("parts")) as f64;
-    let of = |(row, owner): (usize, &f64)| match *owner < each {
-        true => (row / dims.size("rows")) as f64 * each + owner,
-        false => f64::NAN,
-    };
-    owners.iter().enumerate().map(of).collect()
 }
 
 /// y = x · wᵀ by the weights of each row's expert; `sharers` rows behind each other have one row of x.
@@ -168,7 +143,7 @@ pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
     dw
 }
 
-pub fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
+fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
     let (d, choices) = (dims.size("features"), dims.size("choices"));
     let mut out = vec![0.0; y.len() / choices];
     for (row, y) in y.chunks(d).enumerate() {
@@ -178,7 +153,7 @@ pub fn combine(dims: &Dims, y: &[f64], weights: Option<&[f64]>) -> Vec<f64> {
     out
 }
 
-pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
+fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
     let (d, choices) = (dims.size("features"), dims.size("choices"));
     let of = |row: usize| &x[0][row / choices * d..][..d];
     let rows = x[2].len();
@@ -187,7 +162,7 @@ pub fn combine_grad(dims: &Dims, x: &[&[f64]]) -> [Vec<f64>; 2] {
     [dy, (0..rows).map(dot).collect()]
 }
 
-pub fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
+fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
     let of = |chosen: &[f64]| {
         let mut counts = vec![0.0; dims.size("experts")];
         chosen.iter().for_each(|e| counts[*e as usize] += 1.0);
@@ -196,13 +171,13 @@ pub fn counts(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
     chosen.chunks(dims.size("seq") * dims.size("choices")).flat_map(of).collect()
 }
 
-pub fn load(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
+fn load(dims: &Dims, chosen: &[f64]) -> Vec<f64> {
     let mut load = vec![0.0; dims.size("experts")];
     chosen.iter().for_each(|e| load[*e as usize] += 1.0);
     load
 }
 
-pub fn move_bias(dims: &Dims, row: usize, rate: f64, x: &[&[f64]]) -> Vec<f64> {
+fn move_bias(dims: &Dims, row: usize, rate: f64, x: &[&[f64]]) -> Vec<f64> {
     let experts = dims.size("experts");
     let load = &x[1][row * experts..][..experts];
     let mean = load.iter().sum::<f64>() / experts as f64;
@@ -223,7 +198,7 @@ fn of_sequences<'a>(dims: &Dims, x: &[&'a [f64]]) -> impl Iterator<Item = (Vec<(
     })
 }
 
-pub fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
+fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
     let experts = dims.size("experts") as f64;
     let of = |(tokens, shares): (Vec<(Vec<f64>, f64)>, Vec<f64>)| {
         let of_token = |(scores, lse): &(Vec<f64>, f64)| {
@@ -235,7 +210,7 @@ pub fn router_loss(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64
     of_sequences(dims, x).map(of).collect()
 }
 
-pub fn router_loss_grad(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
+fn router_loss_grad(dims: &Dims, [balance, z]: [f64; 2], x: &[&[f64]]) -> Vec<f64> {
     let experts = dims.size("experts") as f64;
     let mut d = Vec::new();
     for (tokens, shares) in of_sequences(dims, x) {

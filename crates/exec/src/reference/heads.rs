@@ -1,17 +1,27 @@
 //! Heads in parts, over sequences that are there whole.
 
+use super::at::{At, Definition, Definitions};
+use crate::by_kind;
 use lockstep_ir::Dim;
 use lockstep_ir::op::Dims;
 
+/// What these ops are.
+pub fn definitions() -> Definitions {
+    by_kind! { at: &At => Definition;
+        SplitHeads { ranks, .. } => vec![split(&at.dims, &at.types[0].dims[2], at.x[0], ranks)],
+        JoinHeads { ranks } => vec![join(&at.dims, &at.types[0].dims[3], at.x[0], ranks)],
+    }
+}
+
 /// Blocks `[a, c, b, w]` of x `[b, s, p]`.
-pub fn split(dims: &Dims, packed: &Dim, x: &[f64], ranks: usize) -> Vec<f64> {
+fn split(dims: &Dims, packed: &Dim, x: &[f64], ranks: usize) -> Vec<f64> {
     let parts = dims.size("parts");
     let widths: Vec<usize> = packed.sections.iter().map(|s| s.size() / parts).collect();
     places(dims, &widths, ranks).into_iter().map(|at| x[at]).collect()
 }
 
 /// x `[b, s, p]` of blocks `[a, c, b, w]`.
-pub fn join(dims: &Dims, packed: &Dim, blocks: &[f64], ranks: usize) -> Vec<f64> {
+fn join(dims: &Dims, packed: &Dim, blocks: &[f64], ranks: usize) -> Vec<f64> {
     let widths: Vec<usize> = packed.sections.iter().map(|s| s.size()).collect();
     let mut x = vec![0.0; blocks.len()];
     places(dims, &widths, ranks).into_iter().zip(blocks).for_each(|(at, value)| x[at] = *value);

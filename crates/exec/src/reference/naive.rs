@@ -1,6 +1,6 @@
 //! Attention whose weights exist as a matrix `[b, q, s, t]`.
 
-use super::Heads;
+use super::packed::Heads;
 use lockstep_ir::op::Dims;
 
 /// Calls `f(b, h, s, t, at)` for every query and key of every head: `at` is where their weight stands.

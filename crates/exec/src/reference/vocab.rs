@@ -1,7 +1,7 @@
 //! The output head over parts of the vocabulary.
 
-use super::{is_counted, log_sum_exp, matmul};
-use lockstep_ir::op::{Dims, Rows};
+use super::at::{log_sum_exp, matmul};
+use lockstep_ir::op::{Dims, IGNORED_TARGET, Rows};
 
 /// Numbers of a position and part.
 const STATISTICS: usize = 3;
@@ -71,4 +71,9 @@ pub(super) fn grad(dims: &Dims, x: &[&[f64]], rows: Rows, seed: f64) -> [Vec<f64
     let dx = matmul((rows.count, k, v), &dlogits, false, x[3], false);
     let dw = matmul((v, k, rows.count), &dlogits, true, chunk, false);
     [dx, dw]
+}
+
+/// Whether a position's loss counts.
+pub(super) fn is_counted(target: f64) -> bool {
+    target != f64::from(IGNORED_TARGET)
 }

@@ -1,6 +1,6 @@
 //! What ranks do together, and this rank's part of a whole.
 
-use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, f32, row};
+use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, row};
 use super::sample::{embed, ffn, normal, sample};
 use super::{Cost, Op, Sample, attributes};
 use crate::{Axes, MeshAxis, Placement, Sharding};
@@ -91,7 +91,7 @@ fn two(op: Op) -> Sample {
 }
 
 /// Whether it is placed so over all these axes.
-fn all(sharding: Sharding, over: Axes, placement: Placement) -> bool {
+pub(super) fn all(sharding: Sharding, over: Axes, placement: Placement) -> bool {
     over.without(sharding.axes(placement)).is_empty()
 }
 
@@ -102,7 +102,7 @@ fn part(dim: Option<usize>) -> Placement {
 
 /// Ranges are cut and joined over all axes at once, parts of a dimension from the last axis on; those over cp, which are in an order of
 /// their own, alone.
-fn last(sharding: Sharding, over: Axes, dim: Option<usize>) -> bool {
+pub(super) fn last(sharding: Sharding, over: Axes, dim: Option<usize>) -> bool {
     let rest = sharding.axes(part(dim)).without(over);
     if dim.is_some() && over.contains(MeshAxis::Cp) && over != MeshAxis::Cp.into() {
         return false;
@@ -205,15 +205,6 @@ pub(super) static SHARD: Spec = row("shard", &[any("x")], &[any("part")], |_| {
     attributes!(op, Op::Shard { over });
     let fits = all(before, over, Placement::Replicated) && last(before, over, None);
     fits.then(|| before.with(over, Placement::Flat))
-});
-
-pub(super) static PART: Spec = row("part", &[f32("whole", "*")], &[f32("part", "*")], |_| {
-    vec![sample(Op::Part { over: Axes::NONE, dim: 1 }, [normal([ffn(), embed()])])]
-})
-.reshards(|op, before| {
-    attributes!(op, Op::Part { over, dim });
-    let fits = all(before, over, Placement::Replicated) && last(before, over, Some(dim));
-    fits.then(|| before.with(over, Placement::Split(dim)))
 });
 
 pub(super) static SEND: Spec =

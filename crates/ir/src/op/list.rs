@@ -547,7 +547,7 @@ ops! {
         over: Axes,
         /// Parts of this dimension.
         dim: usize,
-    } = collective::PART,
+    } = section::PART,
     /// To the same rank of another pipeline stage.
     Send {
         /// The stage.

@@ -1,9 +1,10 @@
 //! Sections of packed dimensions: taken out, and put side by side.
 
-use super::row::{Spec, float, row};
-use super::sample::{Shapes, ffn, sample};
+use super::collective::{all, last};
+use super::row::{Spec, f32, float, row};
+use super::sample::{Shapes, embed, ffn, normal, sample};
 use super::{Op, attributes};
-use crate::Dim;
+use crate::{Axes, Dim, Placement};
 
 pub(super) static SLICE: Spec = row("slice", &[float("x", "… packed")], &[float("y", "… sections")], |batch| {
     let sections = [(0, 1), (1, 2), (2, 1)];
@@ -31,4 +32,13 @@ pub(super) static CONCAT: Spec = row("concat", &[float("part", "… ?")], &[floa
 .shape(|op, inputs, dims| {
     let sections = inputs.iter().filter_map(|part| part.dims.last()).flat_map(|dim| dim.sections.clone());
     op.ask(dims, "packed", Dim::packed(sections.collect::<Vec<_>>()))
+});
+
+pub(super) static PART: Spec = row("part", &[f32("whole", "*")], &[f32("part", "*")], |_| {
+    vec![sample(Op::Part { over: Axes::NONE, dim: 1 }, [normal([ffn(), embed()])])]
+})
+.reshards(|op, before| {
+    attributes!(op, Op::Part { over, dim });
+    let fits = all(before, over, Placement::Replicated) && last(before, over, Some(dim));
+    fits.then(|| before.with(over, Placement::Split(dim)))
 });

@@ -329,5 +329,5 @@ fn the_code_of_the_guide_stands_in_the_files_that_it_names() {
             (_, None) => {}
         }
     }
-    assert_eq!(blocks, 11);
+    assert_eq!(blocks, 12);
 }

@@ -16,17 +16,32 @@ mod forward;
 mod merge;
 pub mod naive;
 
-pub use backward::{grad, over_parts_grad};
-pub use cached::forward as cached;
-pub use forward::{forward, over_parts};
+pub use backward::over_parts_grad;
+pub use forward::over_parts;
 pub use merge::merge;
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
 use super::gemm::{K_STEP, Matrix, NR, Unit};
+use super::position::last_position;
 use super::simd::Simd;
+use crate::by_kind;
 use lockstep_ir::op::Ring;
 use lockstep_ir::{DType, Run, Span};
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Attention { window } => forward::forward::<T>(call, window),
+        AttentionGrad { window } => backward::grad::<T>(call, window),
+        AttentionScores { window } => naive::scores::<T>(call, window),
+        AttentionScoresGrad { .. } => naive::scores_grad::<T>(call),
+        AttentionMix { .. } => naive::mix::<T>(call),
+        AttentionMixGrad { .. } => naive::mix_grad::<T>(call),
+        CachedAttention { window } => cached::forward::<T>(call, window),
+        LastPosition => last_position::<T>(call),
+    }
+}
 
 /// Keys of a tile: whole panels of every unit.
 const KEYS: usize = 96;

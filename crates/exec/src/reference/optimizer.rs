@@ -1,8 +1,30 @@
-//! Update rules of optimizers, but for AdamW.
+//! Update rules of optimizers.
 
-use super::{matmul, scalars};
+use super::at::{At, Definition, Definitions, matmul, scalars};
+use crate::by_kind;
 use lockstep_ir::TensorType;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
+
+/// What these ops are.
+pub fn definitions() -> Definitions {
+    by_kind! { at: &At => Definition;
+        AdamW { beta1, beta2, eps, decay, lr_scale } => {
+            let (x, s) = (at.x, scalars(at.x[4]));
+            let [beta1, beta2, eps, decay] = [beta1, beta2, eps, decay].map(f64::from);
+            let [lr, bias1, bias2] = [s.lr * lr_scale, s.bias1, s.bias2].map(f64::from);
+            let g = each(x, |i| x[1][i] * x[5][1]);
+            let m = each(x, |i| beta1 * x[2][i] + (1.0 - beta1) * g[i]);
+            let v = each(x, |i| beta2 * x[3][i] + (1.0 - beta2) * g[i] * g[i]);
+            let step = |i: usize| m[i] / bias1 / ((v[i] / bias2).sqrt() + eps);
+            vec![each(x, |i| x[0][i] * (1.0 - lr * decay) - lr * step(i)), m, v]
+        },
+        Lion { beta1, beta2, decay, lr_scale } => lion(at.x, [beta1, beta2, decay], lr_scale).into(),
+        Sgd { momentum, decay, lr_scale } => sgd(at.x, [momentum, decay], lr_scale).into(),
+        Momentum { momentum: beta } => momentum(at.x, f64::from(beta)).into(),
+        Orthogonalise => vec![orthogonalise(at.types[0], at.x[0])],
+        Descend { decay, lr_scale } => vec![descend(at.x, f64::from(decay), lr_scale)],
+    }
+}
 
 /// One number for every element of the first operand.
 fn each(x: &[&[f64]], f: impl Fn(usize) -> f64) -> Vec<f64> {
@@ -10,7 +32,7 @@ fn each(x: &[&[f64]], f: impl Fn(usize) -> f64) -> Vec<f64> {
 }
 
 /// New weights and moment, from weights, gradient, moment, scalars and statistics.
-pub(super) fn lion(x: &[&[f64]], constants: [f32; 3], lr_scale: f32) -> [Vec<f64>; 2] {
+fn lion(x: &[&[f64]], constants: [f32; 3], lr_scale: f32) -> [Vec<f64>; 2] {
     let [beta1, beta2, decay] = constants.map(f64::from);
     let (lr, factor) = (f64::from(scalars(x[3]).lr * lr_scale), x[4][1]);
     let mixed = |i: usize| beta1 * x[2][i] + (1.0 - beta1) * x[1][i] * factor;
@@ -20,7 +42,7 @@ pub(super) fn lion(x: &[&[f64]], constants: [f32; 3], lr_scale: f32) -> [Vec<f64
 }
 
 /// As `lion`.
-pub(super) fn sgd(x: &[&[f64]], constants: [f32; 2], lr_scale: f32) -> [Vec<f64>; 2] {
+fn sgd(x: &[&[f64]], constants: [f32; 2], lr_scale: f32) -> [Vec<f64>; 2] {
     let [momentum, decay] = constants.map(f64::from);
     let (lr, factor) = (f64::from(scalars(x[3]).lr * lr_scale), x[4][1]);
     let m = each(x, |i| momentum * x[2][i] + x[1][i] * factor);
@@ -28,7 +50,7 @@ pub(super) fn sgd(x: &[&[f64]], constants: [f32; 2], lr_scale: f32) -> [Vec<f64>
 }
 
 /// Momentum and update, from gradient, momentum and statistics.
-pub(super) fn momentum(x: &[&[f64]], beta: f64) -> [Vec<f64>; 2] {
+fn momentum(x: &[&[f64]], beta: f64) -> [Vec<f64>; 2] {
     let factor = x[2][1];
     let m = each(x, |i| beta * x[1][i] + (1.0 - beta) * x[0][i] * factor);
     let update = each(x, |i| beta * m[i] + (1.0 - beta) * x[0][i] * factor);
@@ -36,13 +58,13 @@ pub(super) fn momentum(x: &[&[f64]], beta: f64) -> [Vec<f64>; 2] {
 }
 
 /// New weights, from weights, update and scalars.
-pub(super) fn descend(x: &[&[f64]], decay: f64, lr_scale: f32) -> Vec<f64> {
+fn descend(x: &[&[f64]], decay: f64, lr_scale: f32) -> Vec<f64> {
     let lr = f64::from(scalars(x[2]).lr * lr_scale);
     each(x, |i| x[0][i] - lr * (decay * x[0][i] + x[1][i]))
 }
 
 /// Every section of the rows on its own.
-pub(super) fn orthogonalise(ty: &TensorType, x: &[f64]) -> Vec<f64> {
+fn orthogonalise(ty: &TensorType, x: &[f64]) -> Vec<f64> {
     let columns = ty.dims[1].size();
     let mut rest = x;
     let section = |rows: usize| {

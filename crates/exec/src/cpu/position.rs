@@ -1,8 +1,21 @@
 //! Ops that find their rows by numbers on the device: where each sequence goes on, and how many of its positions count.
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
+use super::embedding::add_rows;
 use super::float::Float;
-use super::pointwise::{add_rows, add_table, rotate};
+use super::pointwise::{add_table, rotate};
+use crate::by_kind;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        AddPositions { seq } => add::<T>(call, seq),
+        AddPositionsAt => add_at::<T>(call),
+        PositionsGrad { seq, .. } => grad::<T>(call, seq),
+        Rope { inverse } => rope::<T>(call, inverse),
+        RopeAt => rope_at::<T>(call),
+    }
+}
 
 /// Rope of qkv `[b, s, (q + 2u)·e]` from position `start[b]` on.
 pub fn rope_at<T: Float>(call: Call) {

@@ -1,22 +1,10 @@
-//! The ops of generation: positions from a number on, a cache of keys and values, the last position.
+//! Attention over a cache of keys and values.
 
+use super::at::log_sum_exp;
 use lockstep_ir::op::Dims;
 
-/// Rope's angles for every sequence and position: the row of the table, clamped to its last.
-pub fn rows_from(dims: &Dims, start: &[f64]) -> Vec<usize> {
-    let row = |b: usize, s: usize| (start[b] as usize + s).min(dims.size("table") - 1);
-    (0..dims.size("batch")).flat_map(|b| (0..dims.size("seq")).map(move |s| row(b, s))).collect()
-}
-
-/// Of each sequence, position `count − 1`.
-pub fn last_position(dims: &Dims, x: &[f64], count: &[f64]) -> Vec<f64> {
-    let (seq, d) = (dims.size("seq"), dims.size("features"));
-    let row = |b: usize| (b * seq + count[b] as usize - 1) * d;
-    (0..dims.size("batch")).flat_map(|b| &x[row(b)..row(b) + d]).copied().collect()
-}
-
 /// o, and the cache with the new keys and values.
-pub fn cached_attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
+pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
     let [qkv, cache, start, count] = *x else { panic!("cached attention has four inputs") };
     let (batch, seq, context) = (dims.size("batch"), dims.size("seq"), dims.size("cache"));
     let (heads, kv_heads, e) = (dims.size("heads"), dims.size("kv_heads"), dims.size("head_dim"));
@@ -37,7 +25,7 @@ pub fn cached_attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Ve
             let dot = |t: usize| query.iter().zip(head(t, 0)).map(|(q, k)| q * k).sum::<f64>();
             let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
             let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
-            let lse = super::log_sum_exp(&scores);
+            let lse = log_sum_exp(&scores);
             for i in 0..e {
                 o[((b * seq + s) * heads + h) * e + i] =
                     scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * head(first + t, 1)[i]).sum();

@@ -1,7 +1,17 @@
 //! Copies of sections of packed rows.
 
-use super::call::{Call, Ptr};
+use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
+use crate::by_kind;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Slice { first, .. } => slice::<T>(call, first),
+        Concat => concat::<T>(call),
+        Part { .. } => part(call),
+    }
+}
 
 /// y `[rows, h]` = x `[rows, p]` from section `first` on.
 pub fn slice<T: Float>(call: Call, first: usize) {

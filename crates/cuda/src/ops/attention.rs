@@ -1,0 +1,28 @@
+//! Attention over whole sequences: fused, with the weights as a matrix, and over a cache.
+
+use super::{Launches, launches, naive};
+use crate::CudaError;
+use crate::attention;
+use crate::call::{Call, THREADS};
+use crate::kernels::args;
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Attention { window } => attention::forward(call, window),
+        AttentionGrad { window } => attention::grad(call, window),
+        AttentionScores { window } => naive::scores(call, window),
+        AttentionScoresGrad { .. } => naive::scores_grad(call),
+        AttentionMix { .. } => naive::mix(call),
+        AttentionMixGrad { .. } => naive::mix_grad(call),
+        CachedAttention { window } => attention::cached(call, window),
+        LastPosition => last_position(call),
+    }
+}
+
+unsafe fn last_position(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let args = args![call.input(0), call.input(1), y, call.size("seq"), call.size("features")];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("pointwise", "last_position"), [call.size("batch"), 1, 1], THREADS, args) }
+}
