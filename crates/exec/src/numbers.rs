@@ -1,6 +1,6 @@
 //! Whether what instructions make is finite: a look at every output, for whoever searches the first NaN of a run.
 //!
-//! `--debug-nans` asks for it: every output is looked at before the next kernel runs.
+//! Every output is looked at before the next kernel runs.
 
 use crate::ExecError;
 use crate::bound::{At, Bound};
