@@ -76,7 +76,7 @@ fn a_signal_to_any_rank_stops_all_after_the_same_step() {
     }
 }
 
-/// `bench/kills.sh` does the same with 60 kills.
+/// `bench/scripts/kills.sh` does the same with 60 kills.
 #[test]
 fn killed_again_and_again_a_run_restarts_by_itself_and_ends_with_the_same_bits() {
     let place = place();

@@ -166,7 +166,7 @@ fn checkpoints_are_verified_and_shown() {
     assert!(text.starts_with("error: corpus holds no checkpoint\nhint: "), "{text}");
 }
 
-/// `bench/save.sh` holds the times of 1 GB against each other.
+/// `bench/scripts/save.sh` holds the times of 1 GB against each other.
 #[test]
 fn the_bench_of_checkpoints_tells_what_steps_wait_for() {
     let place = Place::new();

@@ -23,16 +23,17 @@ fn uses(name: &str) -> BTreeSet<String> {
 #[test]
 fn the_code_map_says_which_crate_uses_which() {
     let text = read(project().join("ARCHITECTURE.md"));
-    let rows = text.lines().filter(|line| line.starts_with("| `"));
     let mut above: BTreeSet<String> = BTreeSet::new();
-    for row in rows {
-        let cells: Vec<&str> = row.split(" | ").collect();
-        let (name, listed) = (cells[0].trim_matches(['|', ' ', '`']), cells[2].trim());
-        match listed {
+    // The section of a crate begins with its name, and a sentence of it says what the crate uses.
+    for section in text.split("\n### `").skip(1) {
+        let words = section.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (name, rest) = words.split_once('`').unwrap();
+        let (_, listed) = rest.split_once("Uses ").unwrap_or_else(|| panic!("{name}: what it uses is not said"));
+        match listed.split('.').next().unwrap_or_default() {
             "all above" => assert!(uses(name).is_subset(&above), "{name} uses {:?}", uses(name)),
-            "–" => assert_eq!(uses(name), BTreeSet::new(), "{name}"),
+            "no other crate" => assert_eq!(uses(name), BTreeSet::new(), "{name}"),
             listed => {
-                let listed: BTreeSet<String> = listed.split(", ").map(str::to_owned).collect();
+                let listed: BTreeSet<String> = listed.split(", ").map(|one| one.trim_matches('`').to_owned()).collect();
                 assert_eq!(uses(name), listed, "{name}");
                 assert!(listed.is_subset(&above), "{name} uses a crate that stands below it");
             }

@@ -14,7 +14,7 @@ struct Slurm {
     folder: tempfile::TempDir,
 }
 
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/slurm-cluster.sh");
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bench/scripts/slurm-cluster.sh");
 
 impl Slurm {
     /// Starts it where Debian's packages are installed; in CI, which installs them, they must be.

@@ -1,4 +1,4 @@
-//! The list of layouts of `bench/layouts.sh` over what connects ranks that are processes: a part of it here, all of it by that script.
+//! The list of layouts of `bench/scripts/layouts.sh` over what connects ranks that are processes: a part of it here, all of it by that script.
 //! The strict NCCL (`fake_cuda/nccl.c`) runs the whole path of the GPU executor without a GPU: who connects to whom, in which order,
 //! and what is sent.
 
@@ -10,7 +10,7 @@ const EVERY: &str = "6";
 
 /// Runs the script on a part of the list; all layouts must be kept.
 fn layouts(every: &str, transport: &str) -> usize {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/layouts.sh");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/scripts/layouts.sh");
     let mut command = Command::new("bash");
     command.arg(script).args([env!("CARGO_BIN_EXE_lockstep"), every, transport]);
     for variable in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"] {

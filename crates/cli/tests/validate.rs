@@ -141,10 +141,10 @@ fn a_missing_column_or_file_is_named() {
     assert!(error.contains("known are nanotron"), "{error}");
 }
 
-/// The sweep of the Ultra-Scale Playbook, as far as it was run on one node: the rest takes a minute (bench/regret.txt).
+/// The sweep of the Ultra-Scale Playbook, as far as it was run on one node: the rest takes a minute (bench/records/regret.txt).
 #[test]
 fn on_one_node_the_search_proposes_what_was_measured_to_be_fast() {
-    const SWEEP: &str = include_str!("../../../bench/published/nanotron_ok.csv");
+    const SWEEP: &str = include_str!("../../../bench/records/published/nanotron_ok.csv");
     let place = Place::new();
     let rows: Vec<&str> =
         SWEEP.lines().enumerate().filter(|(i, row)| *i == 0 || row.contains(",8,H100")).map(|(_, row)| row).collect();

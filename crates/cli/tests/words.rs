@@ -145,7 +145,8 @@ fn help_and_config_speak_the_words_of_the_field() {
 fn documents_speak_the_words_of_the_field() {
     let root = project();
     let mut paths = files(&root.join("docs"), &["md"]);
-    paths.extend(["README.md", "ARCHITECTURE.md", "bench/NOTES.md"].map(|name| root.join(name)));
+    paths.extend(files(&root.join("bench"), &["md"]));
+    paths.extend(["README.md", "ARCHITECTURE.md"].map(|name| root.join(name)));
     let name = |path: &Path| path.strip_prefix(&root).unwrap().display().to_string();
     check(paths.iter().map(|p| (name(p), prose(&std::fs::read_to_string(p).unwrap()))), &[COINED, SHOWN]);
     // What people search for is named where it is described.

@@ -3,6 +3,10 @@
 //! What a device can fuse is data in its profile, and so is for which matmuls an epilogue with GELU was measured to be faster than
 //! a kernel behind them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
 //! until all are done. So no instruction needs to look at where others stand, and an executor runs groups as it finds them.
+//!
+//! To find out which matmuls are faster with GELU in their epilogue, the caller compiles once, times
+//! `fusable_matmuls` and compiles again. Where a GELU is recomputed, none is fused, so that both have the same
+//! bits.
 
 use crate::lower::Unplaced;
 use lockstep_ir::graph::Phase;

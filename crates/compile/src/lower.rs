@@ -1,6 +1,9 @@
 //! Lower: cuts the graphs into segments, decides what shares memory and how long it lives, and writes the schedule.
 //!
 //! Here shapes become those of one rank. Everything is known after this but the offsets.
+//!
+//! Evaluation is an entry of the same program, whose temporaries overlay what training saves. The smaller steps of
+//! a batch ramp are entries too: schedules of fewer micro-batches.
 
 mod evaluation;
 

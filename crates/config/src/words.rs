@@ -1,4 +1,6 @@
 //! Keys whose value is one of a few words: an enum for each, whose words are those that the schema accepts.
+//!
+//! Matches over such an enum have no `_`.
 
 use crate::value::{Field, Value};
 use lockstep_ir::{ContextParallel, Schedule};

@@ -1,4 +1,6 @@
 //! What took time to find out, kept on disk: machine code of kernels, plans of matmuls and attention.
+//!
+//! Choices are timed once, before the arena takes the memory. For deterministic programs nothing is timed.
 
 use crate::CudaError;
 use std::path::PathBuf;

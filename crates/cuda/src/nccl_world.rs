@@ -3,6 +3,11 @@
 //! Every group of ranks that a program names, and every stream of messages, has a communicator of its own: operations of one
 //! communicator run one after the other, and nothing may wait behind what it has nothing to do with. Identifiers go over the
 //! connections that the processes have already.
+//!
+//! Communicators are made in one order on all ranks when a program is loaded. Streams of messages are connected
+//! then too, since NCCL connects two ranks only when both have come to their first message, and a send must hold up
+//! nothing but its send buffer. The host polls instead of synchronizing, and reads from pinned memory how far the
+//! device is (`progress.rs`).
 
 use crate::CudaError;
 use crate::driver::{Device, Event, Memory, Priority, Stream, end_if_abandoned};

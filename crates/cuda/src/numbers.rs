@@ -1,4 +1,6 @@
 //! Whether what kernels have made is finite: a look on the device.
+//!
+//! A kernel looks at every output, and programs run without CUDA graphs meanwhile.
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Memory, Pinned};

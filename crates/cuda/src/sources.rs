@@ -1,4 +1,6 @@
 //! The sources of kernels, and their compilation.
+//!
+//! Kernels include no header of the toolkit, so NVRTC alone compiles them, without a GPU too.
 
 use crate::{CudaError, nvrtc};
 

@@ -2,6 +2,8 @@
 //!
 //! A graph runs without the host. So a program's stream writes to pinned memory which instruction it has come to. That takes a few microseconds,
 //! so it is done before an instruction only if those since the last mark take a hundred times as long on any device.
+//!
+//! A wait in which the marks do not change ends with the name of the op, and the device is abandoned.
 
 use crate::CudaError;
 use crate::driver::{Device, Pinned};

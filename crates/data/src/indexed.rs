@@ -1,4 +1,7 @@
 //! Megatron's `.bin` and `.idx` files, read where they are.
+//!
+//! They are token files like shards. They are known by samples of their content, and every token is held against
+//! the vocabulary when it is read. Data over 4 GiB are checked by samples when a run begins.
 
 use std::fs::{self, File};
 use std::io;

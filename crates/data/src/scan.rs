@@ -1,4 +1,6 @@
 //! Which files a spec names, in which order.
+//!
+//! A run knows its text by content and not by an absolute path, so that both can be moved.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};

@@ -1,4 +1,7 @@
 //! What every executor does, and what it tells.
+//!
+//! A device may be one step ahead of the host: `read_later` promises results, and the next step is queued before
+//! they are taken.
 
 use crate::copy::{HostBytes, copy, copy_pieces};
 use crate::error::ExecError;

@@ -1,4 +1,6 @@
 //! Whether what instructions make is finite: a look at every output, for whoever searches the first NaN of a run.
+//!
+//! Every output is looked at before the next kernel runs.
 
 use crate::ExecError;
 use crate::bound::{At, Bound};

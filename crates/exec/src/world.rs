@@ -2,6 +2,9 @@
 //!
 //! A [`Rank`] runs one rank's program on its own parts of tensors. A [`World`] has them all, or those of this process: it cuts
 //! whole tensors into the ranks' parts and puts them together again, runs an entry on all of them, and says what ended the run.
+//!
+//! So training, resuming and `verify` do not look at ranks. Only writing a checkpoint asks each rank for what it
+//! has.
 
 mod alone;
 mod processes;

@@ -1,4 +1,9 @@
 //! The graph: what is computed, in global shapes, before anything is placed.
+//!
+//! Gradients, moments and master weights refer to their parameter by value; names are for people. A parameter has
+//! one name, one for each of its sections, or those of every entry of a stack (experts). Several uses of a
+//! parameter each sum into an accumulator of their own (`State::Gradient`), and the optimizer adds them once per
+//! step in one order.
 
 use crate::{Init, Op, Sharding, TensorType, TypeError};
 use std::fmt::Write;

@@ -1,4 +1,7 @@
 //! Errors say what is wrong; what a user can do about it is a field of its own.
+//!
+//! `#[hint]` stands beside `#[error]`, and `Hint::with_hint` alone puts it on a line of its own. Crates that do not
+//! know the config name no key of it, and only `cli` names flags of the command line.
 
 pub use lockstep_hint::Hint;
 use std::fmt::Display;

@@ -1,4 +1,8 @@
 //! The mesh: how ranks are numbered along the axes over which work is split.
+//!
+//! There are six axes: pp, dp_replicate, dp, cp, ep and tp. dp is the axis that ZeRO shards over, dp_replicate has
+//! groups of such ranks (HSDP), ep splits experts and has sequences of its own. Collectives and parts of buffers
+//! name sets of axes; passes ask for what a set means (`Axes::SEQUENCES`, `Axes::TOKENS`, `Axes::ZERO`).
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 

@@ -1,4 +1,10 @@
 //! The step program: what one rank runs, with every buffer placed.
+//!
+//! Ranks that differ only by their index share one program, so two things depend on the index. `Arg::part` is a
+//! rank's range of a buffer, the one symbolic address: ZeRO 1 and 2 update and gather parameters in place.
+//! `Instr::offsets` is a table for ops that number the entries of a dimension: which entries each rank has, in up
+//! to two runs, by its index along the axes that split it. Parts of the vocabulary, positions and attention over
+//! parts of a sequence use it.
 
 use crate::fusion::FusedGroup;
 use crate::graph::{Phase, State};

@@ -1,3 +1,6 @@
+//! Numbers that the host gives a program with every step: learning rate, loss scale, limits; and gradients in fixed
+//! point.
+
 use crate::{Axis, DType, Dim, TensorType};
 
 /// The numbers that change from step to step, written to the device before each.

@@ -1,4 +1,12 @@
 //! Sharding of a tensor over the mesh: replicated, split along a dimension, cut flat into ranges, or partial sums.
+//!
+//! A sharding has a placement for every axis of the mesh. Several axes may split one dimension together, or cut
+//! flat ranges together. What a collective makes of a sharding (`Sharding::after`), and which shardings go together
+//! in other ops (`placements.rs`), is checked after every pass and in every program.
+//!
+//! What is split over cp is always in zig-zag order: of 2·cp chunks, index i has i and 2·cp − 1 − i, so that causal
+//! attention is the same work on every rank (`blocks.rs`). Collectives over cp take and give the natural order;
+//! parts along tp are inside of a chunk.
 
 use crate::mesh::{Axes, Coordinates, Mesh, MeshAxis};
 use crate::{Axis, Dim, Op, Section, TensorType, TypeError};

@@ -4,6 +4,9 @@
 //! that reads it (see [`Segment::in_use`](crate::program::Segment::in_use) for collectives that overlap and what is done as one). The arena is
 //! larger than the peak of this: buffers are aligned, the saved regions and the frame stand side by side even where not all of
 //! both is in use, and temporary buffers that come and go leave holes in the frame.
+//!
+//! There are two timelines, and they must agree: this one from the lifetimes of buffers, the other from the
+//! addresses that instructions used.
 
 use crate::StepProgram;
 use crate::program::{Arg, BufferId, Class, Instr, Life, Lifetime, Segment, Slot, Sum};

@@ -1,4 +1,6 @@
 //! What a graph is for, and the few places where that changes how an architecture is written down.
+//!
+//! There are two forms: `Loss` and `NextToken`. An architecture is written once and does not ask which it is.
 
 use crate::names;
 use lockstep_config::{AttentionMethod, ModelConfig};

@@ -1,3 +1,5 @@
+//! The plan of a run: its config, the programs of all pipeline stages, and what they need.
+
 use crate::device::{Machine, Target, threads};
 use crate::fit::Room;
 use crate::ways::ways_to_fit;

@@ -1,5 +1,7 @@
 //! The recipe of the lectures, with the numbers of one model: what must be sharded for it to fit, the largest micro-batch by powers
 //! of two and what each gives, recomputation or not, data-parallel ranks, and the accumulation that is left of the global batch.
+//!
+//! It is a walk and not a search: the steps that the lectures take by hand, with every size compiled.
 
 use crate::parallel::in_parallel;
 use crate::{Evaluated, Machine, NoLayout, PlanError, Rates, Room, evaluate, with_micro_batch};

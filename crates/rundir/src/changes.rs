@@ -1,4 +1,7 @@
 //! What a run does otherwise from a step on: `key=value` on resume, kept in the run directory.
+//!
+//! A change is a layer over the config of the run. The schema says of every key whether a run may take on another
+//! value.
 
 use crate::RunDirError;
 use lockstep_checkpoint::Loaded;

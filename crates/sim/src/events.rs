@@ -1,4 +1,6 @@
 //! The event simulation: the stages of a pipeline run their segments in order, send, receive and meet.
+//!
+//! Once all stages are in step, what repeats is left out.
 
 use crate::SimError;
 use std::ops::Range;

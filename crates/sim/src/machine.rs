@@ -3,6 +3,9 @@
 //!
 //! A profile is a list of measured points for each op and type. Between them the *share of the roofline bound* is interpolated, not
 //! the time: that varies little over sizes. At a measured size the price is the measured time.
+//!
+//! What a run measures (`measured.json`) are points of the same kind, so a profile learns by adding them. This
+//! crate reads text; `train` knows the files.
 
 mod file;
 mod points;

@@ -1,4 +1,6 @@
 //! Checkpoints that are written while steps go on: a snapshot, a thread that writes it, and the processes of a run in step.
+//!
+//! Processes agree on how far their saves are at steps alone.
 
 use crate::TrainError;
 use crate::snapshot::{Snapshot, Writing};

@@ -6,6 +6,9 @@
 //!
 //! Rounding may send a token to another expert, which is more than rounding from there on. Where it does, the layout is run again with
 //! one rank's choices replayed: experts are given, and how much each counts still follows from the layout's own logits.
+//!
+//! A step is compared in parts on all cores as it goes, and its buffers are used again. A GPU that has the memory
+//! runs several layouts at once.
 
 mod judge;
 mod numbers;

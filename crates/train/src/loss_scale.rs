@@ -1,4 +1,8 @@
 //! The loss scale of fp16 runs: gradients start with it, so that small ones do not vanish.
+//!
+//! The scale is a power of 2 and a scalar of the step: it enters where gradients start and leaves in the factor
+//! that clips. Sums in fixed point use it too: a step whose sums leave their range is run again with a smaller
+//! scale, which is exact.
 
 use lockstep_config::Config;
 use serde::{Deserialize, Serialize};

@@ -2,6 +2,8 @@
 //!
 //! Every process runs the whole driver in lockstep on its own rank. Whatever could differ between them is either told by the first
 //! or compared: the config, the program, the checkpoint, the data, and when to stop.
+//!
+//! The first process writes the run directory, and publishes a checkpoint when all have written their parts.
 
 use crate::TrainError;
 use crate::gpus::{self, GpuOfRank};

@@ -1,4 +1,7 @@
 //! What each rank writes of a checkpoint: of everything that several ranks hold, the first of them.
+//!
+//! Opening a checkpoint proves that the slices make up every tensor, and readers see whole tensors. So a run
+//! resumes in any other layout.
 
 use crate::TrainError;
 use crate::state::{self, GROUPS, Part};

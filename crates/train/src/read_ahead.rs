@@ -1,4 +1,7 @@
 //! Samples of the steps to come, read by a thread of their own: a step finds its tokens in memory and does not wait for the disk.
+//!
+//! The thread fills a ring of micro-batches that is made once. What is read depends on the sample's index alone, so
+//! no bit depends on the thread.
 
 use crate::TrainError;
 use crate::feed::{MicroBatch, Reading};

@@ -1,4 +1,7 @@
 //! What a rehearsal of a run looks at, and the small run that it makes of a large one.
+//!
+//! The small run is made by child processes of `train`, one of which is killed. Only what cannot be seen in small
+//! (memory, folders, vocabulary) is looked at apart.
 
 use crate::event::Event;
 use crate::initial::InitialWeights;

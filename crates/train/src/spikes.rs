@@ -3,6 +3,9 @@
 //!
 //! Limits of a step are of results up to that of the step before the last: a GPU is given a step while the one before it still runs, and
 //! all devices decide alike. They are made by additions, multiplications, divisions and square roots alone, which have the same bits on all hosts.
+//!
+//! The device decides: a program with limits sums its losses as an exact integer (`LossSum`), and `GradientNorm`
+//! gives no factor where loss or norm is beyond the `StepLimits` that the host writes with every step.
 
 use crate::TrainError;
 use crate::event::number_or_nan;

@@ -1,4 +1,7 @@
 //! What a checkpoint holds of a program: every parameter and its moments, unpacked and under their own names.
+//!
+//! Parameters are f32 master weights under Hugging Face names, so that a checkpoint does not depend on how a
+//! program packs or rounds them.
 
 use crate::TrainError;
 use crate::initial::InitialWeights;

@@ -9,6 +9,9 @@
 //!
 //! *All-to-all* (Ulysses): every rank has the whole sequence of some of the heads for the moment, and computes attention as one rank does.
 //! Packed Q·K·V goes there, attention's output comes back, and so do their gradients in backward, which reads what forward has sent.
+//!
+//! One program serves all ranks, since kernels find from positions what the mask leaves. In global shapes a shift
+//! changes nothing: other ranks have the parts.
 
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::op::Ring;

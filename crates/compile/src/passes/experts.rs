@@ -5,6 +5,8 @@
 //! `shard` splits rows by tokens before it and by experts in it, which makes two all-to-alls, and two more in backward. What stands
 //! between two such matmuls works on blocks too. Rows are sent as soon as they have experts and taken when they are needed, so
 //! that whatever stands between (shared experts) is computed meanwhile.
+//!
+//! Autodiff and recomputation see ordinary ops.
 
 use crate::Context;
 use lockstep_ir::graph::Node;

@@ -1,6 +1,9 @@
 //! The loads of experts: how many tokens each gets in a step, over all micro-batches and ranks, and the biases that move against them.
 //!
 //! What a router chooses is counted where it is chosen, once, and counts are whole numbers: every layout has the same.
+//!
+//! The optimizer pass adds these ops, so neither models nor evaluation know of them. A bias of the choice is a
+//! parameter without a gradient (`Parameter::balance`).
 
 use super::optimizer::sum_over;
 use crate::Context;

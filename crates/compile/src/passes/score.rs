@@ -1,5 +1,8 @@
 //! Score: where evaluation is asked for misses, its output head says of every target besides the loss whether greedy decoding misses it.
 //! Training steps have none of it.
+//!
+//! Misses come from the logits of the loss. With tp, every part of the vocabulary counts its own misses, and a sum
+//! tells. `eval` runs the same ops.
 
 use crate::Context;
 use lockstep_ir::graph::Node;

@@ -10,6 +10,9 @@
 //!
 //! Two things are rewritten first: the chunked output head, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`), and
 //! attention over context-parallel ranks, since queries see keys of other parts of the sequence (`context.rs`).
+//!
+//! Partial sums are reduced before they are used, so a bias that follows them is added once. The gradient of QK
+//! norm is a partial sum over tensor-parallel ranks, which is right as it stands where neighbours share a key head.
 
 use super::{context, experts, vocab};
 use crate::Context;

@@ -1,4 +1,6 @@
 //! Attention as a graph of cuDNN, forward and backward.
+//!
+//! cuDNN fuses a graph only where it recognises its form, so nodes stand as the library expects them.
 
 use super::plans::{AttentionShape, Parts};
 use crate::CudaError;

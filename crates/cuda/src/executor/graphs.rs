@@ -1,4 +1,7 @@
 //! Entries: the first run queues instructions, the second captures a CUDA graph, later ones replay it.
+//!
+//! Ranks that share the GPU capture one graph. The first of them replays it once the streams of the others have
+//! what was written to them.
 
 use super::CudaExecutor;
 use crate::driver::{Event, Graph};

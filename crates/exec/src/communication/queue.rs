@@ -1,4 +1,7 @@
 //! Queues of communication: an executor enqueues an instruction and goes on.
+//!
+//! On the CPU a queue is the thread itself or a communication thread. On a GPU it is a stream. All forms pass one
+//! conformance suite (`comm/conformance.rs`).
 
 use super::CommunicationCall;
 use crate::comm::{CommError, HostCommunicator, Piece};

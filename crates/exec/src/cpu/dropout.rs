@@ -1,4 +1,7 @@
 //! Dropout: masks that are computed, never stored.
+//!
+//! A mask is a function of the sequence's key, the site, the position and the feature, so that every layout,
+//! backward and recomputation draw the same. The gradient of the op is the op itself.
 
 use super::call::{Call, Ptr};
 use super::float::Float;

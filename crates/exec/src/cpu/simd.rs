@@ -1,4 +1,6 @@
 //! Vector code without intrinsics: the same source, compiled for every kind of vector unit.
+//!
+//! Sums have a fixed number of lanes, so that every vector path adds in the same order.
 
 use super::float::Float;
 use std::sync::OnceLock;

@@ -2,6 +2,8 @@
 //!
 //! Every process runs the same driver in lockstep: what is written is the whole tensor everywhere, and each keeps its part; what
 //! is read is put together from everybody's, so that all see the same and decide the same.
+//!
+//! A process reads only those data that its rank has a part of (`World::has`).
 
 use super::{Rank, World, scatter};
 use crate::comm::processes::ProcessCommunicator;

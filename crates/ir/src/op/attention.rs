@@ -1,4 +1,9 @@
 //! Attention over packed Q·K·V: fused, with weights that exist, and over a cache.
+//!
+//! A sliding window is an attribute. Where each position's document starts is an optional operand, numbers on the
+//! device, so that one program serves all batches; kernels clamp a start to its position. Attention with weights
+//! that exist is two ops with the weights between them, so its quadratic memory is an ordinary value. A cache is a
+//! state that an op changes in part, in place; its position and the number of new tokens are inputs on the device.
 
 use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};

@@ -1,4 +1,6 @@
 //! What ranks do together, and this rank's part of a whole.
+//!
+//! A collective takes several tensors at once (`Spec::each`), so that the gradients of a layer are one call.
 
 use super::row::{Operand, RunBy, Samples, ShardingRule, Spec, TransferOf, any, row};
 use super::sample::{embed, ffn, normal, sample};

@@ -3,6 +3,8 @@
 //! Blocks are `parts rows`: the parts of the experts, one to a rank along ep, and rows from all ranks that have tokens, as many from
 //! each. A rank fills its rows of every block; an all-to-all makes of them all rows of its block. Sizes are those of a bound, known
 //! when a program is compiled: rows that no token fills are zeros, and no expert's.
+//!
+//! A row beyond the bound is counted, and is NaN when it comes back, which suppresses the update.
 
 use super::row::{FlopsRule, ShapeRule, Spec, accumulator, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, ffn, normal, sample};

@@ -1,4 +1,7 @@
 //! The output head and its loss: whole, in chunks, and in parts of the vocabulary.
+//!
+//! A target may be `IGNORED_TARGET`: the tokens of a prompt have neither loss nor gradient. The host knows how many
+//! targets count.
 
 use super::row::{Spec, accumulator, f32, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, floats, normal, sample, scalars, vocab};

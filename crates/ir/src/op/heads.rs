@@ -2,6 +2,9 @@
 //!
 //! Blocks are `parts rows batch part`: the parts of the heads, one to a rank along cp, positions, sequences, and what a part has of every section. A
 //! rank makes all blocks of its positions; an all-to-all makes of them the block of its heads at all positions, in the order of ranks.
+//!
+//! The copies around the all-to-all put positions from zig-zag order into the order of ranks and back; attention in
+//! between is that of one rank.
 
 use super::row::{ShapeRule, Spec, float, row};
 use super::sample::{Shapes, normal, sample};

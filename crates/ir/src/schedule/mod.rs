@@ -1,6 +1,13 @@
 //! Pipeline schedules: in which order a rank computes its chunks and micro-batches, and when, for given costs.
 //!
 //! A schedule is one file with a [`Generator`] and one line in [`Schedule::ALL`].
+//!
+//! A generator states a bound on the micro-batches in flight, and its slots are held against it. If the number of
+//! micro-batches does not divide, we generate the schedule for the next multiple and drop the missing ones. All
+//! ranks end a step together: the gradient norm needs all gradients.
+//!
+//! Where B and W are separate, weight gradients that are no matmuls are summed with B, so that inputs of norms are
+//! not saved until W.
 
 mod generator;
 mod gpipe;

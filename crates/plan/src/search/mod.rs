@@ -7,6 +7,9 @@
 //! parallelism and its bytes ([`bound`]). Then a small program of the choice itself is composed to an estimate. What is still among the
 //! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
 //! ([`budget`]). The order does not depend on threads.
+//!
+//! Which values divide is asked of `lockstep_config::legal`, and stages are cut by the compiler's own function.
+//! Another framework is a `Trainer`. A test holds the results against an exhaustive search.
 
 mod best_first;
 mod bound;

@@ -1,4 +1,7 @@
 //! What a run does about steps whose updates were skipped: it tells, rolls back, and stops at last.
+//!
+//! A roll-back is a resume inside the process: it is recorded first, then the state is restored. Samples that it
+//! leaves out shift all later ones.
 
 use super::status::RunStatus;
 use super::step::Step;

@@ -10,6 +10,8 @@
 //!
 //! **Messages** are kept by the receiver, which tells the sender when it takes one; so no more are on their way than the send buffer
 //! has room for, which itself is not used.
+//!
+//! Sums are taken in rank order and have the bits of threads. `MPI_Allreduce` promises no order, so it is not used.
 
 mod board;
 mod collective;

@@ -4,6 +4,9 @@
 //! does so when all compute. It lives as long as the process, since MPI starts once; communicators come and go, and their frames carry
 //! their number. What failed ranks leave behind is the [failure channel](super::control)'s business: MPI says nothing, or ends the
 //! process.
+//!
+//! MPI is found when the program runs, not linked, and only moves bytes. mpirun kills the survivors of a failure,
+//! so what ended a run is written to `failures.jsonl` at once.
 
 mod engine;
 mod library;

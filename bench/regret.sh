@@ -1,9 +1,0 @@
-#!/bin/sh
-# Layouts that the search proposes for every (model, GPUs) of the published sweep, beside what was measured there.
-# Usage: bench/regret.sh [LOCKSTEP] > bench/regret.txt
-set -eu
-lockstep=${1:-target/release/lockstep}
-cd "$(dirname "$0")/published"
-case $lockstep in /*) ;; *) lockstep=../../$lockstep ;; esac
-echo '$ lockstep validate nanotron_ok.csv --search'
-"$lockstep" validate nanotron_ok.csv --search 2> /dev/null
