@@ -6,7 +6,6 @@
 
 pub mod bound;
 pub mod comm;
-pub mod communication;
 pub mod conformance;
 mod copy;
 pub mod cpu;

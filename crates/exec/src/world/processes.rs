@@ -4,9 +4,9 @@
 //! is read is put together from everybody's, so that all see the same and decide the same.
 
 use super::{Rank, World, scatter};
+use crate::comm::Link;
 use crate::comm::processes::ProcessCommunicator;
 use crate::comm::{Communicator, HostCommunicator, ProgramPlace};
-use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Taken, Ticket, Timing};
 use lockstep_ir::program::Tensor;

@@ -4,8 +4,8 @@
 //! stage; ranks of a stage share it.
 
 use super::{Rank, World, first_runs, gather, scatter};
+use crate::comm::Link;
 use crate::comm::{Communicator, HostCommunicator, ThreadCommunicator, threads};
-use crate::communication::Link;
 use crate::cpu::CpuExecutor;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;

@@ -1,8 +1,7 @@
 use super::inbox::Buffer;
 use super::*;
-use crate::comm::conformance;
-use crate::comm::{Order, Subject};
-use lockstep_ir::DType;
+use crate::comm::tests::{all_reduce, place, receive, send, within};
+use crate::comm::{Subject, conformance};
 use lockstep_ir::Hint;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::AtomicUsize;
@@ -67,35 +66,6 @@ fn sockets_conform() {
 fn sockets_conform_on_communication_threads() {
     let make = |ranks| sockets(ranks, SOME).into_iter().map(|comm| Subject::beside(Arc::new(comm)).unwrap()).collect();
     conformance::check(&make).unwrap();
-}
-
-const fn place(op: &'static str, layer: usize) -> ProgramPlace {
-    ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
-}
-
-fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
-    let mut x = [1.0f32; 4096];
-    let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, rows: 1, elements: 4096, order: Order::Group, dtype: DType::F32 };
-    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
-    comm.at(place);
-    // SAFETY: the array is this call's.
-    unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
-    assert_eq!(x, [comm.ranks() as f32; 4096]);
-    Ok(())
-}
-
-fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
-    comm.at(place);
-    // SAFETY: no bytes.
-    unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
-}
-
-fn within(limit: Duration, run: impl FnOnce() -> Result<(), CommError>) -> String {
-    let start = Instant::now();
-    let text = run().unwrap_err().with_hint();
-    assert!(start.elapsed() < limit, "{:?}: {text}", start.elapsed());
-    text
 }
 
 #[test]
@@ -363,8 +333,7 @@ fn slow_ranks_that_go_on_are_waited_for_through_ranks_that_wait() {
                 comms[2].at(place("linear", layer));
                 std::thread::sleep(Duration::from_millis(400));
             }
-            // SAFETY: no bytes.
-            unsafe { comms[2].send(1, 0, std::ptr::null(), 0, std::ptr::null_mut(), 1, place("send", 0)) }.unwrap();
+            send(&comms[2], 1, 1).unwrap();
             all_reduce(&comms[2], place("all_reduce", 1)).unwrap();
         });
         s.spawn(|| {
@@ -445,13 +414,8 @@ fn strangers_and_latecomers_do_no_harm() {
         say(b"");
         // What ranks said before they had a secret: a greeting of another size, one of another build with escapes, and a length of 2^62.
         let greeting = |ranks: usize, build: &str| {
-            let mut hello = Writer::default();
-            hello.size(1);
-            hello.size(ranks);
-            hello.text(build);
-            hello.text("\x1b]0;evil\x07\x1b[2Jhost");
             let mut note = Vec::new();
-            wire::write_note(&mut note, 20, &hello.0).unwrap();
+            wire::write_note(&mut note, 20, &(1, ranks, build, "\x1b]0;evil\x07\x1b[2Jhost")).unwrap();
             note
         };
         say(&greeting(3, "0.1 (test)"));
@@ -593,7 +557,7 @@ fn buffers_are_aligned_and_used_again() {
     buffer.push(b"d");
     assert_eq!(buffer.bytes(), b"abc\0\0\0\0\0d");
     assert!(buffer.bytes().as_ptr().cast::<u64>().is_aligned());
-    let inbox = Inbox::new(0, Arc::new(Peers::unwatched(1)), vec![host()]);
+    let inbox = Inbox::new(0, Arc::new(Peers::new(1, None)), vec![host()]);
     inbox.recycle(buffer);
     let address = inbox.buffer(10).bytes().as_ptr();
     inbox.recycle(inbox.buffer(1000));

@@ -4,9 +4,8 @@
 //! [`CHUNK`]. Messages of one rank are matched in the order in which they were sent, and frames are delivered in that order.
 
 use super::library::{Library, MpiLibrary, Request};
-use super::lock;
 use crate::comm::processes::inbox::{Buffer, Inbox, Stream};
-use crate::comm::processes::wire::Reader;
+use crate::sync::std_lock as lock;
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError, mpsc};
@@ -419,9 +418,8 @@ impl Driver {
     /// Takes the head of a slot, with a small frame, or begins to receive a large one.
     fn take(&mut self, slot: usize) -> Result<(), String> {
         let message = self.slots[slot].buffer.bytes();
-        let mut fields = Reader(&message[..HEAD]);
-        let mut field = || fields.u64().unwrap_or_default();
-        let (token, stream, bytes, from) = (field(), Stream(field()), field() as usize, field() as usize);
+        let field = |i: usize| u64::from_le_bytes(message.as_chunks().0[i]);
+        let (token, stream, bytes, from) = (field(0), Stream(field(1)), field(2) as usize, field(3) as usize);
         if from >= self.ranks {
             return Err(format!("a message of rank {from} of {}", self.ranks));
         }

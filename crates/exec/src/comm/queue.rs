@@ -1,11 +1,10 @@
 //! Queues of communication: an executor enqueues an instruction and goes on.
 
-use super::CommunicationCall;
-use crate::comm::{CommError, HostCommunicator, Piece};
+use super::{CommError, CommunicationCall, HostCommunicator, Piece};
 use lockstep_ir::program::Slot;
 use std::sync::Arc;
 
-/// The number of an instruction in its queue, from 1 on.
+/// The number of an instruction in its queue, from 1 on; 0 where it has ended, or where the queue waits for all alike.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Enqueued(pub u64);
 
@@ -36,7 +35,6 @@ pub trait CommunicationQueue: Send {
 pub struct Inline {
     comm: Arc<dyn HostCommunicator>,
     pieces: Vec<Piece>,
-    done: u64,
 }
 
 // SAFETY: `pieces` holds addresses while an instruction runs; nobody looks at them afterwards.
@@ -45,7 +43,7 @@ unsafe impl Send for Inline {}
 impl Inline {
     /// The queue of the rank whose communicator this is.
     pub fn new(comm: Arc<dyn HostCommunicator>) -> Self {
-        Self { comm, pieces: Vec::new(), done: 0 }
+        Self { comm, pieces: Vec::new() }
     }
 }
 
@@ -58,8 +56,7 @@ impl CommunicationQueue for Inline {
     ) -> Result<Enqueued, CommError> {
         // SAFETY: the caller vouches.
         unsafe { call.run(self.comm.as_ref(), base, slot, &mut self.pieces)? };
-        self.done += 1;
-        Ok(Enqueued(self.done))
+        Ok(Enqueued::default())
     }
 
     fn wait(&mut self, _: Enqueued) -> Result<(), CommError> {
