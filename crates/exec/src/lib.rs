@@ -13,6 +13,7 @@ mod error;
 mod executor;
 mod host;
 pub mod initial;
+pub mod library;
 pub mod numbers;
 pub mod reference;
 mod sync;

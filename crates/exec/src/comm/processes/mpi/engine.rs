@@ -371,7 +371,10 @@ impl Driver {
         let Self { library, sending, inboxes, gone, free, .. } = self;
         let mut moved = false;
         let done = sending.extract_if(.., |sending| {
-            sending.result = sent(library, &mut sending.left).transpose();
+            sending.result = match all_done(library, &mut sending.left) {
+                Ok(done) => done.then_some(Ok(())),
+                Err(reason) => Some(Err(reason)),
+            };
             sending.result.is_some()
         });
         for done in done {
@@ -397,13 +400,7 @@ impl Driver {
         }
         for from in 0..self.ranks {
             while let Some(first) = self.incoming[from].front_mut() {
-                while let Some(request) = first.left.front_mut() {
-                    if !self.library.done(request)? {
-                        break;
-                    }
-                    first.left.pop_front();
-                }
-                if !first.left.is_empty() {
+                if !all_done(&self.library, &mut first.left)? {
                     break;
                 }
                 moved = true;
@@ -488,14 +485,14 @@ impl Driver {
 }
 
 /// Whether all requests of a frame are done.
-fn sent(library: &Library, left: &mut VecDeque<Request>) -> Result<Option<()>, String> {
+fn all_done(library: &Library, left: &mut VecDeque<Request>) -> Result<bool, String> {
     while let Some(request) = left.front_mut() {
         if !library.done(request)? {
-            return Ok(None);
+            return Ok(false);
         }
         left.pop_front();
     }
-    Ok(Some(()))
+    Ok(true)
 }
 
 /// The messages of a large frame: where each starts, and its bytes.
