@@ -4,8 +4,9 @@ use super::{
     Action, CommError, CommunicationCall, CommunicationQueue, CommunicationThread, Communicator, Enqueued,
     HostCommunicator, Inline, Piece, ProgramPlace,
 };
+use crate::sync::std_lock;
 use lockstep_ir::program::Slot;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A rank that is tried out, whatever carries its bytes.
 pub struct Subject {
@@ -102,7 +103,7 @@ impl Subject {
     }
 
     fn queue(&self, queue: usize) -> MutexGuard<'_, Box<dyn CommunicationQueue>> {
-        self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner)
+        std_lock(&self.queues[queue])
     }
 
     /// Returns when what it sent is taken, or the run has ended.
