@@ -10,536 +10,68 @@ struct Preset {
     name: &'static str,
     /// Tokens per sequence in pre-training, before any extension to a longer context.
     seq: u32,
-    table: &'static str,
+    /// `vocab_size`, `layers`, `dim`, `heads` and `ffn`.
+    sizes: [u32; 5],
+    /// Other keys of `[model]`, as in an inline table.
+    keys: &'static [&'static str],
+}
+
+const TIED: &str = "tied_embeddings = true";
+const UNTIED: &str = "tied_embeddings = false";
+const LLAMA_2: &str = "tied_embeddings = false, rope_theta = 10000.0";
+const LLAMA_3: &str = "kv_heads = 8, rope_theta = 500000.0";
+const SCALED_8: &str =
+    "rope_scaling = { factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 8192 }";
+const SCALED_32: &str =
+    "rope_scaling = { factor = 32.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_context = 8192 }";
+const GPT2: &str = "architecture = 'gpt2', tied_embeddings = true, positions = 1024";
+const QWEN: &str = "rope_theta = 1000000.0, norm_eps = 1e-6";
+const QWEN3: &str = "architecture = 'qwen3', kv_heads = 8, head_dim = 128";
+const MISTRAL: &str = "architecture = 'mistral', kv_heads = 8, sliding_window = 4096";
+const QWEN3_MOE: &str = "architecture = 'qwen3_moe', tied_embeddings = false, kv_heads = 4, head_dim = 128, experts = 128, experts_per_token = 8";
+const MIXTRAL: &str = "architecture = 'mixtral', tied_embeddings = false, kv_heads = 8, experts = 8, experts_per_token = 2, rope_theta = 1000000.0";
+const OLMOE: &str = "architecture = 'olmoe', kv_heads = 16, experts = 64, experts_per_token = 8, norm_topk = false";
+const DEEPSEEK: &str = "architecture = 'deepseek', kv_heads = 16, expert_ffn = 1408, experts = 64, experts_per_token = 6, \
+                        shared_experts = 2, dense_layers = 1, norm_topk = false, norm_eps = 1e-6";
+/// The layers of DeepSeek-V3 with multi-head attention in place of its latent attention, so of more parameters than it.
+const DEEPSEEK_V3: &str = "architecture = 'dots1', kv_heads = 128, head_dim = 128, expert_ffn = 2048, experts = 256, \
+                           experts_per_token = 8, shared_experts = 1, dense_layers = 3, router_scale = 2.5, \
+                           expert_groups = 8, expert_top_groups = 4, norm_eps = 1e-6";
+
+const fn preset(name: &'static str, seq: u32, sizes: [u32; 5], keys: &'static [&'static str]) -> Preset {
+    Preset { name, seq, sizes, keys }
 }
 
 const PRESETS: [Preset; 29] = [
-    Preset {
-        name: "llama-15m",
-        seq: 256,
-        table: "
-            [model]
-            vocab_size = 32000
-            layers = 6
-            dim = 288
-            heads = 6
-            kv_heads = 6
-            ffn = 768
-            tied_embeddings = true
-        ",
-    },
-    Preset {
-        name: "llama-29m",
-        seq: 512,
-        table: "
-            [model]
-            vocab_size = 8192
-            layers = 8
-            dim = 512
-            heads = 8
-            kv_heads = 4
-            ffn = 1536
-            tied_embeddings = true
-        ",
-    },
-    Preset {
-        name: "llama-124m",
-        seq: 1024,
-        table: "
-            [model]
-            vocab_size = 50304
-            layers = 12
-            dim = 768
-            heads = 12
-            kv_heads = 12
-            ffn = 2048
-            tied_embeddings = true
-        ",
-    },
-    Preset {
-        name: "llama-2-7b",
-        seq: 4096,
-        table: "
-            [model]
-            vocab_size = 32000
-            layers = 32
-            dim = 4096
-            heads = 32
-            kv_heads = 32
-            ffn = 11008
-            tied_embeddings = false
-            rope_theta = 10000.0
-        ",
-    },
-    Preset {
-        name: "llama-3.2-1b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 16
-            dim = 2048
-            heads = 32
-            kv_heads = 8
-            head_dim = 64
-            ffn = 8192
-            tied_embeddings = true
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 32.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "llama-3.2-3b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 28
-            dim = 3072
-            heads = 24
-            kv_heads = 8
-            head_dim = 128
-            ffn = 8192
-            tied_embeddings = true
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 32.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "llama-3-8b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 32
-            dim = 4096
-            heads = 32
-            kv_heads = 8
-            ffn = 14336
-            tied_embeddings = false
-            rope_theta = 500000.0
-        ",
-    },
-    Preset {
-        name: "llama-3-70b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 80
-            dim = 8192
-            heads = 64
-            kv_heads = 8
-            ffn = 28672
-            tied_embeddings = false
-            rope_theta = 500000.0
-        ",
-    },
-    Preset {
-        name: "llama-3-405b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 126
-            dim = 16384
-            heads = 128
-            kv_heads = 8
-            ffn = 53248
-            tied_embeddings = false
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 8.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "llama-3.1-8b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 32
-            dim = 4096
-            heads = 32
-            kv_heads = 8
-            ffn = 14336
-            tied_embeddings = false
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 8.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "llama-3.1-70b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 80
-            dim = 8192
-            heads = 64
-            kv_heads = 8
-            ffn = 28672
-            tied_embeddings = false
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 8.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "llama-3.1-405b",
-        seq: 8192,
-        table: "
-            [model]
-            vocab_size = 128256
-            layers = 126
-            dim = 16384
-            heads = 128
-            kv_heads = 8
-            ffn = 53248
-            tied_embeddings = false
-            rope_theta = 500000.0
-
-            [model.rope_scaling]
-            factor = 8.0
-            low_freq_factor = 1.0
-            high_freq_factor = 4.0
-            original_context = 8192
-        ",
-    },
-    Preset {
-        name: "gpt2",
-        seq: 1024,
-        table: r#"
-            [model]
-            architecture = "gpt2"
-            vocab_size = 50257
-            layers = 12
-            dim = 768
-            heads = 12
-            ffn = 3072
-            tied_embeddings = true
-            positions = 1024
-        "#,
-    },
-    Preset {
-        name: "gpt2-medium",
-        seq: 1024,
-        table: r#"
-            [model]
-            architecture = "gpt2"
-            vocab_size = 50257
-            layers = 24
-            dim = 1024
-            heads = 16
-            ffn = 4096
-            tied_embeddings = true
-            positions = 1024
-        "#,
-    },
-    Preset {
-        name: "gpt2-large",
-        seq: 1024,
-        table: r#"
-            [model]
-            architecture = "gpt2"
-            vocab_size = 50257
-            layers = 36
-            dim = 1280
-            heads = 20
-            ffn = 5120
-            tied_embeddings = true
-            positions = 1024
-        "#,
-    },
-    Preset {
-        name: "gpt2-xl",
-        seq: 1024,
-        table: r#"
-            [model]
-            architecture = "gpt2"
-            vocab_size = 50257
-            layers = 48
-            dim = 1600
-            heads = 25
-            ffn = 6400
-            tied_embeddings = true
-            positions = 1024
-        "#,
-    },
-    Preset {
-        name: "qwen2.5-0.5b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen2"
-            vocab_size = 151936
-            layers = 24
-            dim = 896
-            heads = 14
-            kv_heads = 2
-            ffn = 4864
-            tied_embeddings = true
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "qwen2.5-1.5b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen2"
-            vocab_size = 151936
-            layers = 28
-            dim = 1536
-            heads = 12
-            kv_heads = 2
-            ffn = 8960
-            tied_embeddings = true
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "qwen2.5-7b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen2"
-            vocab_size = 152064
-            layers = 28
-            dim = 3584
-            heads = 28
-            kv_heads = 4
-            ffn = 18944
-            tied_embeddings = false
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "qwen3-0.6b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen3"
-            vocab_size = 151936
-            layers = 28
-            dim = 1024
-            heads = 16
-            kv_heads = 8
-            head_dim = 128
-            ffn = 3072
-            tied_embeddings = true
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "qwen3-8b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen3"
-            vocab_size = 151936
-            layers = 36
-            dim = 4096
-            heads = 32
-            kv_heads = 8
-            head_dim = 128
-            ffn = 12288
-            tied_embeddings = false
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "mistral-7b",
-        seq: 8192,
-        table: r#"
-            [model]
-            architecture = "mistral"
-            vocab_size = 32000
-            layers = 32
-            dim = 4096
-            heads = 32
-            kv_heads = 8
-            ffn = 14336
-            tied_embeddings = false
-            rope_theta = 10000.0
-            sliding_window = 4096
-        "#,
-    },
-    Preset {
-        name: "mixtral-8x7b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "mixtral"
-            vocab_size = 32000
-            layers = 32
-            dim = 4096
-            heads = 32
-            kv_heads = 8
-            ffn = 14336
-            experts = 8
-            experts_per_token = 2
-            tied_embeddings = false
-            rope_theta = 1000000.0
-        "#,
-    },
-    Preset {
-        name: "mixtral-8x22b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "mixtral"
-            vocab_size = 32000
-            layers = 56
-            dim = 6144
-            heads = 48
-            kv_heads = 8
-            ffn = 16384
-            experts = 8
-            experts_per_token = 2
-            tied_embeddings = false
-            rope_theta = 1000000.0
-        "#,
-    },
-    Preset {
-        name: "qwen3-30b-a3b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen3_moe"
-            vocab_size = 151936
-            layers = 48
-            dim = 2048
-            heads = 32
-            kv_heads = 4
-            head_dim = 128
-            ffn = 6144
-            expert_ffn = 768
-            experts = 128
-            experts_per_token = 8
-            tied_embeddings = false
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "qwen3-235b-a22b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "qwen3_moe"
-            vocab_size = 151936
-            layers = 94
-            dim = 4096
-            heads = 64
-            kv_heads = 4
-            head_dim = 128
-            ffn = 12288
-            expert_ffn = 1536
-            experts = 128
-            experts_per_token = 8
-            tied_embeddings = false
-            rope_theta = 1000000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    Preset {
-        name: "olmoe-1b-7b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "olmoe"
-            vocab_size = 50304
-            layers = 16
-            dim = 2048
-            heads = 16
-            kv_heads = 16
-            ffn = 1024
-            experts = 64
-            experts_per_token = 8
-            norm_topk = false
-            tied_embeddings = false
-            rope_theta = 10000.0
-        "#,
-    },
-    Preset {
-        name: "deepseek-moe-16b",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "deepseek"
-            vocab_size = 102400
-            layers = 28
-            dim = 2048
-            heads = 16
-            kv_heads = 16
-            ffn = 10944
-            expert_ffn = 1408
-            experts = 64
-            experts_per_token = 6
-            shared_experts = 2
-            dense_layers = 1
-            norm_topk = false
-            tied_embeddings = false
-            rope_theta = 10000.0
-            norm_eps = 1e-6
-        "#,
-    },
-    // The layers of DeepSeek-V3 with multi-head attention in place of its latent attention, so of more parameters than it.
-    Preset {
-        name: "deepseek-v3-mha",
-        seq: 4096,
-        table: r#"
-            [model]
-            architecture = "dots1"
-            vocab_size = 129280
-            layers = 61
-            dim = 7168
-            heads = 128
-            kv_heads = 128
-            head_dim = 128
-            ffn = 18432
-            expert_ffn = 2048
-            experts = 256
-            experts_per_token = 8
-            shared_experts = 1
-            dense_layers = 3
-            router_scale = 2.5
-            expert_groups = 8
-            expert_top_groups = 4
-            tied_embeddings = false
-            rope_theta = 10000.0
-            norm_eps = 1e-6
-        "#,
-    },
+    preset("llama-15m", 256, [32000, 6, 288, 6, 768], &[TIED, "kv_heads = 6"]),
+    preset("llama-29m", 512, [8192, 8, 512, 8, 1536], &[TIED, "kv_heads = 4"]),
+    preset("llama-124m", 1024, [50304, 12, 768, 12, 2048], &[TIED, "kv_heads = 12"]),
+    preset("llama-2-7b", 4096, [32000, 32, 4096, 32, 11008], &[LLAMA_2, "kv_heads = 32"]),
+    preset("llama-3.2-1b", 8192, [128256, 16, 2048, 32, 8192], &[TIED, LLAMA_3, SCALED_32, "head_dim = 64"]),
+    preset("llama-3.2-3b", 8192, [128256, 28, 3072, 24, 8192], &[TIED, LLAMA_3, SCALED_32, "head_dim = 128"]),
+    preset("llama-3-8b", 8192, [128256, 32, 4096, 32, 14336], &[UNTIED, LLAMA_3]),
+    preset("llama-3-70b", 8192, [128256, 80, 8192, 64, 28672], &[UNTIED, LLAMA_3]),
+    preset("llama-3-405b", 8192, [128256, 126, 16384, 128, 53248], &[UNTIED, LLAMA_3, SCALED_8]),
+    preset("llama-3.1-8b", 8192, [128256, 32, 4096, 32, 14336], &[UNTIED, LLAMA_3, SCALED_8]),
+    preset("llama-3.1-70b", 8192, [128256, 80, 8192, 64, 28672], &[UNTIED, LLAMA_3, SCALED_8]),
+    preset("llama-3.1-405b", 8192, [128256, 126, 16384, 128, 53248], &[UNTIED, LLAMA_3, SCALED_8]),
+    preset("gpt2", 1024, [50257, 12, 768, 12, 3072], &[GPT2]),
+    preset("gpt2-medium", 1024, [50257, 24, 1024, 16, 4096], &[GPT2]),
+    preset("gpt2-large", 1024, [50257, 36, 1280, 20, 5120], &[GPT2]),
+    preset("gpt2-xl", 1024, [50257, 48, 1600, 25, 6400], &[GPT2]),
+    preset("qwen2.5-0.5b", 4096, [151936, 24, 896, 14, 4864], &[TIED, QWEN, "architecture = 'qwen2', kv_heads = 2"]),
+    preset("qwen2.5-1.5b", 4096, [151936, 28, 1536, 12, 8960], &[TIED, QWEN, "architecture = 'qwen2', kv_heads = 2"]),
+    preset("qwen2.5-7b", 4096, [152064, 28, 3584, 28, 18944], &[UNTIED, QWEN, "architecture = 'qwen2', kv_heads = 4"]),
+    preset("qwen3-0.6b", 4096, [151936, 28, 1024, 16, 3072], &[TIED, QWEN, QWEN3]),
+    preset("qwen3-8b", 4096, [151936, 36, 4096, 32, 12288], &[UNTIED, QWEN, QWEN3]),
+    preset("mistral-7b", 8192, [32000, 32, 4096, 32, 14336], &[LLAMA_2, MISTRAL]),
+    preset("mixtral-8x7b", 4096, [32000, 32, 4096, 32, 14336], &[MIXTRAL]),
+    preset("mixtral-8x22b", 4096, [32000, 56, 6144, 48, 16384], &[MIXTRAL]),
+    preset("qwen3-30b-a3b", 4096, [151936, 48, 2048, 32, 6144], &[QWEN, QWEN3_MOE, "expert_ffn = 768"]),
+    preset("qwen3-235b-a22b", 4096, [151936, 94, 4096, 64, 12288], &[QWEN, QWEN3_MOE, "expert_ffn = 1536"]),
+    preset("olmoe-1b-7b", 4096, [50304, 16, 2048, 16, 1024], &[LLAMA_2, OLMOE]),
+    preset("deepseek-moe-16b", 4096, [102400, 28, 2048, 16, 10944], &[LLAMA_2, DEEPSEEK]),
+    preset("deepseek-v3-mha", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, DEEPSEEK_V3]),
 ];
 
 /// The names of [`PRESETS`], in its order.
@@ -555,6 +87,8 @@ pub(crate) const NAMES: [&str; PRESETS.len()] = {
 
 /// What a preset gives, as TOML; none for a name that is not one.
 pub(crate) fn text(name: &str) -> Option<String> {
-    let preset = PRESETS.iter().find(|preset| preset.name == name)?;
-    Some(format!("{}\n[train]\nseq = {}\n[precision]\npolicy = \"bf16\"\n", preset.table, preset.seq))
+    let Preset { seq, sizes: [vocab, layers, dim, heads, ffn], keys, .. } = PRESETS.iter().find(|p| p.name == name)?;
+    let sizes = format!("vocab_size = {vocab}, layers = {layers}, dim = {dim}, heads = {heads}, ffn = {ffn}");
+    let model = format!("model = {{ {sizes}, {} }}", keys.join(", "));
+    Some(format!("{model}\n[train]\nseq = {seq}\n[precision]\npolicy = \"bf16\"\n"))
 }

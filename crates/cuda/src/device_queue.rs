@@ -11,9 +11,10 @@ use crate::driver::{Event, Stream};
 use crate::gpu::Gpu;
 use crate::send_buffer::{MessageStream, SendBuffer};
 use crate::{CudaError, collectives};
-use lockstep_exec::comm::{CommError, Communicator, Piece, ProgramPlace, ThreadCommunicator};
-use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Enqueued};
-use lockstep_ir::Hint;
+use lockstep_exec::comm::{
+    Action, CommError, CommunicationCall, CommunicationQueue, Communicator, Enqueued, Piece, ProgramPlace,
+    ThreadCommunicator,
+};
 use lockstep_ir::program::Slot;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +26,6 @@ pub struct DeviceQueue {
     stream: Arc<Stream>,
     /// By receiver and tag.
     sending: BTreeMap<MessageStream, Sending>,
-    enqueued: u64,
     pieces: Vec<Piece>,
     /// What is run, for messages.
     entry: Option<Arc<str>>,
@@ -72,7 +72,6 @@ impl DeviceQueue {
             comm: comm.clone(),
             stream: stream.clone(),
             sending: BTreeMap::new(),
-            enqueued: 0,
             pieces: Vec::new(),
             entry: None,
             capturing: false,
@@ -90,7 +89,7 @@ impl DeviceQueue {
         let mut sending = std::mem::take(&mut self.sending);
         for (&to, sending) in &mut sending {
             while sending.under_way > 0 {
-                self.reclaim(to, sending)?;
+                self.told(self.reclaim(to, sending))?;
             }
         }
         Ok(())
@@ -98,23 +97,14 @@ impl DeviceQueue {
 
     /// An error of the device ends the run for all ranks.
     fn told<T>(&self, result: Result<T, CudaError>) -> Result<T, CommError> {
-        result.map_err(|error| {
-            let error = error.behind(self.entry.as_deref());
-            self.comm.fail_with(&error.to_string(), error.hint());
-            self.failure()
-        })
-    }
-
-    fn failure(&self) -> CommError {
-        let (rank, reason) = (self.comm.rank(), "the device failed".to_owned());
-        self.comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
+        result.map_err(|error| error.told(self.comm.as_ref(), self.entry.as_deref()))
     }
 
     /// Waits for the oldest message under way to be taken.
-    fn reclaim(&self, to: MessageStream, sending: &mut Sending) -> Result<(), CommError> {
+    fn reclaim(&self, to: MessageStream, sending: &mut Sending) -> Result<(), CudaError> {
         let taken: Arc<Event> = self.comm.fetch(to.other, 2 * to.tag + 1, sending.place)?;
         let _turn = self.turn.take(self.capturing);
-        self.told(self.stream.wait_for(&taken))?;
+        self.stream.wait_for(&taken)?;
         sending.under_way -= 1;
         Ok(())
     }
@@ -125,10 +115,9 @@ impl DeviceQueue {
         piece: &Piece,
         buffer: SendBuffer,
         place: ProgramPlace,
-    ) -> Result<(), CommError> {
+    ) -> Result<(), CudaError> {
         if buffer.copies == 0 {
-            self.comm.fail("a message without a send buffer");
-            return Err(self.failure());
+            return Err(CudaError::Internal("a message without a send buffer".into()));
         }
         let fresh = Sending { buffer, sent: 0, under_way: 0, place };
         let mut sending = self.sending.remove(&to).unwrap_or(fresh);
@@ -140,57 +129,53 @@ impl DeviceQueue {
             (sending.buffer, sending.sent) = (buffer, 0);
         }
         let (at, bytes) = (buffer.place_of(sending.sent), buffer.bytes);
-        let queue = || {
+        let ready = {
             let _turn = self.turn.take(self.capturing);
             // SAFETY: who enqueues vouches for the piece and the send buffer; what was in this part has been taken.
             unsafe { self.stream.copy(at, piece.input as u64, bytes)? };
-            Event::mark(&self.stream)
+            Event::mark(&self.stream)?
         };
-        let ready = self.told(queue())?;
         self.comm.post(to.other, 2 * to.tag, Message { at, bytes, ready }, place)?;
         (sending.sent, sending.under_way) = (sending.sent + 1, sending.under_way + 1);
         self.sending.insert(to, sending);
         Ok(())
     }
 
-    fn receive(&mut self, from: MessageStream, piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
+    fn receive(&mut self, from: MessageStream, piece: &Piece, place: ProgramPlace) -> Result<(), CudaError> {
         let message: Message = self.comm.fetch(from.other, 2 * from.tag, place)?;
         if message.bytes != piece.bytes() {
-            return Err(self.comm.refuse_size(from.other, message.bytes, piece.bytes(), place));
+            return Err(self.comm.refuse_size(from.other, message.bytes, piece.bytes(), place).into());
         }
-        let queue = || {
+        let taken = {
             let _turn = self.turn.take(self.capturing);
             self.stream.wait_for(&message.ready)?;
             // SAFETY: who enqueues vouches for the piece; the sender leaves the message alone until it is taken.
             unsafe { self.stream.copy(piece.output as u64, message.at, message.bytes)? };
-            Event::mark(&self.stream)
+            Event::mark(&self.stream)?
         };
-        let taken = self.told(queue())?;
-        self.comm.post(from.other, 2 * from.tag + 1, taken, place)
+        Ok(self.comm.post(from.other, 2 * from.tag + 1, taken, place)?)
     }
 
-    fn transfer(&mut self, call: &CommunicationCall, base: *mut u8, slot: Slot) -> Result<(), CommError> {
+    fn transfer(&mut self, call: &CommunicationCall, base: *mut u8, slot: Slot) -> Result<(), CudaError> {
         let mut pieces = std::mem::take(&mut self.pieces);
-        let (transfer, place) = call.resolve(base, slot, &mut pieces);
+        let (action, place) = call.resolve(base, slot, &mut pieces);
         self.comm.at(place);
-        self.told(self.gpu.device.enter())?;
-        let zero = || {
+        self.gpu.device.enter()?;
+        {
             let _turn = self.turn.take(self.capturing);
             for (at, bytes) in call.padding(base, slot).filter(|(_, bytes)| *bytes > 0) {
                 // SAFETY: who enqueues vouches for the arena.
                 unsafe { self.stream.fill(at as u64, 0, bytes)? };
             }
-            Ok(())
-        };
-        self.told(zero())?;
-        match transfer {
-            Action::Together(kind, group) => {
+        }
+        match *action {
+            Action::Together(kind, _) => {
                 let mark = || {
                     let _turn = self.turn.take(self.capturing);
                     Event::mark(&self.stream)
                 };
-                let ready = self.told(mark())?;
-                let done = self.comm.agree((kind, group), &pieces, place, ready, |all| {
+                let ready = mark()?;
+                let done = self.comm.agree(action, &pieces, place, ready, |all| {
                     let queue = || {
                         let _turn = self.turn.take(self.capturing);
                         all.iter().try_for_each(|(_, ready)| self.stream.wait_for(ready))?;
@@ -202,12 +187,11 @@ impl DeviceQueue {
                     self.told(queue())
                 })??;
                 let _turn = self.turn.take(self.capturing);
-                self.told(self.stream.wait_for(&done))?;
+                self.stream.wait_for(&done)?;
             }
-            Action::Send { to, tag, send_buffer, copies } => {
+            Action::Send { to, tag, copies } => {
                 for piece in &pieces {
-                    let buffer = SendBuffer { at: send_buffer as u64, bytes: piece.bytes(), copies };
-                    self.send(MessageStream { other: to, tag }, piece, buffer, place)?;
+                    self.send(MessageStream { other: to, tag }, piece, SendBuffer::of(piece, copies), place)?;
                 }
             }
             Action::Receive { from, tag } => {
@@ -226,9 +210,8 @@ impl CommunicationQueue for DeviceQueue {
         base: *mut u8,
         slot: Slot,
     ) -> Result<Enqueued, CommError> {
-        self.transfer(call, base, slot)?;
-        self.enqueued += 1;
-        Ok(Enqueued(self.enqueued))
+        let queued = self.transfer(call, base, slot);
+        self.told(queued).map(|()| Enqueued::default())
     }
 
     fn wait(&mut self, _: Enqueued) -> Result<(), CommError> {

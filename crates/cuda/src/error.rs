@@ -1,7 +1,7 @@
 //! What can go wrong on a device.
 
 use crate::library::{FOLDER_VARIABLE, Name};
-use lockstep_exec::comm::CommError;
+use lockstep_exec::comm::{CommError, Communicator};
 use lockstep_exec::{ExecError, Remedy};
 use lockstep_ir::Hint;
 
@@ -58,9 +58,9 @@ pub enum CudaError {
         count: usize,
     },
     /// The run of several ranks has ended.
-    #[error("{0}")]
+    #[error(transparent)]
     #[hint(_0.hint())]
-    Ranks(CommError),
+    Ranks(#[from] CommError),
     /// The driver does not start, or the device cannot be opened.
     #[error("{what}: {text}")]
     #[hint("{hint}")]
@@ -146,6 +146,17 @@ impl CudaError {
             CudaError::Lost { call, text, hint } => CudaError::Lost { call, text: more(text), hint },
             other => other,
         }
+    }
+
+    /// What ends the run for all ranks where a queue meets this error; one of the run is the others' already.
+    pub(crate) fn told(self, comm: &dyn Communicator, entry: Option<&str>) -> CommError {
+        let error = match self {
+            CudaError::Ranks(error) => return error,
+            error => error.behind(entry),
+        };
+        comm.fail_with(&error.to_string(), error.hint());
+        let (rank, reason) = (comm.rank(), "the device failed".to_owned());
+        comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
     }
 
     /// What a status of the driver means. `text` is what the driver says of it.

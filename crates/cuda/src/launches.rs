@@ -167,7 +167,7 @@ fn collectives(gpu: &Gpu) {
     let (on, at) = (gpu.kernels.on(&stream), memory.base as usize);
     for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64] {
         let order = Order::Group;
-        let piece = Piece { input: at as *const u8, output: at as *mut u8, rows: 1, elements: 8, order, dtype };
+        let piece = Piece::new(at as *mut u8, at as *mut u8, 8, dtype);
         let sent = Sent { rows: 1, elements: 8, parts: memory.base, stride: 64, order, dtype };
         // SAFETY: the pieces lie in the memory.
         unsafe {

@@ -1,7 +1,7 @@
-//! Shared libraries, found and opened while the program runs: the binary needs none of them to start.
+//! NVIDIA's shared libraries, found and opened while the program runs.
 
 use crate::CudaError;
-use std::ffi::{CStr, CString, c_char, c_void};
+use lockstep_exec::library::Library;
 use std::path::{Path, PathBuf};
 
 /// A library that Lockstep may use.
@@ -77,84 +77,37 @@ impl Name {
     }
 }
 
-/// An open library. It stays open as long as the process lives: what it started may still run.
-#[derive(Clone, Debug)]
-pub struct Library {
-    handle: usize,
-    /// Where it was found.
-    pub path: PathBuf,
+/// Opens a library: from the folder that the environment names, from where the system looks, from a CUDA installation, or
+/// from the packages of the Python environment that this program is in, or of the active one.
+pub fn open(name: Name) -> Result<Library, CudaError> {
+    let files = name.files();
+    let failed = |problem: String| CudaError::Library { library: name, problem };
+    let named = folder_in(FOLDER_VARIABLE);
+    let first: Vec<PathBuf> = named.iter().flat_map(|folder| in_folder(folder, files)).collect();
+    let only_first = !first.is_empty();
+    let system = files.iter().map(PathBuf::from).filter(|_| !only_first);
+    let others = folders().into_iter().flat_map(|f| in_folder(&f, files)).filter(|_| !only_first);
+    let mut why = None;
+    // What the named folder holds is used, or is an error.
+    for path in first.into_iter().chain(system).chain(others) {
+        match open_path(&path) {
+            Ok(library) => return Ok(library),
+            // A name that the system does not know says nothing; a file that is there and does not open does.
+            Err(text) if !absent(&path, &text) => why = why.or(Some(text)),
+            Err(_) => {}
+        }
+    }
+    Err(failed(why.map_or(NOT_FOUND.to_owned(), |text| format!("cannot be opened: {text}"))))
 }
 
-impl Library {
-    /// Opens a library: from the folder that the environment names, from where the system looks, from a CUDA installation, or
-    /// from the packages of the Python environment that this program is in, or of the active one.
-    pub fn open(name: Name) -> Result<Library, CudaError> {
-        let files = name.files();
-        let failed = |problem: String| CudaError::Library { library: name, problem };
-        let named = folder_in(FOLDER_VARIABLE);
-        let first: Vec<PathBuf> = named.iter().flat_map(|folder| in_folder(folder, files)).collect();
-        let only_first = !first.is_empty();
-        let system = files.iter().map(PathBuf::from).filter(|_| !only_first);
-        let others = folders().into_iter().flat_map(|f| in_folder(&f, files)).filter(|_| !only_first);
-        let mut why = None;
-        // What the named folder holds is used, or is an error.
-        for path in first.into_iter().chain(system).chain(others) {
-            match Self::open_path(&path) {
-                Ok(library) => return Ok(library),
-                // A name that the system does not know says nothing; a file that is there and does not open does.
-                Err(text) if !absent(&path, &text) => why = why.or(Some(text)),
-                Err(_) => {}
-            }
-        }
-        Err(failed(why.map_or(NOT_FOUND.to_owned(), |text| format!("cannot be opened: {text}"))))
-    }
-
-    fn open_path(path: &Path) -> Result<Library, String> {
-        companions(path).iter().for_each(|part| drop(Self::open_path(part)));
-        let text = path.to_str().and_then(|p| CString::new(p).ok());
-        let text = text.ok_or_else(|| format!("{} is no name for a library", path.display()))?;
-        // SAFETY: opening a library runs its initialisers; these are NVIDIA's, made for that.
-        let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        if handle.is_null() {
-            // SAFETY: the system gives a text that lasts until its next call in this thread, or nothing.
-            let why = unsafe {
-                let text = libc::dlerror();
-                if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
-            };
-            return Err(why);
-        }
-        Ok(Library { handle: handle as usize, path: real_path(handle).unwrap_or_else(|| path.to_owned()) })
-    }
-
-    /// The address of a function.
-    pub fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
-        // SAFETY: the handle is open.
-        let address = unsafe { libc::dlsym(self.handle as *mut c_void, name.as_ptr()) };
-        (!address.is_null()).then_some(address)
-    }
+fn open_path(path: &Path) -> Result<Library, String> {
+    companions(path).iter().for_each(|part| drop(open_path(part)));
+    Library::open(path)
 }
 
 /// Whether the system's text only says that it knows no file of this name.
 fn absent(path: &Path, text: &str) -> bool {
     !path.is_absolute() && text.starts_with(&format!("{}: ", path.display())) && text.contains("No such file")
-}
-
-/// Where an open library lies.
-fn real_path(handle: *mut c_void) -> Option<PathBuf> {
-    #[repr(C)]
-    struct LinkMap {
-        address: usize,
-        name: *const c_char,
-    }
-    let mut map: *mut LinkMap = std::ptr::null_mut();
-    // SAFETY: the handle is open; `map` receives the address of its link map, whose first fields are these.
-    unsafe {
-        if libc::dlinfo(handle, libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) != 0 || map.is_null() {
-            return None;
-        }
-        let name = CStr::from_ptr((*map).name).to_str().ok()?;
-        (!name.is_empty()).then(|| PathBuf::from(name))
-    }
 }
 
 /// Other parts of a library that lie beside it. It looks for them where the system looks, and may find those of another version
@@ -214,35 +167,21 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// Declares the functions of a library as a struct of addresses, all looked up when it is opened. One that takes numbers and places of results
-/// alone is declared `safe`.
+/// Declares functions of a library ([`lockstep_exec::functions`]), all looked up when it is opened.
 macro_rules! functions {
-    (@type; $($arg:ty),*; $result:ty) => { unsafe extern "C" fn($($arg),*) -> $result };
-    (@type safe; $($arg:ty),*; $result:ty) => { extern "C" fn($($arg),*) -> $result };
-    ($(#[$doc:meta])* $table:ident, $library:expr; $($field:ident = $symbol:literal $($safe:ident)?: fn($($arg:ty),* $(,)?) -> $result:ty;)*) => {
-        $(#[$doc])*
-        pub(crate) struct $table {
-            $(pub $field: crate::library::functions!(@type $($safe)?; $($arg),*; $result),)*
-        }
+    ($(#[$doc:meta])* $table:ident, $library:expr; $($functions:tt)*) => {
+        lockstep_exec::functions! { $(#[$doc])* $table; $($functions)* }
 
         impl $table {
             /// Opens the library and finds its functions.
             pub fn open() -> Result<(Self, std::path::PathBuf), crate::CudaError> {
                 let name = $library;
-                let library = crate::library::Library::open(name)?;
-                let table = Self {
-                    $($field: {
-                        let address = library.symbol($symbol).ok_or_else(|| crate::CudaError::Symbol {
-                            path: library.path.display().to_string(),
-                            symbol: $symbol.to_string_lossy().into_owned(),
-                            hint: name.hint(),
-                        })?;
-                        type Type = crate::library::functions!(@type $($safe)?; $($arg),*; $result);
-                        // SAFETY: the library's documentation gives this function this type. One that is declared safe takes
-                        // numbers and places of results alone, and refuses numbers that mean nothing.
-                        unsafe { std::mem::transmute::<*mut std::ffi::c_void, Type>(address) }
-                    },)*
-                };
+                let library = crate::library::open(name)?;
+                let table = Self::find(&library, |symbol| crate::CudaError::Symbol {
+                    path: library.path.display().to_string(),
+                    symbol: symbol.to_string_lossy().into_owned(),
+                    hint: name.hint(),
+                })?;
                 Ok((table, library.path))
             }
         }

@@ -9,8 +9,10 @@ use crate::nccl_world::NcclWorld;
 use crate::progress::Progress;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
-use lockstep_exec::comm::{Communicator, ProgramPlace, ThreadCommunicator};
-use lockstep_exec::communication::{CommunicationCalls, CommunicationQueue, Connection, Link, communication_calls};
+use lockstep_exec::comm::{
+    CommunicationCalls, CommunicationQueue, Communicator, Connection, Link, ProgramPlace, ThreadCommunicator,
+    communication_calls,
+};
 use lockstep_ir::program::{self, Slot};
 use lockstep_ir::{Coordinates, StepProgram};
 use std::sync::Arc;

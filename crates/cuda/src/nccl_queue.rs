@@ -17,9 +17,10 @@ use crate::nccl::{Ask, NcclComm, SumType};
 use crate::nccl_world::NcclWorld;
 use crate::progress::Lane;
 use crate::send_buffer::{MessageStream, SendBuffer};
-use lockstep_exec::comm::{Collective, CommError, Communicator, Piece, ProgramPlace, RankGroup};
-use lockstep_exec::communication::{Action, CommunicationCall, CommunicationQueue, Connection, Enqueued};
-use lockstep_ir::Hint;
+use lockstep_exec::comm::{
+    Action, Collective, CommError, CommunicationCall, CommunicationQueue, Communicator, Connection, Enqueued, Piece,
+    ProgramPlace, RankGroup,
+};
 use lockstep_ir::program::Slot;
 use members::Members;
 use std::collections::{BTreeMap, VecDeque};
@@ -41,7 +42,6 @@ pub struct NcclQueue {
     sending: BTreeMap<MessageStream, Sending>,
     /// Messages of this rank to itself, by tag.
     own: BTreeMap<u32, OwnMessages>,
-    enqueued: u64,
     pieces: Vec<Piece>,
     /// What is run, for messages.
     entry: Option<Arc<str>>,
@@ -94,7 +94,6 @@ impl NcclQueue {
             scratch: Vec::new(),
             sending: BTreeMap::new(),
             own: BTreeMap::new(),
-            enqueued: 0,
             pieces: Vec::new(),
             entry: None,
         })
@@ -118,16 +117,7 @@ impl NcclQueue {
 
     /// An error of the device ends the run for all ranks; one of the run is the others' already.
     fn told<T>(&self, result: Result<T, CudaError>) -> Result<T, CommError> {
-        result.map_err(|error| match error {
-            CudaError::Ranks(error) => error,
-            error => {
-                let comm = &self.world.comm;
-                let error = error.behind(self.entry.as_deref());
-                comm.fail_with(&error.to_string(), error.hint());
-                let (rank, reason) = (comm.rank(), "the device failed".to_owned());
-                comm.failure().unwrap_or(CommError::Failed { rank, host: None, place: None, reason, hint: None })
-            }
-        })
+        result.map_err(|error| error.told(self.world.comm.as_ref(), self.entry.as_deref()))
     }
 
     /// So many bytes, which the next instruction of the stream may overwrite.
@@ -165,7 +155,7 @@ impl NcclQueue {
             return Err(CudaError::Internal(format!("{kind} of the ranks {:?} on rank {rank}", group.ranks)));
         };
         if n == 1 {
-            for piece in pieces.iter().filter(|p| p.input != p.output.cast_const()) {
+            for piece in pieces.iter().filter(|p| p.input != p.output) {
                 // SAFETY: who enqueues vouches for the piece; where they overlap they are the same.
                 unsafe { self.stream.copy(piece.output as u64, piece.input as u64, piece.bytes())? };
             }
@@ -275,7 +265,7 @@ impl NcclQueue {
 
     fn transfer(&mut self, call: &CommunicationCall, base: *mut u8, slot: Slot) -> Result<(), CudaError> {
         let mut pieces = std::mem::take(&mut self.pieces);
-        let (transfer, place) = call.resolve(base, slot, &mut pieces);
+        let (action, place) = call.resolve(base, slot, &mut pieces);
         self.world.comm.at(place);
         if let Some(error) = self.world.comm.failure_at(place) {
             return Err(CudaError::Ranks(error));
@@ -285,12 +275,11 @@ impl NcclQueue {
             // SAFETY: who enqueues vouches for the arena.
             unsafe { self.stream.fill(at as u64, 0, bytes)? };
         }
-        match transfer {
-            Action::Together(kind, group) => self.collective(kind, group, &pieces, place)?,
-            Action::Send { to, tag, send_buffer, copies } => {
+        match *action {
+            Action::Together(kind, ref group) => self.collective(kind, group, &pieces, place)?,
+            Action::Send { to, tag, copies } => {
                 for piece in pieces.iter().filter(|p| p.bytes() > 0) {
-                    let buffer = SendBuffer { at: send_buffer as u64, bytes: piece.bytes(), copies };
-                    self.send(MessageStream { other: to, tag }, piece, buffer, place)?;
+                    self.send(MessageStream { other: to, tag }, piece, SendBuffer::of(piece, copies), place)?;
                 }
             }
             Action::Receive { from, tag } => {
@@ -311,9 +300,7 @@ impl CommunicationQueue for NcclQueue {
         slot: Slot,
     ) -> Result<Enqueued, CommError> {
         let queued = self.transfer(call, base, slot);
-        self.told(queued)?;
-        self.enqueued += 1;
-        Ok(Enqueued(self.enqueued))
+        self.told(queued).map(|()| Enqueued::default())
     }
 
     fn wait(&mut self, _: Enqueued) -> Result<(), CommError> {

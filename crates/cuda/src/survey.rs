@@ -1,7 +1,7 @@
 //! What of CUDA is on this machine.
 
 use crate::driver::{Device, Driver};
-use crate::library::{FOLDER_VARIABLE, Library, Name};
+use crate::library::{self, FOLDER_VARIABLE, Name};
 use crate::{CudaError, Nvml, cache, cudnn, matmul, nccl, nvrtc, sources};
 use lockstep_ir::Hint;
 
@@ -20,7 +20,7 @@ pub struct Finding {
 
 /// Looks for libraries.
 pub fn survey_libraries() -> Vec<Finding> {
-    Name::ALL.into_iter().map(library).collect()
+    Name::ALL.into_iter().map(look_for).collect()
 }
 
 /// The name, memory and place on the bus of a device, if it can be opened.
@@ -81,7 +81,7 @@ fn no_device(error: CudaError) -> Finding {
     Finding { what: "device".into(), found: Err(error.to_string()), hint, needed: true }
 }
 
-fn library(name: Name) -> Finding {
+fn look_for(name: Name) -> Finding {
     let at = |version: String, path: std::path::PathBuf| format!("{version}, {}", path.display());
     let dotted = |v: usize| format!("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
     let found = match name {
@@ -93,7 +93,7 @@ fn library(name: Name) -> Finding {
         Name::CublasLt => matmul::version().map(|(v, path)| at(dotted(v), path)),
         Name::Cudnn => cudnn::version().map(|(v, path)| at(dotted(v), path)),
         Name::Nccl => nccl::version().map(|(v, path)| at(dotted(v), path)),
-        Name::Nvml => Library::open(name).map(|l| l.path.display().to_string()),
+        Name::Nvml => library::open(name).map(|l| l.path.display().to_string()),
     };
     let found = found.map_err(|e| e.to_string());
     Finding { what: name.name().to_owned(), found, hint: name.hint().to_owned(), needed: name.needed() }

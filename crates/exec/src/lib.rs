@@ -6,7 +6,6 @@
 
 pub mod bound;
 pub mod comm;
-pub mod communication;
 pub mod conformance;
 mod copy;
 pub mod cpu;
@@ -15,6 +14,7 @@ mod executor;
 mod families;
 mod host;
 pub mod initial;
+pub mod library;
 pub mod numbers;
 pub mod reference;
 mod sync;

@@ -1,6 +1,8 @@
 //! Threads, locks and atomics of the thread pool, the communicator and the communication thread: those of the standard library,
 //! or under `cfg(loom)` those of loom, which runs a test in every order that the threads can take.
 
+use std::sync::PoisonError;
+
 #[cfg(not(loom))]
 pub use std::{
     sync::{Arc, Condvar, Mutex, MutexGuard, RwLock, atomic},
@@ -45,12 +47,17 @@ pub fn spin() {
 
 /// A lock, whether or not a thread has panicked with it.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The same of what loom does not watch.
+pub fn std_lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Gives a lock away until another thread has changed something.
 pub fn wait<'g, T>(changed: &Condvar, guard: MutexGuard<'g, T>) -> MutexGuard<'g, T> {
-    changed.wait(guard).unwrap_or_else(|poisoned| poisoned.into_inner())
+    changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Starts a thread of this name.

@@ -14,11 +14,15 @@ pub use alone::Alone;
 pub use processes::ProcessWorld;
 pub use threads::ThreadWorld;
 
+use crate::sync::std_lock;
 use crate::{ExecError, Executor};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Mesh, Placement, Run, StepProgram};
 use std::borrow::Cow;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::time::Duration;
 
 /// An executor that is one of several. Its tensors are that rank's parts.
 pub trait Rank: Executor {
@@ -67,6 +71,41 @@ impl dyn World + '_ {
     pub fn mesh(&self) -> Mesh {
         self.programs().first().map_or(Mesh::ONE, |program| program.mesh)
     }
+}
+
+/// Does a rank's work; a panic is an error.
+fn caught<T>(work: impl FnOnce() -> Result<T, ExecError>) -> Result<T, ExecError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("panicked");
+        Err(ExecError::Internal(text.to_owned()))
+    })
+}
+
+/// How often `each` looks whether all have ended.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// [`World::each_rank`] of these ranks.
+fn each<'a>(
+    ranks: impl ExactSizeIterator<Item = (Coordinates, &'a Mutex<Box<dyn Rank>>)>,
+    f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
+    meanwhile: &mut dyn FnMut(),
+) -> Result<(), ExecError> {
+    std::thread::scope(|scope| {
+        let (count, mut threads) = (ranks.len(), Vec::with_capacity(ranks.len()));
+        for (i, (at, executor)) in ranks.enumerate() {
+            let thread = std::thread::Builder::new().name(format!("lockstep-each-{i}"));
+            let thread = thread.spawn_scoped(scope, move || f(at, std_lock(executor).as_ref()));
+            threads.push(thread.map_err(|e| ExecError::Threads(count, e))?);
+        }
+        while !threads.iter().all(|thread| thread.is_finished()) {
+            meanwhile();
+            std::thread::sleep(LOOK_EVERY);
+        }
+        meanwhile();
+        let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
+        threads.into_iter().try_for_each(|thread| thread.join().map_err(panicked))
+    })
 }
 
 /// The part of a whole tensor that the rank at `at` has.

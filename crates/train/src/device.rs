@@ -3,8 +3,8 @@
 use crate::TrainError;
 use crate::peak::{self, Peak};
 use lockstep_cuda::{CaptureTurn, CudaExecutor, Gpu, Neighbours, Telemetry};
+use lockstep_exec::comm::connections;
 use lockstep_exec::comm::processes::ProcessCommunicator;
-use lockstep_exec::communication::connections;
 use lockstep_exec::cpu::{self, CpuExecutor, Simd};
 use lockstep_exec::{ExecError, Executor, ProcessWorld, ThreadWorld};
 use lockstep_ir::{DType, StepProgram};

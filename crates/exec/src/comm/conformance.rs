@@ -10,7 +10,7 @@ mod rank;
 
 pub use rank::{check_rank, rank_connections};
 
-use super::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard, Subject};
+use super::{Action, Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard, Subject};
 use buffer::Buffer;
 use lockstep_ir::{DType, bf16, counter, f16, fixed};
 use std::ops::Range;
@@ -199,7 +199,7 @@ impl Job {
     }
 
     /// Piece `p` as a call has it.
-    fn piece(&self, p: usize, input: *const u8, output: *mut u8) -> Piece {
+    fn piece(&self, p: usize, input: *mut u8, output: *mut u8) -> Piece {
         let (rows, elements, dtype) = self.pieces[p];
         Piece { input, output, rows, elements, order: self.order, dtype }
     }
@@ -207,7 +207,7 @@ impl Job {
     /// What the member at `index` must get for piece `p`.
     fn expected(&self, any_order: bool, index: usize, p: usize) -> Vec<u8> {
         let ((rows, elements, dtype), n) = (self.pieces[p], self.group.ranks.len());
-        let piece = self.piece(p, std::ptr::null(), std::ptr::null_mut());
+        let piece = self.piece(p, std::ptr::null_mut(), std::ptr::null_mut());
         let all = |range: Range<usize>| (0..n).map(move |member| self.input(any_order, member, p, range.clone()));
         match self.kind {
             Collective::AllReduce => sum(dtype, all(0..rows * elements)),
@@ -258,15 +258,15 @@ impl Job {
                 Buffer::new(subject, if in_place { given.len().max(expected.len()) } else { expected.len() });
             let mut input = Buffer::new(subject, given.len());
             input.write(0, &given);
-            let (mut from, mut to) = (input.pointer().cast_const(), output.pointer());
+            let (mut from, mut to) = (input.pointer(), output.pointer());
             if in_place {
                 let start = if self.kind == Collective::AllGather { own } else { 0 };
                 output.write(start, &given);
                 let mine = output.pointer().wrapping_add(own);
                 (from, to) = match self.kind {
-                    Collective::AllReduce => (to.cast_const(), to),
-                    Collective::ReduceScatter => (to.cast_const(), mine),
-                    Collective::AllGather => (mine.cast_const(), to),
+                    Collective::AllReduce => (to, to),
+                    Collective::ReduceScatter => (to, mine),
+                    Collective::AllGather => (mine, to),
                     Collective::Shift | Collective::AllToAll => (from, to),
                 };
             }
@@ -275,7 +275,7 @@ impl Job {
             memory.push((piece, input, output, given, expected, start));
         }
         let pieces: Vec<Piece> = memory.iter().map(|m| m.0).collect();
-        subject.collective(self.kind, &self.group, &pieces, place).map_err(|e| e.to_string())?;
+        subject.act(Action::Together(self.kind, self.group.clone()), &pieces, place).map_err(|e| e.to_string())?;
         for (piece, input, output, given, expected, start) in &memory {
             let wrong = if output.bytes()[*start..start + expected.len()] != expected[..] {
                 "gives the wrong result"

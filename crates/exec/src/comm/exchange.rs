@@ -37,10 +37,10 @@ impl Meeting {
         act: impl FnOnce(Vec<T>) -> R,
     ) -> Result<R, CommError> {
         let me = self.members[index];
-        let twice = |reason: &str| CommError::Refused { rank: me, place, reason: reason.to_owned() };
+        let refused = |reason: &str| peers.refuse(me, place, reason);
         let mut round = self.gate.lock();
         if round.brought[index].is_some() {
-            return Err(peers.end(twice("two collectives of one group at once on one channel")));
+            return Err(refused("two collectives of one group at once on one channel"));
         }
         round.brought[index] = Some(Box::new(value));
         let before = round.ended;
@@ -50,7 +50,7 @@ impl Meeting {
             // Others wait for the end of the round, which is below.
             drop(round);
             if values.len() != self.members.len() {
-                return Err(peers.end(twice("ranks that bring different things")));
+                return Err(refused("ranks that bring different things"));
             }
             let result = act(values);
             let mut round = self.gate.lock();
@@ -68,7 +68,7 @@ impl Meeting {
         result?;
         let result = round.result.as_ref().and_then(|value| value.downcast_ref::<R>()).cloned();
         drop(round);
-        result.ok_or_else(|| peers.end(twice("ranks that expect different things")))
+        result.ok_or_else(|| refused("ranks that expect different things"))
     }
 }
 
@@ -102,7 +102,6 @@ impl Post {
         result?;
         let value = take(&mut values.pop_front());
         drop(values);
-        let reason = "a value of another kind than was sent".to_owned();
-        value.ok_or_else(|| peers.end(CommError::Refused { rank: self.to, place, reason }))
+        value.ok_or_else(|| peers.refuse(self.to, place, "a value of another kind than was sent"))
     }
 }

@@ -2,7 +2,6 @@
 //! Failures are not among them: who sleeps sees those after a while, and loom has no clock.
 
 use super::*;
-use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread};
 use crate::sync::explore;
 use lockstep_ir::program::Slot;
 use std::sync::Arc;
@@ -21,18 +20,18 @@ fn two(program: impl Fn(&Arc<ThreadCommunicator>) + Copy + Send + Sync + 'static
 }
 
 fn piece(x: &mut [f32]) -> Piece {
-    let output = x.as_mut_ptr().cast::<u8>();
-    Piece { input: output, output, rows: 1, elements: x.len(), order: Order::Group, dtype: DType::F32 }
+    let at = x.as_mut_ptr().cast::<u8>();
+    Piece::new(at, at, x.len(), DType::F32)
 }
 
 #[test]
 fn loom_ranks_get_the_sum() {
     two(|comm| {
-        let group = RankGroup { ranks: vec![0, 1], channel: 0 };
+        let action = Action::Together(Collective::AllReduce, RankGroup::all(2));
         let mut x = [1.0 + comm.rank() as f32; 17];
         let pieces = [piece(&mut x)];
         // SAFETY: the array is this call's.
-        unsafe { comm.collective(Collective::AllReduce, &group, &pieces, PLACE) }.unwrap();
+        unsafe { comm.act(&action, &pieces, PLACE) }.unwrap();
         assert_eq!(x, [3.0; 17]);
     });
 }
@@ -44,13 +43,12 @@ fn loom_messages_arrive_in_order() {
         for number in [7u32, 8] {
             let mut x = number;
             let data = std::ptr::from_mut(&mut x).cast::<u8>();
+            let (action, output) = match comm.rank() {
+                0 => (Action::Send { to: 1, tag: 0, copies: 1 }, send_buffer.as_mut_ptr().cast()),
+                _ => (Action::Receive { from: 0, tag: 0 }, data),
+            };
             // SAFETY: four bytes each; the send buffer lives until all is taken, which the answer below says.
-            unsafe {
-                match comm.rank() {
-                    0 => comm.send(1, 0, data, 4, send_buffer.as_mut_ptr().cast(), 1, PLACE).unwrap(),
-                    _ => comm.receive(0, 0, data, 4, PLACE).unwrap(),
-                }
-            }
+            unsafe { comm.act(&action, &[Piece::message(data, output, 4)], PLACE) }.unwrap();
             assert_eq!(x, number);
         }
         comm.meet(PLACE, (), |_| ()).unwrap();
@@ -72,11 +70,10 @@ fn loom_a_communication_thread_ends_what_is_waited_for() {
     explore(|| {
         let comm = threads(1, Duration::from_secs(60)).remove(0);
         let mut queue = CommunicationThread::start(comm).unwrap();
-        let group = RankGroup { ranks: vec![0], channel: 0 };
         let (mut from, mut to) = ([1.0f32; 3], [0.0f32; 3]);
         let both = Piece { output: to.as_mut_ptr().cast(), ..piece(&mut from) };
-        let transfer = Action::Together(Collective::AllGather, &group);
-        let call = Arc::new(CommunicationCall::absolute(&transfer, &[both], PLACE));
+        let transfer = Action::Together(Collective::AllGather, RankGroup::all(1));
+        let call = Arc::new(CommunicationCall::absolute(transfer, &[both], PLACE));
         let slot = Slot::new(0, 0);
         for _ in 0..2 {
             // SAFETY: the arrays live until the call has ended.

@@ -3,8 +3,9 @@
 //! Sizes and bandwidths are those of NCCL's tests, so that they can be compared. The *algorithm bandwidth* is the size over the time;
 //! the *bus bandwidth* is what each rank's link must have carried for that, whatever the number of ranks.
 
-use super::{Collective, CommError, Memory, Order, Piece, ProgramPlace, RankGroup, Subject};
-use crate::communication::{Action, CommunicationCall, Connection};
+use super::{
+    Action, Collective, CommError, CommunicationCall, Connection, Memory, Piece, ProgramPlace, RankGroup, Subject,
+};
 use lockstep_ir::{DType, units};
 use std::fmt;
 use std::sync::Arc;
@@ -120,7 +121,7 @@ pub fn connections(ranks: usize) -> Vec<Connection> {
     let messages = |first: usize| {
         [(first, first + 1), (first + 1, first)].map(|(from, to)| Connection::Messages { from, to, tag: TAG })
     };
-    std::iter::once(Connection::Group(everybody(ranks))).chain(pairs.flat_map(messages)).collect()
+    std::iter::once(Connection::Group(RankGroup::all(ranks))).chain(pairs.flat_map(messages)).collect()
 }
 
 /// Measures these patterns at these sizes in bytes, each for about `seconds`; all ranks call it alike. `show` hears of each as it is
@@ -137,7 +138,7 @@ pub fn measure(
     let memory = |bytes: usize| subject.memory(bytes);
     let mut bench = Bench {
         subject,
-        group: everybody(ranks),
+        ranks,
         input: memory(largest * WIDTH),
         output: memory(largest * WIDTH),
         send_buffer: memory(largest * WIDTH),
@@ -156,11 +157,6 @@ pub fn measure(
     Ok(all)
 }
 
-/// All ranks in their order.
-fn everybody(ranks: usize) -> RankGroup {
-    RankGroup { ranks: (0..ranks).collect(), channel: 0 }
-}
-
 /// Bytes of an element.
 const WIDTH: usize = size_of::<f32>();
 /// Repeats of one size, whatever time they take.
@@ -177,7 +173,7 @@ fn value(rank: usize, element: usize) -> f32 {
 
 struct Bench<'a> {
     subject: &'a Subject,
-    group: RankGroup,
+    ranks: usize,
     input: Box<dyn Memory>,
     output: Box<dyn Memory>,
     send_buffer: Box<dyn Memory>,
@@ -187,7 +183,7 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn size(&mut self, pattern: Pattern, size: usize, seconds: f64) -> Result<Measured, MeasureError> {
-        let ranks = self.group.ranks.len();
+        let ranks = self.ranks;
         // Elements of one rank's part, and of the whole.
         let parts = match pattern {
             Pattern::Together(Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll) => ranks,
@@ -218,21 +214,19 @@ impl Bench<'_> {
 
     /// What this rank does for it once.
     fn calls(&self, pattern: Pattern, elements: usize) -> Vec<Arc<CommunicationCall>> {
-        let (input, output) = (self.input.pointer().cast_const(), self.output.pointer());
-        let piece = Piece { input, output, rows: 1, elements, order: Order::Group, dtype: DType::F32 };
-        let call = |action: &Action<'_>, piece: Piece| {
+        let (input, output) = (self.input.pointer(), self.output.pointer());
+        let call = |action, input, output| {
+            let piece = Piece::new(input, output, elements, DType::F32);
             Arc::new(CommunicationCall::absolute(action, &[piece], ProgramPlace::outside(pattern.name())))
         };
         match pattern {
-            Pattern::Together(kind) => vec![call(&Action::Together(kind, &self.group), piece)],
+            Pattern::Together(kind) => vec![call(Action::Together(kind, RankGroup::all(self.ranks)), input, output)],
             Pattern::SendReceive => {
                 let Some((other, first)) = self.partner() else { return Vec::new() };
                 // The second answers with what it has received.
-                let data = if first { piece.input } else { piece.output.cast_const() };
-                let send_buffer = self.send_buffer.pointer();
-                let send = Action::Send { to: other, tag: TAG, send_buffer, copies: 1 };
-                let send = call(&send, Piece { input: data, ..piece });
-                let receive = call(&Action::Receive { from: other, tag: TAG }, piece);
+                let data = if first { input } else { output };
+                let send = call(Action::Send { to: other, tag: TAG, copies: 1 }, data, self.send_buffer.pointer());
+                let receive = call(Action::Receive { from: other, tag: TAG }, input, output);
                 if first { vec![send, receive] } else { vec![receive, send] }
             }
         }
@@ -252,22 +246,22 @@ impl Bench<'_> {
         let rank = self.subject.comm().rank();
         let first = rank.is_multiple_of(2);
         let other = if first { rank + 1 } else { rank - 1 };
-        (other < self.group.ranks.len()).then_some((other, first))
+        (other < self.ranks).then_some((other, first))
     }
 
     /// What every rank measured.
     fn all(&mut self, mine: Duration) -> Result<Vec<f64>, CommError> {
         let [one, all] = &mut self.told;
         one.write(0, &mine.as_secs_f64().to_ne_bytes());
-        let (input, output) = (one.pointer().cast_const(), all.pointer());
-        let piece = Piece { input, output, rows: 1, elements: 1, order: Order::Group, dtype: DType::F64 };
-        self.subject.collective(Collective::AllGather, &self.group, &[piece], ProgramPlace::outside("bench"))?;
+        let piece = Piece::new(one.pointer(), all.pointer(), 1, DType::F64);
+        let action = Action::Together(Collective::AllGather, RankGroup::all(self.ranks));
+        self.subject.act(action, &[piece], ProgramPlace::outside("bench"))?;
         Ok(all.read().as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes)).collect())
     }
 
     /// Refuses a result that is not right.
     fn check(&self, pattern: Pattern, elements: usize, bytes: usize) -> Result<(), MeasureError> {
-        let (rank, ranks) = (self.subject.comm().rank(), self.group.ranks.len());
+        let (rank, ranks) = (self.subject.comm().rank(), self.ranks);
         let sum = |element: usize| (0..ranks).map(|other| value(other, element)).sum::<f32>();
         let (count, right): (usize, Box<dyn Fn(usize) -> f32>) = match pattern {
             Pattern::Together(Collective::AllReduce) => (elements, Box::new(sum)),
@@ -302,80 +296,11 @@ impl Bench<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::{Communicator, HostCommunicator, threads};
+    use crate::comm::tests::{Fault, wrong};
     use lockstep_ir::Hint;
 
-    /// A communicator that spoils one kind of collective, or none.
-    struct Spoils(Arc<crate::comm::ThreadCommunicator>, Option<Collective>);
-
-    impl Communicator for Spoils {
-        fn rank(&self) -> usize {
-            self.0.rank()
-        }
-        fn ranks(&self) -> usize {
-            self.0.ranks()
-        }
-        fn at(&self, place: ProgramPlace) {
-            self.0.at(place);
-        }
-        fn leave(&self) {
-            self.0.leave();
-        }
-        fn fail_with(&self, reason: &str, hint: Option<String>) {
-            self.0.fail_with(reason, hint);
-        }
-        fn failure(&self) -> Option<CommError> {
-            self.0.failure()
-        }
-    }
-
-    impl HostCommunicator for Spoils {
-        unsafe fn collective(
-            &self,
-            kind: Collective,
-            group: &RankGroup,
-            pieces: &[Piece],
-            place: ProgramPlace,
-        ) -> Result<(), CommError> {
-            // SAFETY: the caller vouches.
-            unsafe { self.0.collective(kind, group, pieces, place)? };
-            if Some(kind) == self.1 && pieces[0].dtype == DType::F32 && self.rank() == 1 {
-                // SAFETY: the output has a first element.
-                unsafe { *pieces[0].output.cast::<f32>() += 1.0 };
-            }
-            Ok(())
-        }
-
-        unsafe fn send(
-            &self,
-            to: usize,
-            tag: u32,
-            data: *const u8,
-            bytes: usize,
-            send_buffer: *mut u8,
-            copies: usize,
-            place: ProgramPlace,
-        ) -> Result<(), CommError> {
-            // SAFETY: the caller vouches.
-            unsafe { self.0.send(to, tag, data, bytes, send_buffer, copies, place) }
-        }
-
-        unsafe fn receive(
-            &self,
-            from: usize,
-            tag: u32,
-            data: *mut u8,
-            bytes: usize,
-            place: ProgramPlace,
-        ) -> Result<(), CommError> {
-            // SAFETY: the caller vouches.
-            unsafe { self.0.receive(from, tag, data, bytes, place) }
-        }
-    }
-
-    fn on(ranks: usize, spoiled: Option<Collective>, sizes: &[usize]) -> Vec<Result<Vec<Measured>, MeasureError>> {
-        let comms = threads(ranks, Duration::from_secs(20)).into_iter();
-        let subjects: Vec<_> = comms.map(|comm| Subject::inline(Arc::new(Spoils(comm, spoiled)))).collect();
+    fn on(ranks: usize, fault: Fault, sizes: &[usize]) -> Vec<Result<Vec<Measured>, MeasureError>> {
+        let subjects = wrong(ranks, Duration::from_secs(20), fault);
         std::thread::scope(|scope| {
             let run = |subject: &Subject| {
                 let result = measure(subject, &Pattern::ALL, sizes, 1e-3, &mut |_| ());
@@ -392,7 +317,7 @@ mod tests {
     #[test]
     fn every_pattern_is_measured_at_every_size_alike_on_all_ranks() {
         for ranks in [2, 3] {
-            let found = on(ranks, None, &[4, 1000, 100_000]);
+            let found = on(ranks, Fault::None, &[4, 1000, 100_000]);
             let all: Vec<_> = found.into_iter().map(Result::unwrap).collect();
             assert!(all.iter().all(|found| *found == all[0]), "ranks say different things");
             let found: Vec<_> = all[0].iter().map(|m| (m.pattern.name(), m.bytes)).collect();
@@ -409,7 +334,7 @@ mod tests {
     #[test]
     fn wrong_results_are_found() {
         for kind in Collective::ALL {
-            let found = on(2, Some(kind), &[1000]);
+            let found = on(2, Fault::Spoils(kind), &[1000]);
             let Err(error @ MeasureError::Wrong { rank: 1, element: 0, .. }) = &found[1] else { panic!("{found:?}") };
             assert!(error.with_hint().starts_with(&format!("{kind} of 1000 B gave rank 1 ")), "{error}");
         }

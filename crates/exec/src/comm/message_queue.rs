@@ -1,8 +1,9 @@
 //! Messages from one rank to another.
 
+use super::collective::copy;
+use super::error::other_size;
 use super::peers::{Gate, Peers};
-use super::rendezvous::copy;
-use super::{CommError, ProgramPlace, other_size};
+use super::{CommError, Piece, ProgramPlace};
 
 /// One stream of messages.
 pub struct MessageQueue {
@@ -28,10 +29,10 @@ struct State {
 
 /// Memory of the sender, of `copies` parts of `bytes` bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct SendBuffer {
-    pub memory: *mut u8,
-    pub bytes: usize,
-    pub copies: usize,
+struct SendBuffer {
+    memory: *mut u8,
+    bytes: usize,
+    copies: usize,
 }
 
 // SAFETY: the flags of `State` say who may use the memory.
@@ -60,14 +61,15 @@ impl MessageQueue {
     /// Puts a message into the send buffer when there is room.
     ///
     /// # Safety
-    /// As `Communicator::send`.
+    /// As a `Send` of `HostCommunicator::act`.
     pub unsafe fn send(
         &self,
         peers: &Peers,
-        data: *const u8,
-        send_buffer: SendBuffer,
+        piece: &Piece,
+        copies: usize,
         place: ProgramPlace,
     ) -> Result<(), CommError> {
+        let send_buffer = SendBuffer { memory: piece.output, bytes: piece.bytes(), copies };
         let state = self.gate.lock();
         let room = |state: &State| {
             let under_way = (state.offered - state.taken) as usize;
@@ -93,7 +95,7 @@ impl MessageQueue {
         let part = unsafe { state.part(state.offered) };
         drop(state);
         // SAFETY: the caller vouches for the ranges; what was in this part has been taken.
-        unsafe { copy(data, part, send_buffer.bytes) };
+        unsafe { copy(piece.input, part, send_buffer.bytes) };
         let mut state = self.gate.lock();
         state.writing = false;
         if state.closed {
@@ -108,14 +110,9 @@ impl MessageQueue {
     /// Takes the next message when it is there.
     ///
     /// # Safety
-    /// As `Communicator::receive`.
-    pub unsafe fn receive(
-        &self,
-        peers: &Peers,
-        data: *mut u8,
-        bytes: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
+    /// As a `Receive` of `HostCommunicator::act`.
+    pub unsafe fn receive(&self, peers: &Peers, piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
+        let bytes = piece.bytes();
         let state = self.gate.lock();
         let there = |state: &State| state.offered > state.taken && !state.closed;
         let (mut state, result) = peers.wait((self.to, place), &self.gate, state, there, |_, rank| rank == self.from);
@@ -134,7 +131,7 @@ impl MessageQueue {
         let part = unsafe { state.part(state.taken) };
         drop(state);
         // SAFETY: the caller vouches for its memory; the sender leaves this part alone until it is taken.
-        unsafe { copy(part, data, bytes) };
+        unsafe { copy(part, piece.output, bytes) };
         let mut state = self.gate.lock();
         state.reading = false;
         state.taken += 1;
@@ -161,7 +158,6 @@ impl MessageQueue {
 
     /// For streams that two threads of a rank use at once, or that are used after the rank's end.
     fn refuse(&self, peers: &Peers, rank: usize, place: ProgramPlace) -> CommError {
-        let reason = "a stream of messages that another thread uses, or that has ended".to_owned();
-        peers.end(CommError::Refused { rank, place, reason })
+        peers.refuse(rank, place, "a stream of messages that another thread uses, or that has ended")
     }
 }

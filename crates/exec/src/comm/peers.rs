@@ -6,6 +6,7 @@
 use super::{CommError, ProgramPlace};
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, spins, yield_now};
+use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -79,7 +80,7 @@ struct Whereabouts {
 }
 
 /// A rank that waits for another.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Waiting {
     /// The rank that it waits for.
     pub other: usize,
@@ -90,7 +91,7 @@ pub struct Waiting {
 }
 
 /// What a rank that is a process tells of itself. Times are nanoseconds before the telling.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pulse {
     pub alive: u64,
     pub place: Option<ProgramPlace>,
@@ -143,17 +144,9 @@ pub fn has_waited(began: Option<Instant>) {
 }
 
 impl Peers {
-    /// Ranks that are threads, or as the first of several processes knows them.
-    pub fn new(ranks: usize, timeout: Duration) -> Self {
-        Self::make(ranks, Some(timeout))
-    }
-
-    /// Ranks as a process knows them that leaves it to the first to look for those that stall.
-    pub fn unwatched(ranks: usize) -> Self {
-        Self::make(ranks, None)
-    }
-
-    fn make(ranks: usize, timeout: Option<Duration>) -> Self {
+    /// Ranks that are threads, or as one of several processes knows them; all but the first leave it to that one to look for those
+    /// that stall, and have no timeout.
+    pub fn new(ranks: usize, timeout: Option<Duration>) -> Self {
         static RUNS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
         let life = |_| Life {
             alive: AtomicU64::new(0),
@@ -265,6 +258,23 @@ impl Peers {
         {
             self.tell(error);
         }
+    }
+
+    /// Every call of a rank starts here.
+    pub fn begin(&self, rank: usize, place: ProgramPlace) -> Result<(), CommError> {
+        if let Some(error) = self.failure() {
+            return Err(error.clone());
+        }
+        if self.has_left(rank) {
+            return Err(self.refuse(rank, place, "this rank has ended its program"));
+        }
+        self.alive(rank);
+        Ok(())
+    }
+
+    /// Ends the run because a rank asks for what cannot be done.
+    pub fn refuse(&self, rank: usize, place: ProgramPlace, reason: impl Into<String>) -> CommError {
+        self.end(CommError::Refused { rank, place, reason: reason.into() })
     }
 
     /// Where a rank was when it was last heard of.

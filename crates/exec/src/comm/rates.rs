@@ -1,6 +1,6 @@
 //! How long collectives between ranks of one process take.
 
-use super::{Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup, threads};
+use super::{Action, Collective, CommError, HostCommunicator, Piece, ProgramPlace, RankGroup, threads};
 use lockstep_ir::DType;
 use std::time::{Duration, Instant};
 
@@ -19,24 +19,17 @@ pub fn seconds(ranks: usize, kind: Collective, bytes: usize) -> Result<f64, Comm
         Collective::AllToAll => (whole, whole, part),
     };
     let count = (MOVED / bytes.max(1)).clamp(4, 200);
-    let group = RankGroup { ranks: (0..ranks).collect(), channel: 0 };
+    let action = Action::Together(kind, RankGroup::all(ranks));
     let place = ProgramPlace { op: kind.name(), layer: None, micro_batch: 0 };
     let comms = threads(ranks, Duration::from_secs(60));
     let one = |comm: &dyn HostCommunicator| {
-        let (input, mut output) = (vec![1.0f32; given], vec![0.0f32; taken]);
-        let piece = Piece {
-            input: input.as_ptr().cast(),
-            output: output.as_mut_ptr().cast(),
-            rows: 1,
-            elements,
-            order: super::Order::Group,
-            dtype: DType::F32,
-        };
+        let (mut input, mut output) = (vec![1.0f32; given], vec![0.0f32; taken]);
+        let piece = Piece::new(input.as_mut_ptr().cast(), output.as_mut_ptr().cast(), elements, DType::F32);
         let mut times = Vec::new();
         for i in 0..count + 2 {
             let start = Instant::now();
             // SAFETY: the vectors have these sizes, are this rank's alone and outlive the call.
-            unsafe { comm.collective(kind, &group, &[piece], place)? };
+            unsafe { comm.act(&action, &[piece], place)? };
             // The first ones touch new memory.
             if i >= 2 {
                 times.push(start.elapsed().as_secs_f64());

@@ -1,15 +1,15 @@
 //! Where the ranks of one group meet for collectives.
 
+use super::collective::{Wish, agree, combine, copy, others, slice_of};
 use super::peers::{Gate, Peers};
-use super::{Collective, CommError, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
+use super::{Collective, CommError, Piece, ProgramPlace, RankGroup};
 use crate::sync::{MutexGuard, UnsafeCell};
 
 /// What one member wants of a collective.
 #[derive(Clone, Copy)]
 struct Call {
     kind: Collective,
-    pieces: *const Piece,
-    count: usize,
+    pieces: *const [Piece],
     place: ProgramPlace,
 }
 
@@ -68,26 +68,25 @@ impl Rendezvous {
     ) -> Result<(), CommError> {
         let mut turn = self.gate.lock();
         if turn.inside[index] {
-            let reason = "two collectives of one group at once on one channel".to_owned();
-            return Err(peers.end(CommError::Refused { rank: self.members[index], place, reason }));
+            return Err(peers.refuse(
+                self.members[index],
+                place,
+                "two collectives of one group at once on one channel",
+            ));
         }
         turn.inside[index] = true;
-        let call = Call { kind, pieces: pieces.as_ptr(), count: pieces.len(), place };
+        let call = Call { kind, pieces, place };
         // SAFETY: this member is in no collective, so nobody reads what it wanted last.
         self.calls[index].with_mut(|wanted| unsafe { *wanted = Some(call) });
         drop(self.arrive(peers, index, turn, Waypoint::Agree, place)?);
+        let n = self.members.len();
         // SAFETY: all have agreed; everybody writes only its own outputs, and of those only what nobody reads meanwhile.
         unsafe {
-            match kind {
-                Collective::AllReduce => {
-                    self.reduce_slice(index, pieces);
-                    drop(self.arrive(peers, index, self.done(), Waypoint::Work, place)?);
-                    self.fetch_slices(index, pieces);
-                }
-                Collective::ReduceScatter => self.reduce_part(index, pieces),
-                Collective::AllGather => self.gather(index, pieces),
-                Collective::Shift => self.take_from_before(index, pieces),
-                Collective::AllToAll => self.take_parts(index, pieces),
+            let input = |member, p, at, _| self.piece(member, p).input.cast_const().wrapping_add(at);
+            combine(kind, (index, n), pieces, |piece| slice_of(index, n, piece), input);
+            if kind == Collective::AllReduce {
+                drop(self.arrive(peers, index, self.done(), Waypoint::Work, place)?);
+                self.fetch_slices(index, pieces);
             }
         }
         self.arrive(peers, index, self.done(), Waypoint::Leave, place)?.inside[index] = false;
@@ -116,9 +115,8 @@ impl Rendezvous {
             turn.arrived[index] = true;
             turn.missing -= 1;
             if turn.missing == 0 {
-                match stage {
-                    Waypoint::Agree => result = self.agree().map_err(|error| peers.end(error)),
-                    Waypoint::Work | Waypoint::Leave => {}
+                if stage == Waypoint::Agree {
+                    result = self.agree().map_err(|error| peers.end(error));
                 }
                 if result.is_ok() {
                     turn.stage += 1;
@@ -156,8 +154,7 @@ impl Rendezvous {
             // SAFETY: all members have arrived and wait, so calls and pieces stay as they are.
             let call = self.calls[member].with(|call| unsafe { *call })?;
             // SAFETY: as above.
-            let pieces = unsafe { std::slice::from_raw_parts(call.pieces, call.count) };
-            Some(Wish { kind: call.kind, pieces, place: call.place })
+            Some(Wish { kind: call.kind, pieces: unsafe { &*call.pieces }, place: call.place })
         };
         agree(&self.members, wish)
     }
@@ -170,27 +167,14 @@ impl Rendezvous {
         // SAFETY: the caller vouches; all members have as many pieces.
         match self.calls[member].with(|call| unsafe { *call }) {
             // SAFETY: as above.
-            Some(call) => unsafe { *call.pieces.add(p) },
+            Some(call) => unsafe { (&*call.pieces)[p] },
             None => unreachable!("a member that has arrived has a call"),
-        }
-    }
-
-    /// Sums this member's slices of all inputs into its outputs.
-    unsafe fn reduce_slice(&self, index: usize, pieces: &[Piece]) {
-        for (p, piece) in pieces.iter().enumerate() {
-            let (start, n) = slice_of(index, self.members.len(), piece);
-            let at = start * piece.dtype.bytes();
-            // SAFETY: inside the tensors. Nobody else reads this slice of this member's input, which may be its output.
-            unsafe {
-                let input = |member| self.piece(member, p).input.add(at);
-                sum::sum(piece.dtype, self.members.len(), input, piece.output.add(at), n);
-            }
         }
     }
 
     /// Copies the slices of the other members from their outputs.
     unsafe fn fetch_slices(&self, index: usize, pieces: &[Piece]) {
-        for member in self.others(index) {
+        for member in others(index, self.members.len()) {
             for (p, piece) in pieces.iter().enumerate() {
                 let (start, n) = slice_of(member, self.members.len(), piece);
                 let size = piece.dtype.bytes();
@@ -202,70 +186,6 @@ impl Rendezvous {
             }
         }
     }
-
-    /// Sums this member's part of all inputs into its output.
-    unsafe fn reduce_part(&self, index: usize, pieces: &[Piece]) {
-        for (p, piece) in pieces.iter().enumerate() {
-            let (n, size) = (self.members.len(), piece.dtype.bytes());
-            for (row, (whole, part, len)) in in_rows(piece, n, index) {
-                // SAFETY: inside the tensors. Nobody else reads this part of this member's input, which may be its output.
-                unsafe {
-                    let input = |member| self.piece(member, p).input.add((row * n * piece.elements + whole) * size);
-                    sum::sum(piece.dtype, n, input, piece.output.add((row * piece.elements + part) * size), len);
-                }
-            }
-        }
-    }
-
-    /// Copies all inputs into this member's outputs.
-    unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
-        for member in self.others(index).chain([index]) {
-            for (p, piece) in pieces.iter().enumerate() {
-                let (n, size) = (self.members.len(), piece.dtype.bytes());
-                for (row, (whole, part, len)) in in_rows(piece, n, member) {
-                    // SAFETY: inside the tensors. The part of the output that may be this member's input is not written.
-                    unsafe {
-                        let from = self.piece(member, p).input.add((row * piece.elements + part) * size);
-                        copy(from, piece.output.add((row * n * piece.elements + whole) * size), len * size);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Copies the inputs of the member before this one.
-    unsafe fn take_from_before(&self, index: usize, pieces: &[Piece]) {
-        let n = self.members.len();
-        for (p, piece) in pieces.iter().enumerate() {
-            // SAFETY: inside the tensors, which are apart.
-            unsafe { copy(self.piece((index + n - 1) % n, p).input, piece.output, piece.bytes()) };
-        }
-    }
-
-    /// Copies this member's part of every input.
-    unsafe fn take_parts(&self, index: usize, pieces: &[Piece]) {
-        for member in self.others(index).chain([index]) {
-            for (p, piece) in pieces.iter().enumerate() {
-                let bytes = piece.bytes();
-                // SAFETY: inside the tensors, which are apart.
-                unsafe {
-                    copy(self.piece(member, p).input.add(index * bytes), piece.output.add(member * bytes), bytes)
-                };
-            }
-        }
-    }
-
-    /// The other members, each rank starting at another.
-    fn others(&self, index: usize) -> impl Iterator<Item = usize> {
-        let n = self.members.len();
-        (1..n).map(move |i| (index + i) % n)
-    }
-}
-
-/// Where a member's part stands in every row (see [`Piece::spans`]).
-pub fn in_rows(piece: &Piece, n: usize, member: usize) -> impl Iterator<Item = (usize, (usize, usize, usize))> {
-    let spans = piece.spans(n, member).into_iter().filter(|(.., len)| *len > 0);
-    (0..piece.rows).flat_map(move |row| spans.clone().map(move |span| (row, span)))
 }
 
 /// What the members wait for each other before.
@@ -277,15 +197,4 @@ enum Waypoint {
     Work,
     /// Returning.
     Leave,
-}
-
-/// Copies bytes, unless they are there already.
-///
-/// # Safety
-/// Both are good for this many bytes, and apart or the same.
-pub unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    if bytes > 0 && from != to.cast_const() {
-        // SAFETY: the caller vouches.
-        unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
-    }
 }

@@ -1,10 +1,12 @@
 //! A rank that is tried out: its communicator, its queues, and the memory that it communicates from.
 
-use crate::comm::{Collective, CommError, Communicator, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
-use crate::communication::{Action, CommunicationCall, CommunicationQueue, CommunicationThread, Enqueued, Inline};
-use lockstep_ir::DType;
+use super::{
+    Action, CommError, CommunicationCall, CommunicationQueue, CommunicationThread, Communicator, Enqueued,
+    HostCommunicator, Inline, Piece, ProgramPlace,
+};
+use crate::sync::std_lock;
 use lockstep_ir::program::Slot;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A rank that is tried out, whatever carries its bytes.
 pub struct Subject {
@@ -72,39 +74,12 @@ impl Subject {
         (self.memory)(bytes)
     }
 
-    pub(in crate::comm) fn collective(
-        &self,
-        kind: Collective,
-        group: &RankGroup,
-        pieces: &[Piece],
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        self.run(group.channel as usize, &Action::Together(kind, group), pieces, place)
-    }
-
-    /// Sends so many bytes by a send buffer of so many copies.
-    pub(in crate::comm) fn send(
-        &self,
-        to: usize,
-        tag: u32,
-        (data, bytes): (*mut u8, usize),
-        (send_buffer, copies): (*mut u8, usize),
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        self.run(0, &Action::Send { to, tag, send_buffer, copies }, &[message(data, bytes)], place)
-    }
-
-    pub(in crate::comm) fn receive(
-        &self,
-        from: usize,
-        tag: u32,
-        (data, bytes): (*mut u8, usize),
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        self.run(0, &Action::Receive { from, tag }, &[message(data, bytes)], place)
-    }
-
-    fn run(&self, queue: usize, action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+    /// Does it, and returns when it has ended.
+    pub(in crate::comm) fn act(&self, action: Action, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+        let queue = match &action {
+            Action::Together(_, group) => group.channel as usize,
+            Action::Send { .. } | Action::Receive { .. } => 0,
+        };
         let call = Arc::new(CommunicationCall::absolute(action, pieces, place));
         let number = self.enqueue(queue, &call, place)?;
         self.wait(queue, number)
@@ -128,15 +103,13 @@ impl Subject {
     }
 
     fn queue(&self, queue: usize) -> MutexGuard<'_, Box<dyn CommunicationQueue>> {
-        self.queues[queue].lock().unwrap_or_else(PoisonError::into_inner)
+        std_lock(&self.queues[queue])
     }
 
     /// Returns when what it sent is taken, or the run has ended.
     pub(in crate::comm) fn finish(&self) {
-        for queue in 0..self.queues.len() {
-            // An error is the run's, which others see as well.
-            let _ = self.queue(queue).finish();
-        }
+        // An error is the run's, which others see as well.
+        (0..self.queues.len()).for_each(|queue| drop(self.queue(queue).finish()));
     }
 
     /// Ends the rank's program.
@@ -144,12 +117,6 @@ impl Subject {
         self.finish();
         self.comm.leave();
     }
-}
-
-/// Bytes as the piece of a message; there are evenly many.
-fn message(data: *mut u8, bytes: usize) -> Piece {
-    let dtype = DType::BF16;
-    Piece { input: data, output: data, rows: 1, elements: bytes / dtype.bytes(), order: Order::Group, dtype }
 }
 
 /// Memory of the host.

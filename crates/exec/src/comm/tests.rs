@@ -1,4 +1,3 @@
-use super::Subject;
 use super::*;
 use lockstep_ir::Hint;
 use std::sync::Arc;
@@ -21,7 +20,8 @@ fn communication_threads_conform() {
 
 /// What a planted communicator does wrong.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fault {
+pub(super) enum Fault {
+    None,
     ReversesSums(DType),
     SwapsParts(Collective),
     ForgetsAPiece,
@@ -30,6 +30,8 @@ enum Fault {
     MixesTags,
     OverrunsTheSendBuffer,
     ForgetsFailures,
+    /// The first number of the second rank.
+    Spoils(Collective),
 }
 
 struct Wrong(Arc<ThreadCommunicator>, Fault);
@@ -39,12 +41,8 @@ impl Communicator for Wrong {
         self.0.rank()
     }
 
-    fn ranks(&self) -> usize {
-        self.0.ranks()
-    }
-
-    fn at(&self, place: ProgramPlace) {
-        self.0.at(place);
+    fn peers(&self) -> &Peers {
+        self.0.peers()
     }
 
     fn leave(&self) {
@@ -56,68 +54,45 @@ impl Communicator for Wrong {
             self.0.fail_with(reason, hint);
         }
     }
-
-    fn failure(&self) -> Option<CommError> {
-        self.0.failure()
-    }
 }
 
 impl HostCommunicator for Wrong {
-    unsafe fn collective(
-        &self,
-        kind: Collective,
-        group: &RankGroup,
-        pieces: &[Piece],
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let (mut group, mut pieces) = (group.clone(), pieces);
-        match self.1 {
-            Fault::ReversesSums(dtype) if kind == Collective::AllReduce && pieces.iter().all(|p| p.dtype == dtype) => {
+    unsafe fn act(&self, action: &Action, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+        let (mut action, mut pieces) = (action.clone(), pieces);
+        match (&mut action, self.1) {
+            (Action::Together(Collective::AllReduce, group), Fault::ReversesSums(dtype))
+                if pieces.iter().all(|p| p.dtype == dtype) =>
+            {
                 group.ranks.reverse();
             }
-            Fault::SwapsParts(other) if kind == other => group.ranks.reverse(),
-            Fault::ForgetsAPiece => pieces = &pieces[..pieces.len().saturating_sub(1)],
-            Fault::MixesChannels => group.channel = 0,
-            Fault::WritesBeforeItAgrees if kind == Collective::AllReduce => {
+            (Action::Together(kind, group), Fault::SwapsParts(other)) if *kind == other => group.ranks.reverse(),
+            (Action::Together(..), Fault::ForgetsAPiece) => pieces = &pieces[..pieces.len().saturating_sub(1)],
+            (Action::Together(_, group), Fault::MixesChannels) => group.channel = 0,
+            (Action::Together(Collective::AllReduce, _), Fault::WritesBeforeItAgrees) => {
                 for piece in pieces.iter().filter(|piece| piece.elements > 0 && piece.input != piece.output) {
                     // SAFETY: the caller vouches for the output.
                     unsafe { *piece.output = 1 };
                 }
             }
+            (Action::Send { tag, .. } | Action::Receive { tag, .. }, Fault::MixesTags) => *tag = 0,
+            (Action::Send { copies, .. }, Fault::OverrunsTheSendBuffer) => *copies += 1,
             _ => {}
         }
-        // SAFETY: the caller vouches.
-        unsafe { self.0.collective(kind, &group, pieces, place) }
-    }
-
-    unsafe fn send(
-        &self,
-        to: usize,
-        tag: u32,
-        data: *const u8,
-        bytes: usize,
-        send_buffer: *mut u8,
-        copies: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
-        let copies = if self.1 == Fault::OverrunsTheSendBuffer { copies + 1 } else { copies };
         // SAFETY: the caller vouches; one copy more is in the margin of the suite's buffers.
-        unsafe { self.0.send(to, tag, data, bytes, send_buffer, copies, place) }
+        unsafe { self.0.act(&action, pieces, place)? };
+        if matches!((&action, self.1), (Action::Together(kind, _), Fault::Spoils(other)) if *kind == other)
+            && (pieces[0].dtype, self.rank()) == (DType::F32, 1)
+        {
+            // SAFETY: the output has a first element.
+            unsafe { *pieces[0].output.cast::<f32>() += 1.0 };
+        }
+        Ok(())
     }
+}
 
-    unsafe fn receive(
-        &self,
-        from: usize,
-        tag: u32,
-        data: *mut u8,
-        bytes: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let tag = if self.1 == Fault::MixesTags { 0 } else { tag };
-        // SAFETY: the caller vouches.
-        unsafe { self.0.receive(from, tag, data, bytes, place) }
-    }
+/// Ranks that all have a fault.
+pub(super) fn wrong(ranks: usize, timeout: Duration, fault: Fault) -> Vec<Subject> {
+    threads(ranks, timeout).into_iter().map(|comm| Subject::inline(Arc::new(Wrong(comm, fault)))).collect()
 }
 
 #[test]
@@ -138,47 +113,51 @@ fn the_suite_refuses_wrong_communicators() {
         (Fault::WritesBeforeItAgrees, endings, ["refused", "touches memory"]),
         (Fault::ForgetsFailures, endings, ["the error should say", "failed in"]),
     ] {
-        let wrong = |comm| Subject::inline(Arc::new(Wrong(comm, fault)));
-        let make = |ranks| threads(ranks, Duration::from_millis(300)).into_iter().map(wrong).collect();
+        let make = |ranks| wrong(ranks, Duration::from_millis(300), fault);
         let error = section(conformance::Make { ranks: &make, apart: None }).expect_err(&format!("{fault:?}"));
         assert!(texts.iter().all(|text| error.contains(text)), "{fault:?}: {error}");
     }
 }
 
-const fn place(op: &'static str, layer: usize) -> ProgramPlace {
+pub(super) const fn place(op: &'static str, layer: usize) -> ProgramPlace {
     ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
 }
 
-/// Sums a few numbers over all ranks.
-fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
-    let mut x = [1.0f32; 256];
-    let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, rows: 1, elements: 256, order: Order::Group, dtype: DType::F32 };
-    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
+/// Sums some numbers over all ranks: enough that ranks share the work.
+pub(super) fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
+    let mut x = [1.0f32; 4096];
+    let at = x.as_mut_ptr().cast::<u8>();
+    let action = Action::Together(Collective::AllReduce, RankGroup::all(comm.ranks()));
     comm.at(place);
     // SAFETY: the array is this call's.
-    unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
-    assert_eq!(x, [comm.ranks() as f32; 256]);
+    unsafe { comm.act(&action, &[Piece::new(at, at, 4096, DType::F32)], place) }?;
+    assert_eq!(x, [comm.ranks() as f32; 4096]);
     Ok(())
 }
 
-fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
+const NOTHING: Piece = Piece::message(std::ptr::null_mut(), std::ptr::null_mut(), 0);
+
+pub(super) fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
     comm.at(place);
     // SAFETY: no bytes.
-    unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
+    unsafe { comm.act(&Action::Receive { from, tag: 0 }, &[NOTHING], place) }
 }
 
-fn send(comm: &dyn HostCommunicator, to: usize, copies: usize) -> Result<(), CommError> {
+pub(super) fn send(comm: &dyn HostCommunicator, to: usize, copies: usize) -> Result<(), CommError> {
     // SAFETY: no bytes.
-    unsafe { comm.send(to, 0, std::ptr::null(), 0, std::ptr::null_mut(), copies, place("send", 0)) }
+    unsafe { comm.act(&Action::Send { to, tag: 0, copies }, &[NOTHING], place("send", 0)) }
 }
 
-/// The error's text, which must come soon.
-fn soon(run: impl FnOnce() -> Result<(), CommError>) -> String {
+/// The error's text, which must come in time.
+pub(super) fn within(limit: Duration, run: impl FnOnce() -> Result<(), CommError>) -> String {
     let start = Instant::now();
     let text = run().unwrap_err().with_hint();
-    assert!(start.elapsed() < Duration::from_secs(1), "{:?}: {text}", start.elapsed());
+    assert!(start.elapsed() < limit, "{:?}: {text}", start.elapsed());
     text
+}
+
+fn soon(run: impl FnOnce() -> Result<(), CommError>) -> String {
+    within(Duration::from_secs(1), run)
 }
 
 #[test]
@@ -277,20 +256,13 @@ fn a_mismatch_names_both_sides() {
     scope(|s| {
         let other = s.spawn(|| {
             let mut x = [1u16; 1024];
-            let piece = Piece {
-                input: x.as_ptr().cast(),
-                output: x.as_mut_ptr().cast(),
-                rows: 1,
-                elements: 512,
-                order: Order::Group,
-                dtype: DType::BF16,
-            };
-            let group = RankGroup { ranks: vec![0, 1], channel: 0 };
+            let at = x.as_mut_ptr().cast();
+            let action = Action::Together(Collective::AllGather, RankGroup::all(2));
             // SAFETY: the array is this call's, and its first half is this rank's part.
-            soon(|| unsafe { comms[1].collective(Collective::AllGather, &group, &[piece], place("gather", 7)) })
+            soon(|| unsafe { comms[1].act(&action, &[Piece::new(at, at, 512, DType::BF16)], place("gather", 7)) })
         });
         let text = soon(|| all_reduce(&*comms[0], place("sum", 2)));
-        let start = "ranks 0 and 1 do not agree: all_reduce of 1,024 bytes f32 in sum, layer 2, micro-batch 1 \
+        let start = "ranks 0 and 1 do not agree: all_reduce of 16,384 bytes f32 in sum, layer 2, micro-batch 1 \
                      against all_gather of 1,024 bytes bf16 in gather, layer 7, micro-batch 1\nhint: ";
         assert!(text.starts_with(start), "{text}");
         assert_eq!(other.join().unwrap(), text);
@@ -331,9 +303,9 @@ fn what_cannot_be_done_is_refused() {
         assert!(matches!(error, CommError::Refused { rank: 0, .. }), "{error}");
     };
     for ranks in [vec![], vec![1], vec![0, 0], vec![0, 2]] {
-        let group = RankGroup { ranks, channel: 0 };
+        let action = Action::Together(Collective::AllGather, RankGroup { ranks, channel: 0 });
         // SAFETY: no pieces.
-        refused(&|comm| unsafe { comm.collective(Collective::AllGather, &group, &[], place("gather", 0)) });
+        refused(&|comm| unsafe { comm.act(&action, &[], place("gather", 0)) });
     }
     refused(&|comm| send(comm, 2, 1));
     refused(&|comm| send(comm, 1, 0));

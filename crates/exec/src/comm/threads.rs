@@ -14,14 +14,13 @@
 //!
 //! Locks are held for bookkeeping only, never while tensors are touched. In the steady state nothing is allocated.
 
+use super::collective::{Wish, agree, copy};
+use super::error::other_size;
 use super::exchange::{Meeting, Post};
-use super::message_queue::{MessageQueue, SendBuffer};
+use super::message_queue::MessageQueue;
 use super::peers::Peers;
-use super::rendezvous::{Rendezvous, copy};
-use super::{
-    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, Wish, agree, index_in,
-    other_size,
-};
+use super::rendezvous::Rendezvous;
+use super::{Action, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup};
 use crate::sync::{Arc, RwLock};
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -32,7 +31,7 @@ use std::time::Duration;
 /// the rank it waits for gives up. A rank that itself waits is as alive as the one that it waits for.
 pub fn threads(ranks: usize, timeout: Duration) -> Vec<std::sync::Arc<ThreadCommunicator>> {
     let shared = Arc::new(Shared {
-        peers: Peers::new(ranks, timeout),
+        peers: Peers::new(ranks, Some(timeout)),
         rendezvous: RwLock::new(HashMap::new()),
         queues: RwLock::new(HashMap::new()),
         meetings: RwLock::new(HashMap::new()),
@@ -69,24 +68,9 @@ fn entry<K: Hash + Eq + Clone, V>(table: &Table<K, V>, key: &K, make: impl FnOnc
 }
 
 impl ThreadCommunicator {
-    fn peers(&self) -> &Peers {
-        &self.shared.peers
-    }
-
-    /// Every call starts here.
-    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
-        if let Some(error) = self.peers().failure() {
-            return Err(error.clone());
-        }
-        if self.peers().has_left(self.rank) {
-            return Err(self.refuse(place, "this rank has ended its program"));
-        }
-        self.peers().alive(self.rank);
-        Ok(())
-    }
-
-    /// And ends here.
-    fn end<T>(&self, result: Result<T, CommError>) -> Result<T, CommError> {
+    /// Every call goes through here: an error closes this rank's send buffers.
+    fn call<T>(&self, place: ProgramPlace, act: impl FnOnce() -> Result<T, CommError>) -> Result<T, CommError> {
+        let result = self.peers().begin(self.rank, place).and_then(|()| act());
         match result {
             Ok(_) => self.peers().alive(self.rank),
             Err(_) => self.withdraw(),
@@ -94,8 +78,10 @@ impl ThreadCommunicator {
         result
     }
 
-    fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
-        self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
+    /// This rank's place in the group that acts, after a look at what it asks for.
+    fn index(&self, action: &Action, pieces: &[Piece], place: ProgramPlace) -> Result<usize, CommError> {
+        let index = action.index(pieces, self.rank, self.ranks());
+        index.map_err(|reason| self.peers().refuse(self.rank, place, reason))
     }
 
     /// What this rank has sent from.
@@ -109,45 +95,23 @@ impl ThreadCommunicator {
         self.outgoing().iter().for_each(|queue| queue.close());
     }
 
-    /// This rank's place in the group, after a look at what it asks for.
-    fn index(
-        &self,
-        kind: Collective,
-        group: &RankGroup,
-        pieces: &[Piece],
-        place: ProgramPlace,
-    ) -> Result<usize, CommError> {
-        index_in(group, kind, pieces, (self.rank, self.ranks())).map_err(|reason| self.refuse(place, reason))
-    }
-
-    fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {
-        if from.max(to) >= self.ranks() {
-            let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
-            return Err(self.refuse(place, reason));
-        }
-        Ok(())
-    }
-
-    fn queue(&self, from: usize, to: usize, tag: u32, place: ProgramPlace) -> Result<Arc<MessageQueue>, CommError> {
-        self.check_message(from, to, place)?;
-        Ok(entry(&self.shared.queues, &(from, to, tag), || MessageQueue::new(from, to)))
-    }
-
     /// Ranks that enqueue a collective on a device agree on it, and bring a value each. The last to come calls `act` with the pieces and
     /// values of all, in the order of the group; all get what it gives. Nothing is touched here.
     pub fn agree<T: Send + 'static, R: Clone + Send + 'static>(
         &self,
-        (kind, group): (Collective, &RankGroup),
+        action: &Action,
         pieces: &[Piece],
         place: ProgramPlace,
         value: T,
         act: impl FnOnce(Vec<(Vec<Piece>, T)>) -> R,
     ) -> Result<R, CommError> {
-        let meet = || {
-            self.begin(place)?;
-            let index = self.index(kind, group, pieces, place)?;
+        self.call(place, || {
+            let index = self.index(action, pieces, place)?;
+            let Action::Together(kind, group) = action else {
+                return Err(self.peers().refuse(self.rank, place, "messages that ranks agree on"));
+            };
             let meeting = entry(&self.shared.meetings, group, || Meeting::new(group));
-            let mine = (kind, SendPieces(pieces.to_vec()), place, value);
+            let mine = (*kind, SendPieces(pieces.to_vec()), place, value);
             let result = meeting.meet(self.peers(), index, place, mine, |all| {
                 let wish = |member: usize| {
                     let (kind, pieces, place, _): &(_, SendPieces, _, T) = all.get(member)?;
@@ -157,8 +121,7 @@ impl ThreadCommunicator {
                 Ok(act(all.into_iter().map(|(_, pieces, _, value)| (pieces.0, value)).collect()))
             })?;
             result.map_err(|error| self.peers().end(error))
-        };
-        self.end(meet())
+        })
     }
 
     /// All ranks of the run bring a value each, and all get what `act` makes of them.
@@ -168,35 +131,29 @@ impl ThreadCommunicator {
         value: T,
         act: impl FnOnce(Vec<T>) -> R,
     ) -> Result<R, CommError> {
-        let meet = || {
-            self.begin(place)?;
-            let group = RankGroup { ranks: (0..self.ranks()).collect(), channel: u32::MAX };
+        self.call(place, || {
+            let group = RankGroup { channel: u32::MAX, ..RankGroup::all(self.ranks()) };
             let meeting = entry(&self.shared.meetings, &group, || Meeting::new(&group));
             meeting.meet(self.peers(), self.rank, place, value, act)
-        };
-        self.end(meet())
+        })
     }
 
     /// Hands a value to another rank.
     pub fn post<T: Send + 'static>(&self, to: usize, tag: u32, value: T, place: ProgramPlace) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            self.check_message(self.rank, to, place)?;
+        self.call(place, || {
+            self.index(&Action::Send { to, tag, copies: 1 }, &[], place)?;
             entry(&self.shared.posts, &(self.rank, to, tag), || Post::new(self.rank, to)).send(value);
             Ok(())
-        };
-        self.end(act())
+        })
     }
 
     /// Waits for the next value of another rank.
     pub fn fetch<T: 'static>(&self, from: usize, tag: u32, place: ProgramPlace) -> Result<T, CommError> {
-        let act = || {
-            self.begin(place)?;
-            self.check_message(from, self.rank, place)?;
+        self.call(place, || {
+            self.index(&Action::Receive { from, tag }, &[], place)?;
             let post = entry(&self.shared.posts, &(from, self.rank, tag), || Post::new(from, self.rank));
             post.receive(self.peers(), place)
-        };
-        self.end(act())
+        })
     }
 
     /// Ends the run because a message has another size than this rank expects.
@@ -218,12 +175,8 @@ impl Communicator for ThreadCommunicator {
         self.rank
     }
 
-    fn ranks(&self) -> usize {
-        self.peers().ranks()
-    }
-
-    fn at(&self, place: ProgramPlace) {
-        self.peers().at(self.rank, place);
+    fn peers(&self) -> &Peers {
+        &self.shared.peers
     }
 
     fn leave(&self) {
@@ -241,74 +194,35 @@ impl Communicator for ThreadCommunicator {
         self.peers().fail(self.rank, None, reason, hint);
         self.withdraw();
     }
-
-    fn failure(&self) -> Option<CommError> {
-        self.peers().failure().cloned()
-    }
 }
 
 impl HostCommunicator for ThreadCommunicator {
-    unsafe fn collective(
-        &self,
-        kind: Collective,
-        group: &RankGroup,
-        pieces: &[Piece],
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            let index = self.index(kind, group, pieces, place)?;
-            if group.ranks.len() == 1 {
-                for piece in pieces {
-                    // SAFETY: the caller vouches.
-                    unsafe { copy(piece.input, piece.output, piece.bytes()) };
+    unsafe fn act(&self, action: &Action, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+        let queue = |from, to, tag| entry(&self.shared.queues, &(from, to, tag), || MessageQueue::new(from, to));
+        self.call(place, || {
+            let index = self.index(action, pieces, place)?;
+            // SAFETY: the caller vouches.
+            unsafe {
+                match *action {
+                    Action::Together(_, ref group) if group.ranks.len() == 1 => {
+                        pieces.iter().for_each(|piece| copy(piece.input, piece.output, piece.bytes()));
+                        Ok(())
+                    }
+                    Action::Together(kind, ref group) => {
+                        let rendezvous = entry(&self.shared.rendezvous, group, || Rendezvous::new(group));
+                        rendezvous.act(self.peers(), index, kind, pieces, place)
+                    }
+                    Action::Send { to, tag, copies } => {
+                        let queue = queue(self.rank, to, tag);
+                        pieces.iter().try_for_each(|piece| queue.send(self.peers(), piece, copies, place))
+                    }
+                    Action::Receive { from, tag } => {
+                        let queue = queue(from, self.rank, tag);
+                        pieces.iter().try_for_each(|piece| queue.receive(self.peers(), piece, place))
+                    }
                 }
-                return Ok(());
             }
-            let rendezvous = entry(&self.shared.rendezvous, group, || Rendezvous::new(group));
-            // SAFETY: the caller vouches.
-            unsafe { rendezvous.act(self.peers(), index, kind, pieces, place) }
-        };
-        self.end(act())
-    }
-
-    unsafe fn send(
-        &self,
-        to: usize,
-        tag: u32,
-        data: *const u8,
-        bytes: usize,
-        send_buffer: *mut u8,
-        copies: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            if copies == 0 {
-                return Err(self.refuse(place, "a message without a send buffer"));
-            }
-            let queue = self.queue(self.rank, to, tag, place)?;
-            // SAFETY: the caller vouches.
-            unsafe { queue.send(self.peers(), data, SendBuffer { memory: send_buffer, bytes, copies }, place) }
-        };
-        self.end(act())
-    }
-
-    unsafe fn receive(
-        &self,
-        from: usize,
-        tag: u32,
-        data: *mut u8,
-        bytes: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            let queue = self.queue(from, self.rank, tag, place)?;
-            // SAFETY: the caller vouches.
-            unsafe { queue.receive(self.peers(), data, bytes, place) }
-        };
-        self.end(act())
+        })
     }
 }
 

@@ -33,9 +33,9 @@ pub use crate::host::{available_bytes, cores};
 pub use simd::{Simd, UnusablePath};
 
 use crate::bound::{At, Names, check_scratch, check_write};
-use crate::comm::{HostCommunicator, ProgramPlace, waited};
-use crate::communication::{
-    CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, Inline, Link, communication_calls,
+use crate::comm::{
+    CommunicationCalls, CommunicationQueue, CommunicationThread, Enqueued, HostCommunicator, Inline, Link,
+    ProgramPlace, communication_calls, waited,
 };
 use crate::{ExecError, Executor, Rank, Timing, numbers};
 use arena::Arena;

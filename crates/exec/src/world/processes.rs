@@ -5,20 +5,19 @@
 //!
 //! A process reads only those data that its rank has a part of (`World::has`).
 
-use super::{Rank, World, scatter};
+use super::{Rank, World, caught, each, first_runs, scatter};
+use crate::comm::Link;
 use crate::comm::processes::ProcessCommunicator;
 use crate::comm::{Communicator, HostCommunicator, ProgramPlace};
-use crate::communication::Link;
 use crate::cpu::CpuExecutor;
+use crate::sync::std_lock as lock;
 use crate::{ExecError, Executor, Note, Taken, Ticket, Timing};
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, Mesh, MeshAxis, Placement, Run, StepProgram};
+use lockstep_ir::{Coordinates, Mesh, MeshAxis, Run, StepProgram};
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The ranks of a run, each a process.
 pub struct ProcessWorld {
@@ -33,13 +32,6 @@ pub struct ProcessWorld {
     later: VecDeque<Vec<(String, usize)>>,
     /// What each rank told with the last reading.
     busy_s: Mutex<Vec<f64>>,
-}
-
-/// How often `each_rank` looks whether this rank has ended.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ProcessWorld {
@@ -84,12 +76,7 @@ impl ProcessWorld {
     /// Runs something on this rank; an error ends the run for all.
     fn on_rank<T>(&mut self, work: impl FnOnce(&mut dyn Rank) -> Result<T, ExecError>) -> Result<T, ExecError> {
         let executor = self.executor.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let result = catch_unwind(AssertUnwindSafe(|| work(executor.as_mut()))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("panicked");
-            Err(ExecError::Internal(text.to_owned()))
-        });
-        result.map_err(|error| {
+        caught(|| work(executor.as_mut())).map_err(|error| {
             self.comm.fail(&error.to_string());
             executor.drain();
             match (error, self.comm.failure()) {
@@ -109,22 +96,24 @@ impl ProcessWorld {
         self.programs[self.here.get(MeshAxis::Pp)].tensor(name)
     }
 
-    /// A tensor that can be read: as some stage knows it.
-    fn known(&self, name: &str) -> Result<&Tensor, ExecError> {
+    /// What the rank at `at` has of a tensor and no rank before it, in bytes; of stages that have the same tensor, the first.
+    fn first_runs(&self, name: &str, at: Coordinates) -> Result<Vec<Run>, ExecError> {
+        let (stage, tensor) = self.known(name)?;
+        let runs = first_runs(tensor, &self.mesh, at)?;
+        Ok(if stage == at.get(MeshAxis::Pp) { runs } else { Vec::new() })
+    }
+
+    /// The first stage that has a tensor, and the tensor as it knows it.
+    fn known(&self, name: &str) -> Result<(usize, &Tensor), ExecError> {
         let unknown = || ExecError::Internal(format!("no rank has a tensor `{name}`"));
-        let tensor = self.programs.iter().find_map(|p| p.tensor(name)).ok_or_else(unknown)?;
-        match tensor.sharding.axes(Placement::Partial).is_empty() {
-            true => Ok(tensor),
-            false => Err(ExecError::Internal(format!("`{name}` is not summed over ranks"))),
-        }
+        self.programs.iter().enumerate().find_map(|(stage, p)| Some((stage, p.tensor(name)?))).ok_or_else(unknown)
     }
 
     /// Appends what this rank has of a tensor, and no rank before it, of its part.
-    fn add_own(&self, name: &str, part: &[u8], mine: &mut Vec<u8>) {
-        let width = self.known(name).map_or(0, |tensor| tensor.whole.dtype.bytes());
-        for run in self.first_runs(name, self.here) {
-            mine.extend(&part[run.local * width..(run.local + run.len) * width]);
-        }
+    fn add_own(&self, name: &str, part: &[u8], mine: &mut Vec<u8>) -> Result<(), ExecError> {
+        let runs = self.first_runs(name, self.here)?;
+        runs.iter().for_each(|run| mine.extend(&part[run.local..run.local + run.len]));
+        Ok(())
     }
 
     /// Gives all ranks these bytes, and how long this one computed, and takes everybody's.
@@ -144,30 +133,16 @@ impl ProcessWorld {
 
     /// The whole of a tensor from what every rank gave, where that starts `at`.
     fn put_together(&self, name: &str, at: &mut [usize], all: &[Vec<u8>]) -> Result<Vec<u8>, ExecError> {
-        let tensor = self.known(name)?;
-        let width = tensor.whole.dtype.bytes();
-        let mut whole = vec![0; tensor.whole.bytes() as usize];
+        let mut whole = vec![0; self.known(name)?.1.whole.bytes() as usize];
         for (rank, (bytes, at)) in all.iter().zip(at).enumerate() {
-            for run in self.first_runs(name, self.mesh.coordinates(rank)) {
-                let (from, to) = (*at..*at + run.len * width, run.whole * width..(run.whole + run.len) * width);
+            for run in self.first_runs(name, self.mesh.coordinates(rank))? {
                 let short = || ExecError::Internal(format!("rank {rank} gave too little of `{name}`"));
-                whole[to].copy_from_slice(bytes.get(from).ok_or_else(short)?);
-                *at += run.len * width;
+                let part = bytes.get(*at..*at + run.len).ok_or_else(short)?;
+                whole[run.whole..run.whole + run.len].copy_from_slice(part);
+                *at += run.len;
             }
         }
         Ok(whole)
-    }
-
-    /// What the rank at `at` has of a tensor and no rank before it.
-    fn first_runs(&self, name: &str, at: Coordinates) -> Vec<Run> {
-        // Of stages that have the same tensor, the first.
-        let stage = self.programs.iter().position(|p| p.tensor(name).is_some());
-        match stage.and_then(|stage| self.programs[stage].tensor(name)) {
-            Some(tensor) if stage == Some(at.get(MeshAxis::Pp)) => {
-                tensor.sharding.first_runs(&tensor.whole, &self.mesh, at)
-            }
-            _ => Vec::new(),
-        }
     }
 }
 
@@ -201,17 +176,9 @@ impl World for ProcessWorld {
         f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecError> {
-        std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("lockstep-each".into());
-            let work = || f(self.here, lock(&self.executor).as_ref());
-            let thread = thread.spawn_scoped(scope, work).map_err(|e| ExecError::Threads(1, e))?;
-            while !thread.is_finished() {
-                self.comm.at(ProgramPlace::outside("save"));
-                meanwhile();
-                std::thread::sleep(LOOK_EVERY);
-            }
+        each([(self.here, &self.executor)].into_iter(), f, &mut || {
+            self.comm.at(ProgramPlace::outside("save"));
             meanwhile();
-            thread.join().map_err(|_| ExecError::Internal("a rank's thread panicked".into()))
         })
     }
 }
@@ -225,22 +192,20 @@ impl Executor for ProcessWorld {
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
-        if let Some(own) = self.programs[self.here.get(MeshAxis::Pp)].tensor(tensor) {
-            let part = scatter(own, &self.mesh, self.here, data)?;
-            return lock(&self.executor).write(tensor, micro_batch, &part);
-        }
-        match self.programs.iter().any(|p| p.tensor(tensor).is_some()) {
-            true => Ok(()),
-            false => Err(ExecError::Internal(format!("no rank has a tensor `{tensor}`"))),
+        match self.own(tensor) {
+            Some(own) => {
+                let part = scatter(own, &self.mesh, self.here, data)?;
+                lock(&self.executor).write(tensor, micro_batch, &part)
+            }
+            None => self.known(tensor).map(|_| ()),
         }
     }
 
     fn read(&self, tensor: &str, micro_batch: usize) -> Result<Cow<'_, [u8]>, ExecError> {
-        self.known(tensor)?;
         let mut mine = Vec::new();
-        if !self.first_runs(tensor, self.here).is_empty() {
+        if !self.first_runs(tensor, self.here)?.is_empty() {
             let executor = lock(&self.executor);
-            self.add_own(tensor, &executor.read(tensor, micro_batch)?, &mut mine);
+            self.add_own(tensor, &executor.read(tensor, micro_batch)?, &mut mine)?;
         }
         let all = self.exchange_parts(&mine)?;
         Ok(Cow::Owned(self.put_together(tensor, &mut vec![0; all.len()], &all)?))
@@ -248,9 +213,10 @@ impl Executor for ProcessWorld {
 
     /// Queues the reading of what this rank has of them.
     fn read_later(&mut self, tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
-        tensors.iter().try_for_each(|(name, _)| self.known(name).map(|_| ()))?;
-        let has = |(name, _): &&(String, usize)| !self.first_runs(name, self.here).is_empty();
-        let own: Vec<(String, usize)> = tensors.iter().filter(has).cloned().collect();
+        let mut own = Vec::new();
+        for tensor in tensors {
+            own.extend((!self.first_runs(&tensor.0, self.here)?.is_empty()).then(|| tensor.clone()));
+        }
         let ticket = self.on_rank(|rank| rank.read_later(&own))?;
         if ticket.is_some() {
             self.later.push_back(tensors.to_vec());
@@ -263,9 +229,11 @@ impl Executor for ProcessWorld {
         let asked = self.later.pop_front().ok_or_else(|| ExecError::Internal("nothing was queued".into()))?;
         let (mut parts, mut mine) = (taken.tensors.iter(), Vec::new());
         let one_by_one = || asked.iter().flat_map(|(name, count)| (0..*count).map(move |_| name));
-        for name in one_by_one().filter(|name| !self.first_runs(name, self.here).is_empty()) {
-            let short = || ExecError::Internal(format!("a reading has nothing of `{name}`"));
-            self.add_own(name, parts.next().ok_or_else(short)?, &mut mine);
+        for name in one_by_one() {
+            if !self.first_runs(name, self.here)?.is_empty() {
+                let short = || ExecError::Internal(format!("a reading has nothing of `{name}`"));
+                self.add_own(name, parts.next().ok_or_else(short)?, &mut mine)?;
+            }
         }
         let all = self.exchange_parts(&mine)?;
         let mut at = vec![0; all.len()];

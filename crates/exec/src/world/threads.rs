@@ -3,17 +3,17 @@
 //! Every rank is a thread with an executor of its own, on the CPU or on a device that all share. A program comes per pipeline
 //! stage; ranks of a stage share it.
 
-use super::{Rank, World, first_runs, gather, scatter};
+use super::{Rank, World, caught, each, first_runs, gather, scatter};
+use crate::comm::Link;
 use crate::comm::{Communicator, HostCommunicator, ThreadCommunicator, threads};
-use crate::communication::Link;
 use crate::cpu::CpuExecutor;
+use crate::sync::std_lock as lock;
 use crate::{ExecError, Executor, Note, Timing};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Hint, Mesh, MeshAxis, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -35,9 +35,6 @@ struct Worker {
     thread: Option<JoinHandle<()>>,
 }
 
-/// How often `each_rank` looks whether all have ended.
-const LOOK_EVERY: Duration = Duration::from_millis(1);
-
 /// What the ranks are asked for, and what they answer.
 struct Board {
     state: Mutex<State>,
@@ -55,10 +52,6 @@ struct State {
     busy: usize,
     error: Option<ExecError>,
     timings: Vec<Timing>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ThreadWorld {
@@ -160,14 +153,9 @@ fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board
         let (entry, profile) = (state.entry.clone(), state.profile);
         drop(state);
         let mut executor = lock(executor);
-        let work = AssertUnwindSafe(|| match profile {
+        let result = caught(|| match profile {
             true => executor.profile(&entry),
             false => executor.run(&entry).map(|()| Vec::new()),
-        });
-        let result = catch_unwind(work).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("panicked");
-            Err(ExecError::Internal(text.to_owned()))
         });
         if let Err(error) = &result {
             comm.fail_with(&error.to_string(), error.hint());
@@ -197,22 +185,8 @@ impl World for ThreadWorld {
         f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),
         meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ExecError> {
-        std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(self.workers.len());
-            for (rank, worker) in self.workers.iter().enumerate() {
-                let at = self.mesh.coordinates(rank);
-                let thread = std::thread::Builder::new().name(format!("lockstep-each-{rank}"));
-                let thread = thread.spawn_scoped(scope, move || f(at, lock(&worker.executor).as_ref()));
-                threads.push(thread.map_err(|e| ExecError::Threads(self.workers.len(), e))?);
-            }
-            while !threads.iter().all(|thread| thread.is_finished()) {
-                meanwhile();
-                std::thread::sleep(LOOK_EVERY);
-            }
-            meanwhile();
-            let panicked = |_| ExecError::Internal("a rank's thread panicked".into());
-            threads.into_iter().try_for_each(|thread| thread.join().map_err(panicked))
-        })
+        let ranks = self.workers.iter().enumerate();
+        each(ranks.map(|(rank, worker)| (self.mesh.coordinates(rank), worker.executor.as_ref())), f, meanwhile)
     }
 }
 

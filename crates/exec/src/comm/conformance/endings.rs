@@ -1,7 +1,7 @@
 //! How runs end: ranks that disagree, fail or leave.
 
 use super::{Buffer, Make, Subject, adds, must_fail, together};
-use crate::comm::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup};
+use crate::comm::{Action, Collective, CommError, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;
 use std::time::{Duration, Instant};
 
@@ -24,21 +24,16 @@ pub fn check(make: Make<'_>) -> Result<(), String> {
 
 /// A collective whose outputs must stay untouched.
 fn call(subject: &Subject, kind: Collective, shapes: &[(usize, DType)]) -> (Result<(), CommError>, Result<(), String>) {
-    let group = RankGroup { ranks: (0..subject.comm().ranks()).collect(), channel: 0 };
+    let action = Action::Together(kind, RankGroup::all(subject.comm().ranks()));
     let mut memory: Vec<_> = shapes.iter().map(|_| (Buffer::new(subject, 1000), Buffer::new(subject, 1000))).collect();
-    let piece = |((input, output), &(elements, dtype)): (&mut (Buffer, Buffer), &(usize, DType))| Piece {
-        input: input.pointer(),
-        output: output.pointer(),
-        rows: 1,
-        elements,
-        order: Order::Group,
-        dtype,
+    let piece = |((input, output), &(elements, dtype)): (&mut (Buffer, Buffer), &(usize, DType))| {
+        Piece::new(input.pointer(), output.pointer(), elements, dtype)
     };
     let pieces: Vec<Piece> = memory.iter_mut().zip(shapes).map(piece).collect();
     subject.comm().at(PLACE);
     let start = Instant::now();
     // The buffers are larger than what is asked for, whoever is right.
-    let result = subject.collective(kind, &group, &pieces, PLACE);
+    let result = subject.act(action, &pieces, PLACE);
     let fresh = Buffer::new(subject, 1000);
     let state = if start.elapsed() > SOON {
         Err(format!("{kind} takes {:?} to end", start.elapsed()))
@@ -48,6 +43,11 @@ fn call(subject: &Subject, kind: Collective, shapes: &[(usize, DType)]) -> (Resu
         Ok(())
     };
     (result, state)
+}
+
+fn receive(subject: &Subject, from: usize, data: &mut Buffer, bytes: usize) -> Result<(), CommError> {
+    let message = Piece::message(data.pointer(), data.pointer(), bytes);
+    subject.act(Action::Receive { from, tag: 0 }, &[message], PLACE)
 }
 
 type Wish<'a> = (Collective, &'a [(usize, DType)]);
@@ -73,7 +73,8 @@ fn message_sizes(make: Make<'_>) -> Result<(), String> {
         let text = if comm.rank() == 0 {
             let start = Instant::now();
             // The receiver may have refused it before the sender has gone on.
-            match subject.send(1, 0, (data.pointer(), 40), (send_buffer.pointer(), 1), PLACE) {
+            let message = Piece::message(data.pointer(), send_buffer.pointer(), 40);
+            match subject.act(Action::Send { to: 1, tag: 0, copies: 1 }, &[message], PLACE) {
                 Err(error) => error.to_string(),
                 Ok(()) => loop {
                     if let Some(error) = comm.failure() {
@@ -87,7 +88,7 @@ fn message_sizes(make: Make<'_>) -> Result<(), String> {
                 },
             }
         } else {
-            must_fail(subject.receive(0, 0, (data.pointer(), 48), PLACE), "a message of another size")?
+            must_fail(receive(subject, 0, &mut data, 48), "a message of another size")?
         };
         subject.leave();
         if data.bytes() != Buffer::new(subject, 64).bytes() {
@@ -124,8 +125,7 @@ fn failure(make: Make<'_>) -> Result<(), String> {
                 comm.fail("no more memory");
             }
             3 => {
-                let mut data = Buffer::new(subject, 8);
-                let result = subject.receive(2, 0, (data.pointer(), 8), PLACE);
+                let result = receive(subject, 2, &mut Buffer::new(subject, 8), 8);
                 says(&must_fail(result, "a message of a failed rank")?, &all)?;
             }
             _ => {
@@ -151,8 +151,7 @@ fn leaving(make: Make<'_>) -> Result<(), String> {
                 return Ok(());
             }
             let result = if by_message {
-                let mut data = Buffer::new(subject, 8);
-                subject.receive(1, 0, (data.pointer(), 8), PLACE)
+                receive(subject, 1, &mut Buffer::new(subject, 8), 8)
             } else {
                 let (result, state) = call(subject, Collective::AllReduce, &[(10, DType::F32)]);
                 state?;

@@ -1,7 +1,7 @@
 //! Messages: order, copies, tags, and the end of the sender.
 
 use super::{Buffer, Make, Subject, delay, together, values};
-use crate::comm::ProgramPlace;
+use crate::comm::{Action, Piece, ProgramPlace};
 use lockstep_ir::DType;
 
 /// A message of this tag, for errors.
@@ -33,8 +33,8 @@ fn send(
     data.write(0, text);
     subject.comm().at(place(tag));
     // The send buffer has room for the copies and lives until the rank has left.
-    let result = subject.send(to, tag, (data.pointer(), text.len()), (send_buffer.pointer(), copies), place(tag));
-    result.map_err(|e| e.to_string())?;
+    let message = Piece::message(data.pointer(), send_buffer.pointer(), text.len());
+    subject.act(Action::Send { to, tag, copies }, &[message], place(tag)).map_err(|e| e.to_string())?;
     data.write(0, &vec![0; text.len()]);
     Ok(())
 }
@@ -42,7 +42,8 @@ fn send(
 fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<(), String> {
     let mut data = Buffer::new(subject, expected.len());
     subject.comm().at(place(tag));
-    subject.receive(from, tag, (data.pointer(), expected.len()), place(tag)).map_err(|e| e.to_string())?;
+    let message = Piece::message(data.pointer(), data.pointer(), expected.len());
+    subject.act(Action::Receive { from, tag }, &[message], place(tag)).map_err(|e| e.to_string())?;
     if data.bytes() != expected || !data.intact() {
         return Err(format!("a message from rank {from} with tag {tag} comes out wrong"));
     }

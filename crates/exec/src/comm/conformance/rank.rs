@@ -2,7 +2,7 @@
 
 use super::messages::{RING, TAGS, round_the_ring, several_shapes, several_tags};
 use super::{RankGroup, Subject, both_channels, every_kind, large_tensors};
-use crate::communication::Connection;
+use crate::comm::Connection;
 use std::collections::BTreeSet;
 
 /// All, in two orders.

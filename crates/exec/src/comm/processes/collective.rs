@@ -1,11 +1,12 @@
 //! Collectives of a group of processes.
 
+use super::ProcessCommunicator;
 use super::inbox::{Buffer, Stream};
-use super::wire::{Reader, Writer};
-use super::{ProcessCommunicator, number};
-use crate::comm::rendezvous::{copy, in_rows};
-use crate::comm::{Collective, CommError, Order, Piece, ProgramPlace, RankGroup, Wish, agree, slice_of, sum};
+use super::wire::{read, write};
+use crate::comm::collective::{Wish, agree, combine, copy, in_rows, others, slice_of};
+use crate::comm::{Collective, CommError, Communicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.
 const SMALL: usize = 4096;
@@ -17,11 +18,12 @@ pub struct Channel {
     packed: Buffer,
     /// What came, by member; none from this rank.
     received: Vec<Option<Buffer>>,
-    /// Where the data of these frames begin.
+    /// Where the data of these frames begin, and where behind that those of each piece.
     starts: Vec<usize>,
+    offsets: Vec<usize>,
     /// What this rank asks for, as bytes that are the same wherever it is the same, and where it asks.
-    wish: Writer,
-    place: Writer,
+    wish: Vec<u8>,
+    place: Vec<u8>,
 }
 
 /// Which part of a piece goes from one member to another.
@@ -83,21 +85,25 @@ impl Share {
 
 impl Channel {
     pub fn new(group: &RankGroup) -> Self {
+        // A number that all members find for it.
+        let mut hasher = DefaultHasher::new();
+        group.hash(&mut hasher);
         Self {
             members: group.ranks.clone(),
-            stream: Stream::group(number(group)),
+            stream: Stream::group(hasher.finish()),
             packed: Buffer::default(),
             received: group.ranks.iter().map(|_| None).collect(),
             starts: vec![0; group.ranks.len()],
-            wish: Writer::default(),
-            place: Writer::default(),
+            offsets: Vec::new(),
+            wish: Vec::new(),
+            place: Vec::new(),
         }
     }
 
     /// The part of member `index` in a collective.
     ///
     /// # Safety
-    /// As `HostCommunicator::collective`; sums are of types that can be added.
+    /// As `HostCommunicator::act`; sums are of types that can be added.
     pub unsafe fn act(
         &mut self,
         comm: &ProcessCommunicator,
@@ -118,9 +124,8 @@ impl Channel {
         let share = |from, to| Share { kind, whole: small, members: n, from, to };
         self.ask(kind, pieces, place);
         let alike = kind == Collective::AllGather || (kind == Collective::AllReduce && small);
-        for i in 1..n {
-            let member = (index + i) % n;
-            if i == 1 || !alike {
+        for member in others(index, n) {
+            if member == (index + 1) % n || !alike {
                 self.head();
                 // SAFETY: the caller vouches.
                 pieces.iter().for_each(|piece| unsafe { share(index, member).pack(piece, &mut self.packed) });
@@ -128,18 +133,22 @@ impl Channel {
             comm.post(self.members[member], self.stream, self.packed.bytes(), place)?;
         }
         self.collect(comm, index, place)?;
-        let data = |from| pieces.iter().map(|piece| share(from, index).bytes(piece).next_multiple_of(8)).sum();
-        self.agreed(index, data, (kind, pieces, place)).map_err(|error| comm.peers().end(error))?;
-        // SAFETY: all have agreed and sent as much as is read here; the caller vouches for the pieces.
-        unsafe {
-            match kind {
-                Collective::AllReduce => self.add_slices(index, share(index, index), pieces),
-                Collective::ReduceScatter => self.add_parts(index, pieces),
-                Collective::AllGather => self.gather(index, pieces),
-                Collective::Shift => self.take((index + n - 1) % n, pieces),
-                Collective::AllToAll => self.take_parts(index, pieces),
-            }
-        }
+        let padded = |from, piece: &Piece| share(from, index).bytes(piece).next_multiple_of(8);
+        let data = |from| pieces.iter().map(|piece| padded(from, piece)).sum();
+        self.agreed(index, data, Wish { kind, pieces, place }).map_err(|error| comm.peers().end(error))?;
+        // Those that send anything send as much.
+        let mut end = 0;
+        self.offsets.clear();
+        self.offsets.extend(pieces.iter().map(|piece| {
+            end += padded((index + n - 1) % n, piece);
+            end - padded((index + n - 1) % n, piece)
+        }));
+        let input = |member: usize, p: usize, whole: usize, part: usize| match &self.received[member] {
+            Some(frame) => frame.bytes()[self.starts[member] + self.offsets[p] + part..].as_ptr(),
+            None => pieces[p].input.cast_const().wrapping_add(whole),
+        };
+        // SAFETY: all have agreed and sent as much as is read here, aligned to 8 bytes; the caller vouches for the pieces.
+        unsafe { combine(kind, (index, n), pieces, |piece| share(index, index).slice(piece), input) };
         self.recycle(comm);
         if kind == Collective::AllReduce && !small {
             // SAFETY: the caller vouches.
@@ -150,25 +159,25 @@ impl Channel {
 
     /// Writes down what this rank asks for.
     fn ask(&mut self, kind: Collective, pieces: &[Piece], place: ProgramPlace) {
-        self.wish.0.clear();
-        self.wish.u8(kind as u8);
+        self.wish.clear();
+        self.wish.push(kind as u8);
         for piece in pieces {
-            self.wish.size(piece.rows);
-            self.wish.size(piece.elements);
-            self.wish.u8(u8::from(piece.order == Order::ZigZag));
-            self.wish.u8(DTYPES.iter().position(|dtype| *dtype == piece.dtype).unwrap_or(DTYPES.len()) as u8);
+            self.wish.extend((piece.rows as u64).to_le_bytes());
+            self.wish.extend((piece.elements as u64).to_le_bytes());
+            self.wish.push(u8::from(piece.order == Order::ZigZag));
+            self.wish.push(DTYPES.iter().position(|dtype| *dtype == piece.dtype).unwrap_or(DTYPES.len()) as u8);
         }
-        self.place.0.clear();
-        self.place.place(place);
+        self.place.clear();
+        write(&mut self.place, &place);
     }
 
     /// Begins a frame with what this rank asks for.
     fn head(&mut self) {
         self.packed.clear();
-        self.packed.push(&(self.wish.0.len() as u32).to_le_bytes());
-        self.packed.push(&(self.place.0.len() as u32).to_le_bytes());
-        self.packed.push(&self.wish.0);
-        self.packed.push(&self.place.0);
+        self.packed.push(&(self.wish.len() as u32).to_le_bytes());
+        self.packed.push(&(self.place.len() as u32).to_le_bytes());
+        self.packed.push(&self.wish);
+        self.packed.push(&self.place);
         self.packed.align();
     }
 
@@ -188,17 +197,12 @@ impl Channel {
 
     /// Finds where the data of every member's frame begin, if all ask for the same and have sent as many bytes as `data`
     /// says.
-    fn agreed(
-        &mut self,
-        index: usize,
-        data: impl Fn(usize) -> usize,
-        (kind, pieces, place): (Collective, &[Piece], ProgramPlace),
-    ) -> Result<(), CommError> {
+    fn agreed(&mut self, index: usize, data: impl Fn(usize) -> usize, mine: Wish<'_>) -> Result<(), CommError> {
         let mut same = true;
         for (member, (frame, start)) in self.received.iter().zip(&mut self.starts).enumerate() {
             let Some(frame) = frame else { continue };
             match head_of(frame.bytes()) {
-                Some((wish, _, at)) if wish == self.wish.0 && frame.bytes().len() == at + data(member) => *start = at,
+                Some((wish, _, at)) if wish == self.wish && frame.bytes().len() == at + data(member) => *start = at,
                 _ => same = false,
             }
         }
@@ -208,101 +212,13 @@ impl Channel {
         let wishes: Vec<_> = self.received.iter().map(|frame| read_wish(frame.as_ref()?.bytes())).collect();
         agree(&self.members, |member| {
             if member == index {
-                return Some(Wish { kind, pieces, place });
+                return Some(mine);
             }
             let (kind, pieces, place) = wishes[member].as_ref()?;
             Some(Wish { kind: *kind, pieces, place: *place })
         })?;
         let reason = "ranks that send what others do not expect".to_owned();
-        Err(CommError::Refused { rank: self.members[index], place, reason })
-    }
-
-    /// The address of a member's part of a piece.
-    fn part(&self, member: usize, offset: usize) -> *const u8 {
-        let at = self.starts[member] + offset;
-        self.received[member].as_ref().map_or(std::ptr::null(), |frame| frame.bytes()[at..].as_ptr())
-    }
-
-    /// Sums this member's slices into its outputs.
-    unsafe fn add_slices(&self, index: usize, mine: Share, pieces: &[Piece]) {
-        let mut offset = 0;
-        for piece in pieces {
-            let (start, n) = mine.slice(piece);
-            let at = start * piece.dtype.bytes();
-            let input = |member| match member == index {
-                true => piece.input.wrapping_add(at),
-                false => self.part(member, offset),
-            };
-            // SAFETY: the frames have this many elements, aligned to 8 bytes; the caller vouches for the piece.
-            unsafe { sum::sum(piece.dtype, self.members.len(), input, piece.output.wrapping_add(at), n) };
-            offset += mine.bytes(piece).next_multiple_of(8);
-        }
-    }
-
-    /// Sums this member's part of all inputs into its output.
-    unsafe fn add_parts(&self, index: usize, pieces: &[Piece]) {
-        let (mut offset, n) = (0, self.members.len());
-        for piece in pieces {
-            let size = piece.dtype.bytes();
-            for (row, (whole, part, len)) in in_rows(piece, n, index) {
-                let at = (row * piece.elements + part) * size;
-                let input = |member| match member == index {
-                    true => piece.input.wrapping_add((row * n * piece.elements + whole) * size),
-                    false => self.part(member, offset + at),
-                };
-                // SAFETY: as above; rows and halves of them are whole elements.
-                unsafe { sum::sum(piece.dtype, n, input, piece.output.wrapping_add(at), len) };
-            }
-            offset += piece.bytes().next_multiple_of(8);
-        }
-    }
-
-    /// Copies all inputs into this member's outputs.
-    unsafe fn gather(&self, index: usize, pieces: &[Piece]) {
-        let (mut offset, n) = (0, self.members.len());
-        for piece in pieces {
-            let size = piece.dtype.bytes();
-            for member in 0..n {
-                for (row, (whole, part, len)) in in_rows(piece, n, member) {
-                    let at = (row * piece.elements + part) * size;
-                    let input = match member == index {
-                        true => piece.input.wrapping_add(at),
-                        false => self.part(member, offset + at),
-                    };
-                    let to = piece.output.wrapping_add((row * n * piece.elements + whole) * size);
-                    // SAFETY: inside the frames and the piece, for which the caller vouches; what may be the input is not written.
-                    unsafe { copy(input, to, len * size) };
-                }
-            }
-            offset += piece.bytes().next_multiple_of(8);
-        }
-    }
-
-    /// Copies the inputs of a member into this one's outputs.
-    unsafe fn take(&self, member: usize, pieces: &[Piece]) {
-        let mut offset = 0;
-        for piece in pieces {
-            // SAFETY: inside the frame and the piece, for which the caller vouches.
-            unsafe { copy(self.part(member, offset), piece.output, piece.bytes()) };
-            offset += piece.bytes().next_multiple_of(8);
-        }
-    }
-
-    /// Copies what every member has sent, and this one's own part, into its outputs.
-    unsafe fn take_parts(&self, index: usize, pieces: &[Piece]) {
-        let mut offset = 0;
-        for piece in pieces {
-            let bytes = piece.bytes();
-            for member in 0..self.members.len() {
-                let input = match member == index {
-                    true => piece.input.wrapping_add(index * bytes),
-                    false => self.part(member, offset),
-                };
-                // SAFETY: inside the frames and the piece, for which the caller vouches.
-                unsafe { copy(input, piece.output.wrapping_add(member * bytes), bytes) };
-            }
-            offset += bytes.next_multiple_of(8);
-        }
+        Err(CommError::Refused { rank: self.members[index], place: mine.place, reason })
     }
 
     /// Sends round the slices that this member has summed, and fetches the others'.
@@ -321,8 +237,8 @@ impl Channel {
             unsafe { self.packed.push_from(piece.output.wrapping_add(start * size), len * size) };
             self.packed.align();
         }
-        for i in 1..n {
-            comm.post(self.members[(index + i) % n], self.stream, self.packed.bytes(), place)?;
+        for member in others(index, n) {
+            comm.post(self.members[member], self.stream, self.packed.bytes(), place)?;
         }
         self.collect(comm, index, place)?;
         for (member, frame) in self.received.iter().enumerate() {
@@ -331,7 +247,7 @@ impl Channel {
             for piece in pieces {
                 let ((start, len), size) = (slice_of(member, n, piece), piece.dtype.bytes());
                 let Some(part) = frame.bytes().get(offset..offset + len * size) else {
-                    return Err(comm.refuse(place, "ranks that send what others do not expect"));
+                    return Err(comm.peers().refuse(comm.rank, place, "ranks that send what others do not expect"));
                 };
                 // SAFETY: inside the output.
                 unsafe { copy(part.as_ptr(), piece.output.wrapping_add(start * size), len * size) };
@@ -347,24 +263,24 @@ const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DTy
 
 /// What a frame asks for, where, and where its data begin.
 fn head_of(frame: &[u8]) -> Option<(&[u8], &[u8], usize)> {
-    let mut head = Reader(frame);
-    let (wish, place) = (head.u32()? as usize, head.u32()? as usize);
-    let (wish, rest) = head.0.split_at_checked(wish)?;
-    let at = (8 + wish.len() + place).next_multiple_of(8);
-    Some((wish, rest.get(..place)?, at))
+    let ([wish, place], rest) = frame.split_first_chunk::<8>().map(|(head, rest)| {
+        let lengths: &[[u8; 4]] = head.as_chunks().0;
+        ([0, 1].map(|i| u32::from_le_bytes(lengths[i]) as usize), rest)
+    })?;
+    let (wish, rest) = rest.split_at_checked(wish)?;
+    Some((wish, rest.get(..place)?, (8 + wish.len() + place).next_multiple_of(8)))
 }
 
 /// What a frame asks for, read.
 fn read_wish(frame: &[u8]) -> Option<(Collective, Vec<Piece>, ProgramPlace)> {
     let (wish, place, _) = head_of(frame)?;
-    let mut wish = Reader(wish);
-    let kind = *Collective::ALL.get(wish.u8()? as usize)?;
-    let mut pieces = Vec::new();
-    while !wish.0.is_empty() {
-        let (rows, elements) = (wish.size()?, wish.size()?);
-        let order = if wish.u8()? == 0 { Order::Group } else { Order::ZigZag };
-        let dtype = *DTYPES.get(wish.u8()? as usize)?;
-        pieces.push(Piece { input: std::ptr::null(), output: std::ptr::null_mut(), rows, elements, order, dtype });
-    }
-    Some((kind, pieces, Reader(place).place()?))
+    let (kind, pieces) = wish.split_first()?;
+    let null = std::ptr::null_mut();
+    let piece = |piece: &[u8; 18]| {
+        let [rows, elements] = [0, 1].map(|i| u64::from_le_bytes(piece.as_chunks().0[i]) as usize);
+        let order = if piece[16] == 0 { Order::Group } else { Order::ZigZag };
+        Some(Piece { rows, order, ..Piece::new(null, null, elements, *DTYPES.get(piece[17] as usize)?) })
+    };
+    let pieces = pieces.as_chunks().0.iter().map(piece).collect::<Option<_>>()?;
+    Some((*Collective::ALL.get(*kind as usize)?, pieces, read(place)?))
 }

@@ -6,12 +6,14 @@
 
 use super::inbox::Inbox;
 use super::sockets::{CLOSED, CUT_AFTER, ENDED, ended};
-use super::wire::{Reader, Writer, read_note, write_note};
+use super::wire::{read, read_note, write_note};
 use crate::comm::CommError;
+use crate::sync::std_lock as lock;
 use lockstep_ir::units;
+use serde::Serialize;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How often ranks tell that they live.
@@ -50,10 +52,6 @@ struct Link {
     heard: AtomicU64,
     /// The other end has said goodbye, or is gone.
     ended: AtomicBool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The error for a rank whose process has ended, where only one of its two connections has.
@@ -126,7 +124,7 @@ impl Control {
     }
 
     /// Sends a note to a rank that is there. Where that fails, whoever reads from it finds out.
-    fn tell(&self, link: &Link, kind: u8, body: &[u8]) {
+    fn tell(&self, link: &Link, kind: u8, body: &impl Serialize) {
         if !link.ended.load(Ordering::Acquire) {
             let _ = write_note(&*lock(&link.stream), kind, body);
         }
@@ -142,16 +140,14 @@ impl Control {
         if let Some(verdict) = &*verdict {
             return verdict.clone();
         }
-        let mut body = Writer::default();
-        body.error(&error);
         if self.rank == 0 {
             *verdict = Some(error.clone());
             drop(verdict);
-            self.links.iter().flatten().for_each(|link| self.tell(link, VERDICT, &body.0));
+            self.links.iter().flatten().for_each(|link| self.tell(link, VERDICT, &error));
             return error;
         }
         let Some(link) = self.links[0].as_ref() else { return error };
-        self.tell(link, PROPOSAL, &body.0);
+        self.tell(link, PROPOSAL, &error);
         let until = Instant::now() + VERDICT_WITHIN;
         while verdict.is_none() && !link.ended.load(Ordering::Acquire) {
             let left = until.saturating_duration_since(Instant::now());
@@ -173,17 +169,17 @@ impl Control {
             link.heard.store(self.now(), Ordering::Relaxed);
             match note {
                 Ok((BEAT, body)) => {
-                    if let Some(pulse) = Reader(&body).pulse() {
+                    if let Some(pulse) = read(&body) {
                         peers.hear(other, pulse);
                     }
                 }
                 Ok((PROPOSAL, body)) if self.rank == 0 => {
-                    if let Some(error) = Reader(&body).error() {
+                    if let Some(error) = read(&body) {
                         peers.end(self.inbox.completed(self.judged(other, error)));
                     }
                 }
                 Ok((VERDICT, body)) if other == 0 => {
-                    if let Some(error) = Reader(&body).error() {
+                    if let Some(error) = read(&body) {
                         let settled = lock(&self.verdict).get_or_insert(error).clone();
                         self.changed.notify_all();
                         peers.conclude(settled);
@@ -267,11 +263,10 @@ impl Control {
     fn beat(&self) {
         let peers = &self.inbox.peers;
         while !self.closed.load(Ordering::Acquire) {
-            let mut body = Writer::default();
-            body.pulse(peers.pulse(self.rank));
+            let pulse = peers.pulse(self.rank);
             for (other, link) in self.links.iter().enumerate() {
                 let Some(link) = link else { continue };
-                self.tell(link, BEAT, &body.0);
+                self.tell(link, BEAT, &pulse);
                 let silent = self.now().saturating_sub(link.heard.load(Ordering::Relaxed));
                 if silent > self.silence.as_millis() as u64 && !link.ended.swap(true, Ordering::AcqRel) {
                     self.changed.notify_all();
@@ -311,7 +306,7 @@ impl Control {
         for link in self.links.iter().flatten() {
             // One that has said goodbye waits for ours as well; who is gone needs none.
             let stream = lock(&link.stream);
-            let _ = write_note(&*stream, BYE, &[]);
+            let _ = write_note(&*stream, BYE, &());
             let _ = stream.shutdown(Shutdown::Write);
         }
     }

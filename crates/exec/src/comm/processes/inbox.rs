@@ -1,11 +1,12 @@
 //! What has come from other processes and was not taken yet, and what of ours they have taken.
 
-use super::wire::Reader;
+use super::wire::read;
 use crate::comm::CommError;
 use crate::comm::peers::{Gate, Peers};
+use crate::sync::std_lock;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Bytes whose start is aligned for every type of element.
 #[derive(Default)]
@@ -173,7 +174,7 @@ impl Inbox {
     }
 
     fn fitting(&self, bytes: usize) -> Buffer {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = std_lock(&self.free);
         let fits = |(_, buffer): &(usize, &Buffer)| buffer.words.len() * 8 >= bytes;
         let best = free.iter().enumerate().filter(fits).min_by_key(|(_, buffer)| buffer.words.len()).map(|(i, _)| i);
         best.map_or_else(Buffer::default, |i| free.swap_remove(i))
@@ -181,7 +182,7 @@ impl Inbox {
 
     /// Gives a buffer back.
     pub fn recycle(&self, buffer: Buffer) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = std_lock(&self.free);
         if free.len() < KEPT {
             free.push(buffer);
         }
@@ -197,7 +198,7 @@ impl Inbox {
         }
         if stream == Stream::ENDED {
             // The first rank settles what it hears of; for others it is settled.
-            match Reader(frame.bytes()).error() {
+            match read(frame.bytes()) {
                 Some(error) if self.rank == 0 => drop(self.peers.end(error)),
                 Some(error) => self.peers.conclude(error),
                 None => {}

@@ -16,15 +16,16 @@ use super::secret::JobSecret;
 use super::sockets::{Mesh, Sockets, tune};
 use super::start::{JoinError, Member, REFUSAL, Start, host};
 use super::transport::Transport;
-use super::wire::{Reader, Writer, write_note};
+use super::wire::write_note;
 use crate::comm::Communicator;
 use crate::comm::peers::Peers;
 use first::{meet, open};
 use lockstep_ir::Hint;
 use others::{Search, visit};
+use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Kinds of notes.
@@ -40,6 +41,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const HELLO_WITHIN: Duration = Duration::from_secs(5);
 
 /// What a process says when it comes.
+#[derive(Serialize, Deserialize)]
 struct Hello {
     rank: usize,
     ranks: usize,
@@ -50,70 +52,12 @@ struct Hello {
     offers: Over,
 }
 
-impl Hello {
-    fn write(&self) -> Vec<u8> {
-        let mut to = Writer::default();
-        to.size(self.rank);
-        to.size(self.ranks);
-        to.text(&self.build);
-        write_member(&mut to, &self.member, self.listens);
-        self.offers.write(&mut to);
-        to.0
-    }
-
-    fn read(body: &[u8]) -> Option<Self> {
-        let mut from = Reader(body);
-        let (rank, ranks, build) = (from.size()?, from.size()?, from.shown()?);
-        let (member, listens) = read_member(&mut from)?;
-        Some(Self { rank, ranks, build, member, listens, offers: Over::read(&mut from)? })
-    }
-}
-
-fn write_member(to: &mut Writer, member: &Member, listens: SocketAddr) {
-    to.text(&member.host);
-    to.u32(member.pid);
-    to.size(member.cores);
-    to.text(&listens.to_string());
-}
-
-fn read_member(from: &mut Reader<'_>) -> Option<(Member, SocketAddr)> {
-    let member = Member { host: from.shown()?, pid: from.u32()?, cores: from.size()? };
-    Some((member, from.text()?.parse().ok()?))
-}
-
 /// Who is there, and how they are reached.
+#[derive(Serialize, Deserialize)]
 struct Roster {
     token: u64,
     over: Over,
     members: Vec<(Member, SocketAddr)>,
-}
-
-impl Roster {
-    fn write(&self) -> Vec<u8> {
-        let mut to = Writer::default();
-        to.u64(self.token);
-        self.over.write(&mut to);
-        to.size(self.members.len());
-        self.members.iter().for_each(|(member, listens)| write_member(&mut to, member, *listens));
-        to.0
-    }
-
-    /// As read by a rank that reached the first one at `first`: whoever shares the first one's host may know itself by an address
-    /// that means nothing elsewhere.
-    fn read(body: &[u8], first: IpAddr) -> Option<Self> {
-        let mut from = Reader(body);
-        let (token, over) = (from.u64()?, Over::read(&mut from)?);
-        let count = from.size()?;
-        let mut members = Vec::new();
-        for _ in 0..count {
-            let (member, mut listens) = read_member(&mut from)?;
-            if listens.ip().is_loopback() || listens.ip().is_unspecified() {
-                listens.set_ip(first);
-            }
-            members.push((member, listens));
-        }
-        Some(Self { token, over, members })
-    }
 }
 
 /// Finds the other processes of a run and gives the communicator of this one.
@@ -149,11 +93,7 @@ pub fn end_early(start: &Start, reason: &str) {
     let mut search = Search::new(start);
     while Instant::now() < until {
         if let Ok((stream, _)) = search.look(until) {
-            let mut body = Writer::default();
-            body.size(start.rank);
-            body.text(&host());
-            body.text(reason);
-            let _ = tune(&stream).and_then(|()| write_note(&stream, ENDED, &body.0));
+            let _ = tune(&stream).and_then(|()| write_note(&stream, ENDED, &(start.rank, host(), reason)));
             return;
         }
         std::thread::sleep(LOOK_EVERY);
@@ -176,10 +116,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     let Met { roster, links, listener, secret, gate } = met;
     let rank = start.rank;
     let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
-    let peers = Arc::new(match rank {
-        0 => Peers::new(start.ranks, start.timeout),
-        _ => Peers::unwatched(start.ranks),
-    });
+    let peers = Arc::new(Peers::new(start.ranks, (rank == 0).then_some(start.timeout)));
     let (members, addresses): (Vec<Member>, Vec<SocketAddr>) = roster.members.into_iter().unzip();
     let inbox = Arc::new(Inbox::new(rank, peers, members.iter().map(|m| m.host.clone()).collect()));
     let (token, mut over) = (roster.token, roster.over);
@@ -206,7 +143,20 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
         }
     };
     match transport {
-        Ok(transport) => Ok(ProcessCommunicator::new(rank, inbox, (transport, over), control, members, (secret, gate))),
+        Ok(transport) => Ok(ProcessCommunicator {
+            rank,
+            inbox,
+            transport: Some(transport),
+            over,
+            control,
+            members,
+            channels: Mutex::default(),
+            exchanging: Mutex::default(),
+            gate,
+            notice: None,
+            secret,
+            device: Mutex::default(),
+        }),
         Err(_) if inbox.peers.failure().is_some() => {
             let text = inbox.peers.failure().map_or_else(String::new, Hint::with_hint);
             control.close();

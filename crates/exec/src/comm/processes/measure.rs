@@ -1,7 +1,7 @@
 //! What links between processes give: time of a small message, bytes per second, and how clocks differ.
 
 use super::ProcessCommunicator;
-use crate::comm::{CommError, Communicator, HostCommunicator, ProgramPlace};
+use crate::comm::{Action, CommError, Communicator, HostCommunicator, Piece, ProgramPlace};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What a rank has measured of the link to another.
@@ -83,12 +83,14 @@ fn answer(comm: &ProcessCommunicator, other: usize) -> Result<(), CommError> {
 
 fn send(comm: &ProcessCommunicator, to: usize, data: &[u8]) -> Result<(), CommError> {
     comm.at(PLACE);
+    let message = Piece::message(data.as_ptr().cast_mut(), std::ptr::null_mut(), data.len());
     // SAFETY: the data are there until this returns; processes do not use a send buffer.
-    unsafe { comm.send(to, TAG, data.as_ptr(), data.len(), std::ptr::null_mut(), 1, PLACE) }
+    unsafe { comm.act(&Action::Send { to, tag: TAG, copies: 1 }, &[message], PLACE) }
 }
 
 fn receive(comm: &ProcessCommunicator, from: usize, data: &mut [u8]) -> Result<(), CommError> {
     comm.at(PLACE);
+    let message = Piece::message(data.as_mut_ptr(), data.as_mut_ptr(), data.len());
     // SAFETY: the memory is this call's.
-    unsafe { comm.receive(from, TAG, data.as_mut_ptr(), data.len(), PLACE) }
+    unsafe { comm.act(&Action::Receive { from, tag: TAG }, &[message], PLACE) }
 }

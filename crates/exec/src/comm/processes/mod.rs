@@ -39,19 +39,19 @@ pub use over::Over;
 pub use secret::JobSecret;
 pub use start::{JoinError, Member, Start, Waiting, host};
 
+use crate::comm::collective::copy;
+use crate::comm::error::other_size;
 use crate::comm::peers::Peers;
-use crate::comm::{
-    Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup, index_in, other_size,
-};
+use crate::comm::{Action, Collective, CommError, Communicator, HostCommunicator, Piece, ProgramPlace, RankGroup};
+use crate::sync::{MutexGuard, std_lock};
 use collective::Channel;
 use control::Control;
 use inbox::{Buffer, Inbox, State, Stream};
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 use transport::Transport;
-use wire::Writer;
+use wire::written;
 
 /// How often a thread that waits looks after the transport before it sleeps.
 const LOOKS: usize = 200;
@@ -81,32 +81,6 @@ pub struct ProcessCommunicator {
 pub type DevicePlace = Box<dyn Fn() -> Option<ProgramPlace> + Send + Sync>;
 
 impl ProcessCommunicator {
-    fn new(
-        rank: usize,
-        inbox: Arc<Inbox>,
-        (transport, over): (Box<dyn Transport>, Over),
-        control: Arc<Control>,
-        members: Vec<Member>,
-        (secret, gate): (JobSecret, Option<Arc<AtomicBool>>),
-    ) -> Self {
-        let notice = None;
-        let (channels, exchanging, device) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self {
-            rank,
-            inbox,
-            transport: Some(transport),
-            over,
-            control,
-            members,
-            channels,
-            exchanging,
-            gate,
-            notice,
-            secret,
-            device,
-        }
-    }
-
     /// The processes, by rank.
     pub fn members(&self) -> &[Member] {
         &self.members
@@ -130,9 +104,8 @@ impl ProcessCommunicator {
 
     /// Every rank gives some bytes, as many as it likes, and all get everybody's, by rank.
     pub fn exchange(&self, place: ProgramPlace, mine: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let act = || {
-            self.begin(place)?;
-            let _turn = self.exchanging.lock().unwrap_or_else(PoisonError::into_inner);
+        self.call(place, || {
+            let _turn = std_lock(&self.exchanging);
             for i in 1..self.ranks() {
                 self.post((self.rank + i) % self.ranks(), Stream::EXCHANGE, mine, place)?;
             }
@@ -149,13 +122,12 @@ impl ProcessCommunicator {
                 None => mine.to_vec(),
             };
             Ok(taken.into_iter().map(bytes).collect())
-        };
-        self.end(act(), place)
+        })
     }
 
     /// `place` says where in the program this rank's device waits, if it does: the host may be ahead of it when the run ends.
     pub fn device_waits(&self, place: Option<DevicePlace>) {
-        *self.device.lock().unwrap_or_else(PoisonError::into_inner) = place;
+        *std_lock(&self.device) = place;
     }
 
     /// Says whom this rank's device waits for and where, if it does. No sign of life.
@@ -174,20 +146,9 @@ impl ProcessCommunicator {
         self.end(Err::<(), _>(self.peers().failure()?.clone()), place).err()
     }
 
-    fn peers(&self) -> &Peers {
-        &self.inbox.peers
-    }
-
-    /// Every call starts here.
-    fn begin(&self, place: ProgramPlace) -> Result<(), CommError> {
-        if let Some(error) = self.peers().failure() {
-            return Err(error.clone());
-        }
-        if self.peers().has_left(self.rank) {
-            return Err(self.refuse(place, "this rank has ended its program"));
-        }
-        self.peers().alive(self.rank);
-        Ok(())
+    /// Every call goes through here.
+    fn call<T>(&self, place: ProgramPlace, act: impl FnOnce() -> Result<T, CommError>) -> Result<T, CommError> {
+        self.end(self.peers().begin(self.rank, place).and_then(|()| act()), place)
     }
 
     /// And ends here.
@@ -198,7 +159,7 @@ impl ProcessCommunicator {
                 Ok(value)
             }
             Err(CommError::Lost { rank, host, place: last, reason, .. }) => {
-                let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+                let device = std_lock(&self.device);
                 let place = device.as_ref().and_then(|device| device()).unwrap_or(place);
                 Err(CommError::Lost { rank, host, place: last, reason, seen: Some(Box::new((self.rank, place))) })
             }
@@ -207,7 +168,7 @@ impl ProcessCommunicator {
     }
 
     fn refuse(&self, place: ProgramPlace, reason: impl Into<String>) -> CommError {
-        self.peers().end(CommError::Refused { rank: self.rank, place, reason: reason.into() })
+        self.peers().refuse(self.rank, place, reason)
     }
 
     /// Sends a frame; to this rank itself it is delivered at once.
@@ -240,7 +201,7 @@ impl ProcessCommunicator {
         place: ProgramPlace,
         from: impl Iterator<Item = usize> + Clone,
         stream: Stream,
-    ) -> Result<crate::sync::MutexGuard<'_, State>, CommError> {
+    ) -> Result<MutexGuard<'_, State>, CommError> {
         let state = self.inbox.gate.lock();
         let ready = |state: &State| from.clone().all(|rank| state.has(rank, stream));
         let missing = |state: &State, rank: usize| from.clone().any(|r| r == rank) && !state.has(rank, stream);
@@ -252,9 +213,9 @@ impl ProcessCommunicator {
     /// Looks after the transport for a while, as long as it is not `ready`.
     fn look_for<'g>(
         &'g self,
-        mut state: crate::sync::MutexGuard<'g, State>,
+        mut state: MutexGuard<'g, State>,
         ready: impl Fn(&State) -> bool,
-    ) -> crate::sync::MutexGuard<'g, State> {
+    ) -> MutexGuard<'g, State> {
         let Some(transport) = &self.transport else { return state };
         for _ in 0..LOOKS {
             if ready(&state) || self.peers().failure().is_some() {
@@ -271,14 +232,6 @@ impl ProcessCommunicator {
             }
         }
         state
-    }
-
-    fn check_message(&self, from: usize, to: usize, place: ProgramPlace) -> Result<(), CommError> {
-        if from.max(to) >= self.ranks() {
-            let reason = format!("a message from rank {from} to rank {to} of {}", self.ranks());
-            return Err(self.refuse(place, reason));
-        }
-        Ok(())
     }
 
     /// Waits until everything that was sent is taken.
@@ -317,12 +270,8 @@ impl Communicator for ProcessCommunicator {
         self.rank
     }
 
-    fn ranks(&self) -> usize {
-        self.peers().ranks()
-    }
-
-    fn at(&self, place: ProgramPlace) {
-        self.peers().at(self.rank, place);
+    fn peers(&self) -> &Peers {
+        &self.inbox.peers
     }
 
     fn leave(&self) {
@@ -331,18 +280,14 @@ impl Communicator for ProcessCommunicator {
         }
         self.peers().leave(self.rank);
         // Where the run has ended, others may learn of it from this rank's end before they learn of the cause.
-        let mut last = Writer::default();
-        let stream = match self.peers().failure() {
-            Some(error) => {
-                last.error(error);
-                Stream::ENDED
-            }
-            None => Stream::LEFT,
+        let (stream, last) = match self.peers().failure() {
+            Some(error) => (Stream::ENDED, written(error)),
+            None => (Stream::LEFT, Vec::new()),
         };
         for other in (0..self.ranks()).filter(|&other| other != self.rank) {
             if let Some(transport) = &self.transport {
                 // Who cannot be reached has left before, or is missed by others.
-                let _ = transport.send(other, stream, &last.0, &|| self.peers().failure().is_none());
+                let _ = transport.send(other, stream, &last, &|| self.peers().failure().is_none());
             }
         }
         self.drain();
@@ -351,127 +296,111 @@ impl Communicator for ProcessCommunicator {
     fn fail_with(&self, reason: &str, _: Option<String>) {
         self.inbox.fail(self.rank, reason);
     }
-
-    fn failure(&self) -> Option<CommError> {
-        self.peers().failure().cloned()
-    }
 }
 
 impl HostCommunicator for ProcessCommunicator {
+    unsafe fn act(&self, action: &Action, pieces: &[Piece], place: ProgramPlace) -> Result<(), CommError> {
+        self.call(place, || {
+            let index = action.index(pieces, self.rank, self.ranks()).map_err(|reason| self.refuse(place, reason))?;
+            // SAFETY: the caller vouches.
+            unsafe {
+                match *action {
+                    Action::Together(kind, ref group) => self.collective(kind, group, index, pieces, place),
+                    Action::Send { to, tag, copies } => {
+                        pieces.iter().try_for_each(|piece| self.send(to, tag, piece, copies, place))
+                    }
+                    Action::Receive { from, tag } => {
+                        pieces.iter().try_for_each(|piece| self.receive(from, tag, piece, place))
+                    }
+                }
+            }
+        })
+    }
+}
+
+/// The parts of `HostCommunicator::act`, with its contract.
+impl ProcessCommunicator {
     unsafe fn collective(
         &self,
         kind: Collective,
         group: &RankGroup,
+        index: usize,
         pieces: &[Piece],
         place: ProgramPlace,
     ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            let index = index_in(group, kind, pieces, (self.rank, self.ranks()))
-                .map_err(|reason| self.refuse(place, reason))?;
-            let channel = {
-                let mut channels = self.channels.lock().unwrap_or_else(PoisonError::into_inner);
-                match channels.get(group) {
-                    Some(channel) => channel.clone(),
-                    None => channels.entry(group.clone()).or_insert(Arc::new(Mutex::new(Channel::new(group)))).clone(),
-                }
-            };
-            let mut channel = match channel.try_lock() {
-                Ok(channel) => channel,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => {
-                    return Err(self.refuse(place, "two collectives of one group at once on one channel"));
-                }
-            };
-            // SAFETY: the caller vouches.
-            unsafe { channel.act(self, index, kind, pieces, place) }
+        let channel = {
+            let mut channels = std_lock(&self.channels);
+            match channels.get(group) {
+                Some(channel) => channel.clone(),
+                None => channels.entry(group.clone()).or_insert(Arc::new(Mutex::new(Channel::new(group)))).clone(),
+            }
         };
-        self.end(act(), place)
+        let mut channel = match channel.try_lock() {
+            Ok(channel) => channel,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err(self.refuse(place, "two collectives of one group at once on one channel"));
+            }
+        };
+        // SAFETY: the caller vouches.
+        unsafe { channel.act(self, index, kind, pieces, place) }
     }
 
     unsafe fn send(
         &self,
         to: usize,
         tag: u32,
-        data: *const u8,
-        bytes: usize,
-        send_buffer: *mut u8,
+        piece: &Piece,
         copies: usize,
         place: ProgramPlace,
     ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            self.check_message(self.rank, to, place)?;
-            if copies == 0 {
-                return Err(self.refuse(place, "a message without a send buffer"));
-            }
-            let shape = (bytes, send_buffer as usize, copies);
-            let room = |state: &State| {
-                state.outgoing.get(&(to, tag)).is_none_or(|s| {
-                    let under_way = (s.offered - s.taken) as usize;
-                    under_way == 0 || (s.shape == shape && under_way < copies)
-                })
-            };
-            let state = self.inbox.gate.lock();
-            let missing = |_: &State, rank: usize| rank == to;
-            let (mut state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
-            result?;
-            let stream = state.outgoing.entry((to, tag)).or_default();
-            if stream.sending {
-                drop(state);
-                return Err(self.refuse(place, "a stream of messages that another thread uses"));
-            }
-            (stream.shape, stream.sending) = (shape, true);
-            stream.offered += 1;
-            drop(state);
-            // SAFETY: the caller vouches for the data.
-            let message = unsafe { if bytes == 0 { &[] } else { std::slice::from_raw_parts(data, bytes) } };
-            let sent = self.post(to, Stream::message(tag), message, place);
-            if let Some(stream) = self.inbox.gate.lock().outgoing.get_mut(&(to, tag)) {
-                stream.sending = false;
-            }
-            sent
+        let shape = (piece.bytes(), piece.output as usize, copies);
+        let room = |state: &State| {
+            state.outgoing.get(&(to, tag)).is_none_or(|s| {
+                let under_way = (s.offered - s.taken) as usize;
+                under_way == 0 || (s.shape == shape && under_way < copies)
+            })
         };
-        self.end(act(), place)
+        let state = self.inbox.gate.lock();
+        let missing = |_: &State, rank: usize| rank == to;
+        let (mut state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
+        result?;
+        let stream = state.outgoing.entry((to, tag)).or_default();
+        if stream.sending {
+            drop(state);
+            return Err(self.refuse(place, "a stream of messages that another thread uses"));
+        }
+        (stream.shape, stream.sending) = (shape, true);
+        stream.offered += 1;
+        drop(state);
+        // SAFETY: the caller vouches for the data.
+        let message =
+            unsafe { if piece.bytes() == 0 { &[] } else { std::slice::from_raw_parts(piece.input, piece.bytes()) } };
+        let sent = self.post(to, Stream::message(tag), message, place);
+        if let Some(stream) = self.inbox.gate.lock().outgoing.get_mut(&(to, tag)) {
+            stream.sending = false;
+        }
+        sent
     }
 
-    unsafe fn receive(
-        &self,
-        from: usize,
-        tag: u32,
-        data: *mut u8,
-        bytes: usize,
-        place: ProgramPlace,
-    ) -> Result<(), CommError> {
-        let act = || {
-            self.begin(place)?;
-            self.check_message(from, self.rank, place)?;
-            let stream = Stream::message(tag);
-            let mut state = self.wait_for(place, std::iter::once(from), stream)?;
-            let theirs = state.peek(from, stream).map_or(0, |frame| frame.bytes().len());
-            if theirs != bytes {
-                drop(state);
-                return Err(self.peers().end(other_size((from, self.rank), theirs, bytes, place)));
-            }
-            let frame = state.pop(from, stream);
+    unsafe fn receive(&self, from: usize, tag: u32, piece: &Piece, place: ProgramPlace) -> Result<(), CommError> {
+        let (stream, bytes) = (Stream::message(tag), piece.bytes());
+        let mut state = self.wait_for(place, std::iter::once(from), stream)?;
+        let theirs = state.peek(from, stream).map_or(0, |frame| frame.bytes().len());
+        if theirs != bytes {
             drop(state);
-            let Some(frame) = frame else { return Err(self.refuse(place, "a message that another thread took")) };
-            // SAFETY: the caller vouches for its memory; the message has as many bytes.
-            unsafe { crate::comm::rendezvous::copy(frame.bytes().as_ptr(), data, bytes) };
-            self.inbox.recycle(frame);
-            // One that has left does not wait to hear of it where it cannot be reached.
-            match self.post(from, Stream::taken(tag), &[], place) {
-                Err(_) if self.peers().has_left(from) && self.peers().failure().is_none() => Ok(()),
-                sent => sent,
-            }
-        };
-        self.end(act(), place)
+            return Err(self.peers().end(other_size((from, self.rank), theirs, bytes, place)));
+        }
+        let frame = state.pop(from, stream);
+        drop(state);
+        let Some(frame) = frame else { return Err(self.refuse(place, "a message that another thread took")) };
+        // SAFETY: the caller vouches for its memory; the message has as many bytes.
+        unsafe { copy(frame.bytes().as_ptr(), piece.output, bytes) };
+        self.inbox.recycle(frame);
+        // One that has left does not wait to hear of it where it cannot be reached.
+        match self.post(from, Stream::taken(tag), &[], place) {
+            Err(_) if self.peers().has_left(from) && self.peers().failure().is_none() => Ok(()),
+            sent => sent,
+        }
     }
-}
-
-/// A number that all members of a group find for it.
-fn number(group: &RankGroup) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    group.hash(&mut hasher);
-    hasher.finish()
 }

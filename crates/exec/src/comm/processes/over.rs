@@ -6,14 +6,15 @@
 use super::inbox::Inbox;
 use super::mpi::{self, Mpi};
 use super::start::{JoinError, Member, REFUSAL, Start};
-use super::wire::{Reader, Writer, read_note, write_note};
+use super::wire::{read, read_note, write_note};
 use lockstep_ir::Hint;
+use serde::{Deserialize, Serialize};
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What bytes between processes go over.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Over {
     /// Connections of our own; with why it is not MPI, where that was asked for.
     Tcp(Option<String>),
@@ -26,27 +27,6 @@ const READY: u8 = 23;
 const CHOSEN: u8 = 24;
 
 impl Over {
-    pub(super) fn write(&self, to: &mut Writer) {
-        match self {
-            Over::Tcp(why) => {
-                to.u8(0);
-                to.option(why.as_deref(), Writer::text);
-            }
-            Over::Mpi(name) => {
-                to.u8(1);
-                to.text(name);
-            }
-        }
-    }
-
-    pub(super) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(match from.u8()? {
-            0 => Over::Tcp(from.option(|from| from.shown())?),
-            1 => Over::Mpi(from.shown()?),
-            _ => return None,
-        })
-    }
-
     /// What a process has.
     pub(super) fn offered(start: &Start) -> Self {
         match start.mpi.as_ref().map(mpi::found) {
@@ -99,7 +79,7 @@ pub fn start_mpi(
             let note = link.set_read_timeout(Some(left())).and_then(|()| read_note(link));
             match note {
                 Ok((READY, body)) => {
-                    let told = Reader(&body).option(|from| from.shown()).flatten();
+                    let told = read::<Option<String>>(&body).flatten();
                     why = why.or(told.map(|told| failed(other, &told)));
                 }
                 Ok(_) => why = why.or(Some(failed(other, "it speaks another language"))),
@@ -107,7 +87,7 @@ pub fn start_mpi(
                     let error = lost(other, &error);
                     links.iter().flatten().for_each(|link| {
                         // Who is gone needs no word.
-                        let _ = write_note(link, REFUSAL, error.with_hint().as_bytes());
+                        let _ = write_note(link, REFUSAL, &error.with_hint());
                     });
                     return Err(error);
                 }
@@ -115,31 +95,27 @@ pub fn start_mpi(
             // One that is gone is missed when the failure channel is open.
             let _ = link.set_read_timeout(None);
         }
-        let mut body = Writer::default();
-        body.option(why.as_deref(), Writer::text);
-        links.iter().flatten().for_each(|link| drop(write_note(link, CHOSEN, &body.0)));
+        links.iter().flatten().for_each(|link| drop(write_note(link, CHOSEN, &why)));
         return Ok(match why {
             Some(why) => Err(why),
             None => attached,
         });
     }
     let Some(link) = &links[0] else { return Ok(attached) };
-    let mut body = Writer::default();
-    body.option(attached.as_ref().err().map(String::as_str), Writer::text);
     let answer = || {
-        write_note(link, READY, &body.0)?;
+        write_note(link, READY, &attached.as_ref().err())?;
         link.set_read_timeout(Some(left() + Duration::from_secs(5)))?;
         let note = read_note(link)?;
         link.set_read_timeout(None)?;
         Ok(note)
     };
     match answer().map_err(|e| lost(0, &e))? {
-        (CHOSEN, body) => match Reader(&body).option(|from| from.shown()) {
+        (CHOSEN, body) => match read::<Option<String>>(&body) {
             Some(Some(why)) => Ok(Err(why)),
             Some(None) => Ok(attached),
             None => Err(JoinError::MpiStart { failed: failed(0, "it speaks another language") }),
         },
-        (_, body) => Err(JoinError::Refused(String::from_utf8_lossy(&body).into_owned())),
+        (_, body) => Err(JoinError::Refused(read(&body).unwrap_or_default())),
     }
 }
 
@@ -154,9 +130,7 @@ mod tests {
         let mpi = |name: &str| Over::Mpi(name.into());
         let check = |first: Over, second: Over, expected: Over| {
             assert_eq!(Over::agreed(&[(&a, &first), (&b, &second)]), expected);
-            let mut text = Writer::default();
-            expected.write(&mut text);
-            assert_eq!(Over::read(&mut Reader(&text.0)), Some(expected));
+            assert_eq!(read(&super::super::wire::written(&expected)), Some(expected));
         };
         check(mpi("MPICH 4"), mpi("MPICH 4"), mpi("MPICH 4"));
         check(Over::Tcp(None), Over::Tcp(None), Over::Tcp(None));

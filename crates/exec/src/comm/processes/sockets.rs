@@ -6,11 +6,12 @@
 use super::Transport;
 use super::inbox::{Inbox, Stream};
 use super::secret::{Door, JobSecret};
-use super::wire::{Reader, Writer, read_note_up_to, write_note};
+use super::wire::{read, read_note_up_to, write_note};
+use crate::sync::std_lock;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// A connection of whose other end nothing is heard for so long is cut.
@@ -25,7 +26,7 @@ const HEAD: usize = 16;
 const MOST: usize = 1 << 40;
 /// The note that opens a connection, and its bytes.
 const OPEN: u8 = 1;
-const OPEN_BYTES: u32 = 16;
+const OPEN_BYTES: u32 = 64;
 
 /// The connections of one rank, by rank; none to itself.
 pub struct Sockets {
@@ -48,15 +49,12 @@ impl Sockets {
     pub fn connect(mesh: &Mesh<'_>, listener: TcpListener, inbox: &Arc<Inbox>) -> Result<Self, String> {
         let Mesh { rank, addresses, token, secret, deadline } = *mesh;
         let mut connections: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
-        let mut body = Writer::default();
-        body.u64(token);
-        body.size(rank);
         for (other, address) in addresses.iter().enumerate().take(rank) {
             let left = deadline.saturating_duration_since(Instant::now()).max(LOOK_EVERY);
             let open = || {
                 let stream = secret.connect(address, left.min(CUT_AFTER))?;
                 tune(&stream)?;
-                write_note(&stream, OPEN, &body.0)?;
+                write_note(&stream, OPEN, &(token, rank))?;
                 Ok(stream)
             };
             let text = |e: io::Error| format!("rank {other} cannot be reached at {address}: {e}");
@@ -98,8 +96,7 @@ fn opened(stream: &TcpStream, token: u64) -> Option<usize> {
     stream.set_read_timeout(Some(Duration::from_secs(2))).ok()?;
     let (kind, body) = read_note_up_to(stream, OPEN_BYTES).ok()?;
     stream.set_read_timeout(None).ok()?;
-    let mut body = Reader(&body);
-    let (theirs, rank) = (body.u64()?, body.size()?);
+    let (theirs, rank): (u64, usize) = read(&body)?;
     (kind == OPEN && theirs == token).then_some(rank)
 }
 
@@ -132,8 +129,8 @@ fn receive(from: usize, mut stream: TcpStream, inbox: &Inbox) {
         if let Err(error) = stream.read_exact(&mut head) {
             break error;
         }
-        let mut fields = Reader(&head);
-        let (Some(kind), Some(bytes)) = (fields.u64(), fields.size()) else { continue };
+        let [kind, bytes] = [0, 1].map(|i| u64::from_le_bytes(head.as_chunks().0[i]));
+        let bytes = bytes as usize;
         let Some(mut frame) = (bytes <= MOST).then(|| inbox.buffer_for(bytes)).flatten() else {
             break io::Error::other(format!("there is no memory for a frame of {bytes} bytes"));
         };
@@ -168,7 +165,7 @@ impl Transport for Sockets {
         let mut head = [0; HEAD];
         head[..8].copy_from_slice(&stream.0.to_le_bytes());
         head[8..].copy_from_slice(&(frame.len() as u64).to_le_bytes());
-        let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut connection = std_lock(connection);
         let mut sent = 0;
         while sent < HEAD + frame.len() {
             let slices =
@@ -192,7 +189,7 @@ impl Drop for Sockets {
     fn drop(&mut self) {
         for connection in self.connections.iter().flatten() {
             // What was sent still arrives; the threads that read end when the others have closed too.
-            let _ = connection.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Write);
+            let _ = std_lock(connection).shutdown(Shutdown::Write);
         }
     }
 }
@@ -208,7 +205,7 @@ mod tests {
         for bytes in [1u64 << 62, u64::MAX, MOST as u64 + 1] {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let inbox = Inbox::new(0, Arc::new(Peers::unwatched(2)), vec!["first".into(), "second".into()]);
+            let inbox = Inbox::new(0, Arc::new(Peers::new(2, None)), vec!["first".into(), "second".into()]);
             // It would wait for the bytes, which never come.
             let receiver = listener.accept().unwrap().0;
             sender.write_all(&[7u64.to_le_bytes(), bytes.to_le_bytes()].concat()).unwrap();

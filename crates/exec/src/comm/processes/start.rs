@@ -5,6 +5,7 @@ use super::mpi::MpiLibrary;
 use super::secret::JobSecret;
 use super::wire::plain;
 use lockstep_ir::units;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -53,7 +54,7 @@ impl Waiting {
 }
 
 /// A process of a run, as the others know it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// The name of its host.
     pub host: String,

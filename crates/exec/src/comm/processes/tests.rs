@@ -1,8 +1,7 @@
 use super::inbox::Buffer;
 use super::*;
-use crate::comm::conformance;
-use crate::comm::{Order, Subject};
-use lockstep_ir::DType;
+use crate::comm::tests::{all_reduce, place, receive, send, within};
+use crate::comm::{Subject, conformance};
 use lockstep_ir::Hint;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::AtomicUsize;
@@ -20,6 +19,15 @@ fn free_address() -> String {
     }
 }
 
+/// Waits until a rank has heard what ended the run.
+fn told(comm: &ProcessCommunicator) -> Option<CommError> {
+    let until = Instant::now() + Duration::from_secs(3);
+    while comm.failure().is_none() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    comm.failure()
+}
+
 fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
     Start {
         rank,
@@ -32,6 +40,11 @@ fn start(rank: usize, ranks: usize, address: &str, timeout: Duration) -> Start {
         board: None,
         waiting: Waiting::default(),
     }
+}
+
+/// What joining says that must fail.
+fn refused(start: &Start) -> String {
+    join(start).err().unwrap().with_hint()
 }
 
 /// Joins these, each from a thread of its own.
@@ -67,35 +80,6 @@ fn sockets_conform() {
 fn sockets_conform_on_communication_threads() {
     let make = |ranks| sockets(ranks, SOME).into_iter().map(|comm| Subject::beside(Arc::new(comm)).unwrap()).collect();
     conformance::check(&make).unwrap();
-}
-
-const fn place(op: &'static str, layer: usize) -> ProgramPlace {
-    ProgramPlace { op, layer: Some(layer), micro_batch: 1 }
-}
-
-fn all_reduce(comm: &dyn HostCommunicator, place: ProgramPlace) -> Result<(), CommError> {
-    let mut x = [1.0f32; 4096];
-    let output = x.as_mut_ptr().cast::<u8>();
-    let piece = Piece { input: output, output, rows: 1, elements: 4096, order: Order::Group, dtype: DType::F32 };
-    let group = RankGroup { ranks: (0..comm.ranks()).collect(), channel: 0 };
-    comm.at(place);
-    // SAFETY: the array is this call's.
-    unsafe { comm.collective(Collective::AllReduce, &group, &[piece], place) }?;
-    assert_eq!(x, [comm.ranks() as f32; 4096]);
-    Ok(())
-}
-
-fn receive(comm: &dyn HostCommunicator, from: usize, place: ProgramPlace) -> Result<(), CommError> {
-    comm.at(place);
-    // SAFETY: no bytes.
-    unsafe { comm.receive(from, 0, std::ptr::null_mut(), 0, place) }
-}
-
-fn within(limit: Duration, run: impl FnOnce() -> Result<(), CommError>) -> String {
-    let start = Instant::now();
-    let text = run().unwrap_err().with_hint();
-    assert!(start.elapsed() < limit, "{:?}: {text}", start.elapsed());
-    text
 }
 
 #[test]
@@ -142,15 +126,21 @@ fn a_process_that_ends_without_a_word_is_named_to_all() {
 
 #[test]
 fn two_ranks_that_live_and_lose_their_connection_are_both_named() {
-    let comms = sockets(3, SOME);
-    std::thread::sleep(Duration::from_millis(100));
-    // Rank 1 has lost rank 2, of which rank 0 hears as ever.
-    comms[1].inbox.cut(2, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
-    let expected =
-        format!("rank 1 on host {0} and rank 2 on host {0} cannot reach each other any more, and both", host());
-    for comm in &comms {
-        let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
-        assert!(text.starts_with(&expected) && text.contains(" live: their connection was closed\nhint: "), "{text}");
+    // Rank 0 hears of all as ever: the failure channels stand. Of its own connections for frames it knows that they have ended.
+    for (by, other) in [(1, 2), (1, 0), (0, 1)] {
+        let comms = sockets(3, SOME);
+        std::thread::sleep(Duration::from_millis(100));
+        comms[by].inbox.set_connected(other, by == 1 && other == 2);
+        comms[by].inbox.cut(other, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
+        let expected = format!(
+            "rank {by} on host {0} and rank {other} on host {0} cannot reach each other any more, and both live: their \
+             connection was closed\nhint: ",
+            host()
+        );
+        for comm in &comms {
+            let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
+            assert!(text.starts_with(&expected), "{text}");
+        }
     }
 }
 
@@ -164,34 +154,7 @@ fn ranks_that_end_because_of_another_are_not_taken_for_the_cause() {
     comms.remove(1).leave();
     let text = within(Duration::from_secs(3), || receive(&last, 1, place("receive", 0)));
     assert!(text.starts_with("rank 0 on host ") && text.contains(" is gone: gone"), "{text}");
-    let told = Instant::now();
-    while comms[0].failure().is_none() && told.elapsed() < Duration::from_secs(3) {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert_eq!(comms[0].failure(), Some(error));
-}
-
-#[test]
-fn a_rank_that_loses_the_first_is_named_with_it_where_both_live() {
-    let comms = sockets(3, SOME);
-    std::thread::sleep(Duration::from_millis(100));
-    // Rank 1 and rank 0 have lost the connection for frames, each in its turn; their failure channel stands.
-    comms[1].inbox.set_connected(0, false);
-    comms[1].inbox.cut(0, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
-    let expected =
-        format!("rank 1 on host {0} and rank 0 on host {0} cannot reach each other any more, and both live: ", host());
-    for comm in &comms {
-        let text = within(Duration::from_secs(4), || receive(comm, (comm.rank() + 1) % 3, place("receive", 0)));
-        assert!(text.starts_with(&expected), "{text}");
-    }
-    let comms = sockets(3, SOME);
-    std::thread::sleep(Duration::from_millis(100));
-    comms[0].inbox.set_connected(1, false);
-    comms[0].inbox.cut(1, sockets::ended(&std::io::ErrorKind::ConnectionReset.into()));
-    let text = comms[0].failure().unwrap().with_hint();
-    let expected =
-        format!("rank 0 on host {0} and rank 1 on host {0} cannot reach each other any more, and both live: ", host());
-    assert!(text.starts_with(&expected), "{text}");
+    assert_eq!(told(&comms[0]), Some(error));
 }
 
 /// A failure channel that can be stopped.
@@ -271,20 +234,13 @@ fn a_stall_of_a_process_of_which_nothing_is_heard_is_its_silence() {
     proxy.silence();
     // Both have the same timeout, and a stall may be seen first: whoever looks for stalls looks more often.
     std::thread::sleep(Duration::from_millis(1200));
-    let here = place("receive", 1);
-    let stalled = |other| CommError::Stalled {
-        rank: 0,
-        place: here,
-        other,
-        other_place: None,
-        seconds: 2.0,
-        other_waits_for: None,
-    };
-    let text = comms[0].peers().end(stalled(1)).with_hint();
+    let (place, other_place, other_waits_for) = (place("receive", 1), None, None);
+    let stalled = CommError::Stalled { rank: 0, place, other: 1, other_place, seconds: 2.0, other_waits_for };
+    let text = comms[0].peers().end(stalled.clone()).with_hint();
     assert!(text.contains("rank 1 on host ") && text.contains("nothing was heard of its process for 2.0"), "{text}");
     // One that is heard stalls.
     let (comms, _proxy) = behind_a_proxy(Duration::from_secs(2));
-    assert_eq!(comms[0].peers().end(stalled(1)), stalled(1));
+    assert_eq!(comms[0].peers().end(stalled.clone()), stalled);
 }
 
 #[test]
@@ -346,11 +302,7 @@ fn a_rank_that_stalls_is_named_to_all_by_the_first() {
         );
         assert_eq!(first.join().unwrap(), text);
         // The one that stalls is told as well.
-        let until = Instant::now() + Duration::from_secs(2);
-        while comms[2].failure().is_none() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        assert_eq!(comms[2].failure().unwrap().with_hint(), text);
+        assert_eq!(told(&comms[2]).unwrap().with_hint(), text);
     });
 }
 
@@ -363,8 +315,7 @@ fn slow_ranks_that_go_on_are_waited_for_through_ranks_that_wait() {
                 comms[2].at(place("linear", layer));
                 std::thread::sleep(Duration::from_millis(400));
             }
-            // SAFETY: no bytes.
-            unsafe { comms[2].send(1, 0, std::ptr::null(), 0, std::ptr::null_mut(), 1, place("send", 0)) }.unwrap();
+            send(&comms[2], 1, 1).unwrap();
             all_reduce(&comms[2], place("all_reduce", 1)).unwrap();
         });
         s.spawn(|| {
@@ -377,8 +328,11 @@ fn slow_ranks_that_go_on_are_waited_for_through_ranks_that_wait() {
 
 #[test]
 fn bad_starts_are_named_to_all_who_came() {
-    let check = |starts: &[Start], expected: &str| {
-        let joined = join_all(starts);
+    let check = |ranks: &[(usize, usize, &str)], timeout: Duration, expected: &str| {
+        let at = free_address();
+        let of =
+            |&(rank, ranks, build): &(_, _, &str)| Start { build: build.into(), ..start(rank, ranks, &at, timeout) };
+        let joined = join_all(&ranks.iter().map(of).collect::<Vec<_>>());
         for result in &joined {
             let text = result.as_ref().err().unwrap_or_else(|| panic!("{expected}")).with_hint();
             assert!(text.contains(expected) && text.contains("\nhint: "), "{text}");
@@ -387,26 +341,23 @@ fn bad_starts_are_named_to_all_who_came() {
         assert!(joined.iter().skip(1).all(|result| matches!(result, Err(JoinError::Refused(_)))));
     };
     let short = Duration::from_millis(300);
-    let at = free_address();
-    check(&[start(0, 4, &at, short), start(2, 4, &at, short)], "ranks 1 and 3 of 4 have not come within 300");
-    let at = free_address();
-    check(&[start(0, 2, &at, SOME), start(1, 3, &at, SOME)], "is rank 1 of 3, and rank 0 counts 2 ranks");
-    let at = free_address();
-    check(&[start(0, 2, &at, SOME), start(2, 2, &at, SOME)], "is rank 2 of 2, and rank 0 counts 2 ranks");
-    let at = free_address();
-    check(&[start(0, 3, &at, SOME), start(1, 3, &at, SOME), start(1, 3, &at, SOME)], "rank 1 came twice: as process ");
-    let at = free_address();
-    let other = Start { build: "0.2 (test)".into(), ..start(1, 2, &at, SOME) };
-    check(&[start(0, 2, &at, SOME), other], "is Lockstep 0.1 (test), rank 1 on host");
+    let (one, two) = ("0.1 (test)", "0.2 (test)");
+    check(&[(0, 4, one), (2, 4, one)], short, "ranks 1 and 3 of 4 have not come within 300");
+    check(&[(0, 2, one), (1, 3, one)], SOME, "is rank 1 of 3, and rank 0 counts 2 ranks");
+    check(&[(0, 2, one), (2, 2, one)], SOME, "is rank 2 of 2, and rank 0 counts 2 ranks");
+    check(&[(0, 3, one), (1, 3, one), (1, 3, one)], SOME, "rank 1 came twice: as process ");
+    check(&[(0, 2, one), (1, 2, two)], SOME, "is Lockstep 0.1 (test), rank 1 on host");
 
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let error = join(&start(0, 2, &address, short)).err().unwrap();
-    assert!(error.with_hint().contains("another process uses this port, and there is no folder"), "{error}");
-    let error = join(&start(1, 2, &free_address(), short)).err().unwrap();
-    assert!(error.with_hint().starts_with("rank 1 found no rank 0 at 127.0.0.1:"), "{error}");
-    let error = join(&start(1, 2, "no.such.host.invalid:1", short)).err().unwrap();
-    assert!(error.with_hint().contains("found no rank 0 at no.such.host.invalid:1"), "{error}");
+    for (rank, at, expected) in [
+        (0, address, "another process uses this port, and there is no folder"),
+        (1, free_address(), "rank 1 found no rank 0 at 127.0.0.1:"),
+        (1, "no.such.host.invalid:1".into(), "found no rank 0 at no.such.host.invalid:1"),
+    ] {
+        let error = refused(&start(rank, 2, &at, short));
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 /// A connection to somebody who will listen soon.
@@ -445,13 +396,8 @@ fn strangers_and_latecomers_do_no_harm() {
         say(b"");
         // What ranks said before they had a secret: a greeting of another size, one of another build with escapes, and a length of 2^62.
         let greeting = |ranks: usize, build: &str| {
-            let mut hello = Writer::default();
-            hello.size(1);
-            hello.size(ranks);
-            hello.text(build);
-            hello.text("\x1b]0;evil\x07\x1b[2Jhost");
             let mut note = Vec::new();
-            wire::write_note(&mut note, 20, &hello.0).unwrap();
+            wire::write_note(&mut note, 20, &(1, ranks, build, "\x1b]0;evil\x07\x1b[2Jhost")).unwrap();
             note
         };
         say(&greeting(3, "0.1 (test)"));
@@ -468,11 +414,11 @@ fn strangers_and_latecomers_do_no_harm() {
         (comms, strangers)
     });
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
-    let error = join(&start(1, 2, &address, Duration::from_secs(2))).err().unwrap();
-    assert!(error.with_hint().contains("rank 1 came twice"), "{error}");
+    let error = refused(&start(1, 2, &address, Duration::from_secs(2)));
+    assert!(error.contains("rank 1 came twice"), "{error}");
     // One that was given another secret is a stranger too, and is told nothing.
     let other = Start { secret: Some(JobSecret::random().unwrap()), ..start(1, 2, &address, Duration::from_secs(3)) };
-    let error = join(&other).err().unwrap().with_hint();
+    let error = refused(&other);
     assert!(error.contains("no process of this job") && !error.contains("0.1 (test)"), "{error}");
     scope(|s| {
         s.spawn(|| all_reduce(&comms[0], place("sum", 0)).unwrap());
@@ -520,8 +466,7 @@ fn a_port_that_is_taken_is_not_the_end_and_a_secret_is_made_where_none_was_given
     }
     // Neither a secret nor a folder for one.
     for rank in [0, 1] {
-        let none = Start { secret: None, ..start(rank, 2, &free_address(), SOME) };
-        let error = join(&none).err().unwrap().with_hint();
+        let error = refused(&Start { secret: None, ..start(rank, 2, &free_address(), SOME) });
         assert!(error.contains("LOCKSTEP_JOB_SECRET") && error.contains("\nhint: "), "{error}");
     }
 }
@@ -535,12 +480,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
     let of = |rank, address: &str| Start { board: Some(board.clone()), ..start(rank, 3, address, long) };
     let (began, address) = (Instant::now(), free_address());
     let texts = scope(|s| {
-        let waiting = [0, 1].map(|rank| {
-            s.spawn({
-                let start = of(rank, &address);
-                move || join(&start).err().unwrap().with_hint()
-            })
-        });
+        let waiting = [of(0, &address), of(1, &address)].map(|start| s.spawn(move || refused(&start)));
         end_early(&of(2, &address), "no such file");
         waiting.map(|thread| thread.join().unwrap())
     });
@@ -552,7 +492,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
     // The first rank, which nobody can reach then.
     let (began, address) = (Instant::now(), free_address());
     let text = scope(|s| {
-        let waiting = s.spawn(|| join(&of(1, &address)).err().unwrap().with_hint());
+        let waiting = s.spawn(|| refused(&of(1, &address)));
         std::thread::sleep(Duration::from_millis(200));
         end_early(&of(0, &address), "no such file");
         waiting.join().unwrap()
@@ -572,7 +512,7 @@ fn a_rank_that_ends_before_it_came_or_a_stop_ends_the_waiting_of_the_others() {
             let starts = [start(0, 3, &address, long), start(1, 3, &address, long), start(1, 3, &alone, long)];
             let threads = starts.map(|start| {
                 let start = Start { waiting: waiting.clone(), ..start };
-                s.spawn(move || join(&start).err().unwrap().with_hint())
+                s.spawn(move || refused(&start))
             });
             std::thread::sleep(Duration::from_millis(300));
             flag.store(true, Ordering::Release);
@@ -593,7 +533,7 @@ fn buffers_are_aligned_and_used_again() {
     buffer.push(b"d");
     assert_eq!(buffer.bytes(), b"abc\0\0\0\0\0d");
     assert!(buffer.bytes().as_ptr().cast::<u64>().is_aligned());
-    let inbox = Inbox::new(0, Arc::new(Peers::unwatched(1)), vec![host()]);
+    let inbox = Inbox::new(0, Arc::new(Peers::new(1, None)), vec![host()]);
     inbox.recycle(buffer);
     let address = inbox.buffer(10).bytes().as_ptr();
     inbox.recycle(inbox.buffer(1000));

@@ -1,7 +1,9 @@
-//! What processes tell each other, as bytes. They are of the same build, so there is one form of everything.
+//! What processes tell each other: notes, whose bodies are JSON. They are of the same build, so there is one form of everything.
 
-use crate::comm::peers::{Pulse, Waiting};
-use crate::comm::{CommError, ProgramPlace};
+use crate::comm::ProgramPlace;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
@@ -9,210 +11,43 @@ use std::sync::{Mutex, PoisonError};
 /// The most bytes of one note.
 const MOST: u32 = 1 << 24;
 
-/// Bytes being written.
-#[derive(Default)]
-pub struct Writer(pub Vec<u8>);
+/// Something as bytes.
+pub fn written(what: &(impl Serialize + ?Sized)) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    write(&mut bytes, what);
+    bytes
+}
 
-impl Writer {
-    pub fn u8(&mut self, x: u8) {
-        self.0.push(x);
-    }
+/// The same, behind other bytes.
+pub fn write(to: &mut Vec<u8>, what: &(impl Serialize + ?Sized)) {
+    serde_json::to_writer(to, what).unwrap_or_else(|error| unreachable!("what is told has a form: {error}"));
+}
 
-    pub fn u32(&mut self, x: u32) {
-        self.0.extend(x.to_le_bytes());
-    }
-
-    pub fn u64(&mut self, x: u64) {
-        self.0.extend(x.to_le_bytes());
-    }
-
-    pub fn size(&mut self, x: usize) {
-        self.u64(x as u64);
-    }
-
-    pub fn text(&mut self, text: &str) {
-        self.u32(text.len() as u32);
-        self.0.extend(text.as_bytes());
-    }
-
-    pub fn option<T>(&mut self, x: Option<T>, write: impl FnOnce(&mut Self, T)) {
-        self.u8(u8::from(x.is_some()));
-        if let Some(x) = x {
-            write(self, x);
+/// What these bytes say, with texts that may be shown; `None` where they end too early or say what nobody says.
+pub fn read<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    fn show(value: &mut Value) {
+        match value {
+            Value::String(text) => *text = plain(text),
+            Value::Array(all) => all.iter_mut().for_each(show),
+            Value::Object(fields) => fields.values_mut().for_each(show),
+            Value::Null | Value::Bool(_) | Value::Number(_) => {}
         }
     }
+    let mut value = serde_json::from_slice(bytes).ok()?;
+    show(&mut value);
+    serde_json::from_value(value).ok()
+}
 
-    pub fn place(&mut self, place: ProgramPlace) {
-        self.text(place.op);
-        self.option(place.layer, Self::size);
-        self.size(place.micro_batch);
-    }
-
-    pub fn pulse(&mut self, pulse: Pulse) {
-        self.u64(pulse.alive);
-        self.option(pulse.place, Self::place);
-        self.u64(pulse.since);
-        self.option(pulse.waits, |to, waiting| {
-            to.size(waiting.other);
-            to.place(waiting.place);
-            to.u64(waiting.since);
-        });
-    }
-
-    pub fn error(&mut self, error: &CommError) {
-        match error {
-            CommError::Failed { rank, host, place, reason, hint: _ } => {
-                self.u8(0);
-                self.size(*rank);
-                self.option(host.as_deref(), Self::text);
-                self.option(*place, Self::place);
-                self.text(reason);
-            }
-            CommError::Lost { rank, host, place, reason, seen } => {
-                self.u8(1);
-                self.size(*rank);
-                self.text(host);
-                self.option(*place, Self::place);
-                self.text(reason);
-                self.option(seen.as_deref().copied(), |to, (rank, place)| {
-                    to.size(rank);
-                    to.place(place);
-                });
-            }
-            CommError::Cut { ranks, hosts, reason } => {
-                self.u8(6);
-                self.size(ranks.0);
-                self.size(ranks.1);
-                hosts.iter().for_each(|host| self.text(host));
-                self.text(reason);
-            }
-            CommError::Stalled { rank, place, other, other_place, seconds, other_waits_for } => {
-                self.u8(2);
-                self.size(*rank);
-                self.place(*place);
-                self.size(*other);
-                self.option(*other_place, Self::place);
-                self.u32(seconds.to_bits());
-                self.option(*other_waits_for, Self::size);
-            }
-            CommError::Left { rank, place, other } => {
-                self.u8(3);
-                self.size(*rank);
-                self.place(*place);
-                self.size(*other);
-            }
-            CommError::Mismatch { ranks, first, second } => {
-                self.u8(4);
-                self.size(ranks.0);
-                self.size(ranks.1);
-                self.text(first);
-                self.text(second);
-            }
-            CommError::Refused { rank, place, reason } => {
-                self.u8(5);
-                self.size(*rank);
-                self.place(*place);
-                self.text(reason);
-            }
-        }
+impl Serialize for ProgramPlace {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        (self.op, self.layer, self.micro_batch).serialize(to)
     }
 }
 
-/// Bytes being read; `None` where they end too early or say what nobody says.
-pub struct Reader<'a>(pub &'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (first, rest) = self.0.split_first_chunk::<N>()?;
-        self.0 = rest;
-        Some(*first)
-    }
-
-    pub fn u8(&mut self) -> Option<u8> {
-        self.take::<1>().map(|[x]| x)
-    }
-
-    pub fn u32(&mut self) -> Option<u32> {
-        self.take().map(u32::from_le_bytes)
-    }
-
-    pub fn u64(&mut self) -> Option<u64> {
-        self.take().map(u64::from_le_bytes)
-    }
-
-    pub fn size(&mut self) -> Option<usize> {
-        self.u64()?.try_into().ok()
-    }
-
-    pub fn text(&mut self) -> Option<&'a str> {
-        let length = self.u32()? as usize;
-        let (text, rest) = self.0.split_at_checked(length)?;
-        self.0 = rest;
-        std::str::from_utf8(text).ok()
-    }
-
-    /// A text that may be shown.
-    pub fn shown(&mut self) -> Option<String> {
-        self.text().map(plain)
-    }
-
-    /// `Some(None)` where nothing was written.
-    pub fn option<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<Option<T>> {
-        match self.u8()? {
-            0 => Some(None),
-            1 => read(self).map(Some),
-            _ => None,
-        }
-    }
-
-    pub fn place(&mut self) -> Option<ProgramPlace> {
-        let op = interned(self.text()?);
-        Some(ProgramPlace { op, layer: self.option(Self::size)?, micro_batch: self.size()? })
-    }
-
-    pub fn pulse(&mut self) -> Option<Pulse> {
-        let (alive, place, since) = (self.u64()?, self.option(Self::place)?, self.u64()?);
-        let waits =
-            self.option(|from| Some(Waiting { other: from.size()?, place: from.place()?, since: from.u64()? }))?;
-        Some(Pulse { alive, place, since, waits })
-    }
-
-    pub fn error(&mut self) -> Option<CommError> {
-        Some(match self.u8()? {
-            0 => CommError::Failed {
-                rank: self.size()?,
-                host: self.option(|from| from.shown())?,
-                place: self.option(Self::place)?,
-                reason: self.shown()?,
-                hint: None,
-            },
-            1 => CommError::Lost {
-                rank: self.size()?,
-                host: self.shown()?,
-                place: self.option(Self::place)?,
-                reason: self.shown()?,
-                seen: self.option(|from| Some(Box::new((from.size()?, from.place()?))))?,
-            },
-            2 => CommError::Stalled {
-                rank: self.size()?,
-                place: self.place()?,
-                other: self.size()?,
-                other_place: self.option(Self::place)?,
-                seconds: f32::from_bits(self.u32()?),
-                other_waits_for: self.option(Self::size)?,
-            },
-            3 => CommError::Left { rank: self.size()?, place: self.place()?, other: self.size()? },
-            4 => {
-                CommError::Mismatch { ranks: (self.size()?, self.size()?), first: self.shown()?, second: self.shown()? }
-            }
-            5 => CommError::Refused { rank: self.size()?, place: self.place()?, reason: self.shown()? },
-            6 => CommError::Cut {
-                ranks: (self.size()?, self.size()?),
-                hosts: Box::new([self.shown()?, self.shown()?]),
-                reason: self.shown()?,
-            },
-            _ => return None,
-        })
+impl<'de> Deserialize<'de> for ProgramPlace {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let (op, layer, micro_batch) = <(String, _, _)>::deserialize(from)?;
+        Ok(Self { op: interned(&op), layer, micro_batch })
     }
 }
 
@@ -242,12 +77,9 @@ fn interned(text: &str) -> &'static str {
 }
 
 /// Writes a note: its kind, its length, its bytes.
-pub fn write_note(mut to: impl Write, kind: u8, body: &[u8]) -> io::Result<()> {
-    let mut note = Vec::with_capacity(5 + body.len());
-    note.push(kind);
-    note.extend((body.len() as u32).to_le_bytes());
-    note.extend(body);
-    to.write_all(&note)
+pub fn write_note(mut to: impl Write, kind: u8, body: &(impl Serialize + ?Sized)) -> io::Result<()> {
+    let body = written(body);
+    to.write_all(&[&[kind][..], &(body.len() as u32).to_le_bytes(), &body].concat())
 }
 
 /// Reads a note.
@@ -272,6 +104,8 @@ pub fn read_note_up_to(mut from: impl Read, most: u32) -> io::Result<(u8, Vec<u8
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::CommError;
+    use crate::comm::peers::{Pulse, Waiting};
 
     #[test]
     fn what_is_written_is_read() {
@@ -307,33 +141,22 @@ mod tests {
             CommError::Refused { rank: 5, place, reason: "u32".into() },
         ];
         for error in errors {
-            let mut writer = Writer::default();
-            writer.error(&error);
-            let mut reader = Reader(&writer.0);
-            assert_eq!(reader.error(), Some(error));
-            assert!(reader.0.is_empty());
-            for end in 0..writer.0.len() {
-                assert_eq!(Reader(&writer.0[..end]).error(), None);
+            let bytes = written(&error);
+            assert_eq!(read(&bytes), Some(error));
+            for end in 0..bytes.len() {
+                assert_eq!(read::<CommError>(&bytes[..end]), None);
             }
         }
         let waits = Some(Waiting { other: 1, place: before, since: 9 });
         let pulse = Pulse { alive: 5, place: Some(place), since: 6, waits };
-        let mut writer = Writer::default();
-        writer.pulse(pulse);
-        assert_eq!(Reader(&writer.0).pulse(), Some(pulse));
+        assert_eq!(read(&written(&pulse)), Some(pulse));
     }
 
     #[test]
     fn escapes_of_others_are_shown_escaped() {
-        let mut writer = Writer::default();
-        writer.error(&CommError::Lost {
-            rank: 1,
-            host: "\x1b[2Jn1\u{9b}31m".into(),
-            place: None,
-            reason: "\x07 cut\nhint".into(),
-            seen: None,
-        });
-        let text = Reader(&writer.0).error().unwrap().to_string();
+        let (host, reason) = ("\x1b[2Jn1\u{9b}31m".into(), "\x07 cut\nhint".into());
+        let bytes = written(&CommError::Lost { rank: 1, host, place: None, reason, seen: None });
+        let text = read::<CommError>(&bytes).unwrap().to_string();
         assert!(text.contains("host \\u{1b}[2Jn1\\u{9b}31m is gone: \\u{7} cut\nhint"), "{text}");
         assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
     }
@@ -341,8 +164,8 @@ mod tests {
     #[test]
     fn a_note_that_is_too_long_is_refused_before_it_is_read() {
         let mut note = Vec::new();
-        write_note(&mut note, 3, b"text").unwrap();
-        assert_eq!(read_note(&note[..]).unwrap(), (3, b"text".to_vec()));
+        write_note(&mut note, 3, "text").unwrap();
+        assert_eq!(read_note(&note[..]).unwrap(), (3, b"\"text\"".to_vec()));
         note[1..5].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(read_note(&note[..]).unwrap_err().kind(), io::ErrorKind::InvalidData);
     }

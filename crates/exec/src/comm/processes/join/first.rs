@@ -8,7 +8,7 @@ use crate::comm::processes::board::{Notice, Posted};
 use crate::comm::processes::over::Over;
 use crate::comm::processes::secret::{Door, JobSecret};
 use crate::comm::processes::sockets::tune;
-use crate::comm::processes::wire::{Reader, read_note_up_to, write_note};
+use crate::comm::processes::wire::{read, read_note_up_to, write_note};
 use lockstep_ir::{Hint, counter};
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -100,7 +100,7 @@ pub(super) fn meet(
     };
     if let Err((error, stream)) = verdict {
         let text = error.with_hint();
-        let refuse = |link: &TcpStream| drop(write_note(link, REFUSAL, text.as_bytes()));
+        let refuse = |link: &TcpStream| drop(write_note(link, REFUSAL, &text));
         links.iter().flatten().chain(&stream).for_each(refuse);
         // Those who are about to come are told as well.
         let until = Instant::now() + REFUSES_FOR;
@@ -115,10 +115,9 @@ pub(super) fn meet(
     let members: Vec<_> = members.into_iter().flatten().collect();
     let over = Over::agreed(&members.iter().map(|(member, _)| member).zip(&offers).collect::<Vec<_>>());
     let roster = Roster { token, over, members };
-    let text = roster.write();
     for link in links.iter().flatten() {
         // One that is gone already is missed as soon as the failure channel is open.
-        let _ = write_note(link, ROSTER, &text);
+        let _ = write_note(link, ROSTER, &roster);
     }
     let gate = Arc::new(AtomicBool::new(false));
     let (closed, known, start) = (gate.clone(), roster.members.clone(), start.clone());
@@ -154,11 +153,8 @@ fn heard(stream: &TcpStream) -> Option<Heard> {
     let (kind, body) = read_note_up_to(stream, HELLO_BYTES).ok()?;
     stream.set_read_timeout(None).ok()?;
     match kind {
-        HELLO => Hello::read(&body).map(Heard::Came),
-        ENDED => {
-            let mut from = Reader(&body);
-            Some(Heard::Ended { rank: from.size()?, host: from.shown()?, reason: from.shown()? })
-        }
+        HELLO => read(&body).map(Heard::Came),
+        ENDED => read(&body).map(|(rank, host, reason)| Heard::Ended { rank, host, reason }),
         _ => None,
     }
 }
@@ -193,7 +189,7 @@ fn refuse_latecomers(door: &mut Door, start: &Start, members: &[(Member, SocketA
             if let Some(Heard::Came(hello)) = heard(&stream)
                 && let Err(error) = check(start, &members[0].0, &hello, &known)
             {
-                let _ = write_note(&stream, REFUSAL, error.with_hint().as_bytes());
+                let _ = write_note(&stream, REFUSAL, &error.with_hint());
             }
         }
         std::thread::sleep(LOOK_EVERY);

@@ -7,7 +7,7 @@ use crate::comm::processes::board::{Board, Posted};
 use crate::comm::processes::over::Over;
 use crate::comm::processes::secret::JobSecret;
 use crate::comm::processes::sockets::tune;
-use crate::comm::processes::wire::{plain, read_note, write_note};
+use crate::comm::processes::wire::{read, read_note, write_note};
 use std::io::ErrorKind;
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -114,7 +114,7 @@ pub(super) fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> 
         listens,
         offers: Over::offered(start),
     };
-    write_note(&stream, HELLO, &hello.write()).map_err(gone)?;
+    write_note(&stream, HELLO, &hello).map_err(gone)?;
     // The first rank is the one that names those who are missing.
     let until = Instant::now() + *timeout + HELLO_WITHIN;
     stream.set_read_timeout(Some(LOOK_EVERY)).map_err(gone)?;
@@ -129,13 +129,17 @@ pub(super) fn visit(start: &Start, deadline: Instant) -> Result<Met, JoinError> 
     stream.set_read_timeout(Some(HELLO_WITHIN)).map_err(gone)?;
     let (kind, body) = read_note(&stream).map_err(gone)?;
     stream.set_read_timeout(None).map_err(gone)?;
-    match kind {
-        ROSTER => {}
-        REFUSAL => return Err(JoinError::Refused(plain(&String::from_utf8_lossy(&body)))),
-        _ => return Err(no_answer("it speaks another language".to_owned())),
+    if kind == REFUSAL {
+        return Err(JoinError::Refused(read(&body).unwrap_or_default()));
     }
-    let roster = Roster::read(&body, theirs).filter(|roster| roster.members.len() == *ranks);
-    let roster = roster.ok_or_else(|| no_answer("it speaks another language".to_owned()))?;
+    let roster = read(&body).filter(|roster: &Roster| kind == ROSTER && roster.members.len() == *ranks);
+    let mut roster = roster.ok_or_else(|| no_answer("it speaks another language".to_owned()))?;
+    // Whoever shares the first one's host may know itself by an address that means nothing elsewhere.
+    for (_, listens) in &mut roster.members {
+        if listens.ip().is_loopback() || listens.ip().is_unspecified() {
+            listens.set_ip(theirs);
+        }
+    }
     let mut links: Vec<_> = (0..*ranks).map(|_| None).collect();
     links[0] = Some(stream);
     Ok(Met { roster, links, listener, secret, gate: None })

@@ -4,9 +4,8 @@
 //! [`CHUNK`]. Messages of one rank are matched in the order in which they were sent, and frames are delivered in that order.
 
 use super::library::{Library, MpiLibrary, Request};
-use super::lock;
 use crate::comm::processes::inbox::{Buffer, Inbox, Stream};
-use crate::comm::processes::wire::Reader;
+use crate::sync::std_lock as lock;
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError, mpsc};
@@ -372,7 +371,10 @@ impl Driver {
         let Self { library, sending, inboxes, gone, free, .. } = self;
         let mut moved = false;
         let done = sending.extract_if(.., |sending| {
-            sending.result = sent(library, &mut sending.left).transpose();
+            sending.result = match all_done(library, &mut sending.left) {
+                Ok(done) => done.then_some(Ok(())),
+                Err(reason) => Some(Err(reason)),
+            };
             sending.result.is_some()
         });
         for done in done {
@@ -398,13 +400,7 @@ impl Driver {
         }
         for from in 0..self.ranks {
             while let Some(first) = self.incoming[from].front_mut() {
-                while let Some(request) = first.left.front_mut() {
-                    if !self.library.done(request)? {
-                        break;
-                    }
-                    first.left.pop_front();
-                }
-                if !first.left.is_empty() {
+                if !all_done(&self.library, &mut first.left)? {
                     break;
                 }
                 moved = true;
@@ -419,9 +415,8 @@ impl Driver {
     /// Takes the head of a slot, with a small frame, or begins to receive a large one.
     fn take(&mut self, slot: usize) -> Result<(), String> {
         let message = self.slots[slot].buffer.bytes();
-        let mut fields = Reader(&message[..HEAD]);
-        let mut field = || fields.u64().unwrap_or_default();
-        let (token, stream, bytes, from) = (field(), Stream(field()), field() as usize, field() as usize);
+        let field = |i: usize| u64::from_le_bytes(message.as_chunks().0[i]);
+        let (token, stream, bytes, from) = (field(0), Stream(field(1)), field(2) as usize, field(3) as usize);
         if from >= self.ranks {
             return Err(format!("a message of rank {from} of {}", self.ranks));
         }
@@ -490,14 +485,14 @@ impl Driver {
 }
 
 /// Whether all requests of a frame are done.
-fn sent(library: &Library, left: &mut VecDeque<Request>) -> Result<Option<()>, String> {
+fn all_done(library: &Library, left: &mut VecDeque<Request>) -> Result<bool, String> {
     while let Some(request) = left.front_mut() {
         if !library.done(request)? {
-            return Ok(None);
+            return Ok(false);
         }
         left.pop_front();
     }
-    Ok(Some(()))
+    Ok(true)
 }
 
 /// The messages of a large frame: where each starts, and its bytes.

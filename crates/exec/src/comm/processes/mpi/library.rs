@@ -3,7 +3,8 @@
 //! What the three have in common is the order of arguments. Handles are pointers, ints or small numbers, and are passed as words;
 //! what a request is fits into 8 bytes everywhere.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use crate::library;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// The MPI library that a process may use.
@@ -27,105 +28,59 @@ impl MpiLibrary {
     }
 }
 
-/// A handle: a value, or the address of something in the library.
-enum Handle {
-    Value(usize),
-    Address(&'static CStr),
-}
-
-/// What differs between libraries.
+/// What differs between libraries: handles, and numbers that mean something.
 struct Flavour {
-    world: Handle,
-    byte: Handle,
-    errors_return: Handle,
+    world: usize,
+    byte: usize,
+    errors_return: usize,
     any_source: c_int,
     status_ignore: usize,
     /// Threads call MPI one at a time.
     serialized: c_int,
 }
 
-const OPEN_MPI: Flavour = Flavour {
-    world: Handle::Address(c"ompi_mpi_comm_world"),
-    byte: Handle::Address(c"ompi_mpi_byte"),
-    errors_return: Handle::Address(c"ompi_mpi_errors_return"),
-    any_source: -1,
-    status_ignore: 0,
-    serialized: 2,
-};
-
 const MPICH: Flavour = Flavour {
-    world: Handle::Value(0x4400_0000),
-    byte: Handle::Value(0x4c00_010d),
-    errors_return: Handle::Value(0x5400_0001),
+    world: 0x4400_0000,
+    byte: 0x4c00_010d,
+    errors_return: 0x5400_0001,
     any_source: -2,
     status_ignore: 1,
     serialized: 2,
 };
 
-const MPI_5: Flavour = Flavour {
-    world: Handle::Value(0x101),
-    byte: Handle::Value(0x247),
-    errors_return: Handle::Value(0x143),
-    any_source: -1,
-    status_ignore: 0,
-    serialized: 2048,
-};
+const MPI_5: Flavour =
+    Flavour { world: 0x101, byte: 0x247, errors_return: 0x143, any_source: -1, status_ignore: 0, serialized: 2048 };
 
 /// A send or a receive that is under way. 0 where there is none.
 pub type Request = u64;
 
-type InitThread = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
-type Plain = unsafe extern "C" fn() -> c_int;
-type Number = unsafe extern "C" fn(usize, *mut c_int) -> c_int;
-type TwoHandles = unsafe extern "C" fn(usize, usize) -> c_int;
-type Move = unsafe extern "C" fn(*mut c_void, c_int, usize, c_int, c_int, usize, *mut Request) -> c_int;
-type Test = unsafe extern "C" fn(*mut Request, *mut c_int, usize) -> c_int;
-type OfRequest = unsafe extern "C" fn(*mut Request) -> c_int;
-type Version = unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int;
-type ErrorText = unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int;
+crate::functions! {
+    /// The functions of the MPI standard, whose handles are words or smaller and passed in registers.
+    Functions;
+    init_thread = c"MPI_Init_thread": fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
+    finalize = c"MPI_Finalize": fn() -> c_int;
+    comm_rank = c"MPI_Comm_rank": fn(usize, *mut c_int) -> c_int;
+    comm_size = c"MPI_Comm_size": fn(usize, *mut c_int) -> c_int;
+    set_errhandler = c"MPI_Comm_set_errhandler": fn(usize, usize) -> c_int;
+    isend = c"MPI_Isend": fn(*mut c_void, c_int, usize, c_int, c_int, usize, *mut Request) -> c_int;
+    irecv = c"MPI_Irecv": fn(*mut c_void, c_int, usize, c_int, c_int, usize, *mut Request) -> c_int;
+    test = c"MPI_Test": fn(*mut Request, *mut c_int, usize) -> c_int;
+    cancel = c"MPI_Cancel": fn(*mut Request) -> c_int;
+    request_free = c"MPI_Request_free": fn(*mut Request) -> c_int;
+    library_version = c"MPI_Get_library_version": fn(*mut c_char, *mut c_int) -> c_int;
+    error_string = c"MPI_Error_string": fn(c_int, *mut c_char, *mut c_int) -> c_int;
+}
 
-/// An open library. It stays open as long as the process lives.
+/// An open library.
 pub struct Library {
     /// Its name and version.
     pub name: String,
-    world: usize,
-    byte: usize,
-    errors_return: usize,
-    any_source: c_int,
-    status_ignore: usize,
-    serialized: c_int,
-    init_thread: InitThread,
-    finalize: Plain,
-    comm_rank: Number,
-    comm_size: Number,
-    set_errhandler: TwoHandles,
-    isend: Move,
-    irecv: Move,
-    test: Test,
-    cancel: OfRequest,
-    request_free: OfRequest,
-    error_string: ErrorText,
+    flavour: Flavour,
+    functions: Functions,
 }
 
 /// The longest text that a library gives, with room to spare.
 const TEXT: usize = 16 << 10;
-
-fn symbol(handle: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
-    // SAFETY: the handle is of an open library, the name ends with a zero.
-    let address = unsafe { libc::dlsym(handle, name.as_ptr()) };
-    if address.is_null() { Err(format!("it has no {}", name.to_string_lossy())) } else { Ok(address) }
-}
-
-/// The function of this name as the type that the caller says it has.
-///
-/// # Safety
-/// It has this type, which is a function pointer.
-unsafe fn function<F: Copy>(handle: *mut c_void, name: &CStr) -> Result<F, String> {
-    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    let address = symbol(handle, name)?;
-    // SAFETY: both are as large as a pointer; the caller vouches for the type.
-    Ok(unsafe { std::mem::transmute_copy(&address) })
-}
 
 impl Library {
     /// Opens the first that is there.
@@ -143,52 +98,19 @@ impl Library {
     }
 
     fn open_file(path: &Path) -> Result<Self, String> {
-        let text = path.to_str().and_then(|path| CString::new(path).ok());
-        let text = text.ok_or_else(|| format!("{} is no name for a library", path.display()))?;
-        // SAFETY: opening a library runs its initialisers. Its parts look for each other's symbols, so all are visible.
-        let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
-        if handle.is_null() {
-            // SAFETY: the system gives a text that lasts until its next call in this thread, or nothing.
-            let why = unsafe {
-                let text = libc::dlerror();
-                if text.is_null() { String::new() } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
-            };
-            return Err(why);
-        }
-        let flavour = if path.to_string_lossy().contains("mpi_abi") {
-            MPI_5
-        } else if symbol(handle, c"ompi_mpi_comm_world").is_ok() {
-            OPEN_MPI
-        } else {
-            MPICH
+        let library = library::Library::open(path)?;
+        let missing = |name: &CStr| format!("it has no {}", name.to_string_lossy());
+        let address = |name| library.symbol(name).map(|at| at as usize).ok_or_else(|| missing(name));
+        let flavour = match address(c"ompi_mpi_comm_world") {
+            _ if path.to_string_lossy().contains("mpi_abi") => MPI_5,
+            Ok(world) => {
+                let (byte, errors_return) = (address(c"ompi_mpi_byte")?, address(c"ompi_mpi_errors_return")?);
+                Flavour { world, byte, errors_return, any_source: -1, status_ignore: 0, serialized: 2 }
+            }
+            Err(_) => MPICH,
         };
-        let value = |of: &Handle| match of {
-            Handle::Value(value) => Ok(*value),
-            Handle::Address(name) => symbol(handle, name).map(|address| address as usize),
-        };
-        // SAFETY: these are the functions of the MPI standard, whose handles are words or smaller and passed in registers.
-        unsafe {
-            Ok(Self {
-                name: version(function(handle, c"MPI_Get_library_version")?),
-                world: value(&flavour.world)?,
-                byte: value(&flavour.byte)?,
-                errors_return: value(&flavour.errors_return)?,
-                any_source: flavour.any_source,
-                status_ignore: flavour.status_ignore,
-                serialized: flavour.serialized,
-                init_thread: function(handle, c"MPI_Init_thread")?,
-                finalize: function(handle, c"MPI_Finalize")?,
-                comm_rank: function(handle, c"MPI_Comm_rank")?,
-                comm_size: function(handle, c"MPI_Comm_size")?,
-                set_errhandler: function(handle, c"MPI_Comm_set_errhandler")?,
-                isend: function(handle, c"MPI_Isend")?,
-                irecv: function(handle, c"MPI_Irecv")?,
-                test: function(handle, c"MPI_Test")?,
-                cancel: function(handle, c"MPI_Cancel")?,
-                request_free: function(handle, c"MPI_Request_free")?,
-                error_string: function(handle, c"MPI_Error_string")?,
-            })
-        }
+        let functions = Functions::find(&library, missing)?;
+        Ok(Self { name: version(&functions), flavour, functions })
     }
 
     fn check(&self, what: &str, code: c_int) -> Result<(), String> {
@@ -197,7 +119,7 @@ impl Library {
         }
         let (mut text, mut length) = ([0u8; TEXT], 0);
         // SAFETY: the text has more room than any library takes.
-        let known = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut length) } == 0;
+        let known = unsafe { (self.functions.error_string)(code, text.as_mut_ptr().cast(), &mut length) } == 0;
         let text = if known { string(&text) } else { format!("error {code}") };
         Err(format!("{what}: {text}"))
     }
@@ -206,18 +128,27 @@ impl Library {
     pub fn init(&self) -> Result<(usize, usize), String> {
         let mut provided = 0;
         // SAFETY: MPI takes null for the arguments of the program.
-        let code =
-            unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), self.serialized, &mut provided) };
+        let code = unsafe {
+            (self.functions.init_thread)(
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                self.flavour.serialized,
+                &mut provided,
+            )
+        };
         self.check("MPI_Init_thread", code)?;
-        if provided < self.serialized {
+        if provided < self.flavour.serialized {
             return Err("it allows no threads".to_owned());
         }
         let (mut rank, mut ranks) = (0, 0);
         // SAFETY: MPI runs; the handles are this library's.
         unsafe {
-            self.check("MPI_Comm_set_errhandler", (self.set_errhandler)(self.world, self.errors_return))?;
-            self.check("MPI_Comm_rank", (self.comm_rank)(self.world, &mut rank))?;
-            self.check("MPI_Comm_size", (self.comm_size)(self.world, &mut ranks))?;
+            self.check(
+                "MPI_Comm_set_errhandler",
+                (self.functions.set_errhandler)(self.flavour.world, self.flavour.errors_return),
+            )?;
+            self.check("MPI_Comm_rank", (self.functions.comm_rank)(self.flavour.world, &mut rank))?;
+            self.check("MPI_Comm_size", (self.functions.comm_size)(self.flavour.world, &mut ranks))?;
         }
         Ok((rank as usize, ranks as usize))
     }
@@ -225,7 +156,7 @@ impl Library {
     /// Ends MPI, with all others.
     pub fn finalize(&self) -> Result<(), String> {
         // SAFETY: the thread that started MPI ends it; nothing is under way.
-        self.check("MPI_Finalize", unsafe { (self.finalize)() })
+        self.check("MPI_Finalize", unsafe { (self.functions.finalize)() })
     }
 
     /// Begins to send bytes.
@@ -236,7 +167,15 @@ impl Library {
         let mut request = 0;
         // SAFETY: the caller vouches.
         let code = unsafe {
-            (self.isend)(data.cast_mut().cast(), bytes as c_int, self.byte, to as c_int, tag, self.world, &mut request)
+            (self.functions.isend)(
+                data.cast_mut().cast(),
+                bytes as c_int,
+                self.flavour.byte,
+                to as c_int,
+                tag,
+                self.flavour.world,
+                &mut request,
+            )
         };
         self.check("MPI_Isend", code).map(|()| request)
     }
@@ -252,9 +191,19 @@ impl Library {
         from: Option<usize>,
         tag: c_int,
     ) -> Result<Request, String> {
-        let (mut request, from) = (0, from.map_or(self.any_source, |from| from as c_int));
+        let (mut request, from) = (0, from.map_or(self.flavour.any_source, |from| from as c_int));
         // SAFETY: the caller vouches.
-        let code = unsafe { (self.irecv)(data.cast(), bytes as c_int, self.byte, from, tag, self.world, &mut request) };
+        let code = unsafe {
+            (self.functions.irecv)(
+                data.cast(),
+                bytes as c_int,
+                self.flavour.byte,
+                from,
+                tag,
+                self.flavour.world,
+                &mut request,
+            )
+        };
         self.check("MPI_Irecv", code).map(|()| request)
     }
 
@@ -262,7 +211,7 @@ impl Library {
     pub fn done(&self, request: &mut Request) -> Result<bool, String> {
         let mut flag = 0;
         // SAFETY: the request is one of this library's, or was done before.
-        let code = unsafe { (self.test)(request, &mut flag, self.status_ignore) };
+        let code = unsafe { (self.functions.test)(request, &mut flag, self.flavour.status_ignore) };
         self.check("MPI_Test", code).map(|()| flag != 0)
     }
 
@@ -270,8 +219,8 @@ impl Library {
     pub fn cancel(&self, request: &mut Request) -> Result<(), String> {
         // SAFETY: the request is a receive that is under way.
         unsafe {
-            self.check("MPI_Cancel", (self.cancel)(request))?;
-            self.check("MPI_Request_free", (self.request_free)(request))
+            self.check("MPI_Cancel", (self.functions.cancel)(request))?;
+            self.check("MPI_Request_free", (self.functions.request_free)(request))
         }
     }
 }
@@ -281,10 +230,10 @@ fn string(text: &[u8]) -> String {
     CStr::from_bytes_until_nul(text).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-fn version(get: Version) -> String {
+fn version(functions: &Functions) -> String {
     let (mut text, mut length) = ([0u8; TEXT], 0);
     // SAFETY: the text has more room than any library takes; this may be asked before MPI is started.
-    let known = unsafe { get(text.as_mut_ptr().cast(), &mut length) } == 0;
+    let known = unsafe { (functions.library_version)(text.as_mut_ptr().cast(), &mut length) } == 0;
     if known { short(&string(&text)) } else { "MPI".to_owned() }
 }
 

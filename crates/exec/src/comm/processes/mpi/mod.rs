@@ -16,7 +16,7 @@ pub use library::MpiLibrary;
 use super::Transport;
 use super::inbox::{Inbox, Stream};
 use engine::{Engine, SMALL};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// The MPI of this process, once it was started or could not be.
@@ -24,10 +24,6 @@ static MPI: OnceLock<Result<Engine, String>> = OnceLock::new();
 
 /// How long a frame that is under way when the run ends may still take to arrive; then MPI is called no more, which has its bytes.
 const GRACE: Duration = Duration::from_millis(500);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The name and version of the library that is there, without starting it.
 pub fn found(which: &MpiLibrary) -> Result<String, String> {

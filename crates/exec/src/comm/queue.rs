@@ -3,12 +3,11 @@
 //! On the CPU a queue is the thread itself or a communication thread. On a GPU it is a stream. All forms pass one
 //! conformance suite (`comm/conformance.rs`).
 
-use super::CommunicationCall;
-use crate::comm::{CommError, HostCommunicator, Piece};
+use super::{CommError, CommunicationCall, HostCommunicator, Piece};
 use lockstep_ir::program::Slot;
 use std::sync::Arc;
 
-/// The number of an instruction in its queue, from 1 on.
+/// The number of an instruction in its queue, from 1 on; 0 where it has ended, or where the queue waits for all alike.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Enqueued(pub u64);
 
@@ -39,7 +38,6 @@ pub trait CommunicationQueue: Send {
 pub struct Inline {
     comm: Arc<dyn HostCommunicator>,
     pieces: Vec<Piece>,
-    done: u64,
 }
 
 // SAFETY: `pieces` holds addresses while an instruction runs; nobody looks at them afterwards.
@@ -48,7 +46,7 @@ unsafe impl Send for Inline {}
 impl Inline {
     /// The queue of the rank whose communicator this is.
     pub fn new(comm: Arc<dyn HostCommunicator>) -> Self {
-        Self { comm, pieces: Vec::new(), done: 0 }
+        Self { comm, pieces: Vec::new() }
     }
 }
 
@@ -61,8 +59,7 @@ impl CommunicationQueue for Inline {
     ) -> Result<Enqueued, CommError> {
         // SAFETY: the caller vouches.
         unsafe { call.run(self.comm.as_ref(), base, slot, &mut self.pieces)? };
-        self.done += 1;
-        Ok(Enqueued(self.done))
+        Ok(Enqueued::default())
     }
 
     fn wait(&mut self, _: Enqueued) -> Result<(), CommError> {

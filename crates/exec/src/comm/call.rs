@@ -1,13 +1,7 @@
 //! Instructions that ranks run together, as every executor runs them.
 
-mod queue;
-mod thread;
-
-pub use queue::{CommunicationQueue, Enqueued, Inline};
-pub use thread::CommunicationThread;
-
+use super::{Action, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use crate::bound::At;
-use crate::comm::{Collective, CommError, HostCommunicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Instr, Slot, StepProgram};
 use lockstep_ir::{Axes, Coordinates, MeshAxis, TensorType, gathered};
@@ -16,50 +10,12 @@ use std::sync::Arc;
 
 /// An instruction of several ranks, ready to run on one of them.
 pub struct CommunicationCall {
-    what: What,
+    action: Action,
     place: ProgramPlace,
     /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
     padding: Vec<(At, usize, usize)>,
-    pieces: Vec<PieceAt>,
-}
-
-enum What {
-    Together(Collective, RankGroup),
-    Send { to: usize, tag: u32, send_buffer: At, copies: usize },
-    Receive { from: usize, tag: u32 },
-}
-
-struct PieceAt {
-    input: Option<(At, usize)>,
-    output: Option<(At, usize)>,
-    rows: usize,
-    elements: usize,
-    order: Order,
-    dtype: lockstep_ir::DType,
-}
-
-/// What an instruction of several ranks does with its pieces.
-pub enum Action<'a> {
-    /// All of a group do it together.
-    Together(Collective, &'a RankGroup),
-    /// Every piece is a message to a rank.
-    Send {
-        /// The rank.
-        to: usize,
-        /// The stream of messages.
-        tag: u32,
-        /// Where messages stay until they are taken.
-        send_buffer: *mut u8,
-        /// How many fit in.
-        copies: usize,
-    },
-    /// Every piece is a message from a rank.
-    Receive {
-        /// The rank.
-        from: usize,
-        /// The stream of messages.
-        tag: u32,
-    },
+    /// Places in the arena, and bytes from there.
+    pieces: Vec<Piece<Option<(At, usize)>>>,
 }
 
 impl CommunicationCall {
@@ -70,31 +26,33 @@ impl CommunicationCall {
         let along = |over: Axes| RankGroup { ranks: mesh.group(here, over), channel };
         let peer = |stage: usize| mesh.rank(here.with(MeshAxis::Pp, stage));
         let transfer = instr.op.transfer()?;
-        let what = match transfer {
+        let action = match transfer {
             Transfer::SumShared { over, sharers } => {
                 let first = here.index(over, mesh) / sharers * sharers;
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
-                What::Together(transfer.collective()?, RankGroup { ranks, channel })
+                Action::Together(transfer.collective()?, RankGroup { ranks, channel })
             }
             Transfer::AllReduce { .. }
             | Transfer::ReduceScatter { .. }
             | Transfer::AllGather { .. }
             | Transfer::Shift { .. }
-            | Transfer::AllToAll { .. } => What::Together(transfer.collective()?, along(transfer.over())),
+            | Transfer::AllToAll { .. } => Action::Together(transfer.collective()?, along(transfer.over())),
             Transfer::Send { stage, tag } => {
-                let send_buffer = At::buffer(program, instr.workspace?);
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
                 let copies = (program.buffers[instr.workspace?.0].bytes / message.max(1)) as usize;
-                What::Send { to: peer(stage), tag, send_buffer, copies }
+                Action::Send { to: peer(stage), tag, copies }
             }
-            Transfer::Receive { stage, tag } => What::Receive { from: peer(stage), tag },
+            Transfer::Receive { stage, tag } => Action::Receive { from: peer(stage), tag },
         };
         let at = |arg| At::arg(program, arg, here);
         let (mut pieces, mut padding) = (Vec::new(), Vec::new());
         let count = instr.inputs.len().max(instr.outputs.len());
         for i in 0..count {
             let (x, y) = (instr.inputs.get(i), instr.outputs.get(i).and_then(Option::as_ref));
-            let (input, output) = (x.map(at), y.map(at));
+            let (input, mut output) = (x.map(at), y.map(at));
+            if let Transfer::Send { .. } = transfer {
+                output = Some(At::buffer(program, instr.workspace?));
+            }
             let part = match transfer {
                 Transfer::ReduceScatter { .. } | Transfer::Receive { .. } => &y?.ty,
                 Transfer::AllReduce { .. }
@@ -104,92 +62,62 @@ impl CommunicationCall {
                 | Transfer::AllToAll { .. }
                 | Transfer::Send { .. } => &x?.ty,
             };
-            let ranks = match &what {
-                What::Together(_, group) => group.ranks.len(),
-                What::Send { .. } | What::Receive { .. } => 1,
+            let ranks = match &action {
+                Action::Together(_, group) => group.ranks.len(),
+                Action::Send { .. } | Action::Receive { .. } => 1,
             };
+            let (order, dtype) = (order(transfer), part.dtype);
             if let (Transfer::AllGather { dim: Some(dim), over }, Some(x), Some(y)) = (transfer, x, y) {
                 let sections =
                     gathered(&x.ty, &y.ty, dim, ranks).expect("the verifier has seen that parts make a whole");
-                let bytes = part.dtype.bytes();
+                let bytes = dtype.bytes();
                 pieces.extend(sections.into_iter().map(|s| {
                     let share = here.index(over, mesh) % s.sharers * s.elements;
                     let input = input.map(|at| (at, (s.part + share) * bytes));
                     let output = output.map(|at| (at, s.whole * bytes));
-                    PieceAt {
-                        input,
-                        output,
-                        rows: s.rows,
-                        elements: s.elements,
-                        order: order(transfer),
-                        dtype: part.dtype,
-                    }
+                    Piece { input, output, rows: s.rows, elements: s.elements, order, dtype }
                 }));
                 continue;
             }
             let (rows, from) = rows(transfer, part);
             let sent = if let Transfer::AllToAll { .. } = transfer { ranks } else { 1 };
             let elements = (part.elements() - from) / rows / sent;
-            let bytes = elements * part.dtype.bytes();
+            let bytes = elements * dtype.bytes();
             if let (Transfer::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (transfer, input, x) {
                 padding.push((input, x.ty.bytes() as usize, bytes * ranks));
             }
-            let start = from * part.dtype.bytes();
+            let start = from * dtype.bytes();
             let (input, output) = (input.map(|at| (at, start)), output.map(|at| (at, start)));
-            pieces.push(PieceAt { input, output, rows, elements, order: order(transfer), dtype: part.dtype });
+            pieces.push(Piece { input, output, rows, elements, order, dtype });
         }
         let place = ProgramPlace { op: instr.op.name(), layer: instr.layer, micro_batch: 0 };
-        Some(Self { what, place, padding, pieces })
+        Some(Self { action, place, padding, pieces })
     }
 
     /// The ranks that run it, of which `rank` is one.
     pub fn connection(&self, rank: usize) -> Connection {
-        match &self.what {
-            What::Together(_, group) => Connection::Group(group.clone()),
-            What::Send { to, tag, .. } => Connection::Messages { from: rank, to: *to, tag: *tag },
-            What::Receive { from, tag } => Connection::Messages { from: *from, to: rank, tag: *tag },
+        match self.action {
+            Action::Together(_, ref group) => Connection::Group(group.clone()),
+            Action::Send { to, tag, .. } => Connection::Messages { from: rank, to, tag },
+            Action::Receive { from, tag } => Connection::Messages { from, to: rank, tag },
         }
     }
 
     /// Of pieces that are where they say, whatever the slot, for an arena that starts at 0.
-    pub(crate) fn absolute(action: &Action<'_>, pieces: &[Piece], place: ProgramPlace) -> Self {
-        let at = |address: *const u8| At::absolute(address as usize as u64);
-        let what = match *action {
-            Action::Together(kind, group) => What::Together(kind, group.clone()),
-            Action::Send { to, tag, send_buffer, copies } => {
-                What::Send { to, tag, send_buffer: at(send_buffer), copies }
-            }
-            Action::Receive { from, tag } => What::Receive { from, tag },
-        };
-        let piece = |p: &Piece| {
-            let (input, output) = (Some((at(p.input), 0)), Some((at(p.output), 0)));
-            PieceAt { input, output, rows: p.rows, elements: p.elements, order: p.order, dtype: p.dtype }
-        };
-        Self { what, place, padding: Vec::new(), pieces: pieces.iter().map(piece).collect() }
+    pub(super) fn absolute(action: Action, pieces: &[Piece], place: ProgramPlace) -> Self {
+        let at = |address: *mut u8| Some((At::absolute(address as usize as u64), 0));
+        Self { action, place, padding: Vec::new(), pieces: pieces.iter().map(|piece| piece.map(at)).collect() }
     }
 
     /// What it does at a slot of a schedule in an arena that starts at `base`, and where in the program that is. Its pieces go to
     /// `pieces`.
-    pub fn resolve(&self, base: *mut u8, slot: Slot, pieces: &mut Vec<Piece>) -> (Action<'_>, ProgramPlace) {
-        let address = |(at, offset): (At, usize)| at.address(base, slot).wrapping_add(offset);
-        let none = std::ptr::null_mut();
-        pieces.clear();
-        pieces.extend(self.pieces.iter().map(|p| Piece {
-            input: p.input.map_or(none, address).cast_const(),
-            output: p.output.map_or(none, address),
-            rows: p.rows,
-            elements: p.elements,
-            order: p.order,
-            dtype: p.dtype,
-        }));
-        let action = match &self.what {
-            What::Together(kind, group) => Action::Together(*kind, group),
-            What::Send { to, tag, send_buffer, copies } => {
-                Action::Send { to: *to, tag: *tag, send_buffer: send_buffer.address(base, slot), copies: *copies }
-            }
-            What::Receive { from, tag } => Action::Receive { from: *from, tag: *tag },
+    pub fn resolve(&self, base: *mut u8, slot: Slot, pieces: &mut Vec<Piece>) -> (&Action, ProgramPlace) {
+        let address = |at: Option<(At, usize)>| {
+            at.map_or(std::ptr::null_mut(), |(at, offset)| at.address(base, slot).wrapping_add(offset))
         };
-        (action, ProgramPlace { micro_batch: slot.micro_batch, ..self.place })
+        pieces.clear();
+        pieces.extend(self.pieces.iter().map(|piece| piece.map(address)));
+        (&self.action, ProgramPlace { micro_batch: slot.micro_batch, ..self.place })
     }
 
     /// Bytes that are to be zero before it runs, as addresses and lengths.
@@ -204,7 +132,7 @@ impl CommunicationCall {
     ///
     /// # Safety
     /// `base` is the arena of the program that this was made for, nobody else touches the operands meanwhile.
-    unsafe fn run(
+    pub(super) unsafe fn run(
         &self,
         comm: &dyn HostCommunicator,
         base: *mut u8,
@@ -216,15 +144,7 @@ impl CommunicationCall {
         // SAFETY: the verifier has checked that operands lie in the arena and overlap only in place.
         unsafe {
             self.padding(base, slot).for_each(|(at, bytes)| at.write_bytes(0, bytes));
-            match action {
-                Action::Together(kind, group) => comm.collective(kind, group, pieces, place),
-                Action::Send { to, tag, send_buffer, copies } => {
-                    pieces.iter().try_for_each(|p| comm.send(to, tag, p.input, p.bytes(), send_buffer, copies, place))
-                }
-                Action::Receive { from, tag } => {
-                    pieces.iter().try_for_each(|p| comm.receive(from, tag, p.output, p.bytes(), place))
-                }
-            }
+            comm.act(action, pieces, place)
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The thread that runs collectives while kernels go on.
 
-use super::{CommunicationCall, CommunicationQueue, Enqueued};
-use crate::comm::{CommError, HostCommunicator, has_waited};
+use super::peers::has_waited;
+use super::{CommError, CommunicationCall, CommunicationQueue, Enqueued, HostCommunicator};
 use crate::sync::{self, Condvar, JoinHandle, Mutex, lock, spawn, wait};
 use lockstep_ir::program::Slot;
 use std::collections::VecDeque;
