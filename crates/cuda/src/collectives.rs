@@ -46,16 +46,13 @@ pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Res
     let alike = |a: &Piece, b: &Piece| (a.dtype, a.order) == (b.dtype, b.order);
     for alike in indices.chunk_by(|a, b| alike(&first[*a], &first[*b])) {
         for batch in alike.chunks(at_a_time) {
-            let mut words = Vec::with_capacity(WORDS);
-            for &p in batch {
-                words.extend([first[p].rows as u64, first[p].elements as u64]);
-                words.extend(ranks.iter().map(|pieces| pieces[p].input as u64));
-                words.extend(ranks.iter().map(|pieces| pieces[p].output as u64));
-            }
-            words.resize(WORDS, 0);
+            let words = batch.iter().flat_map(|&p| {
+                let inputs = ranks.iter().map(move |pieces| pieces[p].input as u64);
+                let outputs = ranks.iter().map(move |pieces| pieces[p].output as u64);
+                [first[p].rows as u64, first[p].elements as u64].into_iter().chain(inputs).chain(outputs)
+            });
             let parts = if kind == Collective::AllReduce { 1 } else { n };
             let largest = batch.iter().map(|&p| first[p].rows * first[p].elements * parts).max().unwrap_or(0);
-            let grid = [largest.div_ceil(THREADS).min(BLOCKS), batch.len(), 1];
             let dtype = first[batch[0]].dtype;
             let (name, code) = match kind {
                 Collective::AllReduce => (adding(dtype)?, 0i32),
@@ -63,10 +60,10 @@ pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Res
                 Collective::AllGather => (copying(dtype), 2),
                 Collective::Shift | Collective::AllToAll => unreachable!("{kind} is copies"),
             };
-            let (ranks, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
-            let args: &[_] = if kind.sums() { args![code, ranks, zigzag] } else { args![ranks, zigzag] };
+            let (members, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
+            let args: &[_] = if kind.sums() { args![code, members, zigzag] } else { args![members, zigzag] };
             // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.
-            unsafe { on.launch_with(("collectives", name), grid, BLOCK, Some(&words), args)? };
+            unsafe { launch(on, name, words, largest, batch.len(), args)? };
         }
     }
     Ok(())

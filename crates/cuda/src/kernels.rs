@@ -43,46 +43,26 @@ impl Value {
     }
 }
 
-impl From<Address> for Value {
-    fn from(x: Address) -> Self {
-        Value::Address(x)
-    }
+macro_rules! values {
+    ($($type:ty: $x:ident => $value:expr;)*) => {
+        $(impl From<$type> for Value {
+            fn from($x: $type) -> Self {
+                $value
+            }
+        })*
+    };
 }
-impl From<usize> for Value {
-    fn from(x: usize) -> Self {
-        Value::Size(x)
-    }
-}
-impl From<i32> for Value {
-    fn from(x: i32) -> Self {
-        Value::Word(x as u32)
-    }
-}
-impl From<u32> for Value {
-    fn from(x: u32) -> Self {
-        Value::Word(x)
-    }
-}
-impl From<bool> for Value {
-    fn from(x: bool) -> Self {
-        Value::Word(x.into())
-    }
-}
-impl From<f32> for Value {
-    fn from(x: f32) -> Self {
-        Value::Float(x)
-    }
-}
-impl From<f64> for Value {
-    fn from(x: f64) -> Self {
-        Value::Double(x)
-    }
-}
-/// A place that may be missing: null then.
-impl From<Option<Address>> for Value {
-    fn from(x: Option<Address>) -> Self {
-        Value::Address(x.unwrap_or(0))
-    }
+
+values! {
+    Address: x => Value::Address(x);
+    // A place that may be missing: null then.
+    Option<Address>: x => Value::Address(x.unwrap_or(0));
+    usize: x => Value::Size(x);
+    i32: x => Value::Word(x as u32);
+    u32: x => Value::Word(x);
+    bool: x => Value::Word(x.into());
+    f32: x => Value::Float(x);
+    f64: x => Value::Double(x);
 }
 
 /// The arguments of a kernel, in order.

@@ -53,20 +53,14 @@ impl CommunicationCall {
             if let Transfer::Send { .. } = transfer {
                 output = Some(At::buffer(program, instr.workspace?));
             }
-            let part = match transfer {
-                Transfer::ReduceScatter { .. } | Transfer::Receive { .. } => &y?.ty,
-                Transfer::AllReduce { .. }
-                | Transfer::SumShared { .. }
-                | Transfer::AllGather { .. }
-                | Transfer::Shift { .. }
-                | Transfer::AllToAll { .. }
-                | Transfer::Send { .. } => &x?.ty,
-            };
+            let of_output = matches!(transfer, Transfer::ReduceScatter { .. } | Transfer::Receive { .. });
+            let part = if of_output { &y?.ty } else { &x?.ty };
             let ranks = match &action {
                 Action::Together(_, group) => group.ranks.len(),
                 Action::Send { .. } | Action::Receive { .. } => 1,
             };
-            let (order, dtype) = (order(transfer), part.dtype);
+            let (rows, from, order) = cut(transfer, part);
+            let dtype = part.dtype;
             if let (Transfer::AllGather { dim: Some(dim), over }, Some(x), Some(y)) = (transfer, x, y) {
                 let sections =
                     gathered(&x.ty, &y.ty, dim, ranks).expect("the verifier has seen that parts make a whole");
@@ -79,7 +73,6 @@ impl CommunicationCall {
                 }));
                 continue;
             }
-            let (rows, from) = rows(transfer, part);
             let sent = if let Transfer::AllToAll { .. } = transfer { ranks } else { 1 };
             let elements = (part.elements() - from) / rows / sent;
             let bytes = elements * dtype.bytes();
@@ -149,38 +142,23 @@ impl CommunicationCall {
     }
 }
 
-/// A tensor as pieces that ranks communicate: how many rows, and the first element that counts.
-fn rows(transfer: Transfer, part: &TensorType) -> (usize, usize) {
-    let before = |dim: usize| part.dims[..dim].iter().map(|d| d.size()).product();
+/// How ranks communicate a tensor: how many rows, the first element that counts, and the order of parts, which is zig-zag over
+/// context-parallel ranks.
+fn cut(transfer: Transfer, part: &TensorType) -> (usize, usize, Order) {
+    let order = |over: Axes| if over == MeshAxis::Cp.into() { Order::ZigZag } else { Order::Group };
     match transfer {
-        Transfer::ReduceScatter { dim: Some(dim), .. } => (before(dim), 0),
-        Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes()),
-        Transfer::AllGather { .. }
+        Transfer::ReduceScatter { dim: Some(dim), over } => {
+            (part.dims[..dim].iter().map(|d| d.size()).product(), 0, order(over))
+        }
+        Transfer::AllGather { dim: Some(_), over } => (1, 0, order(over)),
+        Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes(), Order::Group),
+        Transfer::AllGather { dim: None, .. }
         | Transfer::ReduceScatter { dim: None, .. }
         | Transfer::AllReduce { .. }
         | Transfer::Shift { .. }
         | Transfer::AllToAll { .. }
         | Transfer::Send { .. }
-        | Transfer::Receive { .. } => (1, 0),
-    }
-}
-
-/// Parts over context-parallel ranks are in zig-zag order.
-fn order(transfer: Transfer) -> Order {
-    match transfer {
-        Transfer::AllGather { over, dim: Some(_) } | Transfer::ReduceScatter { over, dim: Some(_) }
-            if over == MeshAxis::Cp.into() =>
-        {
-            Order::ZigZag
-        }
-        Transfer::AllGather { .. }
-        | Transfer::ReduceScatter { .. }
-        | Transfer::SumShared { .. }
-        | Transfer::AllReduce { .. }
-        | Transfer::Shift { .. }
-        | Transfer::AllToAll { .. }
-        | Transfer::Send { .. }
-        | Transfer::Receive { .. } => Order::Group,
+        | Transfer::Receive { .. } => (1, 0, Order::Group),
     }
 }
 

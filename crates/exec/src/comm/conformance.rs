@@ -195,7 +195,7 @@ impl Job {
     /// Some elements of what a member gives for piece `p`.
     fn input(&self, any_order: bool, member: usize, p: usize, range: Range<usize>) -> Vec<u8> {
         let (dtype, key) = (self.pieces[p].2, counter::bits(self.key, (member << 8 | p) as u64));
-        if any_order { whole_numbers(dtype, key, range) } else { values(dtype, key, range) }
+        values(dtype, key, range, any_order)
     }
 
     /// Piece `p` as a call has it.
@@ -356,37 +356,31 @@ fn delay(key: u64, rank: usize) {
     }
 }
 
-/// Values whose sum depends on the order of the terms: many are large powers of two, which swallow the others and cancel.
-fn values(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
+/// Values whose sum depends on the order of the terms: many are large powers of two, which swallow the others and cancel. In `any_order`
+/// they are small whole numbers, whose sum is the same in every order. What is added in fixed point is up to half of what fits: some
+/// sums leave the range, depending on the order.
+fn values(dtype: DType, key: u64, range: Range<usize>, any_order: bool) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(range.len() * dtype.bytes());
     for i in range {
         let bits = counter::bits(key, i as u64);
-        let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
-        let small = 1.0 + (bits >> 12) as f64 / (1u64 << 52) as f64;
-        let pick = |large: f64| sign * if bits & 2 == 0 { large } else { small };
+        let number = |large: f64| {
+            let sign = if bits & 1 == 0 { 1.0 } else { -1.0 };
+            let small = 1.0 + (bits >> 12) as f64 / (1u64 << 52) as f64;
+            match any_order {
+                true => f64::from((bits % 9) as i8 - 4),
+                false => sign * if bits & 2 == 0 { large } else { small },
+            }
+        };
         match dtype {
-            DType::F32 => bytes.extend((pick((1u64 << 40) as f64) as f32).to_le_bytes()),
-            DType::BF16 => bytes.extend(bf16::from_f32(pick((1u64 << 40) as f64) as f32).to_le_bytes()),
-            DType::F16 => bytes.extend(f16::from_f32(pick(f64::from(1 << 14)) as f32).to_le_bytes()),
-            DType::F64 => bytes.extend(pick((1u128 << 80) as f64).to_le_bytes()),
-            // Up to half of what fits: some sums leave the range, depending on the order.
+            DType::F32 => bytes.extend((number((1u64 << 40) as f64) as f32).to_le_bytes()),
+            DType::BF16 => bytes.extend(bf16::from_f32(number((1u64 << 40) as f64) as f32).to_le_bytes()),
+            DType::F16 => bytes.extend(f16::from_f32(number(f64::from(1 << 14)) as f32).to_le_bytes()),
+            DType::F64 => bytes.extend(number((1u128 << 80) as f64).to_le_bytes()),
             DType::Fixed64 => bytes.extend((bits as i64 >> 2).to_le_bytes()),
             DType::U32 => bytes.extend((bits as u32).to_le_bytes()),
         }
     }
     bytes
-}
-
-/// Small whole numbers, whose sum is the same in every order; what is added in fixed point is as everywhere.
-fn whole_numbers(dtype: DType, key: u64, range: Range<usize>) -> Vec<u8> {
-    let number = |i: usize| f32::from((counter::bits(key, i as u64) % 9) as i8 - 4);
-    match dtype {
-        DType::F32 => range.flat_map(|i| number(i).to_le_bytes()).collect(),
-        DType::BF16 => range.flat_map(|i| bf16::from_f32(number(i)).to_le_bytes()).collect(),
-        DType::F16 => range.flat_map(|i| f16::from_f32(number(i)).to_le_bytes()).collect(),
-        DType::F64 => range.flat_map(|i| f64::from(number(i)).to_le_bytes()).collect(),
-        DType::Fixed64 | DType::U32 => values(dtype, key, range),
-    }
 }
 
 /// The sum of the terms, one after the other.

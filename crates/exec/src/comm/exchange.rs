@@ -64,7 +64,7 @@ impl Meeting {
             let gone = round.brought.iter().all(Option::is_none);
             self.members.iter().zip(&round.brought).any(|(&m, b)| m == rank && m != me && (gone || b.is_none()))
         };
-        let (round, result) = peers.wait((me, place), &self.gate, round, |round| round.ended != before, absent);
+        let (round, result) = peers.wait(me, place, &self.gate, round, |round| round.ended != before, absent);
         result?;
         let result = round.result.as_ref().and_then(|value| value.downcast_ref::<R>()).cloned();
         drop(round);
@@ -98,7 +98,7 @@ impl Post {
     pub fn receive<T: 'static>(&self, peers: &Peers, place: ProgramPlace) -> Result<T, CommError> {
         let values = self.gate.lock();
         let there = |values: &VecDeque<Value>| !values.is_empty();
-        let (mut values, result) = peers.wait((self.to, place), &self.gate, values, there, |_, rank| rank == self.from);
+        let (mut values, result) = peers.wait(self.to, place, &self.gate, values, there, |_, rank| rank == self.from);
         result?;
         let value = take(&mut values.pop_front());
         drop(values);

@@ -76,7 +76,8 @@ impl MessageQueue {
             under_way == 0 || (state.send_buffer == send_buffer && under_way < send_buffer.copies)
         };
         let (mut state, result) = peers.wait(
-            (self.from, place),
+            self.from,
+            place,
             &self.gate,
             state,
             |state| room(state) || state.closed,
@@ -115,7 +116,7 @@ impl MessageQueue {
         let bytes = piece.bytes();
         let state = self.gate.lock();
         let there = |state: &State| state.offered > state.taken && !state.closed;
-        let (mut state, result) = peers.wait((self.to, place), &self.gate, state, there, |_, rank| rank == self.from);
+        let (mut state, result) = peers.wait(self.to, place, &self.gate, state, there, |_, rank| rank == self.from);
         result?;
         if state.reading {
             drop(state);
@@ -143,7 +144,7 @@ impl MessageQueue {
     pub fn flush(&self, peers: &Peers, place: ProgramPlace) -> Result<(), CommError> {
         let state = self.gate.lock();
         let empty = |state: &State| state.offered == state.taken || state.closed;
-        peers.wait((self.from, place), &self.gate, state, empty, |_, rank| rank == self.to).1
+        peers.wait(self.from, place, &self.gate, state, empty, |_, rank| rank == self.to).1
     }
 
     /// Keeps the receiver away from the send buffer from now on.

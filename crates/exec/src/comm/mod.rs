@@ -8,6 +8,7 @@
 //! all ranks get the same bits in every run. What goes wrong anywhere ends the run everywhere, with one error that names
 //! the rank, its op and its layer.
 
+mod buffer;
 mod call;
 mod collective;
 mod communication_thread;

@@ -342,7 +342,8 @@ impl Peers {
     /// those that `me` waits for. The lock comes back in any case.
     pub fn wait<'g, T>(
         &self,
-        (me, place): (usize, ProgramPlace),
+        me: usize,
+        place: ProgramPlace,
         gate: &'g Gate<T>,
         mut guard: MutexGuard<'g, T>,
         ready: impl Fn(&T) -> bool,

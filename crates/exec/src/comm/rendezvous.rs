@@ -134,7 +134,7 @@ impl Rendezvous {
             let absent = |turn: &Turn, rank: usize| {
                 self.members.iter().zip(&turn.arrived).any(|(&member, &here)| member == rank && !here)
             };
-            (turn, result) = peers.wait((me, place), &self.gate, turn, |turn| turn.stage != before, absent);
+            (turn, result) = peers.wait(me, place, &self.gate, turn, |turn| turn.stage != before, absent);
         }
         if let Err(error) = result {
             turn.closed = true;

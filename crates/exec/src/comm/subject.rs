@@ -1,5 +1,6 @@
 //! A rank that is tried out: its communicator, its queues, and the memory that it communicates from.
 
+use super::buffer::Buffer;
 use super::{
     Action, CommError, CommunicationCall, CommunicationQueue, CommunicationThread, Communicator, Enqueued,
     HostCommunicator, Inline, Piece, ProgramPlace,
@@ -52,7 +53,7 @@ impl Subject {
     /// A rank that communicates on the thread that asks for it.
     pub fn inline(comm: Arc<dyn HostCommunicator>) -> Self {
         let queue = || Box::new(Inline::new(comm.clone())) as Box<dyn CommunicationQueue>;
-        Self::new(comm.clone(), [queue(), queue()], |bytes| Box::new(HostMemory::new(bytes)))
+        Self::new(comm.clone(), [queue(), queue()], host_memory)
     }
 
     /// A rank with threads that communicate beside it.
@@ -61,7 +62,7 @@ impl Subject {
             Ok(Box::new(CommunicationThread::start(comm.clone())?))
         };
         let queues = [queue()?, queue()?];
-        Ok(Self::new(comm, queues, |bytes| Box::new(HostMemory::new(bytes))))
+        Ok(Self::new(comm, queues, host_memory))
     }
 
     /// Its communicator.
@@ -119,30 +120,23 @@ impl Subject {
     }
 }
 
-/// Memory of the host.
-struct HostMemory {
-    words: Vec<u64>,
-}
-
-impl HostMemory {
-    fn new(bytes: usize) -> Self {
-        Self { words: vec![0; bytes.div_ceil(8)] }
-    }
-}
-
-impl Memory for HostMemory {
+impl Memory for Buffer {
     fn pointer(&self) -> *mut u8 {
-        self.words.as_ptr().cast_mut().cast()
+        Buffer::pointer(self)
     }
 
     fn write(&mut self, at: usize, data: &[u8]) {
-        assert!(at + data.len() <= self.words.len() * 8);
-        // SAFETY: inside the vector; every bit pattern is a byte.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.pointer().add(at), data.len()) };
+        self.bytes_mut()[at..at + data.len()].copy_from_slice(data);
     }
 
     fn read(&self) -> Vec<u8> {
-        // SAFETY: inside the vector, whose words are bytes as well.
-        unsafe { std::slice::from_raw_parts(self.pointer(), self.words.len() * 8) }.to_vec()
+        self.bytes().to_vec()
     }
+}
+
+/// So many bytes of the host, all of them zero.
+fn host_memory(bytes: usize) -> Box<dyn Memory> {
+    let mut buffer = Buffer::default();
+    buffer.resize(bytes);
+    Box::new(buffer)
 }

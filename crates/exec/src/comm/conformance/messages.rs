@@ -51,7 +51,8 @@ fn receive(subject: &Subject, from: usize, tag: u32, expected: &[u8]) -> Result<
 }
 
 fn text(from: usize, tag: u32, number: u64, bytes: usize) -> Vec<u8> {
-    values(DType::U32, number << 16 | (from as u64) << 8 | u64::from(tag), 0..bytes.div_ceil(4))[..bytes].to_vec()
+    let key = number << 16 | (from as u64) << 8 | u64::from(tag);
+    values(DType::U32, key, 0..bytes.div_ceil(4), false)[..bytes].to_vec()
 }
 
 /// Everybody sends to the next, as many ahead as there are copies.

@@ -1,8 +1,9 @@
 //! Collectives of a group of processes.
 
 use super::ProcessCommunicator;
-use super::inbox::{Buffer, Stream};
+use super::inbox::Stream;
 use super::wire::{read, write};
+use crate::comm::buffer::Buffer;
 use crate::comm::collective::{Wish, agree, combine, copy, in_rows, others, slice_of};
 use crate::comm::{Collective, CommError, Communicator, Order, Piece, ProgramPlace, RankGroup};
 use lockstep_ir::DType;

@@ -115,7 +115,6 @@ fn deadline_of(start: &Start) -> Instant {
 fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     let Met { roster, links, listener, secret, gate } = met;
     let rank = start.rank;
-    let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
     let peers = Arc::new(Peers::new(start.ranks, (rank == 0).then_some(start.timeout)));
     let (members, addresses): (Vec<Member>, Vec<SocketAddr>) = roster.members.into_iter().unzip();
     let inbox = Arc::new(Inbox::new(rank, peers, members.iter().map(|m| m.host.clone()).collect()));
@@ -128,7 +127,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
             Err(why) => over = Over::Tcp(Some(format!("{name} cannot be used: {why}"))),
         }
     }
-    let control = Control::start(rank, links, &inbox, start.timeout).map_err(system)?;
+    let control = Control::start(rank, links, &inbox, start.timeout).map_err(system(rank))?;
     let transport = match mpi {
         Some(mpi) => Ok(Box::new(mpi) as Box<dyn Transport>),
         None => {
@@ -182,15 +181,19 @@ struct Met {
     gate: Option<Arc<AtomicBool>>,
 }
 
+/// The error for what the system refuses a rank.
+fn system(rank: usize) -> impl Fn(std::io::Error) -> JoinError {
+    move |cause| JoinError::System { rank, cause: cause.to_string() }
+}
+
 fn myself() -> Member {
     Member { host: host(), pid: std::process::id(), cores: crate::cpu::cores() }
 }
 
 /// A listener for other ranks, at the address by which this rank is known and at no other.
 fn listen(ip: IpAddr, rank: usize) -> Result<(TcpListener, SocketAddr), JoinError> {
-    let system = |cause: std::io::Error| JoinError::System { rank, cause: cause.to_string() };
-    let listener = TcpListener::bind((ip, 0)).map_err(system)?;
-    let address = listener.local_addr().map_err(system)?;
+    let listener = TcpListener::bind((ip, 0)).map_err(system(rank))?;
+    let address = listener.local_addr().map_err(system(rank))?;
     Ok((listener, address))
 }
 

@@ -39,6 +39,7 @@ pub use over::Over;
 pub use secret::JobSecret;
 pub use start::{JoinError, Member, Start, Waiting, host};
 
+use crate::comm::buffer::Buffer;
 use crate::comm::collective::copy;
 use crate::comm::error::other_size;
 use crate::comm::peers::Peers;
@@ -46,7 +47,7 @@ use crate::comm::{Action, Collective, CommError, Communicator, HostCommunicator,
 use crate::sync::{MutexGuard, std_lock};
 use collective::Channel;
 use control::Control;
-use inbox::{Buffer, Inbox, State, Stream};
+use inbox::{Inbox, State, Stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
@@ -206,7 +207,7 @@ impl ProcessCommunicator {
         let ready = |state: &State| from.clone().all(|rank| state.has(rank, stream));
         let missing = |state: &State, rank: usize| from.clone().any(|r| r == rank) && !state.has(rank, stream);
         let state = self.look_for(state, ready);
-        let (state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, ready, missing);
+        let (state, result) = self.peers().wait(self.rank, place, &self.inbox.gate, state, ready, missing);
         result.map(|()| state)
     }
 
@@ -242,7 +243,7 @@ impl ProcessCommunicator {
         };
         let done = |state: &State| !waits_for(state, None);
         let missing = |state: &State, rank| waits_for(state, Some(rank));
-        self.peers().wait((self.rank, place), &self.inbox.gate, state, done, missing).1
+        self.peers().wait(self.rank, place, &self.inbox.gate, state, done, missing).1
     }
 
     /// Ends as a process does that is killed.
@@ -363,7 +364,7 @@ impl ProcessCommunicator {
         };
         let state = self.inbox.gate.lock();
         let missing = |_: &State, rank: usize| rank == to;
-        let (mut state, result) = self.peers().wait((self.rank, place), &self.inbox.gate, state, room, missing);
+        let (mut state, result) = self.peers().wait(self.rank, place, &self.inbox.gate, state, room, missing);
         result?;
         let stream = state.outgoing.entry((to, tag)).or_default();
         if stream.sending {

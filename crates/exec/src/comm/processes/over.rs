@@ -66,7 +66,7 @@ pub fn start_mpi(
     let Meeting { start, token, members, deadline } = *meeting;
     let Start { rank, ranks, .. } = *start;
     let attached = match &start.mpi {
-        Some(library) => Mpi::attach(library, (rank, ranks), token, inbox, deadline),
+        Some(library) => Mpi::attach(library, rank, ranks, token, inbox, deadline),
         None => Err("it was not started by MPI".to_owned()),
     };
     let failed = |rank: usize, why: &str| format!("rank {rank} on host {}: {why}", members[rank].host);

@@ -1,4 +1,3 @@
-use super::inbox::Buffer;
 use super::*;
 use crate::comm::tests::{all_reduce, place, receive, send, within};
 use crate::comm::{Subject, conformance};

@@ -2,7 +2,7 @@
 
 use super::{
     ENDED, HELLO, HELLO_BYTES, HELLO_WITHIN, Hello, JoinError, LOOK_EVERY, Member, Met, REFUSAL, ROSTER, Roster, Start,
-    listen, myself, no_secret,
+    listen, myself, no_secret, system,
 };
 use crate::comm::processes::board::{Notice, Posted};
 use crate::comm::processes::over::Over;
@@ -23,7 +23,6 @@ pub(super) fn open(start: &Start) -> Result<(TcpListener, JobSecret, Option<Noti
         cause: e.to_string(),
         in_use: e.kind() == ErrorKind::AddrInUse,
     };
-    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
     let name = start.address.rsplit_once(':').map_or(start.address.as_str(), |(name, _)| name);
     let (listener, taken) = match TcpListener::bind(&start.address) {
         Ok(listener) => (listener, None),
@@ -40,7 +39,7 @@ pub(super) fn open(start: &Start) -> Result<(TcpListener, JobSecret, Option<Noti
         return Ok((listener, secret, None));
     }
     let Some(board) = &start.board else { return Err(no_secret(start, "it was given none")) };
-    let port = listener.local_addr().map_err(system)?.port();
+    let port = listener.local_addr().map_err(system(0))?.port();
     let posted =
         Posted::At { address: format!("{name}:{port}"), secret: start.secret.is_none().then(|| secret.clone()) };
     match board.post(&posted) {
@@ -60,9 +59,8 @@ pub(super) fn meet(
     deadline: Instant,
 ) -> Result<Met, JoinError> {
     let Start { ranks, timeout, .. } = start;
-    let system = |cause: std::io::Error| JoinError::System { rank: 0, cause: cause.to_string() };
-    let ip = listener.local_addr().map_err(system)?.ip();
-    let mut door = Door::new(listener, secret.clone()).map_err(system)?;
+    let ip = listener.local_addr().map_err(system(0))?.ip();
+    let mut door = Door::new(listener, secret.clone()).map_err(system(0))?;
     let (listener, listens) = listen(ip, 0)?;
     let first = myself();
     let mut members: Vec<Option<(Member, SocketAddr)>> = vec![None; *ranks];
@@ -123,7 +121,7 @@ pub(super) fn meet(
     let (closed, known, start) = (gate.clone(), roster.members.clone(), start.clone());
     let late = move || refuse_latecomers(&mut door, &start, &known, &closed);
     let thread = std::thread::Builder::new().name("lockstep-latecomers".into()).spawn(late);
-    thread.map_err(|e| JoinError::System { rank: 0, cause: e.to_string() })?;
+    thread.map_err(system(0))?;
     Ok(Met { roster, links, listener, secret, gate: Some(gate) })
 }
 

@@ -4,7 +4,8 @@
 //! [`CHUNK`]. Messages of one rank are matched in the order in which they were sent, and frames are delivered in that order.
 
 use super::library::{Library, MpiLibrary, Request};
-use crate::comm::processes::inbox::{Buffer, Inbox, Stream};
+use crate::comm::buffer::Buffer;
+use crate::comm::processes::inbox::{Inbox, Stream};
 use crate::sync::std_lock as lock;
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -34,6 +35,9 @@ const ALIVE: Stream = Stream(2);
 /// How often a process that waits for another to end asks whether it lives, and how long it goes on without an answer.
 const ASK_EVERY: Duration = Duration::from_secs(2);
 const SILENT_FOR: Duration = Duration::from_secs(9);
+
+/// How long a frame that is under way when the run ends may still take to arrive; then MPI is called no more, which has its bytes.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// How long the thread sleeps while somebody waits, and while nobody does.
 const SHORT_SLEEP: Duration = Duration::from_micros(30);
@@ -119,11 +123,11 @@ impl Engine {
     /// Sends a frame and returns when it has gone, or some time after `goes_on` says no.
     pub fn send_in_place(
         &self,
-        (token, to): (u64, usize),
+        token: u64,
+        to: usize,
         stream: Stream,
         frame: &[u8],
         goes_on: &dyn Fn() -> bool,
-        grace: Duration,
     ) -> Result<(), String> {
         let mut driver = lock(&self.shared.driver);
         if driver.stopped || driver.finalizing.is_some() {
@@ -144,7 +148,7 @@ impl Engine {
             if ended.is_none() && !goes_on() {
                 ended = Some(Instant::now());
             }
-            if ended.is_some_and(|since| since.elapsed() > grace) {
+            if ended.is_some_and(|since| since.elapsed() > GRACE) {
                 driver.stopped = true;
             }
             drop(driver);

@@ -17,13 +17,10 @@ use super::Transport;
 use super::inbox::{Inbox, Stream};
 use engine::{Engine, SMALL};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// The MPI of this process, once it was started or could not be.
 static MPI: OnceLock<Result<Engine, String>> = OnceLock::new();
-
-/// How long a frame that is under way when the run ends may still take to arrive; then MPI is called no more, which has its bytes.
-const GRACE: Duration = Duration::from_millis(500);
 
 /// The name and version of the library that is there, without starting it.
 pub fn found(which: &MpiLibrary) -> Result<String, String> {
@@ -41,7 +38,8 @@ impl Mpi {
     /// inbox.
     pub fn attach(
         which: &MpiLibrary,
-        (rank, ranks): (usize, usize),
+        rank: usize,
+        ranks: usize,
         token: u64,
         inbox: &Arc<Inbox>,
         deadline: Instant,
@@ -65,7 +63,7 @@ impl Transport for Mpi {
     fn send(&self, to: usize, stream: Stream, frame: &[u8], goes_on: &dyn Fn() -> bool) -> Result<(), String> {
         match frame.len() <= SMALL {
             true => self.engine.send_copy(self.token, to, stream, frame),
-            false => self.engine.send_in_place((self.token, to), stream, frame, goes_on, GRACE),
+            false => self.engine.send_in_place(self.token, to, stream, frame, goes_on),
         }
     }
 
