@@ -4,8 +4,9 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
 use lockstep_config::{Config, bytes};
+use lockstep_host::Devices;
 use lockstep_ir::units;
-use lockstep_train::{CheckpointBench, Devices, bench_checkpoint, settled};
+use lockstep_train::{CheckpointBench, bench_checkpoint, settled};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 

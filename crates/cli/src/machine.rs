@@ -3,9 +3,11 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
+use lockstep_host::write_machine;
+use lockstep_host::{Devices, Prediction};
 use lockstep_ir::units::counted;
-use lockstep_train::{Analysis, ClassTime, Devices, Prediction, SaveSpec, analyze, learn as learn_from};
-use lockstep_train::{measure_machine, save_machine};
+use lockstep_train::measure_machine;
+use lockstep_train::{Analysis, CalibrationSpec, ClassTime, analyze, learn as learn_from};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::Instant;
@@ -27,9 +29,9 @@ pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
             last = Instant::now();
         }
     };
-    let spec = SaveSpec { name: name.to_owned(), device: device.to_owned(), ranks: ranks.to_vec() };
+    let spec = CalibrationSpec { name: name.to_owned(), device: device.to_owned(), ranks: ranks.to_vec() };
     let profile = measure_machine(&Devices::new(), &spec, &mut show)?;
-    let path = save_machine(&profile)?;
+    let path = write_machine(&profile)?;
     let mut out = std::io::stdout().lock();
     let points: usize = profile.settings.iter().flat_map(|s| &s.tables).map(|t| t.points.len()).sum();
     writeln!(

@@ -25,7 +25,7 @@ impl ConfigArgs {
 
     /// As `load`, where another process says what the user should know.
     pub fn load_quietly(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)
+        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_infer::inherited)
     }
 
     /// The run directory that was given, or the one that goes with the config's name.

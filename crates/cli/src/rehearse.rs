@@ -10,12 +10,12 @@ use crate::style;
 use crate::table::wrapped;
 use crate::train::on_interrupt;
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::{ExportOptions, export};
 use lockstep_ir::Hint;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Plan, Rates, plan, ways_to_fit};
-use lockstep_train::{
-    Devices, ExportOptions, RehearsalData, check_beginnings, check_places, check_tokenizer, export, other_layout,
-};
+use lockstep_train::{RehearsalData, check_beginnings, check_places, check_tokenizer, other_layout};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;

@@ -4,11 +4,10 @@
 //! Limits of a step are of results up to that of the step before the last: a GPU is given a step while the one before it still runs, and
 //! all devices decide alike. They are made by additions, multiplications, divisions and square roots alone, which have the same bits on all hosts.
 
-use crate::TrainError;
-use crate::event::number_or_nan;
+use crate::metrics::number_or_nan;
 use lockstep_config::SpikesConfig;
 use lockstep_ir::StepLimits;
-use lockstep_rundir::ROLL_BACKS;
+use lockstep_rundir::{ROLL_BACKS, RunDirError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
@@ -92,7 +91,7 @@ pub(crate) fn written(roll_backs: &[RollBack]) -> String {
 }
 
 /// The roll-backs that count for a run that goes on after `step`: those of its directory, or, where that was lost, of its checkpoint.
-pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<Vec<RollBack>, TrainError> {
+pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<Vec<RollBack>, RunDirError> {
     let path = dir.join(ROLL_BACKS);
     let mut all: Vec<RollBack> = match lockstep_telemetry::read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -100,8 +99,8 @@ pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<
             saved.and_then(Result::ok).unwrap_or_default()
         }
         text => {
-            let text = text.map_err(|e| TrainError::io("read", &path, e))?;
-            serde_json::from_slice::<File>(&text).map_err(|e| TrainError::io("read", &path, e.into()))?.roll_backs
+            let text = text.map_err(|e| RunDirError::io("read", &path, e))?;
+            serde_json::from_slice::<File>(&text).map_err(|e| RunDirError::io("read", &path, e.into()))?.roll_backs
         }
     };
     all.retain(|roll_back| roll_back.to <= step);
@@ -109,7 +108,7 @@ pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<
 }
 
 /// Samples that roll-backs of the run in `dir` have left out before the step after the first `before`.
-pub fn left_out(dir: &Path, before: u64) -> Result<u64, TrainError> {
+pub fn left_out(dir: &Path, before: u64) -> Result<u64, RunDirError> {
     Ok(Spikes { roll_backs: read(dir, None, before)?, ..Spikes::default() }.left_out(before))
 }
 

@@ -8,9 +8,9 @@ use crate::style::message;
 use crate::table::table;
 use crate::train::on_interrupt;
 use lockstep_data::{ExportedTokens, export};
+use lockstep_infer::RunCorpus;
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_train::RunCorpus;
 use std::io::Write;
 use std::path::PathBuf;
 

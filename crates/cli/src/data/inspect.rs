@@ -4,10 +4,12 @@ use super::statistics;
 use crate::Format;
 use crate::failure::Failure;
 use crate::options::default_run_dir;
+use crate::shell::shell_quoted;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
+use lockstep_infer::{RunCorpus, RunData, data_folder};
 use lockstep_ir::units::thousands;
-use lockstep_train::{RunCorpus, RunData, data_folder, left_out, shell_quoted};
+use lockstep_train::left_out;
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -109,7 +111,7 @@ pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
     };
     if let Some(config) = config {
         let file = (!path.is_dir()).then_some(path);
-        let config = Config::load_with(&config, &[], &lockstep_train::inherited)?;
+        let config = Config::load_with(&config, &[], &lockstep_infer::inherited)?;
         let folder = data_folder(&config, &run_dir);
         let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder, file))?;
         return Ok(Inspected { config: Some(config), run_dir, folder, data });

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::train::on_interrupt;
 use crate::{ConfigArgs, Format};
-use lockstep_train::prepare_data;
+use lockstep_infer::prepare_data;
 use std::io::Write;
 use std::path::PathBuf;
 
