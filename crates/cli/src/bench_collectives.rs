@@ -237,12 +237,7 @@ impl From<MeasureError> for Failure {
 }
 
 fn report(args: &Args, world: &World, found: &[Measured]) -> Result<(), Failure> {
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", as_json(world, found))?,
-        Format::Text => write!(out, "{}", as_text(world, found))?,
-    }
-    Ok(())
+    args.format.print(|| as_json(world, found), || as_text(world, found))
 }
 
 fn as_json(world: &World, found: &[Measured]) -> Value {

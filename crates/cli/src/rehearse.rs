@@ -1,14 +1,12 @@
 //! `lockstep rehearse`: a whole run in small, before the real one.
 
-use crate::ConfigArgs;
-use crate::Format;
 use crate::explain::compare::placed;
 use crate::explain::forecast::Predicted;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::style;
 use crate::table::wrapped;
 use crate::train::on_interrupt;
+use crate::{ConfigArgs, Format, style};
 use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_infer::{ExportOptions, export};
@@ -120,22 +118,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Small { config: &config, data, work, stop: &stop }.go(&mut list)?;
     }
     let cost = real.as_ref().map(|plan| cost(&config, plan, predicted.as_ref()));
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Text => {
-            if let Some(cost) = &cost {
-                write!(out, "{}", wrapped(&cost.text, "  "))?;
-            }
-        }
-        Format::Json => {
-            let value = json!({
-                "faults": list.faults(),
-                "proven": list.items,
-                "predicted": cost.map(|cost| cost.value),
-            });
-            writeln!(out, "{value:#}")?;
-        }
-    }
+    args.format.print(
+        || json!({ "faults": list.faults(), "proven": list.items, "predicted": cost.as_ref().map(|cost| &cost.value) }),
+        || cost.as_ref().map_or(String::new(), |cost| wrapped(&cost.text, "  ")),
+    )?;
     match list.faults() {
         0 => Ok(()),
         faults => {

@@ -11,7 +11,6 @@ use lockstep_infer::{RunCorpus, RunData, data_folder};
 use lockstep_ir::units::thousands;
 use lockstep_train::left_out;
 use serde::Serialize;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
@@ -63,26 +62,25 @@ pub fn run(args: Args) -> Result<(), Failure> {
         }
         _ => None,
     };
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => {
-            let mut json = statistics::as_json(&statistics);
-            json["sample"] = serde_json::json!(sample);
-            json["step"] = serde_json::json!(step);
-            writeln!(out, "{json:#}")?;
+    let value = || {
+        let mut json = statistics::as_json(&statistics);
+        json["sample"] = serde_json::json!(sample);
+        json["step"] = serde_json::json!(step);
+        json
+    };
+    let text = || {
+        let mut text = statistics::as_text(&statistics);
+        if let Some(sample) = &sample {
+            let own = printable(sample.text.as_deref().unwrap_or_default());
+            text += &format!("\n{}\n{own}\n", sample.as_text());
         }
-        Format::Text => {
-            write!(out, "{}", statistics::as_text(&statistics))?;
-            if let Some(sample) = sample {
-                write!(out, "\n{}\n{}\n", sample.as_text(), printable(sample.text.as_deref().unwrap_or_default()))?;
-            }
-            if let Some(StepSamples { step, samples }) = step {
-                writeln!(out, "\nstep {step}")?;
-                samples.iter().try_for_each(|sample| write!(out, "{}", sample.as_text()))?;
-            }
+        if let Some(StepSamples { step, samples }) = &step {
+            text += &format!("\nstep {step}\n");
+            samples.iter().for_each(|sample| text += &sample.as_text());
         }
-    }
-    Ok(())
+        text
+    };
+    args.format.print(value, text)
 }
 
 /// Data, and what is known of them.

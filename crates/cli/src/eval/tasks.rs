@@ -1,7 +1,6 @@
 //! `lockstep eval --tasks`.
 
 use super::Args;
-use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::table::table;
@@ -28,22 +27,13 @@ pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
         let refuse = |e| Failure::request(format!("cannot write {}: {e}", path.display()), hint);
         write_samples(path, &evaluation).map_err(refuse)?;
     }
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", as_json(&evaluation, trained))?,
-        Format::Text => {
-            let rows: Vec<_> = evaluation.tasks.iter().map(row).collect();
-            write!(
-                out,
-                "{}",
-                table(&["task", "items", "acc", "±", "acc_norm", "±", "~acc_bytes", "perplexity"], &rows)
-            )?;
-            let (arena, seq) = (units::bytes(evaluation.arena_bytes), evaluation.seq);
-            let model = trained.path().display();
-            writeln!(out, "\nup to {seq} tokens of each text; model {model}, {arena} in memory")?;
-        }
-    }
-    Ok(())
+    let text = || {
+        let rows: Vec<_> = evaluation.tasks.iter().map(row).collect();
+        let table = table(&["task", "items", "acc", "±", "acc_norm", "±", "~acc_bytes", "perplexity"], &rows);
+        let (arena, seq, model) = (units::bytes(evaluation.arena_bytes), evaluation.seq, trained.path().display());
+        format!("{table}\nup to {seq} tokens of each text; model {model}, {arena} in memory\n")
+    };
+    args.format.print(|| as_json(&evaluation, trained), text)
 }
 
 /// `1 text`, `1.20K texts`.

@@ -12,7 +12,6 @@ use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Room, plan, with_micro_batch};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::io::Write;
 use std::process::{Command, Stdio};
 
 /// Micro-batches that are tried, from 1.
@@ -79,19 +78,15 @@ pub(super) fn show(
         }
     }
     progress.clear();
-    let mut out = std::io::stdout().lock();
     let (best, foreseen) = (fastest(&candidates, |c| c.measured), fastest(&candidates, |c| c.predicted));
-    match format {
-        Format::Json => {
-            let value = json!({
-                "global_batch": batch, "seq": config.train.seq, "candidates": candidates,
-                "best": best, "predicted_best": foreseen,
-                "predicted_best_loses": behind(&candidates, best, foreseen),
-            });
-            writeln!(out, "{value:#}")?;
-        }
-        Format::Text => write!(out, "{}", as_text(&candidates, config, batch, best, foreseen))?,
-    }
+    let value = || {
+        json!({
+            "global_batch": batch, "seq": config.train.seq, "candidates": candidates,
+            "best": best, "predicted_best": foreseen,
+            "predicted_best_loses": behind(&candidates, best, foreseen),
+        })
+    };
+    format.print(value, || as_text(&candidates, config, batch, best, foreseen))?;
     match best {
         Some(_) => Ok(()),
         None => Err(Failure::run("no candidate could be measured", "the last column says why of each")),

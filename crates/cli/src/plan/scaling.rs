@@ -13,7 +13,6 @@ use lockstep_plan::{PlanError, Recipe, Room, recipe};
 use lockstep_sim::Hardware;
 use serde::Serialize;
 use serde_json::json;
-use std::io::Write;
 use std::path::Path;
 
 /// What is planned for.
@@ -107,19 +106,14 @@ impl Asked<'_> {
             std::fs::write(path, text).map_err(failed)?;
             crate::timeline::wrote("plots of scaling", path);
         }
-        let mut out = std::io::stdout().lock();
-        match format {
-            Format::Json => {
-                let value = json!({
-                    "gpu": self.hardware.gpu.name, "cluster": self.hardware.cluster, "unverified": self.hardware.unverified(),
-                    "tokens": self.tokens(), "strong": strong, "weak": weak, "sequence": sequence,
-                    "micro_batch": here.as_ref().map(|walked| &walked.sizes),
-                });
-                writeln!(out, "{value:#}")?;
-            }
-            Format::Text => write!(out, "{}", self.text(&strong, &weak, &sequence, here.as_ref()))?,
-        }
-        Ok(())
+        let value = || {
+            json!({
+                "gpu": self.hardware.gpu.name, "cluster": self.hardware.cluster, "unverified": self.hardware.unverified(),
+                "tokens": self.tokens(), "strong": strong, "weak": weak, "sequence": sequence,
+                "micro_batch": here.as_ref().map(|walked| &walked.sizes),
+            })
+        };
+        format.print(value, || self.text(&strong, &weak, &sequence, here.as_ref()))
     }
 
     fn tokens(&self) -> u64 {
