@@ -2,17 +2,16 @@
 //! collectives` and `checkpoint` are beside it.
 
 use crate::failure::Failure;
-use crate::machine;
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
-use crate::warn;
-use crate::{Format, bench_checkpoint, bench_collectives};
+use crate::{Format, bench_checkpoint, bench_collectives, machine, warn};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
+use lockstep_host::Devices;
 use lockstep_ir::{DType, units};
 use lockstep_train::bench::{BenchResult, BenchSpec, Determinism, GpuMemory, bench_deterministic, bench_train};
-use lockstep_train::{Devices, renew_cpu_peak, settled};
+use lockstep_train::settled;
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -219,7 +218,7 @@ fn run_peaks(args: Peaks) -> Result<(), Failure> {
     let all = threads == cpu::cores();
     let peak = |dtype: DType| -> Result<f64, Failure> {
         match all {
-            true => Ok(renew_cpu_peak(&devices, dtype)?.flops_per_s),
+            true => Ok(devices.renew_cpu_peak(dtype)?.flops_per_s),
             false => Ok(cpu::peaks::matmul(threads, dtype)?),
         }
     };

@@ -4,8 +4,9 @@ use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
 use lockstep_config::{Config, bytes};
+use lockstep_host::Devices;
 use lockstep_ir::units;
-use lockstep_train::{CheckpointBench, Devices, bench_checkpoint, settled};
+use lockstep_train::{CheckpointBench, bench_checkpoint, settled};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -71,12 +72,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     // The folder is ours alone; one that cannot be removed does no harm.
     let _ = std::fs::remove_dir_all(&dir);
     let result = result?;
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", serde_json::json!(result))?,
-        Format::Text => write!(out, "{}", as_text(&result))?,
-    }
-    Ok(())
+    args.format.print(|| serde_json::json!(result), || as_text(&result))
 }
 
 fn as_text(b: &CheckpointBench) -> String {

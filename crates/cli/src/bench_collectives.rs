@@ -174,7 +174,7 @@ impl Progress {
 
 fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
     let start = place.start(args.timeout(), None, Waiting::default())?;
-    let comm = Arc::new(join(&start).map_err(lockstep_train::TrainError::from)?);
+    let comm = Arc::new(join(&start).map_err(lockstep_host::HostError::from)?);
     let mut hosts: Vec<(String, usize)> = Vec::new();
     for member in comm.members() {
         match hosts.iter_mut().find(|(host, _)| *host == member.host) {
@@ -191,7 +191,7 @@ fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCo
         true => place
             .gpu()
             .and_then(|gpu| lockstep_cuda::process_subject(&gpu, comm.clone(), &connections(comm.ranks()), false))
-            .map_err(lockstep_train::TrainError::from)?,
+            .map_err(lockstep_host::HostError::from)?,
         false => Subject::inline(comm.clone()),
     };
     let found = args.measure(&subject)?;
@@ -206,7 +206,7 @@ fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
         true => Gpu::open(0, false)
             .map_err(ExecError::from)
             .and_then(|gpu| lockstep_cuda::subjects(&gpu, ranks, args.timeout()))
-            .map_err(lockstep_train::TrainError::from)?,
+            .map_err(lockstep_host::HostError::from)?,
         false => threads(ranks, args.timeout()).into_iter().map(|comm| Subject::inline(comm)).collect(),
     };
     let found = std::thread::scope(|scope| {
@@ -237,12 +237,7 @@ impl From<MeasureError> for Failure {
 }
 
 fn report(args: &Args, world: &World, found: &[Measured]) -> Result<(), Failure> {
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", as_json(world, found))?,
-        Format::Text => write!(out, "{}", as_text(world, found))?,
-    }
-    Ok(())
+    args.format.print(|| as_json(world, found), || as_text(world, found))
 }
 
 fn as_json(world: &World, found: &[Measured]) -> Value {

@@ -1,12 +1,11 @@
 //! `lockstep checkpoint`: those of a run, and models of Hugging Face in and out.
 
-use crate::Format;
-use crate::checkpoint_list;
-use crate::checkpoint_tools;
 use crate::failure::Failure;
 use crate::progress::Progress;
+use crate::shell::shell_quoted;
+use crate::{Format, checkpoint_list, checkpoint_tools};
+use lockstep_infer::{ExportOptions, Exported, Imported, export, import};
 use lockstep_ir::{DType, units};
-use lockstep_train::{ExportOptions, Exported, Imported, export, import, shell_quoted};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -128,18 +127,9 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
 fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
     let Exported { step, parameters, dtype, warnings } = result;
     crate::warn(warnings);
-    let mut stdout = std::io::stdout().lock();
-    match args.format {
-        Format::Json => {
-            let object = json!({
-                "folder": args.out, "step": step, "parameters": parameters, "dtype": dtype.to_string(),
-            });
-            writeln!(stdout, "{object:#}")?;
-        }
-        Format::Text => {
-            let parameters = units::count(*parameters);
-            writeln!(stdout, "{}: step {step}, {parameters} parameters in {dtype}", args.out.display())?;
-        }
-    }
-    Ok(())
+    let (out, count) = (args.out.display(), units::count(*parameters));
+    args.format.print(
+        || json!({ "folder": args.out, "step": step, "parameters": parameters, "dtype": dtype.to_string() }),
+        || format!("{out}: step {step}, {count} parameters in {dtype}\n"),
+    )
 }

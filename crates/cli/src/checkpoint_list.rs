@@ -6,7 +6,6 @@ use crate::table::table;
 use lockstep_ir::units;
 use lockstep_rundir::{CheckpointSummary, checkpoints};
 use serde_json::json;
-use std::io::Write;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
@@ -21,19 +20,11 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<(), Failure> {
     let found = checkpoints(&args.run)?;
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", json!({ "checkpoints": found }))?,
-        Format::Text if found.is_empty() => writeln!(out, "{}: no checkpoints yet", args.run.display())?,
-        Format::Text => {
-            write!(
-                out,
-                "{}",
-                table(&["step", "size", "saved", "val loss", ""], &found.iter().map(row).collect::<Vec<_>>())
-            )?;
-        }
-    }
-    Ok(())
+    let text = || match found.is_empty() {
+        true => format!("{}: no checkpoints yet\n", args.run.display()),
+        false => table(&["step", "size", "saved", "val loss", ""], &found.iter().map(row).collect::<Vec<_>>()),
+    };
+    args.format.print(|| json!({ "checkpoints": found }), text)
 }
 
 fn row(checkpoint: &CheckpointSummary) -> Vec<String> {

@@ -135,11 +135,7 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
         values.push(json!({ "step": step, "path": path, "whole": cause.is_none(), "cause": cause }));
         rows.push(vec![step.map_or("-".into(), |step| step.to_string()), cause.unwrap_or_else(|| "whole".into())]);
     }
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", json!({ "checkpoints": values }))?,
-        Format::Text => write!(out, "{}", table(&["step", ""], &rows))?,
-    }
+    args.format.print(|| json!({ "checkpoints": values }), || table(&["step", ""], &rows))?;
     match damaged {
         0 => Ok(()),
         n => Err(Failure::run(
@@ -164,15 +160,11 @@ pub fn prune(args: &PruneArgs) -> Result<(), Failure> {
         lockstep_checkpoint::prune(&folder, None, &keep)?
     };
     let bytes: u64 = found.iter().filter(|c| removed.contains(&c.step)).map(|c| c.bytes).sum();
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", json!({ "removed": removed, "bytes": bytes, "dry_run": args.dry_run }))?,
-        Format::Text => {
-            let steps: Vec<String> = removed.iter().map(u64::to_string).collect();
-            let steps = if steps.is_empty() { "nothing".to_owned() } else { format!("steps {}", steps.join(", ")) };
-            let what = if args.dry_run { "would remove" } else { "removed" };
-            writeln!(out, "{what} {steps}: {}", units::bytes(bytes))?;
-        }
-    }
-    Ok(())
+    let text = || {
+        let steps: Vec<String> = removed.iter().map(u64::to_string).collect();
+        let steps = if steps.is_empty() { "nothing".to_owned() } else { format!("steps {}", steps.join(", ")) };
+        let what = if args.dry_run { "would remove" } else { "removed" };
+        format!("{what} {steps}: {}\n", units::bytes(bytes))
+    };
+    args.format.print(|| json!({ "removed": removed, "bytes": bytes, "dry_run": args.dry_run }), text)
 }

@@ -7,13 +7,12 @@ pub(crate) use tasks::texts;
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::style::message;
 use crate::table::table;
+use lockstep_host::Devices;
+use lockstep_infer::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_train::{CorpusEvaluation, Devices, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
 use serde_json::json;
-use std::io::Write;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
@@ -47,9 +46,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let trained = Trained::open(&args.from)?;
-    trained.warnings.iter().for_each(|w| {
-        let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
-    });
+    crate::warn(&trained.warnings);
     if !args.tasks.is_empty() {
         return tasks::run(&args, &trained);
     }
@@ -62,9 +59,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
             &text,
             args.seq.map(|s| s as usize),
             &mut |event| match event {
-                EvaluateProgress::Warning(text) => {
-                    let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
-                }
+                EvaluateProgress::Warning(text) => crate::warn(&[text.to_owned()]),
                 EvaluateProgress::Scoring { .. } => {}
                 EvaluateProgress::Preparing(p) => {
                     progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
@@ -76,16 +71,13 @@ pub fn run(args: Args) -> Result<(), Failure> {
         );
     progress.clear();
     let evaluation = result?;
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Text => write!(out, "{}", as_text(&trained, &evaluation))?,
-        Format::Json => {
-            let mut object = json!(evaluation);
-            object["checkpoint"] = json!(trained.path());
-            object["step"] = json!(trained.step());
-            writeln!(out, "{object:#}")?;
-        }
-    }
+    let value = || {
+        let mut object = json!(evaluation);
+        object["checkpoint"] = json!(trained.path());
+        object["step"] = json!(trained.step());
+        object
+    };
+    args.format.print(value, || as_text(&trained, &evaluation))?;
     if !evaluation.score.loss.is_finite() {
         let hint = "the model has diverged: use an earlier checkpoint";
         return Err(Failure::run(format!("the loss is {}, no number", evaluation.score.loss), hint));

@@ -1,7 +1,13 @@
 //! How a command ends when it does not succeed.
 
 use crate::remedies;
+use lockstep_checkpoint::CheckpointError;
+use lockstep_exec::ExecError;
+use lockstep_host::HostError;
+use lockstep_infer::InferError;
 use lockstep_ir::Hint;
+use lockstep_rundir::RunDirError;
+use lockstep_train::TrainError;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
@@ -101,14 +107,14 @@ impl From<lockstep_config::ConfigError> for Failure {
     }
 }
 
-impl From<lockstep_train::TrainError> for Failure {
-    fn from(error: lockstep_train::TrainError) -> Self {
+impl From<TrainError> for Failure {
+    fn from(error: TrainError) -> Self {
         Self::from(&error)
     }
 }
 
-impl From<&lockstep_train::TrainError> for Failure {
-    fn from(error: &lockstep_train::TrainError) -> Self {
+impl From<&TrainError> for Failure {
+    fn from(error: &TrainError) -> Self {
         let code = match (error.is_interrupt(), error.is_request()) {
             (true, _) => INTERRUPTED,
             (false, true) => 2,
@@ -134,7 +140,7 @@ impl From<lockstep_sim::SimError> for Failure {
 
 impl From<lockstep_data::DataError> for Failure {
     fn from(error: lockstep_data::DataError) -> Self {
-        Self::refused(&lockstep_train::TrainError::from(error))
+        Self::refused(&TrainError::from(error))
     }
 }
 
@@ -145,20 +151,15 @@ impl From<std::io::Error> for Failure {
     }
 }
 
-impl From<lockstep_rundir::RunDirError> for Failure {
-    fn from(error: lockstep_rundir::RunDirError) -> Self {
-        lockstep_train::TrainError::from(error).into()
-    }
+/// Errors that a run may end with too are told as one of a run.
+macro_rules! as_of_a_run {
+    ($($error:ty),+) => {$(
+        impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                TrainError::from(error).into()
+            }
+        }
+    )+};
 }
 
-impl From<lockstep_checkpoint::CheckpointError> for Failure {
-    fn from(error: lockstep_checkpoint::CheckpointError) -> Self {
-        lockstep_train::TrainError::from(error).into()
-    }
-}
-
-impl From<lockstep_exec::ExecError> for Failure {
-    fn from(error: lockstep_exec::ExecError) -> Self {
-        lockstep_train::TrainError::from(error).into()
-    }
-}
+as_of_a_run!(HostError, InferError, RunDirError, CheckpointError, ExecError);

@@ -2,10 +2,10 @@
 
 use crate::Format;
 use crate::failure::Failure;
-use crate::style::message;
 use crate::terminal::printable;
+use lockstep_host::Devices;
+use lockstep_infer::{Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
 use lockstep_ir::units;
-use lockstep_train::{Devices, Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
@@ -54,9 +54,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     sampling.check()?;
     let prompt = prompt(&args)?;
     let trained = Trained::open(&args.from)?;
-    trained.warnings.iter().for_each(|w| {
-        let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {w}")));
-    });
+    crate::warn(&trained.warnings);
     let tokenizer = trained.tokenizer()?;
     let tokens = tokenizer.encode_beginning(&prompt)?;
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);

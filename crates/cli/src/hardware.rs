@@ -7,7 +7,7 @@ use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
 pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>, Failure> {
-    let catalogue = lockstep_train::catalogue()?;
+    let catalogue = lockstep_host::catalogue()?;
     let unknown = |option: &str, name: &str, known: Vec<&str>| {
         let near = nearest(name, known.iter().copied());
         let guess = near.map_or(String::new(), |near| format!("did you mean {near}? "));

@@ -7,8 +7,8 @@ use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{JobSecret, host};
+use lockstep_host::{HostError, SHARES_GPUS};
 use lockstep_ir::Hint;
-use lockstep_train::{SHARES_GPUS, TrainError};
 use std::ffi::OsString;
 use std::io::Write;
 use std::net::TcpListener;
@@ -64,7 +64,7 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
         return Err(Failure::request(text, "give --ranks N, or set parallel.ranks"));
     };
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
-        return Err(TrainError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
+        return Err(HostError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
     }
     if args.slurm.slurm {
         slurm::run(&args.slurm, args.train, &config, ranks)?;
@@ -99,9 +99,9 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
 pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
     let found =
         Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
-    let gpus = found.map_err(|error| TrainError::from(ExecError::from(error)))?.saturating_sub(first);
+    let gpus = found.map_err(|error| ExecError::from(error))?.saturating_sub(first);
     match ranks > gpus && !share {
-        true => Err(TrainError::FewGpus { host: host(), ranks, gpus }.into()),
+        true => Err(HostError::FewGpus { host: host(), ranks, gpus }.into()),
         false => Ok(()),
     }
 }

@@ -3,9 +3,9 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
+use lockstep_host::{Devices, Prediction, write_machine};
 use lockstep_ir::units::counted;
-use lockstep_train::{Analysis, ClassTime, Devices, Prediction, SaveSpec, analyze, learn as learn_from};
-use lockstep_train::{measure_machine, save_machine};
+use lockstep_train::{Analysis, CalibrationSpec, ClassTime, analyze, learn as learn_from, measure_machine};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::Instant;
@@ -27,9 +27,9 @@ pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
             last = Instant::now();
         }
     };
-    let spec = SaveSpec { name: name.to_owned(), device: device.to_owned(), ranks: ranks.to_vec() };
+    let spec = CalibrationSpec { name: name.to_owned(), device: device.to_owned(), ranks: ranks.to_vec() };
     let profile = measure_machine(&Devices::new(), &spec, &mut show)?;
-    let path = save_machine(&profile)?;
+    let path = write_machine(&profile)?;
     let mut out = std::io::stdout().lock();
     let points: usize = profile.settings.iter().flat_map(|s| &s.tables).map(|t| t.points.len()).sum();
     writeln!(
@@ -60,17 +60,9 @@ pub fn beside(prediction: &Prediction, measured_s: f64) -> String {
 /// Predicted beside measured of a run.
 pub fn show_analysis(run: &Path, format: Format) -> Result<(), Failure> {
     let analysis = analyze(run)?;
-    let mut out = std::io::stdout().lock();
-    match format {
-        Format::Json => writeln!(out, "{:#}", serde_json::json!(analysis))?,
-        Format::Text => write!(out, "{}", as_text(&analysis, run))?,
-    }
-    Ok(())
-}
-
-fn as_text(a: &Analysis, run: &Path) -> String {
     let learn = "adds the measured times to this machine's profile";
-    analysis_text(a) + &format!("lockstep bench --learn {} {learn}\n", run.display())
+    let text = || analysis_text(&analysis) + &format!("lockstep bench --learn {} {learn}\n", run.display());
+    format.print(|| serde_json::json!(analysis), text)
 }
 
 /// Predicted beside measured, as text.

@@ -30,6 +30,7 @@ mod rehearse;
 mod remedies;
 mod report;
 mod runs;
+mod shell;
 mod slurm;
 mod style;
 mod table;

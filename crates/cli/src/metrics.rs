@@ -1,7 +1,6 @@
 //! `lockstep metrics`: what a run has recorded at each step.
 
 use crate::failure::Failure;
-use crate::style::message;
 use crate::table::table;
 use crate::terminal::{escaped, printable};
 use clap::ValueEnum;
@@ -36,12 +35,8 @@ enum MetricsFormat {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let metrics = open(&args.run)?;
     if metrics.skipped() > 0 {
-        let text = format!(
-            "warning: {} lines of metrics.jsonl are no objects of up to 1 MiB and are left out",
-            metrics.skipped()
-        );
-        // Where nobody listens, nobody is warned.
-        let _ = writeln!(std::io::stderr(), "{}", message(&text));
+        let skipped = metrics.skipped();
+        crate::warn(&[format!("{skipped} lines of metrics.jsonl are no objects of up to 1 MiB and are left out")]);
     }
     let keys: Vec<&str> = match args.keys.is_empty() {
         true => metrics.keys().collect(),

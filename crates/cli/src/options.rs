@@ -1,7 +1,9 @@
 //! Options that several commands have, and warnings.
 
+use crate::failure::Failure;
 use crate::style;
 use clap::ValueEnum;
+use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +27,7 @@ impl ConfigArgs {
 
     /// As `load`, where another process says what the user should know.
     pub fn load_quietly(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_train::inherited)
+        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_infer::inherited)
     }
 
     /// The run directory that was given, or the one that goes with the config's name.
@@ -49,6 +51,17 @@ pub enum Format {
     Text,
     /// For programs: stable field names.
     Json,
+}
+
+impl Format {
+    /// Prints a result in this form.
+    pub fn print(self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) -> Result<(), Failure> {
+        let text = match self {
+            Format::Text => text(),
+            Format::Json => format!("{:#}\n", json()),
+        };
+        Ok(write!(std::io::stdout(), "{text}")?)
+    }
 }
 
 /// `runs/` and the name of the config.

@@ -5,9 +5,10 @@ use crate::remedies;
 use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_infer::TaskScores;
 use lockstep_ir::{Hint, units};
 use lockstep_rundir::Changed;
-use lockstep_train::{Event, StepMetrics, TaskScores};
+use lockstep_train::{Event, StepMetrics};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 

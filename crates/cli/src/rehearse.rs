@@ -1,21 +1,19 @@
 //! `lockstep rehearse`: a whole run in small, before the real one.
 
-use crate::ConfigArgs;
-use crate::Format;
 use crate::explain::compare::placed;
 use crate::explain::forecast::Predicted;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::style;
 use crate::table::wrapped;
 use crate::train::on_interrupt;
+use crate::{ConfigArgs, Format, style};
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::{ExportOptions, export};
 use lockstep_ir::Hint;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Plan, Rates, plan, ways_to_fit};
-use lockstep_train::{
-    Devices, ExportOptions, RehearsalData, check_beginnings, check_places, check_tokenizer, export, other_layout,
-};
+use lockstep_train::{RehearsalData, check_beginnings, check_places, check_tokenizer, other_layout};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::Write;
@@ -120,22 +118,10 @@ pub fn run(args: Args) -> Result<(), Failure> {
         Small { config: &config, data, work, stop: &stop }.go(&mut list)?;
     }
     let cost = real.as_ref().map(|plan| cost(&config, plan, predicted.as_ref()));
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Text => {
-            if let Some(cost) = &cost {
-                write!(out, "{}", wrapped(&cost.text, "  "))?;
-            }
-        }
-        Format::Json => {
-            let value = json!({
-                "faults": list.faults(),
-                "proven": list.items,
-                "predicted": cost.map(|cost| cost.value),
-            });
-            writeln!(out, "{value:#}")?;
-        }
-    }
+    args.format.print(
+        || json!({ "faults": list.faults(), "proven": list.items, "predicted": cost.as_ref().map(|cost| &cost.value) }),
+        || cost.as_ref().map_or(String::new(), |cost| wrapped(&cost.text, "  ")),
+    )?;
     match list.faults() {
         0 => Ok(()),
         faults => {

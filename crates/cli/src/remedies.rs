@@ -1,20 +1,23 @@
 //! What a user can do about an error of a run, in the flags of this command: `train` knows none of them.
 
+use crate::shell::shell_quoted;
 use lockstep_config::{Change, Difference};
 use lockstep_exec::Remedy;
+use lockstep_host::HostError;
+use lockstep_infer::InferError;
 use lockstep_ir::Hint;
 use lockstep_rundir::{Overruled, RunDirError};
-use lockstep_train::{TrainError, Unmeasured, shell_quoted};
+use lockstep_train::{TrainError, Unmeasured};
 use std::io::ErrorKind;
 
 /// The message: an error that is about a flag begins with it.
 pub fn message(error: &TrainError) -> String {
     match error {
-        TrainError::Dir(RunDirError::FinishedRun { changes, .. }) => {
+        TrainError::Host(HostError::Dir(RunDirError::FinishedRun { changes, .. })) => {
             format!("--change {}: {error}", changes.join(", "))
         }
-        TrainError::Dir(RunDirError::CannotChange { key, .. }) => format!("--change {key}: {error}"),
-        TrainError::Sampling { .. } => format!("--{error}"),
+        TrainError::Host(HostError::Dir(RunDirError::CannotChange { key, .. })) => format!("--change {key}: {error}"),
+        TrainError::Infer(InferError::Sampling { .. }) => format!("--{error}"),
         error => error.to_string(),
     }
 }
@@ -38,28 +41,28 @@ pub fn overruled(Overruled { key, step, counts, given }: &Overruled) -> String {
 pub fn hint(error: &TrainError) -> Option<String> {
     Some(match error {
         TrainError::InStep { error, .. } => return hint(error),
-        TrainError::Exec(e) if e.remedy() == Some(Remedy::LessMemory) => {
+        TrainError::Host(HostError::Exec(e)) if e.remedy() == Some(Remedy::LessMemory) => {
             error.hint()? + "; `lockstep explain RUN.TOML --fit SIZE` shows what fits"
         }
-        TrainError::Dir(error) => return hint_of_dir(error),
-        TrainError::OtherRanks { ranks, processes, .. } => {
+        TrainError::Host(HostError::Dir(error)) => return hint_of_dir(error),
+        TrainError::Host(HostError::OtherRanks { ranks, processes, .. }) => {
             format!("start {ranks}, or choose a layout of {processes} ranks: --set parallel.dp={processes}, say")
         }
-        TrainError::FewGpus { .. } => {
+        TrainError::Host(HostError::FewGpus { .. }) => {
             "start one rank per GPU; `lockstep launch --share-gpus` lets ranks share them, slowly, to check a layout; \
              CUDA_VISIBLE_DEVICES may hide some"
                 .into()
         }
-        TrainError::NotShared { .. } => "give all ranks the same --run-dir, on a file system that all hosts share".into(),
+        TrainError::Host(HostError::NotShared { .. }) => "give all ranks the same --run-dir, on a file system that all hosts share".into(),
         TrainError::NoSuchStep { there, .. } if there.is_empty() => {
             "there is none of any step: start without --resume-from".into()
         }
-        TrainError::DataChanged { .. } => {
+        TrainError::Infer(InferError::DataChanged { .. }) => {
             "restore the folder, or restore the text and delete the folder, which is then prepared again, or give \
              --fresh to start over"
                 .into()
         }
-        TrainError::OtherData { .. } => {
+        TrainError::Infer(InferError::OtherData { .. }) => {
             "undo the change, choose another --run-dir, or give --fresh to start over".into()
         }
         TrainError::Spikes { roll_backs, .. } => format!(
@@ -79,15 +82,15 @@ pub fn hint(error: &TrainError) -> Option<String> {
              diverged: lower optimizer.lr",
             other_bound(*bound)
         ),
-        TrainError::EvaluationBound { bound, .. } => format!("what was trained is kept; {}", other_bound(*bound)),
+        TrainError::Infer(InferError::EvaluationBound { bound, .. }) => format!("what was trained is kept; {}", other_bound(*bound)),
         TrainError::AlwaysDeterministic => "use --device cuda".into(),
         TrainError::Imported { .. } => {
             "choose another --run-dir, and start from them there: --set train.init_from=FOLDER".into()
         }
-        TrainError::NoValidationText { .. } => "name text to evaluate on: --data PATH".into(),
-        TrainError::EmptyPrompt => "give some text to continue: --prompt \"Once\"".into(),
-        TrainError::ContextFull { .. } => "give a shorter prompt, or a larger --context".into(),
-        TrainError::AnswerLength { .. } => "an answer has at least one token, and fits into a sequence: --seq".into(),
+        TrainError::Infer(InferError::NoValidationText { .. }) => "name text to evaluate on: --data PATH".into(),
+        TrainError::Infer(InferError::EmptyPrompt) => "give some text to continue: --prompt \"Once\"".into(),
+        TrainError::Infer(InferError::ContextFull { .. }) => "give a shorter prompt, or a larger --context".into(),
+        TrainError::Infer(InferError::AnswerLength { .. }) => "an answer has at least one token, and fits into a sequence: --seq".into(),
         TrainError::Unmeasured { what: Unmeasured::Machine(_), .. } => {
             "measure this machine first: lockstep bench --save NAME".into()
         }
@@ -189,11 +192,11 @@ mod tests {
         let memory = shown(ExecError::OutOfMemory("3 GiB".into()).into());
         assert!(memory.starts_with("cannot allocate the arena of 3 GiB\nhint: lower train.micro_batch, "), "{memory}");
         assert!(memory.ends_with("\"bf16\"; `lockstep explain RUN.TOML --fit SIZE` shows what fits"), "{memory}");
-        let few = shown(TrainError::FewGpus { host: "a".into(), ranks: 2, gpus: 1 });
+        let few = shown(HostError::FewGpus { host: "a".into(), ranks: 2, gpus: 1 }.into());
         assert!(few.starts_with("host a has 1 GPU for 2 ranks\nhint: ") && few.contains("--share-gpus"), "{few}");
         let bounds = [
             TrainError::ExpertBound { step: 1, rows: 3, bound: 1.0 },
-            TrainError::EvaluationBound { rows: 3, bound: 1.0 },
+            InferError::EvaluationBound { rows: 3, bound: 1.0 }.into(),
         ];
         for text in bounds.map(shown) {
             assert!(text.contains("go on with --set parallel.ep_bound=2, or without the key"), "{text}");
@@ -203,20 +206,19 @@ mod tests {
             imported.starts_with("a holds imported weights, not a run\nhint: choose another --run-dir"),
             "{imported}"
         );
-        let long = TrainError::AnswerLength { place: "a.jsonl, line 1".into(), answer: "de".into(), tokens: 4 };
+        let long = InferError::AnswerLength { place: "a.jsonl, line 1".into(), answer: "de".into(), tokens: 4 };
         let expected = "a.jsonl, line 1: the answer \"de\" has 4 tokens\n\
                         hint: an answer has at least one token, and fits into a sequence: --seq";
-        assert_eq!(shown(TrainError::InStep { step: 3, error: Box::new(long) }), format!("step 3: {expected}"));
+        assert_eq!(shown(TrainError::InStep { step: 3, error: Box::new(long.into()) }), format!("step 3: {expected}"));
     }
 
     #[test]
     fn an_error_about_a_flag_begins_with_it() {
         let option =
-            TrainError::Sampling { option: "top-k", value: "0".into(), hint: "give at least 1, or leave it out" };
-        assert_eq!(shown(option), "--top-k 0 has no meaning\nhint: give at least 1, or leave it out");
-        let fixed =
-            TrainError::Dir(RunDirError::CannotChange { key: "model.dim", before: "8".into(), now: "9".into() });
-        let text = shown(fixed);
+            InferError::Sampling { option: "top-k", value: "0".into(), hint: "give at least 1, or leave it out" };
+        assert_eq!(shown(option.into()), "--top-k 0 has no meaning\nhint: give at least 1, or leave it out");
+        let fixed = HostError::Dir(RunDirError::CannotChange { key: "model.dim", before: "8".into(), now: "9".into() });
+        let text = shown(TrainError::from(fixed));
         assert!(
             text.starts_with("--change model.dim: a run that has begun cannot go from 8 to 9\nhint: its weights "),
             "{text}"

@@ -5,11 +5,12 @@ use crate::failure::Failure;
 use crate::timeline::{memory_picture, wrote};
 use crate::watch::run_dirs;
 use crate::{explain, machine};
+use lockstep_host::Devices;
 use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_rundir::read_config;
 use lockstep_telemetry::RunPage;
-use lockstep_train::{Devices, analyze, settled};
+use lockstep_train::{analyze, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,6 @@
 
 use crate::Format;
 use crate::failure::Failure;
-use crate::style::message;
 use crate::table::table;
 use crate::terminal::escaped;
 use lockstep_config::{Config, schema};
@@ -39,25 +38,19 @@ pub struct DiffArgs {
 pub fn list(args: &RunsArgs) -> Result<(), Failure> {
     let found = runs(&args.dir)?;
     for run in &found {
-        special_files(&run.path).iter().for_each(|text| {
-            // Where nobody listens, nobody is warned.
-            let _ = writeln!(std::io::stderr(), "{}", message(&format!("warning: {text}")));
-        });
+        crate::warn(&special_files(&run.path));
     }
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", json!({ "runs": found }))?,
-        Format::Text if found.is_empty() => writeln!(out, "{}: no runs", args.dir.display())?,
-        Format::Text => {
-            let header =
-                ["run", "state", "step", "loss", "val loss", "~best (step)", "tokens/s", "~hours", "~GPU-hours"];
-            // Without a GPU, there is nothing to count.
-            let columns = if found.iter().any(|run| run.gpu_hours.is_some()) { header.len() } else { header.len() - 1 };
-            let rows: Vec<Vec<String>> = found.iter().map(|run| row(run, &args.dir)).collect();
-            write!(out, "{}", table(&header[..columns], &rows))?;
+    let text = || {
+        if found.is_empty() {
+            return format!("{}: no runs\n", args.dir.display());
         }
-    }
-    Ok(())
+        let header = ["run", "state", "step", "loss", "val loss", "~best (step)", "tokens/s", "~hours", "~GPU-hours"];
+        // Without a GPU, there is nothing to count.
+        let columns = if found.iter().any(|run| run.gpu_hours.is_some()) { header.len() } else { header.len() - 1 };
+        let rows: Vec<Vec<String>> = found.iter().map(|run| row(run, &args.dir)).collect();
+        table(&header[..columns], &rows)
+    };
+    args.format.print(|| json!({ "runs": found }), text)
 }
 
 /// The files of a run directory that nothing is read from, since they are not regular ones, and why.

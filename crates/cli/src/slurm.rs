@@ -4,9 +4,9 @@
 //! back into the queue; in a chain, the next job goes on instead.
 
 use crate::failure::{Failure, INTERRUPTED};
+use crate::shell::shell_quoted;
 use crate::{hardware, train};
 use lockstep_config::{ClusterConfig, Config};
-use lockstep_train::shell_quoted;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,20 +1,19 @@
 //! `lockstep train`.
 
-use crate::ConfigArgs;
 use crate::failure::{Failure, INTERRUPTED};
 use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
 use crate::provenance::started_by;
-use crate::remedies;
-use crate::style;
+use crate::shell::shell_quoted;
 use crate::terminal::printable;
-use crate::warn;
+use crate::{ConfigArgs, remedies, style, warn};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
+use lockstep_host::{Devices, Processes};
 use lockstep_ir::units;
 use lockstep_rundir::StartedBy;
-use lockstep_train::{Devices, DryData, DryRun, Event, Outcome, Processes, RunOptions, dry_run, shell_quoted};
+use lockstep_train::{DryData, DryRun, Event, Outcome, RunOptions, dry_run};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::Write;

@@ -67,7 +67,7 @@ fn framework(name: &str) -> Result<Peer, String> {
 
 pub fn run(args: Args) -> Result<(), Failure> {
     let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>, Failure>>()?;
-    let catalogue = lockstep_train::catalogue().map_err(|error| Failure::refused(&error))?;
+    let catalogue = lockstep_host::catalogue().map_err(|error| Failure::refused(&error))?;
     let mut constants = match &args.constants {
         None => Constants::builtin(),
         Some(path) => {

@@ -265,8 +265,6 @@ fn no_circle_of_files_is_larger_than_five() {
             "ir" => 23,
             // The f64 reference: its ops share functions of the file that calls them.
             "exec" => 6,
-            // The error of a run names what led to it.
-            "train" => 45,
             _ => 5,
         };
         assert!(largest.len() <= most, "{:?}: {} files: {largest:?}", entry.file_name(), largest.len());

@@ -132,8 +132,8 @@ fn a_hint_is_a_field_and_no_part_of_a_message() {
 }
 
 #[test]
-fn train_names_no_flag_of_the_command_line() {
-    for (path, text) in sources(&["train".to_owned()]) {
+fn crates_below_the_command_name_none_of_its_flags() {
+    for (path, text) in sources(&["host", "infer", "train"].map(str::to_owned)) {
         for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//")) {
             // A flag of another program is no flag of ours.
             let line = line.replace("`hf download {name} --local-dir", "");

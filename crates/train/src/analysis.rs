@@ -1,10 +1,11 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
-use crate::machine::{observed, processor, profile_file, profile_of, shared_by};
-use crate::{Devices, Prediction, StepMetrics, TrainError};
+use crate::{StepMetrics, TrainError, Unmeasured};
 use lockstep_exec::Timing;
+use lockstep_host::{Devices, Prediction, profile_of, write_profile};
 use lockstep_plan::{Plan, Target};
-use lockstep_rundir::{MEASURED, lines};
+use lockstep_rundir::{MEASURED, RunDirError, lines};
+use lockstep_sim::machine::{Sample, Table, observe};
 use lockstep_sim::{MachineProfile, Setting, SimError};
 use lockstep_telemetry::read_file;
 use serde::{Deserialize, Serialize};
@@ -26,7 +27,7 @@ pub(crate) struct MeasuredStep {
 impl MeasuredStep {
     /// What the timed instructions of a step say.
     pub fn new(devices: &Devices, plan: &Plan, step: u64, timings: Vec<Timing>) -> Result<Self, TrainError> {
-        let processor = processor(devices, plan.target)?;
+        let processor = devices.processor(plan.target)?;
         let (ranks, threads) = shared_by(plan);
         let known = profile_of(&processor)?.and_then(|(_, p)| Some(p.measured(ranks, threads)?.setting.clone()));
         let nominal = Setting { ranks, threads, ..Setting::nominal() };
@@ -37,6 +38,25 @@ impl MeasuredStep {
         let points = MachineProfile { name, processor, saved_unix_s: 0, settings: vec![setting] }.to_toml();
         Ok(Self { step, classes, points })
     }
+}
+
+/// Ranks and threads of a plan, as a profile counts them.
+pub(crate) fn shared_by(plan: &Plan) -> (usize, usize) {
+    (plan.layout.mesh.ranks(), if plan.target == Target::Cpu { plan.threads } else { 0 })
+}
+
+/// What timed steps of a plan say of the machine: points by op, and the mean seconds of a step
+/// by what they were spent on.
+pub(crate) fn observed(
+    plan: &Plan,
+    setting: &Setting,
+    steps: &[Vec<Timing>],
+) -> Result<(Vec<Table>, BTreeMap<String, f64>), TrainError> {
+    let sample = |t: &Timing| Sample { segment: t.slot.segment, instr: t.instr, seconds: t.seconds };
+    let samples: Vec<Sample> = steps.iter().flatten().map(sample).collect();
+    let (tables, mut classes) = observe(plan.program(), setting, &samples)?;
+    classes.values_mut().for_each(|seconds| *seconds /= steps.len().max(1) as f64);
+    Ok((tables, classes))
 }
 
 /// Time of one class of ops in a step.
@@ -84,26 +104,8 @@ impl Analysis {
     }
 }
 
-/// What a machine without a profile lacks.
-#[derive(Debug, thiserror::Error)]
-pub enum Unmeasured {
-    /// The forecast of a run.
-    #[error("the run has no prediction: the machine had no profile when it began")]
-    Prediction,
-    /// The times of a run's ops.
-    #[error("there is no such file")]
-    Times,
-    /// The profile of this processor.
-    #[error("there is no profile of {0}")]
-    Machine(String),
-}
-
 fn unusable(file: &Path, reason: &str, hint: &str) -> TrainError {
-    TrainError::Hardware(SimError::File {
-        file: file.display().to_string(),
-        reason: reason.to_owned(),
-        hint: hint.to_owned(),
-    })
+    SimError::File { file: file.display().to_string(), reason: reason.to_owned(), hint: hint.to_owned() }.into()
 }
 
 fn unmeasured(file: &Path, what: Unmeasured) -> TrainError {
@@ -113,7 +115,7 @@ fn unmeasured(file: &Path, what: Unmeasured) -> TrainError {
 fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
     match read_file(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(TrainError::io("read", path, e)),
+        Err(e) => Err(RunDirError::io("read", path, e).into()),
         Ok(text) => serde_json::from_slice(&text)
             .map(Some)
             .map_err(|e| unusable(path, &e.to_string(), "the run must have written it: train again")),
@@ -188,8 +190,8 @@ pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
     let path = run.join(MEASURED);
     let measured: MeasuredStep = json(&path)?.ok_or_else(|| unmeasured(&path, Unmeasured::Times))?;
     let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;
-    let mut here = vec![processor(devices, Target::Cpu)?];
-    here.extend(processor(devices, Target::Cuda { deterministic: false }));
+    let mut here = vec![devices.processor(Target::Cpu)?];
+    here.extend(devices.processor(Target::Cuda { deterministic: false }));
     if !here.contains(&found.processor) {
         let reason = format!("the run was on {}, and this is {}", found.processor, here.join(" and "));
         return Err(unusable(&path, &reason, "learn on the machine that it ran on"));
@@ -205,6 +207,6 @@ pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
             None => profile.settings.push(setting),
         }
     }
-    profile_file(&file, &profile)?;
+    write_profile(&file, &profile)?;
     Ok(Learned { file, points })
 }

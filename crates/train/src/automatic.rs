@@ -1,9 +1,9 @@
 //! `parallel.layout = "auto"`: the layout that a run begins with is searched for, and stays while there are as many ranks.
 
-use crate::machine::processor;
-use crate::{Devices, TrainError, catalogue};
+use crate::TrainError;
 use lockstep_config::{Bytes, Config, DeviceChoice, PLANNED, RecomputePolicy, legal};
 use lockstep_exec::cpu;
+use lockstep_host::{Devices, catalogue};
 use lockstep_ir::{Layout, Mesh, MeshAxis, units};
 use lockstep_plan::{LayoutChoice, RankedLayout, Room, SearchRequest, Target, search};
 use lockstep_sim::{ClusterSpec, GpuSpec, Hardware};
@@ -38,7 +38,7 @@ pub(crate) fn with_layout(
     }
     let ranks = devices.processes().or(config.parallel.ranks).unwrap_or(1);
     // What fits is the first process's to find out: others may have other memory.
-    let told = devices.team().told("plan", || {
+    let told = devices.team().told::<TrainError>("plan", || {
         let found = match begun(config, dir, ranks) {
             Some(found) => found,
             None => searched(devices, config, ranks, heard)?,
@@ -139,7 +139,7 @@ fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware,
     let local = ranks / devices.nodes();
     let mut hardware = match target {
         Target::Cuda { .. } => {
-            let name = processor(devices, target)?;
+            let name = devices.processor(target)?;
             let catalogue = catalogue()?;
             // One that is not known is like the latest that is.
             let gpu = catalogue.of_device(&name).or(catalogue.gpu("h100")).cloned();

@@ -3,9 +3,10 @@
 use crate::compare::fill;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
-use crate::{Devices, Prediction, Session, TrainError, observed_timeline, predict};
+use crate::{Session, TrainError, observed_timeline};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
+use lockstep_host::{Devices, Prediction, predict};
 use lockstep_ir::{Hint, StepProgram, StepScalars};
 use lockstep_plan::{MemoryTimeline, Target, plan};
 use serde::Serialize;
@@ -144,10 +145,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     };
     let mut steps = Vec::new();
     let mut watched = Vec::new();
-    let gpu = match plan.target {
-        Target::Cpu => None,
-        Target::Cuda { .. } => Some(devices.gpu()?),
-    };
+    let device = devices.device(plan.target)?;
     let arena_bytes = session.arena_bytes();
     let (mut late_bytes, mut first_step_s) = (None, 0.0);
     for i in 0..3 {
@@ -164,7 +162,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
             first_step_s = start.elapsed().as_secs_f64();
         }
         // The first step loads what libraries load late, the second records a graph.
-        if let (Some(gpu), 1) = (&gpu, i) {
+        if let (Some(gpu), 1) = (device.gpu(), i) {
             late_bytes = gpu.late_bytes(arena_bytes).map_err(ExecError::from)?;
         }
     }
@@ -189,7 +187,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         times.push((now - begun).as_secs_f64());
         begun = now;
     }
-    let gpu_memory = gpu.and_then(|gpu| {
+    let gpu_memory = device.gpu().and_then(|gpu| {
         let (context, nvml) = (gpu.context_bytes()?, gpu.nvml_bytes()?);
         Some(GpuMemory::new(arena_bytes, context, late_bytes?, nvml))
     });
@@ -202,14 +200,14 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
-    let peak_gib = devices.device(plan.target)?.peak_bytes()? as f64 / (1u64 << 30) as f64;
+    let peak_gib = device.peak_bytes()? as f64 / (1u64 << 30) as f64;
     drop(session);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
     let profile = match timings {
         Some(timings) => {
             show("measuring the peaks of matmuls and memory");
-            let peaks = devices.device(plan.target)?.peaks(plan.threads, plan.precision.compute)?;
+            let peaks = device.peaks(plan.threads, plan.precision.compute)?;
             Some(profile(&plan, &[ProfiledStep { step, timings }], peaks)?)
         }
         None => None,

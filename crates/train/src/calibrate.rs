@@ -3,13 +3,14 @@
 //! Kernels are timed where they stand in a step: with the caches that their neighbours leave, at the clock that the step runs at, beside
 //! the other ranks. Sizes are spread so that most models lie between them.
 
+use crate::analysis::{observed, shared_by};
 use crate::compare::fill;
-use crate::machine::{observed, processor, shared_by};
 use crate::schedule::step_scalars;
-use crate::{Devices, Session, TrainError};
+use crate::{Session, TrainError};
 use lockstep_config::Config;
 use lockstep_exec::comm::{Collective, rates};
 use lockstep_exec::{ExecError, cpu};
+use lockstep_host::Devices;
 use lockstep_ir::{DType, StepProgram, StepScalars};
 use lockstep_plan::{Plan, Target, plan};
 use lockstep_sim::machine::{Family, Point, Table};
@@ -19,7 +20,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// What is measured.
 #[derive(Clone, Debug)]
-pub struct SaveSpec {
+pub struct CalibrationSpec {
     /// The name of the profile.
     pub name: String,
     /// `train.device`.
@@ -112,7 +113,7 @@ struct Steps {
 /// Measures this machine. `show` hears what is done, and how many of how many parts are.
 pub fn measure_machine(
     devices: &Devices,
-    spec: &SaveSpec,
+    spec: &CalibrationSpec,
     show: &mut dyn FnMut(&str, usize, usize),
 ) -> Result<MachineProfile, TrainError> {
     let first = LARGE[0].config(&spec.device, "bf16", 1, cpu::cores())?;
@@ -120,17 +121,16 @@ pub fn measure_machine(
     let saved = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let mut profile = MachineProfile {
         name: spec.name.clone(),
-        processor: processor(devices, target)?,
+        processor: devices.processor(target)?,
         saved_unix_s: saved,
         settings: Vec::new(),
     };
-    let (shapes, precisions): (&[CalibrationModel], &[(&str, DType)]) = match target {
-        Target::Cpu => (&SMALL, &[("fp32", DType::F32), ("bf16", DType::BF16)]),
-        Target::Cuda { .. } => (&LARGE, &[("bf16", DType::BF16)]),
-    };
-    let ranks: Vec<usize> = match target {
-        Target::Cpu => spec.ranks.iter().copied().filter(|n| *n <= cpu::cores()).collect(),
-        Target::Cuda { .. } => vec![1],
+    let (shapes, precisions, ranks): (&[CalibrationModel], &[(&str, DType)], Vec<usize>) = match target {
+        Target::Cpu => {
+            let ranks = spec.ranks.iter().copied().filter(|n| *n <= cpu::cores());
+            (&SMALL, &[("fp32", DType::F32), ("bf16", DType::BF16)], ranks.collect())
+        }
+        Target::Cuda { .. } => (&LARGE, &[("bf16", DType::BF16)], vec![1]),
     };
     let (mut done, all) = (0, ranks.len() * precisions.len() * shapes.len());
     for ranks in ranks {
@@ -163,16 +163,16 @@ fn blank(
     threads: usize,
     precisions: &[(&str, DType)],
 ) -> Result<Setting, TrainError> {
-    let mut flops_per_s = BTreeMap::new();
-    let mut bytes_per_s = 0.0;
+    let device = devices.device(target)?;
+    let (mut flops_per_s, mut bytes_per_s) = (BTreeMap::new(), 0.0);
     for (_, dtype) in precisions {
-        let (flops, bytes) = devices.device(target)?.peaks(threads, *dtype)?;
+        let (flops, bytes) = device.peaks(threads, *dtype)?;
         flops_per_s.insert(*dtype, flops);
         bytes_per_s = bytes;
     }
-    let (threads, units, overlap_cost) = match target {
-        Target::Cpu => (threads, 0, 1.0),
-        Target::Cuda { .. } => (0, devices.gpu()?.device.processors as usize, 0.0),
+    let (threads, units, overlap_cost) = match device.gpu() {
+        None => (threads, 0, 1.0),
+        Some(gpu) => (0, gpu.device.processors as usize, 0.0),
     };
     let (kernel_gap_s, slowdown, tables) = (0.0, 1.0, Vec::new());
     Ok(Setting { ranks, threads, units, bytes_per_s, flops_per_s, kernel_gap_s, slowdown, overlap_cost, tables })
@@ -324,7 +324,7 @@ mod tests {
         let profile =
             MachineProfile { name: "test".into(), processor: String::new(), saved_unix_s: 0, settings: vec![setting] };
         let read = MachineProfile::parse("test.toml", &profile.to_toml()).unwrap();
-        let found = crate::machine::predict_by(&read, &measured[0].plan).unwrap();
+        let found = lockstep_host::predict_by(&read, &measured[0].plan).unwrap();
         let ratio = found.forecast.step_s / measured[0].step_s;
         assert!(ratio > 0.9 && ratio < 1.1, "{ratio}");
         assert!(found.measured_as_run && found.unmeasured.is_empty(), "{:?}", found.unmeasured);

@@ -19,16 +19,18 @@ pub use judge::{Comparison, Criterion, OwnChoices, Promise};
 pub use shrink::shrink;
 
 use crate::schedule::step_scalars;
-use crate::{Devices, Session, TrainError, feed};
+use crate::{Session, TrainError};
 use judge::{Found, judge};
 use lockstep_config::Config;
 use lockstep_exec::{ExecError, copy};
+use lockstep_host::Devices;
+use lockstep_infer::feed;
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
-use lockstep_plan::{Plan, PlanError, Target, plan_with};
+use lockstep_plan::{Plan, PlanError, plan_with};
 use numbers::{Spare, Stored, disturbed};
 use replay::Choices;
 use std::collections::BTreeMap;
@@ -140,8 +142,8 @@ fn plan_all(devices: &Devices, configs: &[Config]) -> Result<Vec<Plan>, TrainErr
         let threads: Vec<_> = configs.iter().map(|config| scope.spawn(|| plan(devices, config))).collect();
         threads.into_iter().map(|thread| thread.join()).collect()
     });
-    let stopped = |_| TrainError::from(ExecError::Internal("planning stopped".into()));
-    let tuned = |(config, plan): (_, Result<_, _>)| devices.tuned(config, plan.map_err(stopped)??);
+    let stopped = |_| ExecError::Internal("planning stopped".into());
+    let tuned = |(config, plan): (_, Result<_, _>)| Ok(devices.tuned(config, plan.map_err(stopped)??)?);
     configs.iter().zip(plans).map(tuned).collect()
 }
 
@@ -160,23 +162,18 @@ struct Task<'a> {
     disturbs: bool,
 }
 
-/// Most runs that share a GPU.
-const AT_ONCE: usize = 4;
-
 /// How many of these runs go on at the same time. A GPU that has memory for several waits less for the host then; on the CPU one run has
 /// all cores, and processes do the same in the same order.
 fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
     let Some(Task { plan, .. }) = tasks.first().filter(|_| devices.processes().is_none()) else { return Ok(1) };
-    let free = match plan.target {
-        Target::Cpu => 0,
-        Target::Cuda { .. } => devices.device(plan.target)?.available_bytes()?.unwrap_or(0),
-    };
+    let device = devices.device(plan.target)?;
+    let free = device.available_bytes()?.unwrap_or(0);
     let bytes = |task: &Task| {
         let mesh = task.plan.layout.mesh;
         arena_bytes(task.plan).iter().sum::<u64>() * (mesh.ranks() / mesh.size(MeshAxis::Pp)) as u64
     };
     let largest = tasks.iter().map(bytes).max().unwrap_or(0);
-    Ok((1..=AT_ONCE).rev().find(|count| *count as u64 * largest <= free / 2).unwrap_or(1))
+    Ok((1..=device.at_once()).rev().find(|count| *count as u64 * largest <= free / 2).unwrap_or(1))
 }
 
 /// Runs the tasks; `done` hears of them in their order.

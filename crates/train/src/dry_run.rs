@@ -1,12 +1,11 @@
 //! What a run would do, without doing any of it.
 
-use crate::data::RunData;
-use crate::initial::InitialWeights;
 use crate::run::resume;
-use crate::settled;
-use crate::{Devices, Existing, RunOptions, TrainError, data_folder};
+use crate::{RunOptions, TrainError, settled};
 use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::{Existing, InitialWeights, RunData, data_folder};
 use lockstep_plan::{Plan, plan};
 use lockstep_rundir::{Changed, Overruled};
 use std::path::PathBuf;

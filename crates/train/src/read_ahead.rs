@@ -3,10 +3,10 @@
 //! The thread fills a ring of micro-batches that is made once. What is read depends on the sample's index alone, so
 //! no bit depends on the thread.
 
-use crate::TrainError;
-use crate::feed::{MicroBatch, Reading};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::ExecError;
+use lockstep_infer::InferError;
+use lockstep_infer::feed::{MicroBatch, Reading};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -66,7 +66,7 @@ impl Drop for Ending {
 
 impl ReadAhead {
     /// Begins with the sample `first`, and reads up to `ahead` micro-batches ahead.
-    pub(crate) fn start(reading: Reading, data: &Arc<Sampler>, first: u64, ahead: usize) -> Result<Self, TrainError> {
+    pub(crate) fn start(reading: Reading, data: &Arc<Sampler>, first: u64, ahead: usize) -> Result<Self, InferError> {
         let free: Vec<_> = (0..ahead.max(1)).map(|_| reading.buffers()).collect();
         let bytes = free.iter().map(MicroBatch::bytes).sum();
         let ready = VecDeque::with_capacity(free.len());
@@ -94,8 +94,8 @@ impl ReadAhead {
     pub(crate) fn take<T>(
         &mut self,
         first: u64,
-        give: impl FnOnce(&MicroBatch) -> Result<T, TrainError>,
-    ) -> Result<(T, Duration), TrainError> {
+        give: impl FnOnce(&MicroBatch) -> Result<T, InferError>,
+    ) -> Result<(T, Duration), InferError> {
         let start = Instant::now();
         let mut state = self.shared.lock();
         let coming = state.ready.front().map_or(state.next, MicroBatch::first);

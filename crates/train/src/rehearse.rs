@@ -4,15 +4,18 @@
 //! (memory, folders, vocabulary) is looked at apart.
 
 use crate::event::Event;
-use crate::initial::InitialWeights;
 use crate::run::{look_at_disk, places};
-use crate::vocabulary::{require_vocabulary, tokenizer_spec, unused_vocabulary};
-use crate::{Existing, RunData, RunTokenizer, TaskFile, TrainError, data_folder, shrink};
+use crate::{TrainError, shrink};
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DeviceChoice, SaveEvery};
 use lockstep_data::{Excerpt, excerpt};
+use lockstep_infer::{
+    Existing, InitialWeights, RunData, RunTokenizer, TaskFile, data_folder, require_vocabulary, tokenizer_spec,
+    unused_vocabulary,
+};
 use lockstep_ir::Layout;
 use lockstep_ir::units::{self, thousands};
+use lockstep_rundir::RunDirError;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -169,8 +172,8 @@ pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
         Some(data) => data.tokenizer()?.into(),
         None => RunTokenizer::of(config)?,
     };
-    if let Some(error) = unused_vocabulary(config, &tokenizer) {
-        return Err(error);
+    if let Some((problem, hint)) = unused_vocabulary(config, &tokenizer) {
+        return Err(TrainError::Rehearsal { problem, hint });
     }
     let (tokens, vocab) = (thousands(tokenizer.vocabulary() as u64), thousands(config.model.vocab_size as u64));
     let bos = tokenizer.bos().map_or(String::new(), |bos| format!(", BOS token {bos}"));
@@ -206,7 +209,7 @@ pub fn check_places(
         let written = std::fs::create_dir(&probe).and_then(|()| std::fs::write(probe.join("probe"), b"probe"));
         // What could not be made cannot be removed.
         let _ = std::fs::remove_dir_all(&probe);
-        written.map_err(|cause| TrainError::io("write checkpoints into", place, cause))?;
+        written.map_err(|cause| RunDirError::io("write checkpoints into", place, cause))?;
     }
     let there: Vec<PathBuf> = places.iter().map(|place| existing(place)).collect();
     let mut show = |event: Event<'_>| {

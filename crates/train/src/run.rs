@@ -1,34 +1,36 @@
 //! One run, from its config to its last checkpoint.
 
+mod checkpoint;
 mod evaluate;
+mod input;
 mod roll_back;
-mod saving;
 mod start;
 mod status;
 mod step;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use saving::{look_at_disk, places};
+pub(crate) use checkpoint::{look_at_disk, places};
 pub(crate) use start::resume;
 
+use self::checkpoint::Checkpoints;
 use self::evaluate::Evaluations;
-use self::saving::Saving;
 use self::status::RunStatus;
 use self::step::{Queued, Step};
-use crate::event::{Event, StepMetrics};
-use crate::processes::Stop;
+use crate::checkpoint::with_checkpoint_interval;
+use crate::event::Event;
+use crate::metrics::StepMetrics;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
-use crate::save_interval::with_save_interval;
 use crate::session::Session;
-use crate::settled;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::{Devices, Peak, RunTokenizer, TrainError};
+use crate::{TrainError, settled};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::ExecError;
+use lockstep_host::{Devices, Peak, StopSignal};
+use lockstep_infer::{InferError, RunTokenizer};
 use lockstep_ir::units;
 use lockstep_plan::{LayoutChoice, Plan, plan};
 use lockstep_rundir::{RunDir, StartedBy};
@@ -123,7 +125,12 @@ pub fn run(
     stop: &AtomicBool,
     show: &mut dyn FnMut(Event),
 ) -> Result<Outcome, TrainError> {
-    run_here(devices, config, options, stop, show).inspect_err(|error| devices.team().fail(error))
+    run_here(devices, config, options, stop, show).inspect_err(|error| {
+        // What all find out by themselves needs no telling.
+        if !matches!(error, TrainError::Host(error) if error.is_known_to_all()) {
+            devices.team().fail(&error.to_string());
+        }
+    })
 }
 
 fn run_here(
@@ -135,7 +142,7 @@ fn run_here(
 ) -> Result<Outcome, TrainError> {
     let team = devices.team();
     config.require_data()?;
-    team.agree_on_start(config, options)?;
+    team.agree_on_start(config, &options.given)?;
     let mut planning = |small, whole| show(Event::Planning { small, whole });
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
     if let Some(how) = config.layout_planned() {
@@ -157,13 +164,13 @@ fn run_here(
     let plan = devices.tuned(&course.config, plan)?;
     let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
     team.agree("program", &programs.join(" "))?;
-    if let Some((config, line)) = with_save_interval(devices, &course.config, &plan, &options.dir)? {
+    if let Some((config, line)) = with_checkpoint_interval(devices, &course.config, &plan, &options.dir)? {
         show(Event::Warning(&line));
         course.config = config;
     }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
-    let stop = &Stop::new(stop, team);
+    let stop = &StopSignal::new(stop, team);
     let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
         Ok(mut run) => {
             if run.debug_nans && !run.session.executor().check_numbers() {
@@ -177,7 +184,7 @@ fn run_here(
         aside.undo();
     }
     match error {
-        TrainError::Data(DataError::Interrupted) => {
+        TrainError::Infer(InferError::Data(DataError::Interrupted)) => {
             Ok(Outcome::before_the_first_step(options, course.config.train.steps))
         }
         error => Err(error),
@@ -195,7 +202,7 @@ struct Run<'a> {
     dir: RunDir,
     train: Arc<Sampler>,
     evaluations: Evaluations,
-    saving: Saving,
+    checkpoints: Checkpoints,
     tokenizer: RunTokenizer,
     sample_tokens: usize,
     outcome: Outcome,
@@ -226,7 +233,7 @@ struct Profiling {
 }
 
 impl Run<'_> {
-    fn go(mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
+    fn go(mut self, stop: &StopSignal<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
         let steps = self.config.train.steps;
         if !self.outcome.finished || self.status.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
@@ -297,14 +304,14 @@ impl Run<'_> {
                 self.save_ended(end, show)?;
             }
             // A checkpoint in the middle of skipped steps would be of a run that is about to fail.
-            let due = self.save_due(step) || (self.saving.again && ahead.is_none());
+            let due = self.save_due(step) || (self.checkpoints.again && ahead.is_none());
             if due && self.status.spikes.skipped.is_empty() {
                 self.save(show)?;
                 saved = step;
             }
         }
         self.await_save(show)?;
-        if saved != self.outcome.step || self.saving.again {
+        if saved != self.outcome.step || self.checkpoints.again {
             self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;

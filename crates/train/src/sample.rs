@@ -1,11 +1,13 @@
 //! A short text at the end of a run, so that a number is not all there is to see. It is made when the memory of the training step
 //! is free again, so that it takes no more than was planned.
 
-use crate::state::Weights;
-use crate::{Devices, Generator, RunTokenizer, Sampling, TextStream, TrainError, generate};
+use crate::TrainError;
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
+use lockstep_host::Devices;
+use lockstep_infer::state::Weights;
+use lockstep_infer::{Generator, RunTokenizer, Sampling, TextStream, generate};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::{Duration, Instant};

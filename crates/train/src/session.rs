@@ -4,17 +4,18 @@ mod checkpoint;
 #[cfg(test)]
 mod tests;
 
-use crate::background_save::Saver;
-use crate::feed::{Feed, Scored, TextScore, losses};
+use crate::TrainError;
+use crate::checkpoint::Saver;
 use crate::noise::Measured;
 use crate::read_ahead::ReadAhead;
-use crate::state::{self, Weights};
-use crate::tasks::Request;
-use crate::{Devices, TrainError};
 use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
+use lockstep_host::Devices;
+use lockstep_infer::Request;
+use lockstep_infer::feed::{Feed, Scored, TextScore, losses};
+use lockstep_infer::state::{self, Weights};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepLimits, StepProgram, StepScalars};
 use lockstep_plan::Plan;

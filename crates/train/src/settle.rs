@@ -1,9 +1,10 @@
 //! The keys of a config that are found out when a run begins.
 
+use crate::TrainError;
 use crate::automatic::with_layout;
-use crate::{Devices, TrainError};
 use lockstep_config::Config;
 use lockstep_config::legal;
+use lockstep_host::Devices;
 use lockstep_plan::{with_fitting_micro_batch, with_micro_batch};
 use std::path::Path;
 
@@ -20,7 +21,7 @@ pub fn settled(
         return Ok(config.clone());
     }
     // What fits is the first process's to find out: others may have other memory.
-    let told = devices.team().told("settle", || {
+    let told = devices.team().told::<TrainError>("settle", || {
         let found = settled_here(devices, config, dir)?;
         let how = found.micro_batch_found().unwrap_or_default();
         Ok([&(found.train.micro_batch as u64).to_le_bytes()[..], how.as_bytes()].concat())

@@ -7,11 +7,10 @@
 //! The device decides: a program with limits sums its losses as an exact integer (`LossSum`), and `GradientNorm`
 //! gives no factor where loss or norm is beyond the `StepLimits` that the host writes with every step.
 
-use crate::TrainError;
-use crate::event::number_or_nan;
+use crate::metrics::number_or_nan;
 use lockstep_config::SpikesConfig;
 use lockstep_ir::StepLimits;
-use lockstep_rundir::ROLL_BACKS;
+use lockstep_rundir::{ROLL_BACKS, RunDirError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
@@ -95,7 +94,7 @@ pub(crate) fn written(roll_backs: &[RollBack]) -> String {
 }
 
 /// The roll-backs that count for a run that goes on after `step`: those of its directory, or, where that was lost, of its checkpoint.
-pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<Vec<RollBack>, TrainError> {
+pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<Vec<RollBack>, RunDirError> {
     let path = dir.join(ROLL_BACKS);
     let mut all: Vec<RollBack> = match lockstep_telemetry::read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -103,8 +102,8 @@ pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<
             saved.and_then(Result::ok).unwrap_or_default()
         }
         text => {
-            let text = text.map_err(|e| TrainError::io("read", &path, e))?;
-            serde_json::from_slice::<File>(&text).map_err(|e| TrainError::io("read", &path, e.into()))?.roll_backs
+            let text = text.map_err(|e| RunDirError::io("read", &path, e))?;
+            serde_json::from_slice::<File>(&text).map_err(|e| RunDirError::io("read", &path, e.into()))?.roll_backs
         }
     };
     all.retain(|roll_back| roll_back.to <= step);
@@ -112,7 +111,7 @@ pub(crate) fn read(dir: &Path, checkpoint: Option<&Value>, step: u64) -> Result<
 }
 
 /// Samples that roll-backs of the run in `dir` have left out before the step after the first `before`.
-pub fn left_out(dir: &Path, before: u64) -> Result<u64, TrainError> {
+pub fn left_out(dir: &Path, before: u64) -> Result<u64, RunDirError> {
     Ok(Spikes { roll_backs: read(dir, None, before)?, ..Spikes::default() }.left_out(before))
 }
 

@@ -1,13 +1,13 @@
 //! What ranks communicate and hold, against what is known from the literature.
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::blocks::attention_blocks;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Lifetime, Role};
 use lockstep_ir::{Axes, Layout, StepProgram};
 use lockstep_plan::{Plan, plan};
-use lockstep_train::Devices;
 
 const MICRO_BATCHES: u64 = 4;
 

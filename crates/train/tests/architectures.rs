@@ -4,11 +4,12 @@ mod common;
 
 use common::check_layouts;
 use lockstep_config::{Config, legal};
+use lockstep_host::Devices;
 use lockstep_ir::Hint;
 use lockstep_ir::{Layout, Op};
 use lockstep_model::names;
 use lockstep_plan::plan;
-use lockstep_train::{Comparison, Devices, compare};
+use lockstep_train::{Comparison, compare};
 
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 14";
 const GPT2_DROPOUT: &str = "architecture = \"gpt2\"\npositions = 14\ndropout = 0.2";

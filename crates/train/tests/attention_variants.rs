@@ -3,9 +3,11 @@
 mod common;
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::{Generator, Weights};
 use lockstep_ir::program::{Buffer, Lifetime};
 use lockstep_plan::plan;
-use lockstep_train::{Comparison, Devices, Generator, Weights, compare};
+use lockstep_train::{Comparison, compare};
 
 const QWEN3: &str = "architecture = \"qwen3\"\nhead_dim = 10";
 /// A window shorter than the sequences.

@@ -5,9 +5,11 @@ mod common;
 use common::{run_to, tiny, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::{Batch, Config};
+use lockstep_host::Devices;
+use lockstep_infer::{Existing, RunData, data_folder};
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Existing, RunData, Session, StepMetrics, data_folder, learning_rate};
+use lockstep_train::{Session, StepMetrics, learning_rate};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 

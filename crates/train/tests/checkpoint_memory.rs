@@ -6,8 +6,9 @@ mod counting;
 use counting::growth;
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 use serde_json::json;
 
 #[test]

@@ -4,11 +4,13 @@ mod common;
 
 use common::{losses, run_to};
 use lockstep_config::{Batch, Config};
+use lockstep_host::Devices;
+use lockstep_infer::{Existing, RunData, Text, Trained, evaluate};
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_model::names;
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Existing, RunData, Session, Text, Trained, evaluate};
+use lockstep_train::Session;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 

@@ -4,11 +4,11 @@ mod common;
 
 use common::check_layouts as check;
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::op::Ring;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::{Layout, Op};
 use lockstep_plan::plan;
-use lockstep_train::Devices;
 
 fn config(model: &str, keys: &str) -> Config {
     let default =

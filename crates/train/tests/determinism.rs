@@ -4,7 +4,8 @@ mod common;
 
 use common::{Ran, losses, run_to, tiny, write_corpus};
 use lockstep_config::Config;
-use lockstep_train::{Devices, Event, RunOptions, run};
+use lockstep_host::Devices;
+use lockstep_train::{Event, RunOptions, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 

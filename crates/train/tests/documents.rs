@@ -7,12 +7,13 @@ use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_host::Devices;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{DType, Layout, StepProgram, ValueId, counter};
 use lockstep_model::{Form, build_form, names};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 
 const VOCAB: usize = 300;
 

@@ -4,10 +4,12 @@
 mod common;
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::InferError;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::{Layout, Op};
 use lockstep_plan::plan;
-use lockstep_train::{Comparison, Devices, TrainError};
+use lockstep_train::{Comparison, TrainError};
 
 /// Two of four experts for every token, and three of eight, narrower than the block that they take the place of.
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
@@ -200,7 +202,7 @@ fn a_validation_that_needs_more_rows_than_are_planned_ends_the_run_before_its_fi
         assert!(!matches!(event, lockstep_train::Event::Stepped(_)), "there is room");
     });
     let error = error.expect_err("some expert gets more than its share");
-    assert!(matches!(error, TrainError::EvaluationBound { rows: 1.., bound: 1.0 }), "{error}");
+    assert!(matches!(error, TrainError::Infer(InferError::EvaluationBound { rows: 1.., bound: 1.0 })), "{error}");
 }
 
 /// A run on text whose last part, which validates, is one letter over and over: all of its tokens go to the same experts. Of some
@@ -226,8 +228,10 @@ fn a_validation_behind_a_step_that_needs_more_rows_keeps_what_was_trained() {
             }
         });
         match ended {
-            Err(TrainError::EvaluationBound { rows, bound: 1.75 }) if !steps.is_empty() => Some((run, steps, rows)),
-            Ok(_) | Err(TrainError::EvaluationBound { .. } | TrainError::ExpertBound { .. }) => None,
+            Err(TrainError::Infer(InferError::EvaluationBound { rows, bound: 1.75 })) if !steps.is_empty() => {
+                Some((run, steps, rows))
+            }
+            Ok(_) | Err(TrainError::Infer(InferError::EvaluationBound { .. }) | TrainError::ExpertBound { .. }) => None,
             Err(error) => panic!("{error}"),
         }
     });
@@ -237,7 +241,7 @@ fn a_validation_behind_a_step_that_needs_more_rows_keeps_what_was_trained() {
     assert!(before.iter().all(|step| *step == (None, true)), "{steps:?}");
     let written = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     assert!(written.lines().last().unwrap().contains(&format!("\"rows_beyond\":{rows}")), "{written}");
-    assert_eq!(lockstep_train::Trained::open(&run).unwrap().step(), steps.len() as u64);
+    assert_eq!(lockstep_infer::Trained::open(&run).unwrap().step(), steps.len() as u64);
 }
 
 #[test]
@@ -253,7 +257,7 @@ fn tasks_that_need_more_rows_than_are_planned_have_no_scores_and_the_run_goes_on
         let ended = common::run_with(&config, &dir.path().join(seed.to_string()), &mut |event| match event {
             lockstep_train::Event::EvaluatedTasks { .. } => scored += 1,
             lockstep_train::Event::Trouble { what, error } if what.starts_with("no scores") => {
-                assert!(matches!(error, TrainError::EvaluationBound { bound: 1.75, .. }), "{error}");
+                assert!(matches!(error, TrainError::Infer(InferError::EvaluationBound { bound: 1.75, .. })), "{error}");
                 warned.push(error.to_string());
             }
             _ => {}

@@ -1,13 +1,14 @@
 //! What fits a memory: the default micro-batch, the largest one under each policy, layouts side by side, what saves bytes.
 
 use lockstep_config::Config;
+use lockstep_host::{Devices, HostError};
 use lockstep_ir::Hint;
 use lockstep_ir::Layout;
 use lockstep_plan::{
     PlanError, Rates, Room, largest_micro_batches, layout_costs, plan, ways_to_fit, with_fitting_micro_batch,
 };
 use lockstep_sim::{Catalogue, Constants, Framework, Hardware, simulate};
-use lockstep_train::{Devices, TrainError, settled};
+use lockstep_train::{TrainError, settled};
 
 const MODEL: &str = "[model]\nvocab_size = 256\nlayers = 4\ndim = 64\nheads = 4\nkv_heads = 2\nffn = 128\n";
 
@@ -253,7 +254,7 @@ fn a_session_that_does_not_fit_says_what_does() {
     let keys = ["train.seq = 1024", "train.global_batch = 262144", "train.micro_batch = 262144"].map(String::from);
     let config = with("", &keys);
     let planned = plan(&Devices::new(), &config).unwrap();
-    let Err(TrainError::Plan(error @ PlanError::DoesNotFit { .. })) =
+    let Err(TrainError::Host(HostError::Plan(error @ PlanError::DoesNotFit { .. }))) =
         lockstep_train::Session::new(&Devices::new(), &config, &planned)
     else {
         panic!("it fits?");

@@ -1,11 +1,11 @@
 //! The simulator over programs of real configs.
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::{DType, StepProgram};
 use lockstep_plan::{Plan, plan};
 use lockstep_sim::machine::{Family, Point, Table};
 use lockstep_sim::{Catalogue, Constants, Forecast, Framework, Hardware, MachineProfile, Setting, Workload, simulate};
-use lockstep_train::Devices;
 
 fn planned(text: &str) -> Plan {
     plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap()

@@ -1,8 +1,8 @@
 //! The program's counts against the analytical formulas of the literature, and their scaling.
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_plan::{Account, Formula, Plan, account, plan};
-use lockstep_train::Devices;
 
 fn planned(text: &str) -> (Plan, Account) {
     let config = Config::parse(text, "run.toml", &[]).unwrap();

@@ -4,8 +4,9 @@ mod common;
 
 use common::{Ran, run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::Layout;
-use lockstep_train::{Devices, Event, StepMetrics, TrainError, compare};
+use lockstep_train::{Event, StepMetrics, TrainError, compare};
 
 #[test]
 fn fp16_learns_as_fp32_does() {

@@ -4,13 +4,15 @@ use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, c
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_host::Devices;
+use lockstep_infer::{Generator, InferError, RunTokenizer, Sampling, Stop, Weights, generate};
 use lockstep_ir::Hint;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Class, Role};
 use lockstep_ir::{DType, Layout, StepProgram, account, counter};
 use lockstep_model::names;
 use lockstep_plan::{generation_program, plan};
-use lockstep_train::{Devices, Generator, RunTokenizer, Sampling, Session, Stop, TrainError, Weights, generate};
+use lockstep_train::Session;
 use std::ops::ControlFlow;
 
 /// Longer than two tiles of keys, and no multiple of any tile or chunk.
@@ -176,7 +178,7 @@ fn more_tokens_than_the_context_are_refused_and_change_nothing() {
     let mut generator = Generator::new(&Devices::new(), &config(MHA, 16), 16, Weights::Initial).unwrap();
     generator.read(&tokens()[..10]).unwrap();
     let error = generator.read(&tokens()[10..17]).unwrap_err();
-    assert!(matches!(error, TrainError::ContextFull { tokens: 17, context: 16 }), "{error}");
+    assert!(matches!(error, InferError::ContextFull { tokens: 17, context: 16 }), "{error}");
     assert_eq!(generator.position(), 10);
     generator.read(&tokens()[10..16]).unwrap();
 }

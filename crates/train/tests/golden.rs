@@ -4,11 +4,11 @@ use lockstep_compile::{AdamW, Context, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_infer::{Part, parts};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, fixed};
 use lockstep_model::names;
-use lockstep_train::{Part, parts};
 use safetensors::SafeTensors;
 use std::collections::HashMap;
 

@@ -6,11 +6,11 @@ mod hf_folder;
 use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_host::Devices;
+use lockstep_infer::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
 use lockstep_ir::Hint;
 use lockstep_ir::{DType, bf16};
-use lockstep_train::{
-    Devices, Event, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
-};
+use lockstep_train::Event;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::fs::read;
@@ -358,7 +358,7 @@ fn fine_tuning(place: &Place, more: &str) -> Config {
         "[data]\npaths = [\"text\"]\n[train]\nseq = 8\nglobal_batch = 4\nsteps = 2\nvalidate_every = 1\n{more}"
     );
     std::fs::write(place.at("run.toml"), text).unwrap();
-    Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited).unwrap_or_else(|e| panic!("{e}"))
+    Config::load_with(&place.at("run.toml"), &[], &lockstep_infer::inherited).unwrap_or_else(|e| panic!("{e}"))
 }
 
 #[test]
@@ -534,7 +534,7 @@ fn a_folder_says_which_token_begins_a_text() {
             assert_eq!(config.data.bos_token.as_deref(), begins.then_some("!"), "{name}");
             heard(&config, &place.at(&run));
             // Each document begins with it, and so does a prompt.
-            let data = lockstep_train::RunData::open(&config, &place.at(&run).join("data")).unwrap().unwrap();
+            let data = lockstep_infer::RunData::open(&config, &place.at(&run).join("data")).unwrap().unwrap();
             let data = &data.corpora()[0].data;
             let mut first = [0; 2];
             data.train().copy(0, &mut first);
@@ -633,7 +633,7 @@ fn data_that_are_not_what_one_thinks_are_told_of() {
             "[data]\npaths = [\"{name}\"]\n{more}[train]\ninit_from = \"hf\"\nseq = 8\nglobal_batch = 1\nsteps = 3\nvalidate_every = 0\n"
         );
         std::fs::write(place.at("run.toml"), text).unwrap();
-        Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited).unwrap_or_else(|e| panic!("{e}"))
+        Config::load_with(&place.at("run.toml"), &[], &lockstep_infer::inherited).unwrap_or_else(|e| panic!("{e}"))
     };
     let many = [&*long; 39];
     let plain = heard(&config("plain.jsonl", lines(&many), ""), &place.at("plain"));
@@ -658,7 +658,7 @@ fn names_and_addresses_are_not_paths() {
     let place = Place::new();
     let error = |text: &str| {
         std::fs::write(place.at("run.toml"), text).unwrap();
-        let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_train::inherited);
+        let config = Config::load_with(&place.at("run.toml"), &[], &lockstep_infer::inherited);
         match config {
             Err(error) => error.with_hint(),
             Ok(_) => panic!("{text} is read"),

@@ -5,9 +5,9 @@ mod hf_folder;
 
 use counting::growth;
 use hf_folder::{Model, serialize};
+use lockstep_infer::{InferError, import};
 use lockstep_ir::Hint;
 use lockstep_ir::counter;
-use lockstep_train::{TrainError, import};
 use safetensors::tensor::Dtype;
 use serde_json::json;
 use std::fs;
@@ -38,7 +38,7 @@ impl Place {
         model.write(&self.folder())
     }
 
-    fn import(&self) -> Result<(), TrainError> {
+    fn import(&self) -> Result<(), InferError> {
         let out = self.dir.path().join("out");
         let (grown, result) = growth(|| import(&self.folder(), &out, &mut |_, _| {}));
         assert!(grown < 24 << 20, "took {grown} bytes");
@@ -56,7 +56,7 @@ impl Place {
     fn refused(&self, expected: &str) {
         let error = self.import().expect_err(expected);
         assert!(error.with_hint().contains(expected), "{error}");
-        assert!(error.is_request() || matches!(error, TrainError::Checkpoint(_)), "{error}");
+        assert!(error.is_request() || matches!(error, InferError::Checkpoint(_)), "{error}");
     }
 }
 

@@ -4,7 +4,7 @@
 mod counting;
 
 use counting::growth;
-use lockstep_train::{ExportOptions, export, import};
+use lockstep_infer::{ExportOptions, export, import};
 use serde_json::json;
 use std::fs::File;
 use std::io::{Seek, Write};

@@ -4,8 +4,9 @@ mod common;
 
 use common::check_layouts as check;
 use lockstep_config::{Config, legal};
+use lockstep_host::Devices;
 use lockstep_ir::{Layout, Schedule, counter};
-use lockstep_train::{Comparison, Devices, compare};
+use lockstep_train::{Comparison, compare};
 
 fn config(model: &str, train: &str) -> Config {
     let text = format!(

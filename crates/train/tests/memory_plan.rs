@@ -1,11 +1,11 @@
 //! The planner against the liveness lower bound.
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::Hint;
 use lockstep_ir::StepProgram;
 use lockstep_ir::account;
 use lockstep_plan::plan;
-use lockstep_train::Devices;
 
 #[test]
 fn the_arena_is_within_5_percent_of_the_liveness_lower_bound() {

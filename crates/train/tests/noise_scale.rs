@@ -4,10 +4,12 @@ mod common;
 
 use common::{Ran, run_to, tiny, write_corpus};
 use lockstep_config::{Batch, Config};
+use lockstep_host::Devices;
+use lockstep_infer::{Existing, RunData, data_folder};
 use lockstep_ir::{StepScalars, counter};
 use lockstep_model::names;
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Existing, RunData, Session, StepMetrics, data_folder};
+use lockstep_train::{Session, StepMetrics};
 use std::sync::atomic::AtomicBool;
 
 fn config(tied: bool, keys: &str) -> Config {

@@ -6,12 +6,14 @@ use common::{run_to, run_with, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::CpuExecutor;
+use lockstep_host::Devices;
+use lockstep_infer::parts;
 use lockstep_ir::Hint;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Entry, Role, Slot, Tensor};
 use lockstep_ir::{Layout, Op, StepProgram, StepScalars, account};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Event, compare, parts};
+use lockstep_train::{Event, compare};
 use safetensors::SafeTensors;
 use std::path::Path;
 

@@ -2,10 +2,11 @@
 
 use lockstep_compile::Recompute;
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::Hint;
 use lockstep_ir::Layout;
 use lockstep_plan::{Plan, plan};
-use lockstep_train::{Devices, compare};
+use lockstep_train::compare;
 
 const POLICIES: [&str; 5] = ["none", "selective", "full", "every-k", "sqrt"];
 

@@ -2,10 +2,11 @@
 
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld};
+use lockstep_host::Devices;
 use lockstep_ir::program::{Instr, StepProgram};
 use lockstep_ir::{DType, Op, roles};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 use std::time::{Duration, Instant};
 
 fn config(parallel: &str) -> Config {

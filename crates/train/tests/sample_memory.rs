@@ -5,8 +5,9 @@ mod counting;
 
 use counting::growth;
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_plan::plan;
-use lockstep_train::{Devices, RunOptions, run};
+use lockstep_train::{RunOptions, run};
 use std::sync::atomic::AtomicBool;
 
 #[test]

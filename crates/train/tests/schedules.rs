@@ -8,11 +8,12 @@ use generators::Random;
 use lockstep_compile::{AdamW, CompileError, Compiled, Context, Optimizer, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
+use lockstep_host::Devices;
 use lockstep_ir::program::{Lifetime, Saved, StepProgram};
 use lockstep_ir::schedule::Generator;
 use lockstep_ir::{Layout, Op, Schedule, StepScalars, account, counter, roles, verify};
 use lockstep_plan::Plan;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 
 const ALIGNMENT: u64 = 64;
 

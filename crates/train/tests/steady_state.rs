@@ -4,9 +4,10 @@
 use lockstep_compile::ROWS_BEYOND;
 use lockstep_config::{Batch, Config};
 use lockstep_data::{PrepareSpec, Sampler, prepare};
+use lockstep_host::Devices;
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_plan::plan;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

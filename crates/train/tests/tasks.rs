@@ -2,7 +2,9 @@
 
 mod common;
 
-use lockstep_train::{Devices, Event, RunOptions, StepMetrics, TaskFile, Trained, evaluate_tasks, run};
+use lockstep_host::Devices;
+use lockstep_infer::{TaskFile, Trained, evaluate_tasks};
+use lockstep_train::{Event, RunOptions, StepMetrics, run};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

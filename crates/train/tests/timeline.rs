@@ -2,11 +2,12 @@
 
 use lockstep_config::Config;
 use lockstep_exec::Timing;
+use lockstep_host::Devices;
 use lockstep_ir::program::Class;
 use lockstep_ir::{StepScalars, account, counter};
 use lockstep_model::names;
 use lockstep_plan::{Clock, Plan, plan, planned_timeline};
-use lockstep_train::{Devices, Session, observed_timeline};
+use lockstep_train::{Session, observed_timeline};
 
 fn config(keys: &str) -> Config {
     let text = format!(

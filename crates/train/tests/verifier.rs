@@ -1,10 +1,10 @@
 //! The static verifier accepts every program that the compiler makes, and refuses planted faults.
 
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::program::{BufferId, Instr, Lifetime, Stream};
 use lockstep_ir::{Op, StepProgram, counter, verify};
 use lockstep_plan::plan;
-use lockstep_train::Devices;
 
 const ALIGNMENT: u64 = 64;
 

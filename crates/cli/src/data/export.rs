@@ -4,14 +4,13 @@ use super::inspect::{Inspected, open};
 use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
-use crate::style::message;
 use crate::table::table;
 use crate::train::on_interrupt;
 use lockstep_data::{ExportedTokens, export};
+use lockstep_infer::RunCorpus;
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_train::RunCorpus;
-use std::io::Write;
+use serde_json::json;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
@@ -33,8 +32,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let stop = on_interrupt()?;
     let mut progress = Progress::new(0);
     if data.corpora().iter().any(|corpus| corpus.data.spec().prompt_field.is_some()) {
-        let text = "warning: prompts are written as ordinary text: Megatron's files do not tell them apart";
-        let _ = writeln!(std::io::stderr(), "{}", message(text));
+        crate::warn(&["prompts are written as ordinary text: Megatron's files do not tell them apart".to_owned()]);
     }
     let parts = || {
         data.corpora().iter().flat_map(|RunCorpus { name, data, .. }| {
@@ -60,21 +58,14 @@ pub fn run(args: Args) -> Result<(), Failure> {
         before += tokens.len();
     }
     progress.clear();
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => {
-            let file = |e: &ExportedTokens| serde_json::json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes });
-            let files: Vec<_> = written.iter().map(file).collect();
-            writeln!(out, "{:#}", serde_json::json!({ "files": files }))?;
-        }
-        Format::Text => {
-            let row = |e: &ExportedTokens| {
-                let name = e.index.with_extension("{bin,idx}").display().to_string();
-                vec![name, thousands(e.documents), thousands(e.tokens), units::bytes(e.bytes)]
-            };
-            let header = ["files", "documents", "tokens", "size"];
-            write!(out, "{}", table(&header, &written.iter().map(row).collect::<Vec<_>>()))?;
-        }
-    }
-    Ok(())
+    let file = |e: &ExportedTokens| json!({ "index": e.index, "documents": e.documents, "tokens": e.tokens, "bytes": e.bytes });
+    let row = |e: &ExportedTokens| {
+        let name = e.index.with_extension("{bin,idx}").display().to_string();
+        vec![name, thousands(e.documents), thousands(e.tokens), units::bytes(e.bytes)]
+    };
+    let rows = || written.iter().map(row).collect::<Vec<_>>();
+    args.format.print(
+        || json!({ "files": written.iter().map(file).collect::<Vec<_>>() }),
+        || table(&["files", "documents", "tokens", "size"], &rows()),
+    )
 }

@@ -4,12 +4,13 @@ use super::statistics;
 use crate::Format;
 use crate::failure::Failure;
 use crate::options::default_run_dir;
+use crate::shell::shell_quoted;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
+use lockstep_infer::{RunCorpus, RunData, data_folder};
 use lockstep_ir::units::thousands;
-use lockstep_train::{RunCorpus, RunData, data_folder, left_out, shell_quoted};
+use lockstep_train::left_out;
 use serde::Serialize;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
@@ -61,26 +62,25 @@ pub fn run(args: Args) -> Result<(), Failure> {
         }
         _ => None,
     };
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => {
-            let mut json = statistics::as_json(&statistics);
-            json["sample"] = serde_json::json!(sample);
-            json["step"] = serde_json::json!(step);
-            writeln!(out, "{json:#}")?;
+    let value = || {
+        let mut json = statistics::as_json(&statistics);
+        json["sample"] = serde_json::json!(sample);
+        json["step"] = serde_json::json!(step);
+        json
+    };
+    let text = || {
+        let mut text = statistics::as_text(&statistics);
+        if let Some(sample) = &sample {
+            let own = printable(sample.text.as_deref().unwrap_or_default());
+            text += &format!("\n{}\n{own}\n", sample.as_text());
         }
-        Format::Text => {
-            write!(out, "{}", statistics::as_text(&statistics))?;
-            if let Some(sample) = sample {
-                write!(out, "\n{}\n{}\n", sample.as_text(), printable(sample.text.as_deref().unwrap_or_default()))?;
-            }
-            if let Some(StepSamples { step, samples }) = step {
-                writeln!(out, "\nstep {step}")?;
-                samples.iter().try_for_each(|sample| write!(out, "{}", sample.as_text()))?;
-            }
+        if let Some(StepSamples { step, samples }) = &step {
+            text += &format!("\nstep {step}\n");
+            samples.iter().for_each(|sample| text += &sample.as_text());
         }
-    }
-    Ok(())
+        text
+    };
+    args.format.print(value, text)
 }
 
 /// Data, and what is known of them.
@@ -109,7 +109,7 @@ pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
     };
     if let Some(config) = config {
         let file = (!path.is_dir()).then_some(path);
-        let config = Config::load_with(&config, &[], &lockstep_train::inherited)?;
+        let config = Config::load_with(&config, &[], &lockstep_infer::inherited)?;
         let folder = data_folder(&config, &run_dir);
         let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder, file))?;
         return Ok(Inspected { config: Some(config), run_dir, folder, data });

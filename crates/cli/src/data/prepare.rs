@@ -5,8 +5,7 @@ use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::train::on_interrupt;
 use crate::{ConfigArgs, Format};
-use lockstep_train::prepare_data;
-use std::io::Write;
+use lockstep_infer::prepare_data;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
@@ -37,10 +36,5 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let (data, folder) = result?;
     crate::warn(&data.warnings()?);
     let statistics = statistics::of(&folder, data.corpora());
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", statistics::as_json(&statistics))?,
-        Format::Text => write!(out, "{}", statistics::as_text(&statistics))?,
-    }
-    Ok(())
+    args.format.print(|| statistics::as_json(&statistics), || statistics::as_text(&statistics))
 }

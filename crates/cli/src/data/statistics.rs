@@ -2,9 +2,9 @@
 
 use crate::table::table;
 use lockstep_data::{SplitSummary, TokenizerSpec};
+use lockstep_infer::RunCorpus;
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
-use lockstep_train::RunCorpus;
 use serde::Serialize;
 use std::path::Path;
 

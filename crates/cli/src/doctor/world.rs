@@ -86,12 +86,7 @@ fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> R
     }
     let all: Result<Vec<About>, _> = all.iter().map(|text| serde_json::from_slice(text)).collect();
     let world = World { over: over(&comm), ranks: all.map_err(|e| failed(e.to_string(), None))? };
-    let mut out = std::io::stdout().lock();
-    match format {
-        Format::Text => write!(out, "{}", world.text())?,
-        Format::Json => writeln!(out, "{:#}", json!(world))?,
-    }
-    Ok(())
+    format.print(|| json!(world), || world.text())
 }
 
 /// Checks communication between the GPUs of the processes.

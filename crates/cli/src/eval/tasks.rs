@@ -1,12 +1,12 @@
 //! `lockstep eval --tasks`.
 
 use super::Args;
-use crate::Format;
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::table::table;
+use lockstep_host::Devices;
+use lockstep_infer::{EvaluateProgress, TaskEvaluation, TaskFile, TaskReport, Trained, evaluate_tasks};
 use lockstep_ir::units;
-use lockstep_train::{Devices, EvaluateProgress, TaskEvaluation, TaskFile, TaskReport, Trained, evaluate_tasks};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -27,22 +27,13 @@ pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
         let refuse = |e| Failure::request(format!("cannot write {}: {e}", path.display()), hint);
         write_samples(path, &evaluation).map_err(refuse)?;
     }
-    let mut out = std::io::stdout().lock();
-    match args.format {
-        Format::Json => writeln!(out, "{:#}", as_json(&evaluation, trained))?,
-        Format::Text => {
-            let rows: Vec<_> = evaluation.tasks.iter().map(row).collect();
-            write!(
-                out,
-                "{}",
-                table(&["task", "items", "acc", "±", "acc_norm", "±", "~acc_bytes", "perplexity"], &rows)
-            )?;
-            let (arena, seq) = (units::bytes(evaluation.arena_bytes), evaluation.seq);
-            let model = trained.path().display();
-            writeln!(out, "\nup to {seq} tokens of each text; model {model}, {arena} in memory")?;
-        }
-    }
-    Ok(())
+    let text = || {
+        let rows: Vec<_> = evaluation.tasks.iter().map(row).collect();
+        let table = table(&["task", "items", "acc", "±", "acc_norm", "±", "~acc_bytes", "perplexity"], &rows);
+        let (arena, seq, model) = (units::bytes(evaluation.arena_bytes), evaluation.seq, trained.path().display());
+        format!("{table}\nup to {seq} tokens of each text; model {model}, {arena} in memory\n")
+    };
+    args.format.print(|| as_json(&evaluation, trained), text)
 }
 
 /// `1 text`, `1.20K texts`.

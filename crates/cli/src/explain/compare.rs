@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::table::{columns, table, wrapped};
 use crate::{Format, slurm, verify};
 use lockstep_config::{Config, bytes};
+use lockstep_host::Devices;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
@@ -13,7 +14,6 @@ use lockstep_plan::{
     with_fitting_micro_batch,
 };
 use lockstep_sim::{Catalogue, GpuSpec};
-use lockstep_train::Devices;
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -96,7 +96,7 @@ impl CompareArgs {
                 )
             })?;
             let rows = largest_micro_batches(devices, config, size)?;
-            let catalogue = lockstep_train::catalogue()?;
+            let catalogue = lockstep_host::catalogue()?;
             let ranks = config.layout().mesh.ranks();
             let notes = [nominal_size(text, size, gpu, &catalogue), room.and_then(|room| shared_by(room, ranks))];
             return Ok(Some(Shown::Fit {

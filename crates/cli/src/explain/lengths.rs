@@ -6,10 +6,10 @@ use crate::failure::Failure;
 use crate::table::{table, wrapped};
 use crate::timeline::wrote;
 use lockstep_config::{Config, legal};
+use lockstep_host::Devices;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::{self, counted, thousands};
 use lockstep_plan::{LengthCost, Room, Verdict, length_costs};
-use lockstep_train::Devices;
 use std::fmt::Write;
 use std::path::Path;
 

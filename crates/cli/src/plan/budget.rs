@@ -12,7 +12,6 @@ use lockstep_rundir::{lines, read_config};
 use lockstep_sim::Hardware;
 use lockstep_train::StepMetrics;
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::Path;
 
 /// Tokens per parameter of the choices that are shown beside the best.
@@ -92,12 +91,7 @@ impl Budget {
         ];
         let tokens = best[1].1.tokens;
         let noise = run.map(|dir| NoiseReport::read(dir, tokens as u64)).transpose()?;
-        let mut out = std::io::stdout().lock();
-        match format {
-            Format::Json => writeln!(out, "{:#}", self.as_json(&best, &sizes, noise.as_ref()))?,
-            Format::Text => write!(out, "{}", self.as_text(&best, &sizes, noise.as_ref()))?,
-        }
-        Ok(())
+        format.print(|| self.as_json(&best, &sizes, noise.as_ref()), || self.as_text(&best, &sizes, noise.as_ref()))
     }
 
     /// What is compared: the best, over-trained models, and presets near them.

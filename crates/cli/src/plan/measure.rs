@@ -7,12 +7,11 @@ use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
 use lockstep_config::{Config, RecomputePolicy};
+use lockstep_host::Devices;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Room, plan, with_micro_batch};
-use lockstep_train::Devices;
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::io::Write;
 use std::process::{Command, Stdio};
 
 /// Micro-batches that are tried, from 1.
@@ -58,7 +57,7 @@ pub(super) fn show(
             tried.train.batch_ramp.clear();
             let planned = plan(devices, &tried)?;
             let fits = room.is_none_or(|room| room.verdict(&planned.stages, planned.layout.mesh.ranks()).fits);
-            let predicted = lockstep_train::predict(devices, &planned)?.map(|p| p.forecast.tokens_per_s);
+            let predicted = lockstep_host::predict(devices, &planned)?.map(|p| p.forecast.tokens_per_s);
             let (arena_bytes, policy) = (planned.memory.total_bytes, policy.to_string());
             let failed = (!fits).then(|| "does not fit".to_owned());
             candidates.push(Candidate { micro_batch, policy, arena_bytes, fits, predicted, measured: None, failed });
@@ -79,19 +78,15 @@ pub(super) fn show(
         }
     }
     progress.clear();
-    let mut out = std::io::stdout().lock();
     let (best, foreseen) = (fastest(&candidates, |c| c.measured), fastest(&candidates, |c| c.predicted));
-    match format {
-        Format::Json => {
-            let value = json!({
-                "global_batch": batch, "seq": config.train.seq, "candidates": candidates,
-                "best": best, "predicted_best": foreseen,
-                "predicted_best_loses": behind(&candidates, best, foreseen),
-            });
-            writeln!(out, "{value:#}")?;
-        }
-        Format::Text => write!(out, "{}", as_text(&candidates, config, batch, best, foreseen))?,
-    }
+    let value = || {
+        json!({
+            "global_batch": batch, "seq": config.train.seq, "candidates": candidates,
+            "best": best, "predicted_best": foreseen,
+            "predicted_best_loses": behind(&candidates, best, foreseen),
+        })
+    };
+    format.print(value, || as_text(&candidates, config, batch, best, foreseen))?;
     match best {
         Some(_) => Ok(()),
         None => Err(Failure::run("no candidate could be measured", "the last column says why of each")),

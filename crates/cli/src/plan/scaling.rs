@@ -7,13 +7,12 @@ use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::{Format, hardware};
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{PlanError, Recipe, Room, recipe};
 use lockstep_sim::Hardware;
-use lockstep_train::Devices;
 use serde::Serialize;
 use serde_json::json;
-use std::io::Write;
 use std::path::Path;
 
 /// What is planned for.
@@ -107,19 +106,14 @@ impl Asked<'_> {
             std::fs::write(path, text).map_err(failed)?;
             crate::timeline::wrote("plots of scaling", path);
         }
-        let mut out = std::io::stdout().lock();
-        match format {
-            Format::Json => {
-                let value = json!({
-                    "gpu": self.hardware.gpu.name, "cluster": self.hardware.cluster, "unverified": self.hardware.unverified(),
-                    "tokens": self.tokens(), "strong": strong, "weak": weak, "sequence": sequence,
-                    "micro_batch": here.as_ref().map(|walked| &walked.sizes),
-                });
-                writeln!(out, "{value:#}")?;
-            }
-            Format::Text => write!(out, "{}", self.text(&strong, &weak, &sequence, here.as_ref()))?,
-        }
-        Ok(())
+        let value = || {
+            json!({
+                "gpu": self.hardware.gpu.name, "cluster": self.hardware.cluster, "unverified": self.hardware.unverified(),
+                "tokens": self.tokens(), "strong": strong, "weak": weak, "sequence": sequence,
+                "micro_batch": here.as_ref().map(|walked| &walked.sizes),
+            })
+        };
+        format.print(value, || self.text(&strong, &weak, &sequence, here.as_ref()))
     }
 
     fn tokens(&self) -> u64 {

@@ -5,12 +5,11 @@ use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::{Format, hardware};
 use lockstep_config::Config;
+use lockstep_host::Devices;
 use lockstep_ir::units::{self, thousands};
 use lockstep_plan::{Recipe, RecipeSize, Room, recipe};
 use lockstep_sim::Hardware;
-use lockstep_train::Devices;
 use serde_json::json;
-use std::io::Write;
 use std::sync::{Mutex, PoisonError};
 
 /// Walks the recipe and prints it.
@@ -30,19 +29,15 @@ pub(super) fn show(
     });
     progress.lock().unwrap_or_else(PoisonError::into_inner).clear();
     let walked = walked?;
-    let mut out = std::io::stdout().lock();
-    match format {
-        Format::Json => {
-            let mut value = json!(walked);
-            value["gpu"] = json!(hardware.gpu.name);
-            value["cluster"] = json!(hardware.cluster);
-            value["unverified"] = json!(hardware.unverified());
-            value["days"] = json!(tokens.map(|tokens| days(&walked, tokens)));
-            writeln!(out, "{value:#}")?;
-        }
-        Format::Text => write!(out, "{}", as_text(&walked, config, hardware, room, tokens))?,
-    }
-    Ok(())
+    let value = || {
+        let mut value = json!(walked);
+        value["gpu"] = json!(hardware.gpu.name);
+        value["cluster"] = json!(hardware.cluster);
+        value["unverified"] = json!(hardware.unverified());
+        value["days"] = json!(tokens.map(|tokens| days(&walked, tokens)));
+        value
+    };
+    format.print(value, || as_text(&walked, config, hardware, room, tokens))
 }
 
 /// The MFU that the recipe of a config comes to on so many GPUs, or as many as its layout has ranks.

@@ -2,11 +2,11 @@
 // Each test binary uses a part of this.
 #![allow(dead_code)]
 
+use lockstep_host::Devices;
 use lockstep_ir::DType;
 use lockstep_plan::Target;
 use lockstep_sim::machine::{Family, Point, Table};
 use lockstep_sim::{MachineProfile, Setting};
-use lockstep_train::{Devices, processor};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -182,6 +182,6 @@ pub fn planted() -> MachineProfile {
     let points = vec![Point { size: vec![64.0, 64.0, 64.0, 1.0, 1.0], seconds: 2.0 * 64f64.powi(3) / 1e12 }];
     let table = Table { op: "linear".into(), dtype: DType::F32, family: Family::Matmul, points };
     let setting = Setting { threads: 1, tables: vec![table], ..Setting::nominal() };
-    let processor = processor(&Devices::new(), Target::Cpu).unwrap();
+    let processor = Devices::new().processor(Target::Cpu).unwrap();
     MachineProfile { name: "planted".into(), processor, saved_unix_s: 1, settings: vec![setting] }
 }

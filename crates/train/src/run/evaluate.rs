@@ -1,11 +1,12 @@
 //! What a run evaluates between its steps: validation, and tasks.
 
 use super::{LOOK_EVERY, Run};
-use crate::event::{Event, StepMetrics};
-use crate::processes::Stop;
-use crate::tasks::TaskRequests;
-use crate::{TaskFile, TrainError};
+use crate::TrainError;
+use crate::event::Event;
+use crate::metrics::StepMetrics;
 use lockstep_data::Sampler;
+use lockstep_host::StopSignal;
+use lockstep_infer::{InferError, TaskFile, TaskRequests};
 use serde_json::json;
 
 /// What a run is evaluated on.
@@ -30,7 +31,7 @@ impl Run<'_> {
     pub(super) fn score_tasks(
         &mut self,
         line: &mut StepMetrics,
-        stop: &Stop<'_>,
+        stop: &StopSignal<'_>,
         show: &mut dyn FnMut(Event),
     ) -> Result<bool, TrainError> {
         if !self.scores_tasks(line.step) {
@@ -44,14 +45,18 @@ impl Run<'_> {
             }
         };
         let scores = match self.session.score(&self.evaluations.requests.rows, stop.flag(), &mut heard) {
-            Ok(None) => return looked.map(|_| false),
+            Ok(None) => {
+                looked?;
+                return Ok(false);
+            }
             Ok(Some(scores)) => Ok(scores),
             // Texts of tasks are not those that the bound is for.
-            Err(error @ TrainError::EvaluationBound { .. }) => Err(error),
+            Err(error @ TrainError::Infer(InferError::EvaluationBound { .. })) => Err(error),
             Err(error) => return Err(error),
         };
         looked?;
-        match scores.and_then(|scores| self.evaluations.requests.reports(&self.evaluations.tasks, &scores)) {
+        let Evaluations { requests, tasks, .. } = &self.evaluations;
+        match scores.and_then(|scores| Ok(requests.reports(tasks, &scores)?)) {
             Ok(reports) => {
                 line.tasks = reports.iter().map(|report| (report.name.clone(), report.scores())).collect();
                 show(Event::EvaluatedTasks { step: line.step, tasks: &line.tasks });
@@ -69,11 +74,11 @@ impl Run<'_> {
     pub(super) fn validate_after(
         &mut self,
         line: &mut StepMetrics,
-        stop: &Stop<'_>,
+        stop: &StopSignal<'_>,
         show: &mut dyn FnMut(Event),
     ) -> Result<(), TrainError> {
         let validated = self.validate(stop, show);
-        if let Err(TrainError::EvaluationBound { rows, .. }) = validated {
+        if let Err(TrainError::Infer(InferError::EvaluationBound { rows, .. })) = validated {
             line.rows_beyond = Some(rows);
             self.record(line, show)?;
             show(Event::Stepped(line));
@@ -84,7 +89,11 @@ impl Run<'_> {
         Ok(())
     }
 
-    pub(super) fn validate(&mut self, stop: &Stop<'_>, show: &mut dyn FnMut(Event)) -> Result<Option<f64>, TrainError> {
+    pub(super) fn validate(
+        &mut self,
+        stop: &StopSignal<'_>,
+        show: &mut dyn FnMut(Event),
+    ) -> Result<Option<f64>, TrainError> {
         let Some((sampler, sequences)) = &self.evaluations.samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
@@ -101,7 +110,7 @@ impl Run<'_> {
         let Some(loss) = loss else { return Ok(None) };
         let step = self.outcome.step;
         self.outcome.last_val_loss = Some(loss);
-        self.saving.validated = Some((step, loss));
+        self.checkpoints.validated = Some((step, loss));
         show(Event::Validated { step, loss });
         self.dir.event("validation", json!({ "step": step, "val_loss": loss }))?;
         Ok(Some(loss))

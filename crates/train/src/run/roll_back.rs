@@ -8,9 +8,9 @@ use super::step::Step;
 use super::{Run, start};
 use crate::TrainError;
 use crate::event::Event;
-use crate::initial::InitialWeights;
 use crate::spikes::{self, RollBack, SkippedStep};
 use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
+use lockstep_infer::InitialWeights;
 use lockstep_telemetry::SinkChoice;
 use serde_json::json;
 use std::ffi::OsString;
@@ -71,12 +71,12 @@ impl Run<'_> {
             let this = RollBack { number: number + 1, to, from: step, first_sample, samples, skipped: skipped.clone() };
             before.iter().filter(|earlier| earlier.to <= to).cloned().chain([this]).collect::<Vec<_>>()
         };
-        let path = team.told("roll back", || {
+        let path = team.told::<TrainError>("roll back", || {
             // An interrupt may have saved in the middle of these steps.
-            for place in &self.saving.places {
+            for place in &self.checkpoints.places {
                 set_aside_from(place, first)?;
             }
-            let latest = latest_of(&self.saving.places)?;
+            let latest = latest_of(&self.checkpoints.places)?;
             latest.warnings.iter().for_each(|text| show(Event::Warning(text)));
             found = latest.loaded;
             let to = found.as_ref().map_or(0, |loaded| loaded.step);
@@ -100,7 +100,7 @@ impl Run<'_> {
         let step = found.as_ref().map_or(0, |loaded| loaded.step);
         self.status =
             RunStatus { pending: self.status.pending.take(), ..RunStatus::of(found.as_ref(), self.config, roll_backs) };
-        (self.outcome.step, self.saving.validated, self.saving.timed) = (step, None, None);
+        (self.outcome.step, self.checkpoints.validated, self.checkpoints.timed) = (step, None, None);
         self.outcome.checkpoint = found.map(|loaded| loaded.path);
         let sinks = &self.config.telemetry;
         let failed = self.dir.go_back(SinkChoice { tensorboard: sinks.tensorboard, csv: sinks.csv }, step)?;

@@ -1,37 +1,29 @@
 //! What comes before the first step: the checkpoint to go on from, data, weights, the executor.
 
+use super::checkpoint::{self, Checkpoints};
 use super::evaluate::Evaluations;
-use super::saving::{self, Saving};
+use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
-use crate::data::way;
 use crate::event::Event;
-use crate::feed::Sequences;
-use crate::hf::{self, Kept};
-use crate::initial::InitialWeights;
-use crate::processes::{Processes, Stop, Team};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
-use crate::spikes;
-use crate::tasks::TaskRequests;
-use crate::vocabulary::unused_vocabulary;
-use crate::{
-    Devices, Existing, Peak, Prediction, RunData, RunTokenizer, TaskFile, TrainError, data_folder, learning_rate,
-    predict, settled,
-};
+use crate::{TrainError, learning_rate, settled, spikes};
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
-use lockstep_data::{Progress, Sampler};
+use lockstep_cuda::Gpu;
+use lockstep_data::Sampler;
 use lockstep_exec::comm::processes::host;
 use lockstep_exec::{ExecError, Note};
+use lockstep_host::{Devices, Peak, Prediction, Processes, StopSignal, predict};
+use lockstep_infer::feed::Sequences;
+use lockstep_infer::{InferError, InitialWeights, export_problem, way};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
 use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
 use lockstep_telemetry::{FailedSink, SinkChoice};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
@@ -40,7 +32,7 @@ pub(crate) fn resume(
     config: &Config,
     options: &RunOptions,
 ) -> Result<(LatestCheckpoint, ResumePlan), TrainError> {
-    let places = saving::places(config, &options.dir);
+    let places = checkpoint::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest_of(&places)?,
@@ -80,7 +72,7 @@ pub(super) fn start<'a>(
     mut dir: RunDir,
     found: LatestCheckpoint,
     options: &RunOptions,
-    stop: &Stop<'_>,
+    stop: &StopSignal<'_>,
     show: &mut dyn FnMut(Event),
 ) -> Result<Run<'a>, TrainError> {
     let (config, team) = (&course.config, devices.team());
@@ -91,7 +83,7 @@ pub(super) fn start<'a>(
     let loaded = found.loaded.as_ref();
     if let Some(loaded) = loaded {
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
-            return Err(TrainError::DataChanged { dir: input.folder });
+            return Err(InferError::DataChanged { dir: input.folder }.into());
         }
         program.session.restore(loaded)?;
     }
@@ -106,12 +98,12 @@ pub(super) fn start<'a>(
         }
     }
     let read_ahead = program.session.read_ahead(&input.train, config.batches().at(step).first_sample)?;
-    let places = saving::places(config, &options.dir);
+    let places = checkpoint::places(config, &options.dir);
     if team.is_first() && step < config.train.steps {
-        saving::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
+        checkpoint::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
     }
     if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
-        saving::set_mirror_aside(mirror, options)?;
+        checkpoint::set_mirror_aside(mirror, options)?;
     }
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
     let prediction = begin.write(&mut dir, show)?;
@@ -122,7 +114,7 @@ pub(super) fn start<'a>(
         processes: team.0.map(Processes::summary),
         arena_bytes: program.session.arena_bytes(),
         snapshot_bytes: snapshot,
-        context_bytes: devices.device(plan.target)?.context_bytes(),
+        context_bytes: devices.device(plan.target)?.gpu().and_then(Gpu::context_bytes),
         train_tokens: input.data.train_tokens(),
         steps: config.train.steps,
         from_step: step,
@@ -179,7 +171,7 @@ pub(super) fn start<'a>(
         dir,
         train: input.train,
         evaluations: Evaluations { samples, tasks: input.tasks, requests: input.requests },
-        saving: Saving {
+        checkpoints: Checkpoints {
             places,
             again: false,
             last: Instant::now(),
@@ -236,74 +228,10 @@ fn initial_weights(
         weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
     }
     // Before days of training, not after them.
-    if let Some(why) = hf::export_problem(config) {
+    if let Some(why) = export_problem(config) {
         show(Event::Warning(&format!("what this run trains cannot be exported as a Hugging Face model: {why}")));
     }
     Ok(initial)
-}
-
-/// What a run reads: its data, their tokenizer, and tasks.
-struct RunInput {
-    data: RunData,
-    folder: PathBuf,
-    /// Whether all bytes of the data were checked.
-    read_in_full: bool,
-    tokenizer: RunTokenizer,
-    tasks: Vec<TaskFile>,
-    requests: TaskRequests,
-    kept: Kept,
-    train: Arc<Sampler>,
-}
-
-impl RunInput {
-    /// Opens them; data that are not prepared yet are prepared.
-    fn open(
-        config: &Config,
-        team: Team<'_>,
-        dir: &Path,
-        (found, initial): (&LatestCheckpoint, Option<&InitialWeights>),
-        stop: &Stop<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Self, TrainError> {
-        // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
-        let started = found.loaded.is_some() || list(&dir.join("checkpoints")).is_ok_and(|l| !l.is_empty());
-        let existing = if started { Existing::Keep } else { Existing::Refresh };
-        let folder = data_folder(config, dir);
-        if !team.is_first() && RunData::open(config, &folder)?.is_none() {
-            show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
-        }
-        let mut read_in_full = true;
-        let data = team.first_then_others("prepare data", || {
-            let data =
-                RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
-            if team.is_first() {
-                data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
-                read_in_full = data.check(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
-            }
-            Ok(data)
-        })?;
-        if !read_in_full {
-            let text = "of the data lengths, headers and samples were checked; `lockstep data verify` reads what has checksums";
-            show(Event::Note(&Note::Cost(text.into())));
-        }
-        team.agree("data", &format!("{:016x}", data.fingerprint()))?;
-        let tokenizer = RunTokenizer::from(data.tokenizer()?);
-        if let Some(error) = unused_vocabulary(config, &tokenizer) {
-            show(Event::Trouble { what: "", error: &error });
-        }
-        if team.is_first() && found.loaded.is_none() {
-            data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
-        }
-        let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
-        let requests = TaskRequests::new(&tasks, &tokenizer, config.train.seq)?;
-        let kept = match (initial, &found.loaded) {
-            (Some(weights), _) => weights.kept(&tokenizer)?,
-            (None, Some(loaded)) => Kept::of_checkpoint(loaded),
-            (None, None) => Kept::default(),
-        };
-        let train = Arc::new(data.train(config)?);
-        Ok(Self { data, folder, read_in_full, tokenizer, tasks, requests, kept, train })
-    }
 }
 
 /// The executor with the run's program.
@@ -327,7 +255,8 @@ impl LoadedProgram {
     ) -> Result<Self, TrainError> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
-        let told = team.told("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
+        let told =
+            team.told::<TrainError>("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
         let peak: Peak = serde_json::from_slice(&told)
             .map_err(|error| ExecError::Internal(format!("the first rank told of a peak: {error}")))?;
         let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
@@ -379,7 +308,7 @@ impl RecordedStart<'_> {
             None => (Vec::new(), None),
         };
         let prediction = predict(devices, plan).unwrap_or_else(|error| {
-            show(Event::Trouble { what: "no prediction: ", error: &error });
+            show(Event::Trouble { what: "no prediction: ", error: &error.into() });
             None
         });
         if let Some(Prediction { by, forecast, .. }) = &prediction {

@@ -3,14 +3,15 @@
 use super::Run;
 use crate::TrainError;
 use crate::analysis::MeasuredStep;
-use crate::event::{GpuMetrics, StepMetrics};
 use crate::loads::ExpertMetrics;
 use crate::loss_scale::LossScale;
+use crate::metrics::{GpuMetrics, StepMetrics};
 use crate::noise::Measured;
 use crate::profile::ProfiledStep;
 use crate::schedule::{learning_rate, step_scalars};
 use crate::session::QueuedStep;
 use lockstep_config::Batch;
+use lockstep_cuda::Gpu;
 use lockstep_exec::DeviceTime;
 use lockstep_ir::{StepLimits, StepScalars};
 use std::collections::BTreeMap;
@@ -56,7 +57,7 @@ impl Run<'_> {
             || counts_updates
             || self.validates(step)
             || self.scores_tasks(step)
-            || self.saving.again
+            || self.checkpoints.again
             || self.save_due(step)
     }
 
@@ -152,6 +153,7 @@ impl Run<'_> {
         let rank_busy_s = self.session.rank_busy_s();
         let slowest = rank_busy_s.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(rank, _)| rank);
         let listed: &[f64] = if rank_busy_s.len() <= StepMetrics::RANKS_LISTED { &rank_busy_s } else { &[] };
+        let device = self.devices.device(self.plan.target)?;
         let line = StepMetrics {
             rank_busy_s: listed.iter().map(|seconds| (seconds * 1e6).round() / 1e6).collect(),
             slowest_rank: slowest,
@@ -165,7 +167,7 @@ impl Run<'_> {
             tokens_per_s,
             mfu: achieved / self.pace.peak.flops_per_s,
             arena_bytes: self.session.arena_bytes(),
-            gpu: self.devices.device(self.plan.target)?.telemetry().map(GpuMetrics::from).unwrap_or_default(),
+            gpu: device.gpu().and_then(Gpu::telemetry).map(GpuMetrics::from).unwrap_or_default(),
             skipped: (!result.applied).then_some(1),
             rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
             loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),

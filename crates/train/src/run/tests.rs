@@ -1,7 +1,7 @@
 //! A run on an executor that answers late, as a GPU does, against the same run on the CPU.
 
 use super::*;
-use crate::event::GpuMetrics;
+use crate::metrics::GpuMetrics;
 use lockstep_checkpoint::latest;
 use lockstep_compile::STATS;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Taken, Ticket, Timing};
@@ -125,7 +125,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         _ => {}
     };
     let devices = Devices::new();
-    let asked = Stop::new(&stop, devices.team());
+    let asked = StopSignal::new(&stop, devices.team());
     let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(&devices, config, &options).unwrap();

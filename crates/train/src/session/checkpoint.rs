@@ -2,31 +2,31 @@
 
 use super::Session;
 use crate::TrainError;
-use crate::background_save::{SaveEnd, SaveRequest, Saver};
-use crate::initial::InitialWeights;
-use crate::rank_parts;
-use crate::state::{self, Weights};
+use crate::checkpoint::rank_parts;
+use crate::checkpoint::{SaveEnd, SaveRequest, Saver};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_exec::ExecError;
+use lockstep_infer::state::{self, Weights};
+use lockstep_infer::{InferError, InitialWeights};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 impl Session {
     /// Replaces parameters and moments by a checkpoint's, of whatever layout.
-    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), TrainError> {
+    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), InferError> {
         state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
     }
 
     /// Gives every parameter its initial value again, and clears moments.
-    pub(crate) fn restart(&mut self, seed: u64) -> Result<(), TrainError> {
+    pub(crate) fn restart(&mut self, seed: u64) -> Result<(), InferError> {
         state::load(&self.tensors, self.executor.as_mut(), Weights::Initial, seed)?;
         state::clear_moments(&self.tensors, self.executor.as_mut())
     }
 
     /// Replaces the parameters by weights of another origin.
-    pub(crate) fn start_from(&mut self, weights: &InitialWeights) -> Result<(), TrainError> {
-        state::start_from(&self.tensors, self.executor.as_mut(), weights)
+    pub(crate) fn start_from(&mut self, weights: &InitialWeights) -> Result<(), InferError> {
+        state::start_from(&self.tensors, self.executor.as_mut(), weights.source())
     }
 
     /// Takes host memory for a snapshot, so that checkpoints can be written [in the background](Session::begin_save). All processes

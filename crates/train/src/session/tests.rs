@@ -1,8 +1,9 @@
 //! What each of several processes reads of the data, of which there may be much. The processes are threads here, with real sockets between them.
 
 use super::*;
-use crate::{Existing, Processes, RunData};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting};
+use lockstep_host::Processes;
+use lockstep_infer::{Existing, RunData};
 use lockstep_plan::plan;
 use std::net::TcpListener;
 use std::time::Duration;
@@ -23,6 +24,17 @@ fn joined(rank: usize, ranks: usize, address: &str, config: &Config) -> Devices 
     Devices::of_processes(Processes::join(&start, config, None).unwrap())
 }
 
+/// Fills the buffers of tokens and targets with what is no token.
+fn forget(session: &mut Session) {
+    session.feed.ids().into_iter().for_each(|ids| ids.fill(u32::MAX));
+}
+
+/// The sequences of 16 tokens that were read since, of tokens and of targets.
+fn read(session: &mut Session) -> [Vec<usize>; 2] {
+    let is_read = |(_, ids): &(usize, &[u32])| !ids.contains(&u32::MAX);
+    session.feed.ids().map(|ids| ids.chunks(16).enumerate().filter(is_read).map(|(b, _)| b).collect())
+}
+
 /// Which sequences of a micro-batch each rank has read: tokens and targets.
 fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let dir = tempfile::tempdir().unwrap();
@@ -41,11 +53,10 @@ fn read_by_rank(keys: &str) -> Vec<[Vec<usize>; 2]> {
     let rank = |rank: usize| {
         let devices = joined(rank, ranks, &address, &config);
         let mut session = Session::new(&devices, &config, &plan(&devices, &config).unwrap()).unwrap();
-        // No token has this number.
-        session.feed.forget(u32::MAX);
+        forget(&mut session);
         session.load_batch(&samples, Batch { first_sample: 3, sequences: session.feed.batch() }).unwrap();
         assert_eq!(session.targets, (session.feed.batch() * 16) as u64);
-        session.feed.read(u32::MAX)
+        read(&mut session)
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..ranks).map(|r| scope.spawn(move || rank(r))).collect();
@@ -120,10 +131,10 @@ fn two_processes_never_read_the_same_sample_of_a_hundred_gigabytes() {
         assert_eq!(session.read_ahead(&samples, 0).unwrap(), 4 * 2 * 2 * 16 * 4);
         let mut read = Vec::new();
         for first_sample in (0..steps * batch).step_by(session.feed.batch()) {
-            session.feed.forget(u32::MAX);
+            forget(&mut session);
             session.load_batch(&samples, Batch { first_sample, sequences: session.feed.batch() }).unwrap();
-            for b in session.feed.read(u32::MAX)[0].clone() {
-                let [high, low, ..] = session.feed.sequence(b) else { unreachable!() };
+            for b in self::read(&mut session)[0].clone() {
+                let [high, low, ..] = &session.feed.ids()[0][16 * b..] else { unreachable!() };
                 read.push(u64::from(high << 8 | low));
             }
         }

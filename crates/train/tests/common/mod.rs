@@ -1,8 +1,9 @@
 //! Small runs for tests.
 
 use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_host::Devices;
 use lockstep_ir::Layout;
-use lockstep_train::{Comparison, Devices, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
+use lockstep_train::{Comparison, Event, Outcome, RunOptions, StepMetrics, TrainError, compare, run};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 

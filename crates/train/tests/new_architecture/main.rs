@@ -3,10 +3,11 @@
 mod parallel_block;
 
 use lockstep_config::{Config, Features};
+use lockstep_host::Devices;
 use lockstep_ir::{Layout, StepScalars, counter, verify};
 use lockstep_model::{Form, ModelBuilder, names};
 use lockstep_plan::plan_with;
-use lockstep_train::{Devices, Session};
+use lockstep_train::Session;
 
 const SOURCE: &str = include_str!("parallel_block.rs");
 const GUIDE: &str = include_str!("../../../../docs/adding-an-architecture.md");

@@ -1,0 +1,211 @@
+//! A kind of device, as this machine has it. Its executors run programs; this is the rest: memory, peaks, telemetry, how programs get there.
+
+use crate::peak::{self, Peak};
+use lockstep_cuda::{CaptureTurn, CudaExecutor, Gpu, Neighbours};
+use lockstep_exec::comm::connections;
+use lockstep_exec::comm::processes::ProcessCommunicator;
+use lockstep_exec::cpu::{self, CpuExecutor, Simd};
+use lockstep_exec::{ExecError, Executor, ProcessWorld, ThreadWorld};
+use lockstep_ir::{DType, StepProgram};
+use lockstep_sim::Catalogue;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What is asked of a device beside its executors.
+pub trait HostDevice {
+    /// What computes, as the system or the driver calls it.
+    fn processor(&self) -> String;
+
+    /// Where its memory is, for people.
+    fn place(&self) -> &'static str;
+
+    /// How many of them all processes have.
+    fn count(&self) -> usize;
+
+    /// Bytes that programs of all ranks may take, as far as the system tells. Other processes' devices have as much.
+    fn available_bytes(&self) -> Result<Option<u64>, ExecError>;
+
+    /// The most memory that this process has had.
+    fn peak_bytes(&self) -> Result<u64, ExecError>;
+
+    /// The GPU that it is, if it is one: it tells what else its memory holds, and what it does now.
+    fn gpu(&self) -> Option<&Gpu> {
+        None
+    }
+
+    /// Most programs that gain by running on it at the same time.
+    fn at_once(&self) -> usize {
+        1
+    }
+
+    /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
+    fn peaks(&self, threads: usize, compute: DType) -> Result<(f64, f64), ExecError>;
+
+    /// What the MFU of one of them is a share of: the vendor's figure where it is known, else what was measured.
+    fn peak(&self, compute: DType) -> Result<Peak, ExecError>;
+
+    /// Loads a program of one rank.
+    fn load(&self, program: StepProgram, threads: usize) -> Result<Box<dyn Executor>, ExecError>;
+
+    /// Loads the programs of all stages on ranks that are processes, of which this is one.
+    fn load_process(
+        &self,
+        programs: Vec<StepProgram>,
+        threads: usize,
+        comm: Arc<ProcessCommunicator>,
+    ) -> Result<ProcessWorld, ExecError>;
+
+    /// Loads the programs of all stages on ranks that are threads.
+    fn load_threads(
+        &self,
+        programs: Vec<StepProgram>,
+        threads: usize,
+        timeout: Duration,
+    ) -> Result<ThreadWorld, ExecError>;
+}
+
+/// The CPU, of one of so many hosts.
+pub(crate) struct CpuDevice {
+    pub nodes: usize,
+}
+
+impl HostDevice for CpuDevice {
+    fn processor(&self) -> String {
+        let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
+        let path = Simd::current();
+        let lowered = if path < Simd::detect() { format!(", {}", path.name()) } else { String::new() };
+        format!("{}, {} cores{lowered}", model.unwrap_or(std::env::consts::ARCH).trim(), cpu::cores())
+    }
+
+    fn place(&self) -> &'static str {
+        "free on this machine"
+    }
+
+    fn count(&self) -> usize {
+        self.nodes
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>, ExecError> {
+        Ok(cpu::available_bytes().map(|bytes| bytes * self.nodes as u64))
+    }
+
+    fn peak_bytes(&self) -> Result<u64, ExecError> {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        Ok(kib.unwrap_or(0) * 1024)
+    }
+
+    fn peaks(&self, threads: usize, compute: DType) -> Result<(f64, f64), ExecError> {
+        Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?))
+    }
+
+    fn peak(&self, compute: DType) -> Result<Peak, ExecError> {
+        peak::of_cpu(&self.processor(), compute)
+    }
+
+    fn load(&self, program: StepProgram, threads: usize) -> Result<Box<dyn Executor>, ExecError> {
+        Ok(Box::new(CpuExecutor::load(program, threads)?))
+    }
+
+    fn load_process(
+        &self,
+        programs: Vec<StepProgram>,
+        threads: usize,
+        comm: Arc<ProcessCommunicator>,
+    ) -> Result<ProcessWorld, ExecError> {
+        ProcessWorld::on_cpu(programs, threads, comm)
+    }
+
+    fn load_threads(
+        &self,
+        programs: Vec<StepProgram>,
+        threads: usize,
+        timeout: Duration,
+    ) -> Result<ThreadWorld, ExecError> {
+        ThreadWorld::on_cpu(programs, threads, timeout)
+    }
+}
+
+/// An NVIDIA GPU, of so many that all processes have.
+pub(crate) struct CudaDevice {
+    pub gpu: Arc<Gpu>,
+    pub count: usize,
+    pub deterministic: bool,
+}
+
+impl HostDevice for CudaDevice {
+    fn processor(&self) -> String {
+        self.gpu.device.name.clone()
+    }
+
+    fn place(&self) -> &'static str {
+        "free on this GPU"
+    }
+
+    fn count(&self) -> usize {
+        self.count
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>, ExecError> {
+        Ok(Some(self.gpu.device.free_bytes()? * self.count as u64))
+    }
+
+    fn peak_bytes(&self) -> Result<u64, ExecError> {
+        Ok(self.gpu.device.memory - self.gpu.device.free_bytes()?)
+    }
+
+    fn gpu(&self) -> Option<&Gpu> {
+        Some(&self.gpu)
+    }
+
+    /// It waits less for the host then.
+    fn at_once(&self) -> usize {
+        4
+    }
+
+    fn peaks(&self, _threads: usize, compute: DType) -> Result<(f64, f64), ExecError> {
+        Ok((lockstep_cuda::peaks::matmul(&self.gpu, compute)?, lockstep_cuda::peaks::bandwidth(&self.gpu)?))
+    }
+
+    fn peak(&self, compute: DType) -> Result<Peak, ExecError> {
+        let published = Catalogue::builtin().of_device(&self.gpu.device.name).map(|gpu| gpu.peak(compute));
+        let (flops_per_s, what) = match published {
+            Some(published) => (published, "published peak"),
+            None => (lockstep_cuda::peaks::matmul(&self.gpu, compute)?, "measured matmul peak"),
+        };
+        let (name, of) = (format!("{what} of the GPU"), format!("{}, {compute}", self.gpu.device.name));
+        Ok(Peak { flops_per_s, name, of })
+    }
+
+    fn load(&self, program: StepProgram, _threads: usize) -> Result<Box<dyn Executor>, ExecError> {
+        Ok(Box::new(CudaExecutor::load(&self.gpu, program, self.deterministic)?))
+    }
+
+    fn load_process(
+        &self,
+        programs: Vec<StepProgram>,
+        _threads: usize,
+        comm: Arc<ProcessCommunicator>,
+    ) -> Result<ProcessWorld, ExecError> {
+        let all = connections(&programs);
+        ProcessWorld::load(programs, comm, |program, link| {
+            let neighbours = Some(Neighbours::Processes(link, all));
+            Ok(Box::new(CudaExecutor::load_rank(&self.gpu, program, self.deterministic, neighbours)?))
+        })
+    }
+
+    fn load_threads(
+        &self,
+        programs: Vec<StepProgram>,
+        _threads: usize,
+        timeout: Duration,
+    ) -> Result<ThreadWorld, ExecError> {
+        let turn = CaptureTurn::default();
+        ThreadWorld::load(programs, timeout, |program, link| {
+            let neighbours = Some(Neighbours::Threads(link, turn.clone()));
+            Ok(Box::new(CudaExecutor::load_rank(&self.gpu, program, self.deterministic, neighbours)?) as _)
+        })
+    }
+}

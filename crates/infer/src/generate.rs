@@ -1,0 +1,176 @@
+//! Text from a model: a loaded generation program, and the loop from prompt to last token.
+
+use crate::state::{self, Weights};
+use crate::{InferError, RunTokenizer, Sampling};
+use lockstep_config::Config;
+use lockstep_exec::Executor;
+use lockstep_host::Devices;
+use lockstep_ir::StepProgram;
+use lockstep_model::names;
+use lockstep_plan::{GENERATION_CHUNK, Target, generation_program};
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+/// A model in memory that reads tokens and says what may come next.
+pub struct Generator {
+    executor: Box<dyn Executor>,
+    context: usize,
+    chunk: usize,
+    position: usize,
+    bytes: Vec<u8>,
+    logits: Vec<f32>,
+}
+
+impl Generator {
+    /// Loads the generation program of a config, for texts of up to `context` tokens.
+    pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self, InferError> {
+        let (program, threads) = generation_program(devices, config, context)?;
+        let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
+        state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
+        let chunk = GENERATION_CHUNK.min(context);
+        let logits = vec![0.0; config.model.vocab_size];
+        Ok(Self { executor, context, chunk, position: 0, bytes: Vec::new(), logits })
+    }
+
+    /// Most tokens of a text.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Tokens read so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Bytes allocated.
+    pub fn arena_bytes(&self) -> u64 {
+        self.executor.arena_bytes()
+    }
+
+    /// Starts a new text.
+    pub fn forget(&mut self) {
+        self.position = 0;
+    }
+
+    /// Reads tokens and gives the logits of the token after them.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<&[f32], InferError> {
+        let all = self.position + tokens.len();
+        if tokens.is_empty() {
+            return Err(InferError::EmptyPrompt);
+        }
+        if all > self.context {
+            return Err(InferError::ContextFull { tokens: all, context: self.context });
+        }
+        for chunk in tokens.chunks(self.chunk) {
+            match chunk {
+                [one] => self.call(StepProgram::DECODE, std::slice::from_ref(one), 1)?,
+                _ => self.call(StepProgram::PREFILL, chunk, self.chunk)?,
+            }
+        }
+        Ok(&self.logits)
+    }
+
+    fn call(&mut self, entry: &'static str, tokens: &[u32], room: usize) -> Result<(), InferError> {
+        // What stands behind the tokens is not looked at.
+        let padding = std::iter::repeat_n(&0, room - tokens.len());
+        self.bytes.clear();
+        self.bytes.extend(tokens.iter().chain(padding).flat_map(|t| t.to_le_bytes()));
+        let name = |n: &str| StepProgram::name_in(entry, n);
+        self.executor.write(&name(names::TOKENS), 0, &self.bytes)?;
+        self.executor.write(&name(names::START), 0, &(self.position as u32).to_le_bytes())?;
+        self.executor.write(&name(names::COUNT), 0, &(tokens.len() as u32).to_le_bytes())?;
+        self.executor.run(entry)?;
+        self.position += tokens.len();
+        let logits = self.executor.read(&name(names::LOGITS), 0)?;
+        // As wide as the model computes.
+        if logits.len() == 2 * self.logits.len() {
+            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
+                *to = lockstep_ir::bf16::to_f32(u16::from_le_bytes(*from));
+            }
+        } else {
+            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
+                *to = f32::from_le_bytes(*from);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stop {
+    /// The model ended the document.
+    #[serde(rename = "separator")]
+    Eos,
+    /// As many tokens as were asked for.
+    MaxTokens,
+    /// The context is full.
+    Context,
+    /// Whoever listens has heard enough.
+    Listener,
+}
+
+/// A generated text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// The new tokens, without an EOS token.
+    pub tokens: Vec<u32>,
+    /// Why there are no more.
+    pub stop: Stop,
+    /// Seconds to read the prompt.
+    pub prompt_s: f64,
+    /// Seconds from then to the last token.
+    pub generate_s: f64,
+}
+
+/// Continues a prompt by up to `max_tokens` tokens, each shown to `listen` as it comes, or up to one of the tokens `ends`. Prompt
+/// and continuation together never leave the context.
+pub fn generate(
+    generator: &mut Generator,
+    tokenizer: &RunTokenizer,
+    ends: &[u32],
+    prompt: &[u32],
+    max_tokens: usize,
+    sampling: &Sampling,
+    listen: &mut dyn FnMut(u32) -> ControlFlow<()>,
+) -> Result<Generated, InferError> {
+    sampling.check()?;
+    generator.forget();
+    if prompt.is_empty() {
+        return Err(InferError::EmptyPrompt);
+    }
+    if prompt.len() >= generator.context {
+        return Err(InferError::ContextFull { tokens: prompt.len(), context: generator.context });
+    }
+    let begun = Instant::now();
+    generator.read(prompt)?;
+    let prompt_s = begun.elapsed().as_secs_f64();
+    let begun = Instant::now();
+    let mut tokens = Vec::new();
+    let stop = loop {
+        if tokens.len() == max_tokens {
+            break Stop::MaxTokens;
+        }
+        let position = prompt.len() + tokens.len();
+        if position == generator.context {
+            break Stop::Context;
+        }
+        if let Some(last) = tokens.last() {
+            generator.read(&[*last])?;
+        }
+        let known = tokenizer.vocabulary().min(generator.logits.len());
+        let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
+            let what = format!("the model's logits at position {position} are");
+            return Err(InferError::NotFinite { what });
+        };
+        if ends.contains(&token) {
+            break Stop::Eos;
+        }
+        tokens.push(token);
+        if listen(token).is_break() {
+            break Stop::Listener;
+        }
+    };
+    Ok(Generated { tokens, stop, prompt_s, generate_s: begun.elapsed().as_secs_f64() })
+}

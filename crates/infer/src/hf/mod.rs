@@ -1,0 +1,132 @@
+//! Hugging Face folders in and out: what a model's tensors are called there, and the files around them.
+
+mod byte_tokenizer;
+mod export;
+mod import;
+mod kept;
+mod special;
+
+pub use export::{ExportOptions, Exported, export, export_problem};
+pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, special_warnings, tokenizer_bytes};
+pub use import::{Imported, import};
+pub use kept::{ATTACHMENT, Kept};
+
+use crate::{InferError, Part, parts};
+use lockstep_checkpoint::{CheckpointError, TensorCopy, TensorSource, WeightsFolder};
+use lockstep_config::ModelConfig;
+use lockstep_model::hf::{self, HfConfig};
+use lockstep_plan::PlanError;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+pub(crate) const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
+const TOKENIZER: &str = "tokenizer.json";
+const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+
+/// Most layers of a model that is read: a graph is built before every tensor's name is known to be there.
+const MOST_LAYERS: usize = 2048;
+
+/// A Hugging Face folder whose config was understood and whose headers are sound.
+#[derive(Debug)]
+pub(crate) struct HfFolder {
+    pub(crate) config: HfConfig,
+    pub(crate) weights: WeightsFolder,
+}
+
+impl HfFolder {
+    pub fn open(path: &Path) -> Result<Self, InferError> {
+        if !path.join(CONFIG).exists() {
+            let (cause, hint) =
+                ("no config.json", "name the folder of a Hugging Face model, as save_pretrained writes it");
+            return Err(unfit(path, cause.into(), hint.into()).into());
+        }
+        let config = hf::read_config(&WeightsFolder::json(path, CONFIG)?)
+            .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
+        let weights = WeightsFolder::open(path)?;
+        // A layer has tensors of its own: no graph is built for layers that are not there.
+        let tensors = weights.names().count();
+        if config.layers > MOST_LAYERS {
+            let cause = format!("{} layers, at most {MOST_LAYERS} are read", config.layers);
+            return Err(unfit(&path.join(CONFIG), cause, SAME_FOLDER.into()).into());
+        }
+        if config.layers > tensors {
+            let cause = format!("{} layers, and there are {tensors} tensors", config.layers);
+            return Err(unfit(&path.join(CONFIG), cause, SAME_FOLDER.into()).into());
+        }
+        Ok(Self { config, weights })
+    }
+
+    /// Warnings of its `config.json`.
+    pub fn warnings(&self) -> Vec<String> {
+        let unknown = &self.config.unknown;
+        if unknown.is_empty() {
+            return Vec::new();
+        }
+        let path = self.weights.path().join(CONFIG);
+        vec![format!(
+            "{}: fields of unknown meaning are passed over: {}",
+            path.display(),
+            unknown.iter().map(|name| format!("`{}`", name.escape_debug())).collect::<Vec<_>>().join(", ")
+        )]
+    }
+
+    /// How the tensors of a model are copied from the folder, which must have them all and no others.
+    pub fn copies(&self, model: &ModelConfig, hint: &str) -> Result<Vec<TensorCopy>, InferError> {
+        let names: BTreeSet<&str> = self.weights.names().collect();
+        let prefix = hf::base_prefix(model);
+        let theirs = |name: &str| match name.strip_prefix(prefix) {
+            Some(bare) if !names.contains(name) && names.contains(bare) => bare.to_owned(),
+            _ => name.to_owned(),
+        };
+        let copy = |part: Part| TensorCopy {
+            from: theirs(&part.name),
+            transposed: hf::is_transposed(model, &part.name),
+            to: part.name,
+            shape: part.shape,
+        };
+        let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
+        let source = TensorSource::Folder(&self.weights);
+        source.check(&copies, hint)?;
+        let (head, embedding) = hf::head_and_embedding(model);
+        let spare = model.tied_embeddings && names.contains(head);
+        let taken: BTreeSet<&str> = copies.iter().map(|copy| copy.from.as_str()).collect();
+        let others = names.iter().filter(|name| !taken.contains(*name) && !hf::is_buffer(name));
+        refuse_others(self.weights.path(), others.copied().filter(|name| !(spare && *name == head)), hint)?;
+        if spare && !source.equal(head, &theirs(embedding))? {
+            let cause = format!("`{head}` differs from `{}`, and `tie_word_embeddings` is true", theirs(embedding));
+            let hint = "set it to false in config.json, if the model has a head of its own";
+            return Err(unfit(self.weights.path(), cause, hint.into()).into());
+        }
+        Ok(copies)
+    }
+}
+
+const SAME_FOLDER: &str = "config.json is of another model than the weights: take both from one folder";
+
+/// Refuses tensors that a model has no place for.
+pub(crate) fn refuse_others<'a>(
+    path: &Path,
+    others: impl Iterator<Item = &'a str>,
+    hint: &str,
+) -> Result<(), CheckpointError> {
+    let others: Vec<String> = others.map(|name| format!("`{}`", name.escape_debug())).collect();
+    if others.is_empty() {
+        return Ok(());
+    }
+    let shown = others[..others.len().min(5)].join(", ");
+    let more = if others.len() > 5 { format!(" and {} more", others.len() - 5) } else { String::new() };
+    let (count, are) = (others.len(), if others.len() == 1 { "tensor is" } else { "tensors are" });
+    Err(unfit(path, format!("{count} {are} not part of the model: {shown}{more}"), hint.to_owned()))
+}
+
+/// The unpacked tensors of a model.
+pub(crate) fn model_parts(model: &ModelConfig) -> Result<Vec<Part>, InferError> {
+    let graph = lockstep_model::build(model, 1, 1).map_err(PlanError::from)?;
+    Ok(graph.parameters().flat_map(|(_, value, parameter)| parts(parameter, &value.ty)).collect())
+}
+
+pub(crate) fn unfit(path: &Path, cause: String, hint: String) -> CheckpointError {
+    CheckpointError::Unfit { path: path.to_owned(), cause, hint }
+}

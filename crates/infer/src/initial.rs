@@ -1,0 +1,101 @@
+//! The weights that a new run starts from, where `train.init_from` names some.
+
+use crate::hf::{self, HfFolder, Kept};
+use crate::state::MODEL;
+use crate::trained::{TOKENIZER, Trained};
+use crate::{InferError, Part, RunTokenizer};
+use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
+use lockstep_config::Config;
+use lockstep_rundir::RunDirError;
+use std::path::{Path, PathBuf};
+
+/// Weights that were found, and fit the model.
+#[derive(Debug)]
+pub struct InitialWeights {
+    /// The folder that the config names.
+    pub(crate) path: PathBuf,
+    /// What is worth knowing about them.
+    pub warnings: Vec<String>,
+    origin: Origin,
+    copies: Vec<TensorCopy>,
+}
+
+#[derive(Debug)]
+enum Origin {
+    Checkpoint(Loaded),
+    Folder(HfFolder),
+}
+
+impl InitialWeights {
+    /// Opens what `train.init_from` names and checks that every tensor of the model is there, in its shape, and no other.
+    pub fn open(config: &Config) -> Result<Option<Self>, InferError> {
+        let Some(path) = config.init_from() else { return Ok(None) };
+        let model = &config.model;
+        let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
+        let (origin, copies, theirs, mut warnings);
+        if hf::is_foreign(&path) {
+            let folder = HfFolder::open(&path)?;
+            copies = folder.copies(model, hint)?;
+            theirs = Config::parse(&folder.config.to_toml(), "config.json", &[])?;
+            warnings = folder.warnings();
+            warnings.extend(hf::special_warnings(&path)?);
+            origin = Origin::Folder(folder);
+        } else {
+            let Some((config, checkpoint, notes)) = Trained::open(&path)?.into_parts() else {
+                return Err(RunDirError::NotTrained { path }.into());
+            };
+            let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
+            copies = hf::model_parts(model)?.into_iter().map(copy).collect();
+            let source = TensorSource::Checkpoint { loaded: &checkpoint, group: MODEL };
+            source.check(&copies, hint)?;
+            let others = source.names()?.into_iter().filter(|name| !copies.iter().any(|copy| copy.from == *name));
+            hf::refuse_others(source.path(), others, hint)?;
+            (theirs, warnings) = (config, notes);
+            origin = Origin::Checkpoint(checkpoint);
+        }
+        // Of the same shape, and yet not the same model: a longer context, say, or a mistake.
+        let differences = config.differences(&theirs);
+        let differences = differences.iter().filter(|d| lockstep_model::hf::matters(model, d.path));
+        warnings.extend(differences.map(|d| {
+            format!(
+                "the weights in {} were made with {} = {}, the config has {}",
+                path.display(),
+                d.path,
+                d.theirs,
+                d.ours
+            )
+        }));
+        Ok(Some(Self { path, warnings, origin, copies }))
+    }
+
+    /// Those of a Hugging Face folder that was read.
+    pub(crate) fn of_folder(path: &Path, folder: HfFolder, copies: Vec<TensorCopy>) -> Self {
+        Self { path: path.to_owned(), warnings: Vec::new(), origin: Origin::Folder(folder), copies }
+    }
+
+    /// What came beside them, where that is about the tokens of this tokenizer.
+    pub fn kept(&self, tokenizer: &RunTokenizer) -> Result<Kept, InferError> {
+        Ok(match &self.origin {
+            Origin::Checkpoint(loaded) => {
+                Kept::of_checkpoint(loaded).with_tokenizer(loaded.attachment(TOKENIZER), tokenizer)
+            }
+            Origin::Folder(_) => {
+                Kept::of_folder(&self.path)?.with_tokenizer(hf::tokenizer_bytes(&self.path)?.as_deref(), tokenizer)
+            }
+        })
+    }
+
+    /// The weights, and what is to be copied of them.
+    pub fn source(&self) -> (TensorSource<'_>, &[TensorCopy]) {
+        let source = match &self.origin {
+            Origin::Checkpoint(loaded) => TensorSource::Checkpoint { loaded, group: MODEL },
+            Origin::Folder(folder) => TensorSource::Folder(&folder.weights),
+        };
+        (source, &self.copies)
+    }
+
+    /// The folder, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}

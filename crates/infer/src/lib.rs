@@ -1,0 +1,32 @@
+//! A trained model and what it is for: text and its loss.
+//!
+//! This crate owns models on disk (run directories, checkpoints, Hugging Face folders), their tokenizers and data, how weights and
+//! sequences get into programs, generation, evaluation and tasks. It knows nothing of training steps.
+#![forbid(unsafe_code)]
+
+mod data;
+mod error;
+mod evaluate;
+pub mod feed;
+mod generate;
+mod hf;
+mod inherited;
+mod initial;
+mod sampling;
+pub mod state;
+mod tasks;
+mod text;
+mod trained;
+
+pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data, way};
+pub use error::InferError;
+pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
+pub use generate::{Generated, Generator, Stop, generate};
+pub use hf::{ATTACHMENT, ExportOptions, Exported, Imported, Kept, export, export_problem, import};
+pub use inherited::inherited;
+pub use initial::InitialWeights;
+pub use sampling::Sampling;
+pub use state::{Part, Weights, parts};
+pub use tasks::{ItemScore, Request, TaskEvaluation, TaskFile, TaskReport, TaskRequests, TaskScores, evaluate_tasks};
+pub use text::{RunTokenizer, TextStream, require_vocabulary, tokenizer_spec, unused_vocabulary};
+pub use trained::{TOKENIZER, Trained};

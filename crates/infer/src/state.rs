@@ -1,0 +1,270 @@
+//! What a checkpoint holds of a program: every parameter and its moments, unpacked and under their own names.
+//!
+//! Parameters are f32 master weights under Hugging Face names, so that a checkpoint does not depend on how a
+//! program packs or rounds them.
+
+use crate::InferError;
+use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorCopy, TensorGroup, TensorRef, TensorSource};
+use lockstep_exec::Executor;
+use lockstep_exec::initial::{Initial, InitialPart};
+use lockstep_ir::graph::{Parameter, State};
+use lockstep_ir::program::{Role, Tensor};
+use lockstep_ir::{DType, StepProgram, TensorType, bf16, f16};
+use std::ops::Range;
+
+/// One unpacked tensor: a range of rows of a program's tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its own name.
+    pub name: String,
+    /// Sizes of its dimensions.
+    pub shape: Vec<usize>,
+    /// Where it starts in the packed tensor, in elements.
+    pub start: usize,
+    /// How many elements it has.
+    pub elements: usize,
+}
+
+/// The unpacked tensors of a parameter, in storage order.
+pub fn parts(parameter: &Parameter, ty: &TensorType) -> Vec<Part> {
+    let names = &parameter.parts;
+    let stacked = names.len() > 1 && names.len() != ty.dims[0].sections.len();
+    let (entries, dims) = if stacked { (ty.dims[0].size(), &ty.dims[1..]) } else { (1, &ty.dims[..]) };
+    // One name covers a whole tensor, however many sections it has.
+    let rows: Vec<usize> = match names.len() / entries.max(1) {
+        1 => vec![dims[0].size()],
+        _ => dims[0].sections.iter().map(|s| s.size()).collect(),
+    };
+    let inner: Vec<usize> = dims[1..].iter().map(|d| d.size()).collect();
+    let columns: usize = inner.iter().product();
+    let mut start = 0;
+    let part = |(name, rows): (&String, usize)| {
+        let shape = [&[rows], &inner[..]].concat();
+        let part = Part { name: name.clone(), shape, start, elements: rows * columns };
+        start += part.elements;
+        part
+    };
+    let all = (0..entries).flat_map(|_| rows.iter().copied());
+    names.iter().zip(all).map(part).collect()
+}
+
+/// The tensors of all stages of a run, each once.
+pub fn tensors(programs: &[StepProgram]) -> Vec<Tensor> {
+    let mut all: Vec<Tensor> = Vec::new();
+    for tensor in programs.iter().flat_map(|p| &p.tensors) {
+        if !all.iter().any(|t| t.name == tensor.name) {
+            all.push(tensor.clone());
+        }
+    }
+    all
+}
+
+/// Groups of a checkpoint.
+pub const GROUPS: [&str; 2] = [MODEL, OPTIMIZER];
+pub(crate) const MODEL: &str = "model";
+const OPTIMIZER: &str = "optimizer";
+
+/// (group, name in the group, tensor of the program, part of it) for everything that a checkpoint holds. The parts of a tensor
+/// follow each other, in storage order.
+pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
+    let mut result = Vec::new();
+    for tensor in tensors {
+        let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
+        let parts = parts(parameter, &tensor.whole);
+        // Of a parameter in bf16 or fp16, the f32 master weights count.
+        let master = master(tensors, tensor).unwrap_or(tensor);
+        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), master, p.clone())));
+        for moment in tensors {
+            let Role::State(State::Moment { of, which }) = &moment.role else { continue };
+            if *of == tensor.value {
+                let named = |p: &Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p.clone());
+                result.extend(parts.iter().map(named));
+            }
+        }
+    }
+    result
+}
+
+/// The f32 master weights of a parameter that is stored in bf16 or fp16.
+fn master<'a>(tensors: &'a [Tensor], parameter: &Tensor) -> Option<&'a Tensor> {
+    let is_master = |t: &&Tensor| matches!(t.role, Role::State(State::Master { of }) if of == parameter.value);
+    tensors.iter().find(is_master)
+}
+
+/// Where the parameters of a program come from.
+#[derive(Clone, Copy)]
+pub enum Weights<'a> {
+    /// Drawn, as before the first step.
+    Initial,
+    /// A checkpoint; moments too, where the program has any.
+    Checkpoint(&'a Loaded),
+    /// Tensors of another origin, such as a Hugging Face folder, and which of them.
+    Copies((TensorSource<'a>, &'a [TensorCopy])),
+    /// Another program of the same model that runs.
+    Live(&'a dyn Executor),
+}
+
+/// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
+pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, seed: u64) -> Result<(), InferError> {
+    initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
+    match weights {
+        Weights::Initial => Ok(()),
+        Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint),
+        Weights::Copies(copies) => start_from(tensors, executor, copies),
+        Weights::Live(other) => {
+            for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
+                executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Writes zeros into every moment of the optimizer.
+pub fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<(), InferError> {
+    for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Moment { .. }))) {
+        executor.write(&tensor.name, 0, &vec![0; tensor.whole.bytes() as usize])?;
+    }
+    Ok(())
+}
+
+/// Writes every constant of a program.
+pub fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<(), InferError> {
+    initialise(tensors, executor, false, seed)
+}
+
+/// Writes constants, and where asked for the initial value of every parameter.
+fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<(), InferError> {
+    for tensor in tensors {
+        let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
+        let own = (tensor.name.as_str(), tensor.whole.dtype);
+        match &tensor.role {
+            Role::State(State::Parameter(parameter)) if parameters => {
+                let parts = parts(parameter, &tensor.whole);
+                let part = |p| -> InitialPart {
+                    let Part { name, shape, elements, .. }: &Part = p;
+                    InitialPart { name, columns: columns(shape), elements: *elements }
+                };
+                let values = Initial { init: &parameter.init, seed, parts: parts.iter().map(part).collect() };
+                let master = master(tensors, tensor).map(|t| (t.name.as_str(), t.whole.dtype));
+                executor.fill(&[Some(own), master].into_iter().flatten().collect::<Vec<_>>(), &values)?;
+            }
+            Role::State(State::Constant(init)) => {
+                let (columns, elements) = (columns(&tensor.whole.sizes()), tensor.whole.elements());
+                let parts = vec![InitialPart { name: &tensor.name, columns, elements }];
+                executor.fill(&[own], &Initial { init, seed, parts })?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Writes a checkpoint's tensors into the executor, having checked every name, type and shape. One tensor of the program is in
+/// memory at a time.
+pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<(), InferError> {
+    let mut data: Vec<u8> = Vec::new();
+    for (group, name, tensor, part) in stored(tensors) {
+        let view = checkpoint.tensor(group, &name)?;
+        if view.dtype != DType::F32 || view.shape != part.shape {
+            return Err(CheckpointError::Damaged {
+                path: checkpoint.path.clone(),
+                file: view.file().to_owned(),
+                cause: format!("{name} is {} {:?}, the model wants f32 {:?}", view.dtype, view.shape, part.shape),
+            }
+            .into());
+        }
+        if part.start == 0 {
+            data.clear();
+            data.resize(tensor.whole.elements() * 4, 0);
+        }
+        view.copy_to(&mut data[part.start * 4..(part.start + part.elements) * 4]);
+        if part.start + part.elements == tensor.whole.elements() {
+            put(tensors, executor, tensor, &mut data)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes weights of any origin into the executor. One tensor of the program is in memory at a time.
+pub fn start_from(
+    tensors: &[Tensor],
+    executor: &mut dyn Executor,
+    (source, copies): (TensorSource<'_>, &[TensorCopy]),
+) -> Result<(), InferError> {
+    let mut data: Vec<u8> = Vec::new();
+    for (_, name, tensor, part) in stored(tensors).into_iter().filter(|(group, ..)| *group == MODEL) {
+        if part.start == 0 {
+            data.clear();
+            data.reserve_exact(tensor.whole.elements() * 4);
+        }
+        if let Some(copy) = copies.iter().find(|copy| copy.to == name) {
+            source.stream(copy, DType::F32, &mut |chunk| {
+                data.extend_from_slice(chunk);
+                Ok(())
+            })?;
+        }
+        if part.start + part.elements == tensor.whole.elements() {
+            put(tensors, executor, tensor, &mut data)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes the f32 values of a stored tensor, and those of the parameter whose master weights it holds. They are rounded in place.
+fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), InferError> {
+    let parameter = match &tensor.role {
+        Role::State(State::Master { of }) => tensors.iter().find(|t| t.value == *of),
+        _ => None,
+    };
+    // Rounding is in place, so the master weights go first.
+    for to in [Some(tensor), parameter].into_iter().flatten() {
+        round(data, to.whole.dtype);
+        executor.write(&to.name, 0, data)?;
+    }
+    Ok(())
+}
+
+/// Turns f32 values into the type of a parameter, in place.
+fn round(data: &mut Vec<u8>, dtype: DType) {
+    let bits: fn(f32) -> u16 = match dtype {
+        DType::BF16 => bf16::from_f32,
+        DType::F16 => f16::from_f32,
+        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => return,
+    };
+    for i in 0..data.len() / 4 {
+        let value = f32::from_le_bytes([data[4 * i], data[4 * i + 1], data[4 * i + 2], data[4 * i + 3]]);
+        data[2 * i..2 * i + 2].copy_from_slice(&bits(value).to_le_bytes());
+    }
+    data.truncate(data.len() / 2);
+}
+
+/// Bytes of the tensors of a checkpoint.
+pub fn bytes_of(tensors: &[Tensor]) -> u64 {
+    stored(tensors).iter().map(|(_, _, _, part)| part.elements as u64 * 4).sum()
+}
+
+/// Some bytes of a tensor, fetched when they are wanted.
+pub fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) -> TensorBytes<'a> {
+    let (name, first) = (tensor.to_owned(), bytes.start);
+    TensorBytes::new(bytes.len(), move |range, take| {
+        let range = first + range.start..first + range.end;
+        take(&executor.read_range(&name, 0, range).map_err(std::io::Error::other)?)
+    })
+}
+
+/// The tensors of a checkpoint of one rank.
+pub fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [TensorGroup<'a>; 2] {
+    let mut groups = GROUPS.map(|name| TensorGroup { name, tensors: Vec::new() });
+    for (group, name, tensor, part) in stored(tensors) {
+        let data = bytes(executor, &tensor.name, part.start * 4..(part.start + part.elements) * 4);
+        let to = groups.iter_mut().find(|g| g.name == group);
+        if let Some(to) = to {
+            to.tensors.push(TensorRef { name, dtype: DType::F32, shape: part.shape, data });
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests;

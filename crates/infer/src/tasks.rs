@@ -1,0 +1,78 @@
+//! Evaluation tasks: questions with choices, and texts with a word to complete, scored by log-likelihood as
+//! lm-evaluation-harness scores them.
+
+mod read;
+mod score;
+
+pub use read::TaskFile;
+pub use score::{ItemScore, TaskReport, TaskScores};
+
+use crate::evaluate::Scorer;
+use crate::feed::TextScore;
+use crate::{EvaluateProgress, InferError, Trained};
+use lockstep_host::Devices;
+pub use read::Request;
+
+/// How a model does on tasks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TaskEvaluation {
+    /// Each task, in the order in which they were given.
+    pub tasks: Vec<TaskReport>,
+    /// Most tokens that a prediction has seen.
+    pub seq: usize,
+    /// Bytes allocated.
+    pub arena_bytes: u64,
+}
+
+/// Scores a model on tasks, whose texts are cut from the left to `seq` tokens (by default those of its training).
+pub fn evaluate_tasks(
+    devices: &Devices,
+    trained: &Trained,
+    files: &[TaskFile],
+    seq: Option<usize>,
+    show: &mut dyn FnMut(EvaluateProgress<'_>),
+) -> Result<TaskEvaluation, InferError> {
+    let config = &trained.config;
+    let tokenizer = trained.tokenizer()?;
+    let most = seq.unwrap_or(config.train.seq).max(1);
+    lockstep_plan::check_positions(config, most)?;
+    let requests = TaskRequests::new(files, &tokenizer, most)?;
+    // Programs are made for the longest text, not for the longest that there could be.
+    let seq = requests.longest();
+    let mut scorer = Scorer::load(devices, trained, seq, requests.rows.len() as u64)?;
+    let total = requests.rows.len() as u64;
+    let mut scores = Vec::new();
+    scorer.score(&requests.rows, &mut |score| {
+        scores.push(score);
+        show(EvaluateProgress::Scoring { done: scores.len() as u64, total });
+    })?;
+    Ok(TaskEvaluation { tasks: requests.reports(files, &scores)?, seq: most, arena_bytes: scorer.arena_bytes() })
+}
+
+/// The texts of tasks as tokens, of all items one behind the other.
+pub struct TaskRequests {
+    /// Each text.
+    pub rows: Vec<Request>,
+}
+
+impl TaskRequests {
+    /// Texts are cut from the left so that a model that reads `seq` tokens can predict their end.
+    pub fn new(files: &[TaskFile], tokenizer: &crate::RunTokenizer, seq: usize) -> Result<Self, InferError> {
+        let mut rows = Vec::new();
+        for file in files {
+            file.requests(tokenizer, seq, &mut rows)?;
+        }
+        Ok(Self { rows })
+    }
+
+    /// Tokens that the longest one reads.
+    fn longest(&self) -> usize {
+        self.rows.iter().map(|row| row.tokens.len() - 1).max().unwrap_or(1).max(1)
+    }
+
+    /// What the scores of all texts say.
+    pub fn reports(&self, files: &[TaskFile], scores: &[TextScore]) -> Result<Vec<TaskReport>, InferError> {
+        let mut left = scores;
+        files.iter().map(|file| TaskReport::new(file, &mut left)).collect()
+    }
+}

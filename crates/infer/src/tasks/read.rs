@@ -1,0 +1,234 @@
+//! Tasks as files of JSON lines, and their texts as tokens.
+
+use crate::{InferError, RunTokenizer};
+use serde::Deserialize;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The items of a task, from a file of JSON lines.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TaskFile {
+    /// Its file name without the extension.
+    pub name: String,
+    pub(crate) path: PathBuf,
+    pub(crate) items: Vec<TaskItem>,
+}
+
+/// One line.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct TaskItem {
+    query: String,
+    /// Choices, or the one completion.
+    pub choices: Vec<String>,
+    /// Index of the right choice; none where there is one text to complete with.
+    pub gold: Option<usize>,
+    delimiter: String,
+    line: usize,
+}
+
+/// A line as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    query: String,
+    choices: Option<Vec<String>>,
+    gold: Option<usize>,
+    target: Option<String>,
+    delimiter: Option<String>,
+}
+
+/// A text whose end is scored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Its tokens.
+    pub tokens: Vec<u32>,
+    /// How many of them are read and not scored.
+    pub context: usize,
+}
+
+/// The largest file of a task.
+const MOST_BYTES: u64 = 1 << 30;
+
+impl TaskFile {
+    /// Reads a file; of its items the first `most`, where that is not 0.
+    pub fn open(path: &Path, most: usize) -> Result<Self, InferError> {
+        let unread = |e: std::io::Error| {
+            wrong(path, 0, format!("it cannot be read: {e}"), "name a file of a task, in JSON lines")
+        };
+        let bytes = fs::metadata(path).map_err(unread)?.len();
+        if bytes > MOST_BYTES {
+            return Err(wrong(path, 0, format!("it has {bytes} bytes"), "split it into several tasks"));
+        }
+        let text = fs::read_to_string(path).map_err(unread)?;
+        let mut items = Vec::new();
+        for (index, line) in
+            text.trim_start_matches('\u{feff}').lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
+        {
+            if most > 0 && items.len() == most {
+                break;
+            }
+            items.push(TaskItem::of_line(path, index + 1, line)?);
+        }
+        let kind = |item: &TaskItem| item.gold.is_some();
+        let Some(first) = items.first().map(kind) else {
+            return Err(wrong(path, 0, "it has no items".into(), FORMAT));
+        };
+        if let Some(other) = items.iter().find(|item| kind(item) != first) {
+            let text = "it has `choices` and others of the file have a `target`, or the other way round";
+            return Err(wrong(path, other.line, text.into(), "make two tasks of it"));
+        }
+        let name = path.file_stem().map_or("task".into(), |name| name.to_string_lossy().into_owned());
+        Ok(Self { name: name.replace('/', "_"), path: path.to_owned(), items })
+    }
+
+    /// Opens several, whose names must differ.
+    pub fn open_all(paths: &[PathBuf], most: usize) -> Result<Vec<Self>, InferError> {
+        let files = paths.iter().map(|path| Self::open(path, most)).collect::<Result<Vec<_>, _>>()?;
+        for (index, file) in files.iter().enumerate() {
+            if files[..index].iter().any(|other| other.name == file.name) {
+                let text = format!("another task is called `{}` too", file.name);
+                return Err(wrong(&file.path, 0, text, "rename the file: a task has the name of its file"));
+            }
+        }
+        Ok(files)
+    }
+
+    /// How many items it has.
+    pub fn len(&self) -> usize {
+        self.items.len()
+    }
+
+    /// Whether it has none; a file without any is refused.
+    pub fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// Adds the texts of its items.
+    pub fn requests(&self, tokenizer: &RunTokenizer, seq: usize, rows: &mut Vec<Request>) -> Result<(), InferError> {
+        for item in &self.items {
+            for choice in &item.choices {
+                let (context, scored) = encoded(tokenizer, &item.query, &format!("{}{choice}", item.delimiter))?;
+                if scored.is_empty() || scored.len() > seq {
+                    let (place, answer) = (place(&self.path, item.line), choice.to_owned());
+                    return Err(InferError::AnswerLength { place, answer, tokens: scored.len() });
+                }
+                // The last token is predicted and not read.
+                let most = seq + 1 - scored.len();
+                let context = &context[context.len().saturating_sub(most)..];
+                rows.push(Request { tokens: [context, &scored].concat(), context: context.len() });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl TaskItem {
+    /// How many texts are scored for it.
+    pub fn texts(&self) -> usize {
+        self.choices.len()
+    }
+
+    fn of_line(path: &Path, line: usize, text: &str) -> Result<Self, InferError> {
+        let read: Line = serde_json::from_str(text).map_err(|error| wrong(path, line, error.to_string(), FORMAT))?;
+        let Line { query, choices, gold, target, delimiter } = read;
+        let delimiter = delimiter.unwrap_or_else(|| " ".to_owned());
+        let refuse = |text: &str| Err(wrong(path, line, text.to_owned(), FORMAT));
+        let (choices, gold) = match (choices, gold, target) {
+            (Some(choices), Some(gold), None) if choices.is_empty() || gold >= choices.len() => {
+                return refuse(&format!("`gold` is {gold}, and there are {} choices, counted from 0", choices.len()));
+            }
+            (Some(choices), Some(gold), None) => (choices, Some(gold)),
+            (None, None, Some(target)) => (vec![target], None),
+            _ => return refuse("it has neither `choices` with `gold` nor a `target` alone"),
+        };
+        if choices.iter().any(String::is_empty) {
+            return refuse("an answer is empty");
+        }
+        Ok(Self { query, choices, gold, delimiter, line })
+    }
+}
+
+const FORMAT: &str = r#"a line is {"query": "…", "choices": ["…", "…"], "gold": 0} or {"query": "…", "target": "…"}"#;
+
+fn wrong(path: &Path, line: usize, text: String, hint: &str) -> InferError {
+    InferError::Unusable { problem: format!("{}: {text}", place(path, line)), hint: hint.to_owned() }
+}
+
+fn place(path: &Path, line: usize) -> String {
+    let line = if line == 0 { String::new() } else { format!(", line {line}") };
+    format!("{}{line}", path.display())
+}
+
+/// The tokens of a context and of what follows it. Spaces at the end of the context belong to what follows, and the tokens of both
+/// are those of the whole text, cut where the context's own tokens end. A context begins with
+/// the BOS token, where there is one. Where there is no context, the text follows it, or else an EOS token.
+fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u32>, Vec<u32>), InferError> {
+    if query.is_empty() {
+        return Ok((vec![tokenizer.bos().unwrap_or(tokenizer.eos())], tokenizer.encode(answer)?));
+    }
+    let context = tokenizer.encode_beginning(query.trim_end())?;
+    let mut whole = tokenizer.encode_beginning(&format!("{query}{answer}"))?;
+    let scored = whole.split_off(context.len().min(whole.len()));
+    // The model reads at least one token.
+    let context = if context.is_empty() { vec![tokenizer.eos()] } else { context };
+    Ok((context, scored))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::Hint;
+
+    fn file(text: &str) -> Result<TaskFile, InferError> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a task.jsonl");
+        fs::write(&path, text).unwrap();
+        TaskFile::open(&path, 0)
+    }
+
+    #[test]
+    fn texts_are_cut_as_the_harness_cuts_them() {
+        let tasks = file("{\"query\":\"ab \",\"choices\":[\"c\",\"de\"],\"gold\":1}\n\n{\"query\":\"\",\"choices\":[\"x\"],\"gold\":0,\"delimiter\":\"\"}").unwrap();
+        let mut rows = Vec::new();
+        tasks.requests(&RunTokenizer::Bytes, 5, &mut rows).unwrap();
+        let eos = RunTokenizer::Bytes.eos();
+        let bytes = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
+        assert_eq!(rows[0], Request { tokens: bytes("ab  c"), context: 2 });
+        assert_eq!(rows[1], Request { tokens: bytes("ab  de"), context: 2 });
+        assert_eq!(rows[2], Request { tokens: vec![eos, u32::from(b'x')], context: 1 });
+        rows.clear();
+        tasks.requests(&RunTokenizer::Bytes, 4, &mut rows).unwrap();
+        assert_eq!(rows[1], Request { tokens: bytes("b  de"), context: 1 });
+        let error = tasks.requests(&RunTokenizer::Bytes, 3, &mut rows).unwrap_err().with_hint();
+        assert!(error.contains("a task.jsonl, line 1: the answer \"de\" has 4 tokens"), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_a_wrong_request_and_a_byte_order_mark_is_none_of_its_text() {
+        let error = TaskFile::open(Path::new("/no/such.jsonl"), 0).map(|_| ()).unwrap_err();
+        assert!(error.is_request(), "{error}");
+        assert!(error.with_hint().contains("such.jsonl: it cannot be read: "), "{error}");
+        assert_eq!(file("\u{feff}{\"query\":\"a\",\"target\":\"b\"}").unwrap().items.len(), 1);
+    }
+
+    #[test]
+    fn lines_that_are_no_items_are_refused() {
+        for (text, word) in [
+            ("", "no items"),
+            ("{}", "missing field `query`"),
+            ("{\"query\":\"a\"}", "neither"),
+            ("{\"query\":\"a\",\"choices\":[\"b\"],\"gold\":1}", "`gold` is 1, and there are 1 choices"),
+            ("{\"query\":\"a\",\"choices\":[\"b\"],\"gold\":0,\"target\":\"c\"}", "neither"),
+            ("{\"query\":\"a\",\"target\":\"\"}", "an answer is empty"),
+            ("{\"query\":\"a\",\"target\":\"b\",\"answer\":3}", "unknown field `answer`"),
+            (
+                "{\"query\":\"a\",\"target\":\"b\"}\n{\"query\":\"a\",\"choices\":[\"b\"],\"gold\":0}",
+                "line 2: it has `choices`",
+            ),
+            ("nonsense", "line 1"),
+        ] {
+            let error = file(text).unwrap_err().with_hint();
+            assert!(error.contains(word) && error.contains("\nhint: "), "{error}");
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! Between text and tokens, for whoever talks to a trained model.
+
+use crate::InferError;
+use lockstep_config::Config;
+use lockstep_data::{BYTE_VOCABULARY, DataError, EOS_BYTE, TokenizerSpec};
+use std::sync::Arc;
+
+/// How a model's tokens stand for text.
+#[derive(Clone, Debug)]
+pub enum RunTokenizer {
+    /// A token is a byte of UTF-8.
+    Bytes,
+    /// A `tokenizer.json`.
+    File(Arc<lockstep_data::Tokenizer>),
+}
+
+impl From<lockstep_data::Tokenizer> for RunTokenizer {
+    fn from(tokenizer: lockstep_data::Tokenizer) -> Self {
+        if tokenizer.is_bytes() { RunTokenizer::Bytes } else { RunTokenizer::File(Arc::new(tokenizer)) }
+    }
+}
+
+impl RunTokenizer {
+    /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
+    pub fn of(config: &Config) -> Result<Self, InferError> {
+        let tokenizer = lockstep_data::Tokenizer::open(&tokenizer_spec(config)?)?;
+        require_vocabulary(config, tokenizer.vocabulary())?;
+        Ok(tokenizer.into())
+    }
+
+    /// The bytes of its `tokenizer.json`, if it has one.
+    pub fn json(&self) -> Option<&[u8]> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.source(),
+        }
+    }
+
+    /// Tokens that stand for text; a model's vocabulary may be larger.
+    pub fn vocabulary(&self) -> usize {
+        match self {
+            RunTokenizer::Bytes => BYTE_VOCABULARY as usize,
+            RunTokenizer::File(tokenizer) => tokenizer.vocabulary() as usize,
+        }
+    }
+
+    /// The token after a document.
+    pub fn eos(&self) -> u32 {
+        match self {
+            RunTokenizer::Bytes => u32::from(EOS_BYTE),
+            RunTokenizer::File(tokenizer) => tokenizer.eos(),
+        }
+    }
+
+    /// The same as the vocabulary spells it; none for a byte.
+    pub fn eos_text(&self) -> Option<String> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.token(tokenizer.eos()),
+        }
+    }
+
+    /// The token before a document, if there is one.
+    pub fn bos(&self) -> Option<u32> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.bos(),
+        }
+    }
+
+    /// The same as the vocabulary spells it.
+    pub fn bos_text(&self) -> Option<String> {
+        match self {
+            RunTokenizer::Bytes => None,
+            RunTokenizer::File(tokenizer) => tokenizer.bos().and_then(|bos| tokenizer.token(bos)),
+        }
+    }
+
+    /// Text as the tokens of a document's beginning: behind the BOS token, where there is one.
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, InferError> {
+        Ok(self.bos().into_iter().chain(self.encode(text)?).collect())
+    }
+
+    /// Text as tokens.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, InferError> {
+        match self {
+            RunTokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            RunTokenizer::File(tokenizer) => Ok(tokenizer.tokens(text)?),
+        }
+    }
+
+    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token, behind those that
+    /// stand `before` them. Over the pieces of a document the numbers add up to its length: a character that is cut counts as
+    /// `�` before the cut, and what that was too much is taken off behind it.
+    pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
+        match self {
+            RunTokenizer::Bytes => tokens.len() as i64,
+            RunTokenizer::File(_) if tokens.is_empty() => 0,
+            RunTokenizer::File(tokenizer) => {
+                // A BOS token is no text.
+                let (before, tokens) = match (before, tokens, tokenizer.bos()) {
+                    ([first, rest @ ..], _, Some(bos)) if *first == bos => (rest, tokens),
+                    ([], [first, rest @ ..], Some(bos)) if *first == bos => (before, rest),
+                    _ => (before, tokens),
+                };
+                let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { tokenizer.decode(tokens).len() as i64 };
+                length(&[before, tokens].concat()) - length(before)
+            }
+        }
+    }
+}
+
+/// The tokenizer that a config names.
+pub fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
+    let Some(path) = config.tokenizer_path() else { return Ok(TokenizerSpec::Bytes) };
+    if let Some((problem, hint)) = config.tokenizer_on_the_hub() {
+        let path = config.data.tokenizer.clone().into();
+        return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
+    }
+    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
+}
+
+/// A warning and a hint where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant,
+/// or has rows that nothing reads.
+pub fn unused_vocabulary(config: &Config, tokenizer: &RunTokenizer) -> Option<(String, String)> {
+    let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary());
+    let named = config.tokenizer_path().map_or("\"bytes\"".to_owned(), |path| path.display().to_string());
+    let problem = format!(
+        "model.vocab_size = {vocab}, and data.tokenizer ({named}) has {tokens} tokens: the others are never read"
+    );
+    let hint = format!("set data.tokenizer to the tokenizer of the model, or model.vocab_size = {tokens}");
+    (tokens < vocab / 4 * 3).then_some((problem, hint))
+}
+
+/// Refuses a model that has no embedding for some token.
+pub fn require_vocabulary(config: &Config, needed: u32) -> Result<(), InferError> {
+    let vocab = config.model.vocab_size;
+    if vocab >= needed as usize {
+        return Ok(());
+    }
+    let tokenizer = config.tokenizer_path().map_or("bytes".to_owned(), |path| path.display().to_string());
+    Err(InferError::Unusable {
+        problem: format!(
+            "model.vocab_size is {vocab}, the tokenizer \"{tokenizer}\" makes tokens up to {}",
+            needed - 1
+        ),
+        hint: format!("set model.vocab_size = {needed}"),
+    })
+}
+
+/// Tokens as text while they come: characters appear when they are whole, and bytes that are no UTF-8 as `�`.
+#[derive(Debug)]
+pub struct TextStream {
+    tokenizer: RunTokenizer,
+    /// The beginning of a character, of byte tokens.
+    pending: Vec<u8>,
+    /// The last tokens of a `tokenizer.json`: those that were shown last, which tell how the next ones read, and behind them those
+    /// whose text is not whole yet.
+    tokens: Vec<u32>,
+    /// How many of them were shown, and the bytes of their text.
+    read: usize,
+    shown: usize,
+}
+
+/// Tokens that are waited with for the rest of a character: its bytes are tokens at most, so what is longer is no text.
+const MOST_PENDING: usize = 8;
+
+impl TextStream {
+    /// An empty stream.
+    pub fn new(tokenizer: RunTokenizer) -> Self {
+        Self { tokenizer, pending: Vec::new(), tokens: Vec::new(), read: 0, shown: 0 }
+    }
+
+    /// The text that one more token completes; empty where a character is not whole yet.
+    pub fn push(&mut self, token: u32) -> String {
+        if token == self.tokenizer.eos() || Some(token) == self.tokenizer.bos() {
+            return String::new();
+        }
+        match &self.tokenizer {
+            RunTokenizer::Bytes => {
+                self.pending.extend(u8::try_from(token));
+                self.whole_characters()
+            }
+            RunTokenizer::File(tokenizer) => {
+                self.tokens.push(token);
+                let text = tokenizer.decode(&self.tokens);
+                let pending = self.tokens.len() - self.read;
+                if text.ends_with(char::REPLACEMENT_CHARACTER) && pending < MOST_PENDING {
+                    return String::new();
+                }
+                let new = text.get(self.shown..).unwrap_or_default().to_owned();
+                // What was shown before is needed no more.
+                self.tokens.drain(..self.read);
+                (self.read, self.shown) = (self.tokens.len(), tokenizer.decode(&self.tokens).len());
+                new
+            }
+        }
+    }
+
+    /// What is left at the end: a character that was never completed.
+    pub fn finish(&mut self) -> String {
+        match &self.tokenizer {
+            RunTokenizer::Bytes => match std::mem::take(&mut self.pending)[..] {
+                [] => String::new(),
+                _ => char::REPLACEMENT_CHARACTER.to_string(),
+            },
+            RunTokenizer::File(tokenizer) => {
+                tokenizer.decode(&self.tokens).get(self.shown..).unwrap_or_default().to_owned()
+            }
+        }
+    }
+
+    fn whole_characters(&mut self) -> String {
+        let mut text = String::new();
+        loop {
+            match std::str::from_utf8(&self.pending) {
+                Ok(whole) => {
+                    text.push_str(whole);
+                    self.pending.clear();
+                    return text;
+                }
+                Err(error) => {
+                    let (whole, rest) = self.pending.split_at(error.valid_up_to());
+                    text.push_str(&String::from_utf8_lossy(whole));
+                    let Some(wrong) = error.error_len() else {
+                        self.pending = rest.to_vec();
+                        return text;
+                    };
+                    text.push(char::REPLACEMENT_CHARACTER);
+                    self.pending = rest[wrong..].to_vec();
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream(bytes: &[u8]) -> (Vec<String>, String) {
+        let mut stream = TextStream::new(RunTokenizer::Bytes);
+        let pieces = bytes.iter().map(|b| stream.push(u32::from(*b))).collect();
+        (pieces, stream.finish())
+    }
+
+    #[test]
+    fn characters_appear_when_they_are_whole() {
+        let (pieces, rest) = stream("aé€😀".as_bytes());
+        assert_eq!(pieces, ["a", "", "é", "", "", "€", "", "", "", "😀"]);
+        assert_eq!(rest, "");
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_replaced_as_a_whole_reading_would() {
+        for bytes in [&b"a\xffb"[..], b"\xe2\x82a", b"\xf0\x9f\x98", b"\xc3\xc3\xa9", b"\x80\x80", b"\xed\xa0\x80z"] {
+            let (pieces, rest) = stream(bytes);
+            assert_eq!(pieces.concat() + &rest, String::from_utf8_lossy(bytes), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn eos_and_tokens_outside_the_vocabulary_are_no_text() {
+        let mut stream = TextStream::new(RunTokenizer::Bytes);
+        assert_eq!(stream.push(0) + &stream.push(300) + &stream.push(u32::from(b'x')), "x");
+    }
+
+    /// A tokenizer as Llama 2 has it: spaces are `▁`, the first of a text is none, and what is no token is bytes.
+    const SPACES: &str = r#"{ "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": { "type": "Sequence", "decoders": [
+            { "type": "Replace", "pattern": { "String": "▁" }, "content": " " }, { "type": "ByteFallback" }, { "type": "Fuse" },
+            { "type": "Strip", "content": " ", "start": 1, "stop": 0 } ] },
+        "model": { "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": true, "ignore_merges": false, "merges": [],
+            "vocab": { "</s>": 0, "▁": 1, "▁one": 2, "two": 3, "<0xE2>": 4, "<0x82>": 5, "<0xAC>": 6, "<0xFF>": 7 } } }"#;
+
+    #[test]
+    fn a_stream_of_a_tokenizer_reads_as_its_tokens_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, SPACES).unwrap();
+        let spec = lockstep_data::TokenizerSpec::file(&path, None).unwrap();
+        let tokenizer = Arc::new(lockstep_data::Tokenizer::open(&spec).unwrap());
+        for tokens in
+            [&[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..], &[1, 1, 2, 3, 3], &[4, 5, 6, 4, 5, 6, 3], &[2, 4, 5], &[3, 7, 2, 7]]
+        {
+            let mut stream = TextStream::new(RunTokenizer::File(tokenizer.clone()));
+            let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
+            assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");
+        }
+        // The bytes of pieces are those of the whole, wherever a character is cut.
+        let tokens = [2, 4, 5, 6, 3, 2, 4, 5, 6, 4, 5, 6, 3];
+        let model = RunTokenizer::File(tokenizer.clone());
+        for piece in 1..tokens.len() {
+            let starts = (0..tokens.len()).step_by(piece);
+            let bytes: i64 =
+                starts.map(|at| model.byte_count(&tokens[..at], &tokens[at..(at + piece).min(tokens.len())])).sum();
+            assert_eq!(bytes, tokenizer.decode(&tokens).len() as i64, "pieces of {piece}");
+        }
+        // However long the text, or the noise, few tokens are looked at.
+        let mut stream = TextStream::new(RunTokenizer::File(tokenizer));
+        for token in [2, 3, 7].into_iter().cycle().take(100).chain([7; 100]) {
+            stream.push(token);
+            assert!(stream.tokens.len() <= 2 * MOST_PENDING, "{:?}", stream.tokens);
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! A trained model on disk: a run directory, one checkpoint, or a Hugging Face folder.
+
+use crate::hf::{self, FolderModel, Kept, unfit};
+use crate::initial::InitialWeights;
+use crate::text::require_vocabulary;
+use crate::{InferError, RunData, RunTokenizer, Weights, data_folder};
+use lockstep_checkpoint::{Loaded, latest, open};
+use lockstep_config::{Config, DeviceChoice};
+use lockstep_rundir::{RunDirError, read_config};
+use std::path::{Path, PathBuf};
+
+/// Weights, with the config that they were trained with.
+#[derive(Debug)]
+pub struct Trained {
+    /// The config of its run.
+    pub config: Config,
+    model: Model,
+    /// What was passed over to find it.
+    pub warnings: Vec<String>,
+    /// Folder of the run's prepared data, where it is known.
+    pub data: PathBuf,
+}
+
+/// Where the weights are.
+#[derive(Debug)]
+enum Model {
+    Checkpoint(Box<Loaded>),
+    Folder(Box<InitialWeights>),
+}
+
+impl Trained {
+    /// Opens the latest whole checkpoint of a run directory, the checkpoint in a folder, or a Hugging Face model as it is.
+    pub fn open(path: &Path) -> Result<Self, InferError> {
+        let mut trained = Self::find(path)?;
+        // What a GPU has trained, any machine can use.
+        if trained.config.train.device == DeviceChoice::Cuda {
+            trained.config.train.device = DeviceChoice::Auto;
+        }
+        Ok(trained)
+    }
+
+    /// The weights, for a program of the model.
+    pub fn weights(&self) -> Weights<'_> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Weights::Checkpoint(checkpoint),
+            Model::Folder(weights) => Weights::Copies(weights.source()),
+        }
+    }
+
+    /// The folder of the weights.
+    pub fn path(&self) -> &Path {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => &checkpoint.path,
+            Model::Folder(weights) => weights.path(),
+        }
+    }
+
+    /// Steps that it was trained for; 0 for a model of others.
+    pub fn step(&self) -> u64 {
+        self.checkpoint().map_or(0, |checkpoint| checkpoint.step)
+    }
+
+    /// The checkpoint, unless it is a Hugging Face folder.
+    pub fn checkpoint(&self) -> Option<&Loaded> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Some(checkpoint),
+            Model::Folder(_) => None,
+        }
+    }
+
+    /// The same, with the config and the warnings.
+    pub fn into_parts(self) -> Option<(Config, Loaded, Vec<String>)> {
+        match self.model {
+            Model::Checkpoint(checkpoint) => Some((self.config, *checkpoint, self.warnings)),
+            Model::Folder(_) => None,
+        }
+    }
+
+    /// What came beside the weights of the Hugging Face model that it is, or was made from.
+    pub fn kept(&self) -> Result<Kept, InferError> {
+        match &self.model {
+            Model::Checkpoint(checkpoint) => Ok(Kept::of_checkpoint(checkpoint)),
+            Model::Folder(weights) => Kept::of_folder(weights.path()),
+        }
+    }
+
+    /// Tokens that end a text: the EOS token of its tokenizer, and those that a Hugging Face model names.
+    pub fn end_tokens(&self, tokenizer: &RunTokenizer) -> Result<Vec<u32>, InferError> {
+        let mut tokens = self.kept()?.end_tokens();
+        if !tokens.contains(&tokenizer.eos()) {
+            tokens.push(tokenizer.eos());
+        }
+        Ok(tokens)
+    }
+
+    /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
+    /// neither does the path that the config names count.
+    pub fn tokenizer(&self) -> Result<RunTokenizer, InferError> {
+        let config = &self.config;
+        let Some(path) = config.tokenizer_path() else {
+            if let Model::Folder(weights) = &self.model {
+                let hint = "fetch the tokenizer.json of the model too";
+                return Err(unfit(weights.path(), "no tokenizer.json".into(), hint.into()).into());
+            }
+            return RunTokenizer::of(config);
+        };
+        let Some(checkpoint) = self.checkpoint() else { return RunTokenizer::of(config) };
+        let own = match checkpoint.attachment(TOKENIZER) {
+            Some(json) => {
+                let path = checkpoint.path.join(TOKENIZER);
+                let own = lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?;
+                own.with_bos(config.bos_token())?
+            }
+            None => match RunData::open(config, &self.data) {
+                Ok(Some(data)) => data.tokenizer()?,
+                _ if path.exists() => return RunTokenizer::of(config),
+                _ => {
+                    let (path, of) = (path.display(), checkpoint.path.display());
+                    let problem = format!("{path}: the tokenizer of {of} is not there any more");
+                    let hint = "put it back; checkpoints that this version saves hold their own".into();
+                    return Err(InferError::Unusable { problem, hint });
+                }
+            },
+        };
+        require_vocabulary(config, own.vocabulary())?;
+        Ok(own.into())
+    }
+
+    /// The config of a run directory or a checkpoint, without a look at the weights where `run.toml` has it.
+    pub fn config_at(path: &Path) -> Result<Config, InferError> {
+        let runs = [Some(path), path.parent().and_then(Path::parent).filter(|_| path.join("manifest.json").exists())];
+        match runs.into_iter().flatten().map(|run| run.join("run.toml")).find(|file| file.exists()) {
+            Some(file) => Ok(read_config(&file)?),
+            None => Ok(Self::find(path)?.config),
+        }
+    }
+
+    fn find(path: &Path) -> Result<Self, InferError> {
+        let run_config = path.join("run.toml");
+        if path.join("manifest.json").exists() {
+            let checkpoint = open(path)?;
+            let config = config_of(&checkpoint)?;
+            // `RUN/checkpoints/step-…`, unless it was moved.
+            let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
+            let data = data_of(&config, &checkpoint, &run.unwrap_or_else(|| path.to_owned()));
+            let model = Model::Checkpoint(checkpoint.into());
+            return Ok(Self { config, model, warnings: Vec::new(), data });
+        }
+        if hf::is_foreign(path) {
+            let FolderModel { folder, copies, text, warnings } = hf::read_folder(path)?;
+            let config = Config::parse(&text, &path.join(hf::CONFIG).display().to_string(), &[])?;
+            let model = Model::Folder(InitialWeights::of_folder(path, folder, copies).into());
+            return Ok(Self { config, model, warnings, data: path.to_owned() });
+        }
+        if !run_config.exists() && !path.join("checkpoints").exists() {
+            return Err(RunDirError::NotTrained { path: path.to_owned() }.into());
+        }
+        let found = latest(&path.join("checkpoints"))?;
+        let Some(checkpoint) = found.loaded else {
+            let problem = format!("{} has no checkpoint yet", path.display());
+            let hint = "train it first, or wait: one is saved every checkpoint.every steps".into();
+            return Err(InferError::Unusable { problem, hint });
+        };
+        let config = match run_config.exists() {
+            true => read_config(&run_config)?,
+            false => config_of(&checkpoint)?,
+        };
+        let data = data_of(&config, &checkpoint, path);
+        Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
+    }
+}
+
+/// The file of a checkpoint that holds the tokenizer it was trained with, where that is not bytes.
+pub const TOKENIZER: &str = "tokenizer.json";
+
+/// The folder of a run's data. Shared ones that are not where they were may have moved along with the run.
+fn data_of(config: &Config, checkpoint: &Loaded, run: &Path) -> PathBuf {
+    let folder = data_folder(config, run);
+    match checkpoint.state["prepared"].as_str() {
+        Some(way) if !folder.exists() => run.join(way),
+        _ => folder,
+    }
+}
+
+fn config_of(checkpoint: &Loaded) -> Result<Config, InferError> {
+    let manifest = checkpoint.path.join("manifest.json").display().to_string();
+    let Some(text) = checkpoint.state["config"].as_str() else {
+        let hint = "name the run directory instead of the checkpoint".into();
+        return Err(InferError::Unusable { problem: format!("{manifest} holds no config"), hint });
+    };
+    Ok(Config::parse(text, &manifest, &[])?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use lockstep_ir::Hint;
+    use serde_json::json;
+    use std::fs;
+
+    #[test]
+    fn a_checkpoint_that_holds_no_tokenizer_uses_the_one_beside_the_data() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/tokenizer.json");
+        fs::copy(fixture, path(TOKENIZER)).unwrap();
+        fs::write(path("text.txt"), "a short text, but long enough\n".repeat(50)).unwrap();
+        let tokenizer = TokenizerSpec::file(&path(TOKENIZER), None).unwrap();
+        let spec = PrepareSpec { paths: vec![path("text.txt")], tokenizer, ..PrepareSpec::default() };
+        prepare(&spec, &path("run/data"), &mut |_| ()).unwrap();
+        let config = format!(
+            "[model]\nvocab_size = 1000\nlayers = 1\ndim = 16\nheads = 2\nffn = 32\n[data]\npaths = [\"text.txt\"]\ntokenizer = {:?}\n",
+            path(TOKENIZER)
+        );
+        let state = json!({ "config": config });
+        lockstep_checkpoint::save(&path("run/checkpoints"), 1, &[], &state, 1, &mut |_, _| {}).unwrap();
+        let trained = Trained::open(&path("run")).unwrap();
+        let before = trained.tokenizer().unwrap().encode("a short text").unwrap();
+        fs::remove_file(path(TOKENIZER)).unwrap();
+        assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
+        fs::remove_dir_all(path("run/data")).unwrap();
+        let error = trained.tokenizer().unwrap_err().with_hint();
+        assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
+    }
+}
