@@ -1,6 +1,7 @@
 //! Attention over whole sequences: fused, with the weights as a matrix, and over a cache.
 
-use super::{Launches, launches, naive};
+use super::launch::{Launches, launches};
+use super::naive;
 use crate::CudaError;
 use crate::attention;
 use crate::call::{Call, THREADS};

@@ -1,6 +1,6 @@
 //! Attention of context-parallel ranks.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::attention::context;
 use crate::call::Call;
 

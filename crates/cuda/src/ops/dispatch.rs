@@ -1,7 +1,8 @@
 //! Expert parallelism: rows of tokens in blocks, one for every part of the experts, and back.
 
+use super::experts;
+use super::launch::{Launches, launches};
 use super::router::check_experts;
-use super::{Launches, experts, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;

@@ -1,6 +1,6 @@
 //! Rows of a table by token, and their gradient.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::driver::ALIGNMENT;

@@ -4,8 +4,9 @@
 //! Every matmul sorts the rows by expert for itself: numbers in its scratch, not the rows. What an expert gets is known on the device alone.
 
 use super::grouped::{self, Product};
+use super::launch::{Launches, launches};
+use super::router;
 use super::router::check_experts;
-use super::{Launches, launches, router};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::driver::{ALIGNMENT, Address};

@@ -1,7 +1,7 @@
 //! Sums of gradients, and their norm.
 
+use super::launch::{Launches, launches};
 use super::many::Many;
-use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix, sum_kind};
 use crate::kernels::args;

@@ -1,7 +1,7 @@
 //! The output head and its loss: logits exist a chunk of rows at a time.
 
+use super::launch::{Launches, launches};
 use super::linear::{padded, weight_product};
-use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::driver::{ALIGNMENT, Address};

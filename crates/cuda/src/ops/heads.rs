@@ -1,6 +1,6 @@
 //! Heads in parts, as an all-to-all of context-parallel ranks takes and gives them, and back.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::args;

@@ -1,6 +1,7 @@
 //! Matmuls of activations and weights.
 
-use super::{Launches, bias, launches};
+use super::bias;
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::Call;
 use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};

@@ -11,6 +11,7 @@ mod gradient;
 mod grouped;
 mod head;
 mod heads;
+mod launch;
 mod linear;
 mod many;
 mod naive;
@@ -26,6 +27,7 @@ use crate::CudaError;
 use crate::call::Call;
 use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
+use launch::Launch;
 use lockstep_ir::{DType, DeviceProfile, Fusion, OpKind, Workspace};
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -96,22 +98,6 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         faster: Vec::new(),
     }
 }
-
-/// What queues an op's kernels. Whoever calls it vouches that the arena is that of the program which the call is of.
-pub type Launch = unsafe fn(Call) -> Result<(), CudaError>;
-/// Those of a family.
-pub type Launches = Vec<(OpKind, Launch)>;
-
-/// The table of a family, as [`by_kind`](lockstep_exec::by_kind).
-macro_rules! launches {
-    ($call:ident: $($kind:ident $({ $($attribute:tt)* })? => $run:expr,)*) => {
-        lockstep_exec::by_kind! { $call: Call => super::Launch; $($kind $({ $($attribute)* })? =>
-            // SAFETY: whoever calls vouches for the arena; the verifier has checked that operands lie in it and overlap only in place.
-            unsafe { $run },
-        )* }
-    };
-}
-use launches;
 
 /// The launches of all families.
 static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {

@@ -1,6 +1,6 @@
 //! Norms of rows and of heads, and their gradients.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, suffix, sum_kind};
 use crate::kernels::args;

@@ -1,8 +1,8 @@
 //! Update rules of optimizers.
 
+use super::launch::{Launches, launches};
 use super::many::Many;
 use super::orthogonal::orthogonalise;
-use super::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix};
 use crate::kernels::args;

@@ -1,6 +1,6 @@
 //! Activation functions, sums, casts and dropout: each element on its own.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix};
 use crate::kernels::{Value, args};

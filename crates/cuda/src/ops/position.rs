@@ -1,6 +1,6 @@
 //! Where a position stands: tables of positions, and RoPE.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, sum_kind};
 use crate::kernels::args;

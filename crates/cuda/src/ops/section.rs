@@ -1,6 +1,6 @@
 //! Copies of sections of packed rows.
 
-use super::{Launches, launches};
+use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::driver::Address;
