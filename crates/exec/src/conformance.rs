@@ -12,7 +12,7 @@ use crate::reference;
 use crate::{ExecError, Executor};
 use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{self, ANY, Draw, Elem, LEADING, ROWS, Sample, names, samples};
+use lockstep_ir::op::{self, ANY, Draw, Elem, LEADING, ROWS, Sample, Spec, names, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, Placement, TensorType, ValueId, verify};
 use part::Part;
@@ -83,7 +83,7 @@ pub fn run(
         }
     }
     if batch_invariant {
-        for (together, alone) in per_kind(BATCH).into_iter().zip(per_kind(1)) {
+        for (together, alone) in per_row(BATCH).into_iter().zip(per_row(1)) {
             // Samples that stand alone have no partner.
             for (together, alone) in together.into_iter().zip(alone) {
                 outcomes.extend(check_batch_invariance(profile, compute, load, together, alone, seed)?);
@@ -101,10 +101,10 @@ fn kernel_samples(batch: usize) -> impl Iterator<Item = Sample> {
     samples(batch).filter(|s| s.op.spec().has_kernel())
 }
 
-/// The same by op.
-fn per_kind(batch: usize) -> Vec<Vec<Sample>> {
-    let of = |kind: &OpKind| kernel_samples(batch).filter(|s| s.op.kind() == *kind).collect();
-    OpKind::ALL.iter().map(of).collect()
+/// The same by row of the op table.
+fn per_row(batch: usize) -> Vec<Vec<Sample>> {
+    let of = |row: &&Spec| kernel_samples(batch).filter(|s| s.op.name() == row.name).collect();
+    OpKind::ALL.iter().flat_map(|kind| kind.rows()).map(of).collect()
 }
 
 /// Types that gradients are summed in.

@@ -289,20 +289,20 @@ mod tests {
             "\
 F o.kv = slice(qkv) { first: 1, count: 2 }
 F o.kv.1 = shift(o.kv) { over: cp }
-F o.step.0, o.step.0.lse = ring_attention(qkv, o.kv) { window: None, step: 0, parts: 3 }
+F o.step.0, o.step.0.lse = ring_attention(qkv, o.kv) { window: None, ring: Some(Ring { step: 0, parts: 3 }) }
 F o.kv.2 = shift(o.kv.1) { over: cp }
-F o.step.1, o.step.1.lse = ring_attention(qkv, o.kv.1) { window: None, step: 1, parts: 3 }
+F o.step.1, o.step.1.lse = ring_attention(qkv, o.kv.1) { window: None, ring: Some(Ring { step: 1, parts: 3 }) }
 F o.sum.1, o.sum.1.lse = attention_merge(o.step.0, o.step.0.lse, o.step.1, o.step.1.lse)
-F o.step.2, o.step.2.lse = ring_attention(qkv, o.kv.2) { window: None, step: 2, parts: 3 }
+F o.step.2, o.step.2.lse = ring_attention(qkv, o.kv.2) { window: None, ring: Some(Ring { step: 2, parts: 3 }) }
 F o, o.lse = attention_merge(o.sum.1, o.sum.1.lse, o.step.2, o.step.2.lse)
 B d.qkv.kv = slice(qkv) { first: 1, count: 2 }
 B d.qkv.kv.1 = shift(d.qkv.kv) { over: cp }
-B d.qkv.dq.0, d.qkv.dq.0.dkv = ring_attention_grad(do, qkv, d.qkv.kv, o, o.lse) { window: None, step: 0, parts: 3 }
+B d.qkv.dq.0, d.qkv.dq.0.dkv = ring_attention_grad(do, qkv, d.qkv.kv, o, o.lse) { window: None, ring: Some(Ring { step: 0, parts: 3 }) }
 B d.qkv.kv.2 = shift(d.qkv.kv.1) { over: cp }
-B d.qkv.dq.1, d.qkv.dq.1.dkv = ring_attention_grad(do, qkv, d.qkv.kv.1, o, o.lse) { window: None, step: 1, parts: 3 }
+B d.qkv.dq.1, d.qkv.dq.1.dkv = ring_attention_grad(do, qkv, d.qkv.kv.1, o, o.lse) { window: None, ring: Some(Ring { step: 1, parts: 3 }) }
 B d.qkv.dkv.1 = shift(d.qkv.dq.1.dkv) { over: cp }
 B d.qkv.dq.sum.1 = add(d.qkv.dq.0, d.qkv.dq.1)
-B d.qkv.dq.2, d.qkv.dq.2.dkv = ring_attention_grad(do, qkv, d.qkv.kv.2, o, o.lse) { window: None, step: 2, parts: 3 }
+B d.qkv.dq.2, d.qkv.dq.2.dkv = ring_attention_grad(do, qkv, d.qkv.kv.2, o, o.lse) { window: None, ring: Some(Ring { step: 2, parts: 3 }) }
 B d.qkv.dkv.sum.2 = add(d.qkv.dkv.1, d.qkv.dq.2.dkv)
 B d.qkv.dkv.2 = shift(d.qkv.dkv.sum.2) { over: cp }
 B d.qkv.dq.sum.2 = add(d.qkv.dq.sum.1, d.qkv.dq.2)
@@ -342,10 +342,10 @@ B d.qkv: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: spl
             "\
 F o.kv: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = slice(qkv) { first: 1, count: 2 }
 F o.kv.gathered: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] = all_gather(o.kv) { over: cp, dim: Some(1) }
-F o: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), o.lse: f32[batch:1, heads:4, seq:12] @(cp: split 2) = gathered_attention(qkv, o.kv.gathered) { window: None }
+F o: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), o.lse: f32[batch:1, heads:4, seq:12] @(cp: split 2) = gathered_attention(qkv, o.kv.gathered) { window: None, ring: None }
 B d.qkv.kv: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = slice(qkv) { first: 1, count: 2 }
 B d.qkv.kv.gathered: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] = all_gather(d.qkv.kv) { over: cp, dim: Some(1) }
-B d.qkv.dq: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), d.qkv.dq.dkv: f32[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: partial) = gathered_attention_grad(do, qkv, d.qkv.kv.gathered, o, o.lse) { window: None }
+B d.qkv.dq: bf16[batch:1, seq:12, heads:4×2] @(cp: split 1), d.qkv.dq.dkv: f32[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: partial) = gathered_attention_grad(do, qkv, d.qkv.kv.gathered, o, o.lse) { window: None, ring: None }
 B d.qkv.dq.dkv.scattered: f32[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = reduce_scatter(d.qkv.dq.dkv) { over: cp, dim: Some(1) }
 B d.qkv.dkv.rounded: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = cast(d.qkv.dq.dkv.scattered) { to: BF16 }
 B d.qkv: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = concat(d.qkv.dq, d.qkv.dkv.rounded)
