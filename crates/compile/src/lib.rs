@@ -24,11 +24,10 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, STATS, TRAINING_PASSES, autodiff, fuse,
+    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, STATS, TRAINING_PASSES,
+    autodiff, fuse,
 };
-pub use settings::{
-    AdamW, Candidate, Context, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Rule, Steps,
-};
+pub use settings::{Candidate, Context, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps};
 pub use stage::balanced as balanced_stages;
 
 use lockstep_ir::op::Flops;

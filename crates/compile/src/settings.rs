@@ -1,5 +1,6 @@
 //! What was chosen for a run, as the passes see it: the device, the layout, the optimizer, types, recomputation.
 
+use crate::passes::{AdamW, Rule};
 use lockstep_ir::{DType, DeviceProfile, Layout};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -55,48 +56,11 @@ pub struct ParameterGroup {
     pub decay: Option<f32>,
 }
 
-/// An update rule with its constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rule {
-    /// Adam with decoupled decay.
-    AdamW(AdamW),
-    /// The sign of a mixture of moment and gradient.
-    Lion {
-        /// Share of the moment in the update.
-        beta1: f32,
-        /// Decay of the moment.
-        beta2: f32,
-    },
-    /// Gradient descent with momentum.
-    Sgd {
-        /// Decay of the momentum.
-        momentum: f32,
-    },
-    /// Orthogonalised momentum for matrices of layers, section by section.
-    Muon {
-        /// Decay of the momentum.
-        momentum: f32,
-        /// For all other parameters.
-        rest: AdamW,
-    },
-}
-
 impl Optimizer {
     /// AdamW for all parameters.
     pub fn adamw(adamw: AdamW, decay: f32) -> Self {
         Self { rule: Rule::AdamW(adamw), decay, groups: BTreeMap::new() }
     }
-}
-
-/// AdamW's constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the root of the second moment.
-    pub eps: f32,
 }
 
 /// Which types a run stores and sums in.

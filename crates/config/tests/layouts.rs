@@ -4,6 +4,7 @@ mod common;
 
 use common::{TINY, check, check_set};
 use lockstep_config::Config;
+use lockstep_ir::Schedule;
 
 #[test]
 fn tp_must_split_the_heads() {
@@ -249,11 +250,14 @@ hint: give an integer from 1 to 65536, or a string with a decimal suffix (K, M, 
     check_set(
         TINY,
         &["parallel.schedule=1b1f"],
-        "
+        &format!(
+            "
 parallel.schedule = 1b1f is not known
   --> --set parallel.schedule=1b1f
-hint: choose one of \"1f1b\", \"gpipe\", \"interleaved\", \"zb-h1\", \"zb-v\"
+hint: choose one of {}
 ",
+            Schedule::NAMES.map(|name| format!("{name:?}")).join(", ")
+        ),
     );
     check_set(
         TINY,

@@ -169,10 +169,10 @@ pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &Atom
     let paths: Vec<PathBuf> = found.files.iter().take_while(fits).map(|file| file.path.clone()).collect();
     let all = paths.len() == found.files.len();
     let first = &found.files[0];
-    let paths = match (paths.is_empty(), first.form) {
+    let paths = match (paths.is_empty(), first.form.is_plain()) {
         (false, _) => paths,
-        (true, Form::Text | Form::Lines { compressed: false }) => vec![beginning(&first.path, to, most)?],
-        (true, Form::Lines { compressed: true } | Form::Rows) => vec![first.path.clone()],
+        (true, true) => vec![beginning(&first.path, to, most)?],
+        (true, false) => vec![first.path.clone()],
     };
     Ok(Excerpt { survey, paths, all })
 }

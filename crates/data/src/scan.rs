@@ -74,6 +74,11 @@ impl Form {
             Form::Text
         }
     }
+
+    /// Whether it is text as it stands, so that its beginning up to the end of a line is a file of the same form.
+    pub(crate) fn is_plain(self) -> bool {
+        matches!(self, Form::Text | Form::Lines { compressed: false })
+    }
 }
 
 /// What is read of a long file to tell whether it is the same: so many blocks of so many bytes, evenly over the file. Multiples of a
@@ -110,7 +115,7 @@ impl SourceFile {
     fn refuse_compressed(&self, begins: &[u8; 6]) -> Result<(), DataError> {
         let Some((name, _)) = COMPRESSED.iter().find(|(_, magic)| begins.starts_with(magic)) else { return Ok(()) };
         match self.form {
-            Form::Text | Form::Lines { compressed: false } => Err(DataError::source(
+            form if form.is_plain() => Err(DataError::source(
                 &self.path,
                 format!("the file is compressed ({name}), and is read as text"),
                 "decompress it; of compressed files, JSON lines in zstd (.jsonl.zst) and Parquet are read",
@@ -120,7 +125,7 @@ impl SourceFile {
                 format!("the file is compressed by {name}, and its name says zstd"),
                 "compress it with zstd, or decompress it and call it .jsonl",
             )),
-            Form::Lines { compressed: true } | Form::Rows => Ok(()),
+            _ => Ok(()),
         }
     }
 }

@@ -17,7 +17,7 @@ pub use autodiff::autodiff;
 pub use experts::ROWS_BEYOND;
 pub use fuse::fuse;
 pub use loads::LOADS;
-pub use optimizer::{FIRST_STATS, STATS};
+pub use optimizer::{AdamW, FIRST_STATS, Rule, STATS};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
 pub use score::MISSES;
 

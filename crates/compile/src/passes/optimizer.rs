@@ -1,13 +1,50 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
 use super::{autodiff, loads, zero};
-use crate::settings::{AdamW, Context, ParameterGroup, Rule};
+use crate::settings::{Context, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{
     Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, TensorType, TypeError, ValueId,
 };
 use std::collections::{BTreeMap, BTreeSet};
+
+/// An update rule with its constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rule {
+    /// Adam with decoupled decay.
+    AdamW(AdamW),
+    /// The sign of a mixture of moment and gradient.
+    Lion {
+        /// Share of the moment in the update.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+    },
+    /// Gradient descent with momentum.
+    Sgd {
+        /// Decay of the momentum.
+        momentum: f32,
+    },
+    /// Orthogonalised momentum for matrices of layers, section by section.
+    Muon {
+        /// Decay of the momentum.
+        momentum: f32,
+        /// For all other parameters.
+        rest: AdamW,
+    },
+}
+
+/// AdamW's constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+}
 
 impl Rule {
     /// The rule of an optimizer's name. A rule reads some of the constants.
