@@ -23,7 +23,7 @@ pub enum HostError {
     /// The executor cannot load or run the program.
     #[error("{0}")]
     #[hint(exec_hint(_0))]
-    Exec(#[from] ExecError),
+    Exec(Box<ExecError>),
     /// The processes of a run do not find each other.
     #[error("{0}")]
     #[hint(_0.hint())]
@@ -123,12 +123,14 @@ impl HostError {
 
     /// Whether the same command again would end the same way: what it computes has failed, not what it runs on.
     pub fn recurs(&self) -> bool {
-        matches!(
-            self,
-            HostError::Plan(_)
-                | HostError::Exec(ExecError::OutOfMemory(_) | ExecError::Internal(_))
-                | HostError::Join(JoinError::OtherSize { .. } | JoinError::OtherBuild { .. } | JoinError::Twice { .. })
-        )
+        match self {
+            HostError::Plan(_) => true,
+            HostError::Exec(error) => matches!(**error, ExecError::OutOfMemory(_) | ExecError::Internal(_)),
+            HostError::Join(error) => {
+                matches!(error, JoinError::OtherSize { .. } | JoinError::OtherBuild { .. } | JoinError::Twice { .. })
+            }
+            _ => false,
+        }
     }
 
     /// Whether the request was wrong, rather than the run.
@@ -141,6 +143,12 @@ impl HostError {
             HostError::OtherRanks { .. } | HostError::FewGpus { .. } | HostError::Disagree { .. } => true,
             HostError::NotShared { .. } | HostError::ToldOtherwise { .. } => true,
         }
+    }
+}
+
+impl From<ExecError> for HostError {
+    fn from(error: ExecError) -> Self {
+        HostError::Exec(Box::new(error))
     }
 }
 

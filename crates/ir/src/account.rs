@@ -1,8 +1,8 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::graph::Phase;
-use crate::op::{Flops, Transfer, TypeError};
-use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
+use crate::op::{Flops, TypeError};
+use crate::program::{Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::{Distinct, Walk};
 use crate::{Axes, Coordinates, Placement, timeline};
