@@ -99,7 +99,7 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
 pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
     let found =
         Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
-    let gpus = found.map_err(|error| ExecError::from(error))?.saturating_sub(first);
+    let gpus = found.map_err(ExecError::from)?.saturating_sub(first);
     match ranks > gpus && !share {
         true => Err(HostError::FewGpus { host: host(), ranks, gpus }.into()),
         false => Ok(()),
