@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::Failure;
 use crate::table::table;
+use lockstep_host::date;
 use lockstep_ir::units;
 use lockstep_rundir::{CheckpointSummary, checkpoints};
 use serde_json::json;
@@ -40,23 +41,9 @@ fn row(checkpoint: &CheckpointSummary) -> Vec<String> {
 
 /// `2026-11-15 16:02:34 UTC`.
 fn utc(unix_s: f64) -> String {
-    let seconds = unix_s as i64;
-    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    let (year, month, day) = civil(days);
-    let (hour, minute) = (second / 3600, second / 60 % 60);
-    format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{:02} UTC", second % 60)
-}
-
-/// Year, month and day of a day counted from 1970: years are taken to begin in March, so that a leap day ends one.
-fn civil(days: i64) -> (i64, i64, i64) {
-    let days = days + 719_468;
-    let (era, day_of_era) = (days.div_euclid(146_097), days.rem_euclid(146_097));
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let (day, month) =
-        (day_of_year - (153 * shifted + 2) / 5 + 1, if shifted < 10 { shifted + 3 } else { shifted - 9 });
-    (era * 400 + year_of_era + i64::from(month <= 2), month, day)
+    let seconds = unix_s as u64;
+    let (hour, minute) = (seconds / 3600 % 24, seconds / 60 % 60);
+    format!("{} {hour:02}:{minute:02}:{:02} UTC", date(seconds), seconds % 60)
 }
 
 #[cfg(test)]

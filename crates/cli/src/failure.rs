@@ -2,11 +2,14 @@
 
 use crate::remedies;
 use lockstep_checkpoint::CheckpointError;
+use lockstep_config::ConfigError;
 use lockstep_exec::ExecError;
 use lockstep_host::HostError;
 use lockstep_infer::InferError;
 use lockstep_ir::Hint;
+use lockstep_plan::PlanError;
 use lockstep_rundir::RunDirError;
+use lockstep_sim::SimError;
 use lockstep_train::TrainError;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
@@ -101,12 +104,6 @@ impl Display for Failure {
     }
 }
 
-impl From<lockstep_config::ConfigError> for Failure {
-    fn from(error: lockstep_config::ConfigError) -> Self {
-        Self::refused(&error)
-    }
-}
-
 impl From<TrainError> for Failure {
     fn from(error: TrainError) -> Self {
         Self::from(&error)
@@ -122,19 +119,6 @@ impl From<&TrainError> for Failure {
         };
         let failure = Self::new(remedies::message(error), remedies::hint(error), code);
         Self { recurs: code == 1 && error.recurs(), ..failure }
-    }
-}
-
-impl From<lockstep_plan::PlanError> for Failure {
-    fn from(error: lockstep_plan::PlanError) -> Self {
-        Self::new(error.to_string(), error.hint(), if error.is_request() { 2 } else { 1 })
-    }
-}
-
-impl From<lockstep_sim::SimError> for Failure {
-    fn from(error: lockstep_sim::SimError) -> Self {
-        let request = matches!(error, lockstep_sim::SimError::File { .. });
-        Self::new(error.to_string(), error.hint(), if request { 2 } else { 1 })
     }
 }
 
@@ -162,4 +146,4 @@ macro_rules! as_of_a_run {
     )+};
 }
 
-as_of_a_run!(HostError, InferError, RunDirError, CheckpointError, ExecError);
+as_of_a_run!(HostError, InferError, ConfigError, PlanError, SimError, RunDirError, CheckpointError, ExecError);

@@ -209,13 +209,8 @@ impl Progress {
 
     /// A long operation outside of the steps, counted in what `amount` writes.
     pub fn work(&mut self, what: &str, done: u64, total: u64, amount: fn(u64) -> String) {
-        let text = || format!("{what}: {} of {}", amount(done), amount(total));
-        if self.quiet {
-        } else if std::io::stderr().is_terminal() {
-            self.bar.get_or_insert_with(bar).set_message(line(columns(), (done, total), &text(), &[]));
-        } else if self.due() {
-            self.say(&text());
-        }
+        let text = format!("{what}: {} of {}", amount(done), amount(total));
+        self.show_work(&text, || line(columns(), (done, total), &text, &[]));
     }
 
     /// A search whose end is not known: how many it has looked at, in two ways.
@@ -224,11 +219,16 @@ impl Progress {
             return;
         }
         let text = format!("{what}: {one}, {which}: {other}");
+        self.show_work(&text, || text.clone());
+    }
+
+    /// Shows what is done outside of the steps: on a terminal as a bar.
+    fn show_work(&mut self, text: &str, on_terminal: impl FnOnce() -> String) {
         if self.quiet {
         } else if std::io::stderr().is_terminal() {
-            self.bar.get_or_insert_with(bar).set_message(text);
+            self.bar.get_or_insert_with(bar).set_message(on_terminal());
         } else if self.due() {
-            self.say(&text);
+            self.say(text);
         }
     }
 

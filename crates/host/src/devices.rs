@@ -100,11 +100,11 @@ impl Devices {
         let faster = match plan.target {
             // Of several processes the first times them: all run one program.
             Target::Cuda { deterministic: false } if !matmuls.is_empty() => {
-                let found = self.team().told::<HostError>("tune", || {
+                let found: Vec<bool> = self.team().told::<_, HostError>("tune", || {
                     let faster = self.gpu()?.faster(&matmuls).map_err(ExecError::from)?;
-                    Ok(matmuls.iter().map(|matmul| u8::from(faster.contains(matmul))).collect())
+                    Ok(matmuls.iter().map(|matmul| faster.contains(matmul)).collect())
                 })?;
-                matmuls.into_iter().zip(found).filter(|(_, faster)| *faster == 1).map(|(matmul, _)| matmul).collect()
+                matmuls.into_iter().zip(found).filter(|(_, faster)| *faster).map(|(matmul, _)| matmul).collect()
             }
             Target::Cpu | Target::Cuda { .. } => Vec::new(),
         };

@@ -17,7 +17,7 @@ pub use devices::Devices;
 pub use error::HostError;
 pub use gpus::SHARES as SHARES_GPUS;
 pub use hardware::{catalogue, catalogue_folder, machines_folder, profile_of, write_machine, write_profile};
-pub use peak::Peak;
+pub use peak::{Peak, date};
 pub use prediction::{Prediction, machine_profile, predict, predict_by};
 pub use processes::{Processes, StopSignal, Team};
 

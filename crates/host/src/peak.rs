@@ -52,8 +52,7 @@ pub(crate) fn renew_cpu(processor: &str, compute: DType) -> Result<Peak, ExecErr
 }
 
 fn named(processor: &str, compute: DType, Measured { flops_per_s, unix_s }: Measured) -> Peak {
-    let (year, month, day) = date(unix_s);
-    let name = format!("matmul peak of the CPU in {compute}, measured {year}-{month:02}-{day:02}");
+    let name = format!("matmul peak of the CPU in {compute}, measured {}", date(unix_s));
     Peak { flops_per_s, name, of: format!("{processor}, {compute}") }
 }
 
@@ -103,8 +102,8 @@ fn keep(file: &Path, processor: &str, compute: DType, found: Measured) {
     let _ = write();
 }
 
-/// Year, month and day (UTC) of a time: the civil calendar from a count of days.
-fn date(unix_s: u64) -> (u64, u64, u64) {
+/// `2026-11-16`, the day (UTC) of a time: the civil calendar from a count of days.
+pub fn date(unix_s: u64) -> String {
     let days = unix_s / 86_400 + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -113,7 +112,7 @@ fn date(unix_s: u64) -> (u64, u64, u64) {
     let shifted = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted + 2) / 5 + 1;
     let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+    format!("{:04}-{month:02}-{day:02}", era * 400 + year_of_era + u64::from(month <= 2))
 }
 
 #[cfg(test)]
@@ -154,9 +153,9 @@ mod tests {
 
     #[test]
     fn dates_are_those_of_the_calendar() {
-        assert_eq!(date(0), (1970, 1, 1));
-        assert_eq!(date(951_782_400), (2000, 2, 29));
-        assert_eq!(date(1_794_787_200), (2026, 11, 16));
+        assert_eq!(date(0), "1970-01-01");
+        assert_eq!(date(951_782_400), "2000-02-29");
+        assert_eq!(date(1_794_787_200), "2026-11-16");
         let peak = named("cpu x", DType::BF16, Measured { flops_per_s: 1e12, unix_s: 1_794_787_200 });
         assert_eq!(peak.name, "matmul peak of the CPU in bf16, measured 2026-11-16");
     }

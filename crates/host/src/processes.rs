@@ -13,6 +13,8 @@ use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, j
 use lockstep_exec::comm::{CommError, Communicator, ProgramPlace};
 use lockstep_ir::counter;
 use lockstep_rundir::{FAILURES, RunDirError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::OpenOptions;
@@ -185,14 +187,18 @@ impl<'a> Team<'a> {
     }
 
     /// What the first process finds out, told to all.
-    pub fn told<E: From<HostError>>(
+    pub fn told<T: Serialize + DeserializeOwned, E: From<HostError>>(
         self,
         op: &'static str,
-        find: impl FnOnce() -> Result<Vec<u8>, E>,
-    ) -> Result<Vec<u8>, E> {
+        find: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
         let Some(processes) = self.0 else { return find() };
-        let mine = if self.is_first() { processes.busy(op, find)? } else { Vec::new() };
-        Ok(std::mem::take(&mut processes.exchange(op, &mine)?[0]))
+        let wrong = |error: serde_json::Error| HostError::from(ExecError::Internal(format!("{op}: {error}")));
+        let mine = match self.is_first() {
+            true => serde_json::to_vec(&processes.busy(op, find)?).map_err(wrong)?,
+            false => Vec::new(),
+        };
+        Ok(serde_json::from_slice(&processes.exchange(op, &mine)?[0]).map_err(wrong)?)
     }
 
     /// Whether something holds for all.
@@ -211,12 +217,12 @@ impl<'a> Team<'a> {
         let Some(processes) = self.0 else { return Ok(()) };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
         let path = folder.join(SHARED);
-        let mark = self.told::<HostError>("share", || {
-            let mark = counter::bits(now, u64::from(std::process::id())).to_string().into_bytes();
+        let mark = self.told::<_, HostError>("share", || {
+            let mark = counter::bits(now, u64::from(std::process::id())).to_string();
             std::fs::write(&path, &mark).map_err(|e| RunDirError::io("write", &path, e))?;
             Ok(mark)
         })?;
-        let there = || std::fs::read(&path).is_ok_and(|text| text == mark);
+        let there = || std::fs::read(&path).is_ok_and(|text| text == mark.as_bytes());
         let found = processes.busy("share", || {
             let until = Instant::now() + SEEN_WITHIN;
             while !there() && Instant::now() < until {

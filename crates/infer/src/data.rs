@@ -90,6 +90,13 @@ struct Wanted {
     folder: PathBuf,
 }
 
+impl Wanted {
+    /// The corpus, with its tokens.
+    fn with(self, data: Prepared) -> RunCorpus {
+        RunCorpus { name: self.name, weight: self.weight, schedule: self.schedule, data }
+    }
+}
+
 impl RunData {
     /// Opens the corpora under `folder`, preparing those that are not there.
     ///
@@ -122,25 +129,26 @@ impl RunData {
         }
         let shared = config.prepared_dir().is_some_and(|shared| shared == folder);
         let mut corpora = Vec::new();
-        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &tokenizer) {
-            if let Some(data) = in_place(config, &spec)? {
-                corpora.push(RunCorpus { name, weight, schedule, data });
+        for wanted in wanted(config, folder, &tokenizer) {
+            let (spec, folder) = (&wanted.spec, &wanted.folder);
+            if let Some(data) = in_place(config, spec)? {
+                corpora.push(wanted.with(data));
                 continue;
             }
-            let found = match Prepared::open(&folder)? {
-                Some(data) if existing == Existing::Refresh => match is_current(&spec, &data, stop)? {
+            let found = match Prepared::open(folder)? {
+                Some(data) if existing == Existing::Refresh => match is_current(spec, &data, stop)? {
                     true => Some(data),
                     // Text that has changed where it is takes its own place; nothing else does.
-                    false if shared && !is_from(&spec, &data) => return Err(shared_data(&folder)),
+                    false if shared && !is_from(spec, &data) => return Err(shared_data(folder)),
                     false => None,
                 },
-                found => found.filter(|data| is_from(&spec, data)),
+                found => found.filter(|data| is_from(spec, data)),
             };
             let data = match found {
                 Some(data) => data,
-                None => prepare_with(&spec, &folder, &options, &mut |at| progress(&name, at))?,
+                None => prepare_with(spec, folder, &options, &mut |at| progress(&wanted.name, at))?,
             };
-            corpora.push(RunCorpus { name, weight, schedule, data });
+            corpora.push(wanted.with(data));
         }
         Ok(RunData { corpora })
     }
@@ -165,17 +173,18 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
         let (mut text, mut corpora) = (Survey { files: 0, bytes: 0 }, Vec::new());
-        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &tokenizer) {
-            if let Some(data) = in_place(config, &spec)? {
-                corpora.push(RunCorpus { name, weight, schedule, data });
+        for wanted in wanted(config, folder, &tokenizer) {
+            let (spec, folder) = (&wanted.spec, &wanted.folder);
+            if let Some(data) = in_place(config, spec)? {
+                corpora.push(wanted.with(data));
                 continue;
             }
-            let Survey { files, bytes } = survey(&spec, &folder, stop)?;
+            let Survey { files, bytes } = survey(spec, folder, stop)?;
             text = Survey { files: text.files + files, bytes: text.bytes + bytes };
-            if let Some(data) = Prepared::open(&folder)?
-                && is_current(&spec, &data, stop)?
+            if let Some(data) = Prepared::open(folder)?
+                && is_current(spec, &data, stop)?
             {
-                corpora.push(RunCorpus { name, weight, schedule, data });
+                corpora.push(wanted.with(data));
             }
         }
         let all = corpora.len() == config.data.corpora.len().max(1);
@@ -190,13 +199,15 @@ impl RunData {
     /// Opens the corpora under `folder`; none where one of them is not prepared.
     pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
         let mut corpora = Vec::new();
-        for Wanted { name, weight, schedule, spec, folder } in wanted(config, folder, &TokenizerSpec::Bytes) {
-            let data = match token_files(&spec)? {
-                Some(_) => in_place(config, &PrepareSpec { tokenizer: tokenizer_spec(config)?, ..spec })?,
-                None => Prepared::open(&folder)?,
+        for wanted in wanted(config, folder, &TokenizerSpec::Bytes) {
+            let data = match token_files(&wanted.spec)? {
+                Some(_) => {
+                    in_place(config, &PrepareSpec { tokenizer: tokenizer_spec(config)?, ..wanted.spec.clone() })?
+                }
+                None => Prepared::open(&wanted.folder)?,
             };
             let Some(data) = data else { return Ok(None) };
-            corpora.push(RunCorpus { name, weight, schedule, data });
+            corpora.push(wanted.with(data));
         }
         Ok(Some(RunData { corpora }).filter(|data| !data.corpora.is_empty()))
     }
@@ -205,9 +216,8 @@ impl RunData {
     /// weights. None where there are none.
     pub fn find(folder: &Path) -> Result<Option<Self>, DataError> {
         if let Some(data) = Prepared::open(folder)? {
-            return Ok(Some(RunData {
-                corpora: vec![RunCorpus { name: String::new(), weight: 1.0, schedule: Vec::new(), data }],
-            }));
+            let only = RunCorpus { name: String::new(), weight: 1.0, schedule: Vec::new(), data };
+            return Ok(Some(RunData { corpora: vec![only] }));
         }
         let entries = folder.read_dir().into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
         let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();

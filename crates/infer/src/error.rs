@@ -14,7 +14,7 @@ pub enum InferError {
     /// The machine cannot do it.
     #[error("{0}")]
     #[hint(_0.hint())]
-    Host(#[from] HostError),
+    Host(Box<HostError>),
     /// The config is wrong.
     #[error("{0}")]
     #[hint(_0.hint())]
@@ -120,6 +120,12 @@ impl InferError {
             InferError::EvaluationBound { .. } | InferError::NotFinite { .. } => false,
             _ => true,
         }
+    }
+}
+
+impl From<HostError> for InferError {
+    fn from(error: HostError) -> Self {
+        InferError::Host(Box::new(error))
     }
 }
 

@@ -166,7 +166,7 @@ pub fn evaluate(
 
 /// The tokenizer of a model for preparing text in a folder of its own.
 fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec, InferError> {
-    let Some(json) = tokenizer.json() else { return Ok(TokenizerSpec::Bytes) };
+    let Some(json) = tokenizer.source() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| RunDirError::io("write", &path, e))?;
     Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
@@ -255,37 +255,22 @@ impl Material {
     }
 }
 
-/// A model that scores the ends of texts of up to so many tokens.
-pub(crate) struct Scorer(Model);
-
-impl Scorer {
-    /// For `texts` texts that read up to `seq` tokens.
-    pub(crate) fn load(devices: &Devices, trained: &Trained, seq: usize, texts: u64) -> Result<Self, InferError> {
-        Ok(Self(Model::load(devices, trained, seq, Cut { sequences: texts.max(1), rest: 0 }, true)?))
-    }
-
-    pub(crate) fn arena_bytes(&self) -> u64 {
-        self.0.executor.arena_bytes()
-    }
-
-    /// Calls `scored` with each text.
-    pub(crate) fn score(&mut self, texts: &[Request], scored: &mut dyn FnMut(TextScore)) -> Result<(), InferError> {
-        // An interrupt ends the process at once: nothing is lost.
-        let never = AtomicBool::new(false);
-        let Model { executor, whole, .. } = &mut self.0;
-        let Some(feed) = whole else { return Ok(()) };
-        feed.score(executor.as_mut(), StepProgram::EVALUATE, texts, &never, scored).map(|_| ())
-    }
-}
-
-struct Model {
-    executor: Box<dyn Executor>,
+/// A model in memory, for whole sequences and the rest of a text.
+pub(crate) struct Model {
+    pub(crate) executor: Box<dyn Executor>,
     whole: Option<Feed>,
     rest: Option<Feed>,
 }
 
 impl Model {
-    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut, misses: bool) -> Result<Self, InferError> {
+    /// For what is cut into sequences of `seq` tokens; `misses` says whether it tells what greedy decoding gives.
+    pub(crate) fn load(
+        devices: &Devices,
+        trained: &Trained,
+        seq: usize,
+        cut: Cut,
+        misses: bool,
+    ) -> Result<Self, InferError> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
@@ -299,6 +284,18 @@ impl Model {
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),
             rest: (cut.rest > 0).then(|| feed(StepProgram::EVALUATE_REST, 1, cut.rest)),
         })
+    }
+
+    /// Calls `scored` with each text.
+    pub(crate) fn score_texts(
+        &mut self,
+        texts: &[Request],
+        scored: &mut dyn FnMut(TextScore),
+    ) -> Result<(), InferError> {
+        let Some(feed) = &mut self.whole else { return Ok(()) };
+        // An interrupt ends the process at once: nothing is lost.
+        let never = AtomicBool::new(false);
+        feed.score(self.executor.as_mut(), StepProgram::EVALUATE, texts, &never, scored).map(|_| ())
     }
 
     /// Scores every sequence.

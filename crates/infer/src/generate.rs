@@ -159,7 +159,7 @@ pub fn generate(
         if let Some(last) = tokens.last() {
             generator.read(&[*last])?;
         }
-        let known = tokenizer.vocabulary().min(generator.logits.len());
+        let known = (tokenizer.vocabulary() as usize).min(generator.logits.len());
         let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
             let what = format!("the model's logits at position {position} are");
             return Err(InferError::NotFinite { what });

@@ -7,10 +7,11 @@ mod score;
 pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
-use crate::evaluate::Scorer;
+use crate::evaluate::Model;
 use crate::feed::TextScore;
 use crate::{EvaluateProgress, InferError, Trained};
 use lockstep_host::Devices;
+use lockstep_plan::{Cut, check_positions};
 pub use read::Request;
 
 /// How a model does on tasks.
@@ -35,18 +36,22 @@ pub fn evaluate_tasks(
     let config = &trained.config;
     let tokenizer = trained.tokenizer()?;
     let most = seq.unwrap_or(config.train.seq).max(1);
-    lockstep_plan::check_positions(config, most)?;
+    check_positions(config, most)?;
     let requests = TaskRequests::new(files, &tokenizer, most)?;
     // Programs are made for the longest text, not for the longest that there could be.
     let seq = requests.longest();
-    let mut scorer = Scorer::load(devices, trained, seq, requests.rows.len() as u64)?;
     let total = requests.rows.len() as u64;
+    let mut model = Model::load(devices, trained, seq, Cut { sequences: total.max(1), rest: 0 }, true)?;
     let mut scores = Vec::new();
-    scorer.score(&requests.rows, &mut |score| {
+    model.score_texts(&requests.rows, &mut |score| {
         scores.push(score);
         show(EvaluateProgress::Scoring { done: scores.len() as u64, total });
     })?;
-    Ok(TaskEvaluation { tasks: requests.reports(files, &scores)?, seq: most, arena_bytes: scorer.arena_bytes() })
+    Ok(TaskEvaluation {
+        tasks: requests.reports(files, &scores)?,
+        seq: most,
+        arena_bytes: model.executor.arena_bytes(),
+    })
 }
 
 /// The texts of tasks as tokens, of all items one behind the other.

@@ -2,111 +2,61 @@
 
 use crate::InferError;
 use lockstep_config::Config;
-use lockstep_data::{BYTE_VOCABULARY, DataError, EOS_BYTE, TokenizerSpec};
+use lockstep_data::{DataError, Tokenizer, TokenizerSpec};
+use std::ops::Deref;
 use std::sync::Arc;
 
-/// How a model's tokens stand for text.
+/// How a model's tokens stand for text: bytes of UTF-8, or a `tokenizer.json`.
 #[derive(Clone, Debug)]
-pub enum RunTokenizer {
-    /// A token is a byte of UTF-8.
-    Bytes,
-    /// A `tokenizer.json`.
-    File(Arc<lockstep_data::Tokenizer>),
+pub struct RunTokenizer(Arc<Tokenizer>);
+
+impl From<Tokenizer> for RunTokenizer {
+    fn from(tokenizer: Tokenizer) -> Self {
+        Self(Arc::new(tokenizer))
+    }
 }
 
-impl From<lockstep_data::Tokenizer> for RunTokenizer {
-    fn from(tokenizer: lockstep_data::Tokenizer) -> Self {
-        if tokenizer.is_bytes() { RunTokenizer::Bytes } else { RunTokenizer::File(Arc::new(tokenizer)) }
+impl Deref for RunTokenizer {
+    type Target = Tokenizer;
+
+    fn deref(&self) -> &Tokenizer {
+        &self.0
     }
 }
 
 impl RunTokenizer {
     /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
     pub fn of(config: &Config) -> Result<Self, InferError> {
-        let tokenizer = lockstep_data::Tokenizer::open(&tokenizer_spec(config)?)?;
+        let tokenizer = Tokenizer::open(&tokenizer_spec(config)?)?;
         require_vocabulary(config, tokenizer.vocabulary())?;
         Ok(tokenizer.into())
     }
 
-    /// The bytes of its `tokenizer.json`, if it has one.
-    pub fn json(&self) -> Option<&[u8]> {
-        match self {
-            RunTokenizer::Bytes => None,
-            RunTokenizer::File(tokenizer) => tokenizer.source(),
-        }
-    }
-
-    /// Tokens that stand for text; a model's vocabulary may be larger.
-    pub fn vocabulary(&self) -> usize {
-        match self {
-            RunTokenizer::Bytes => BYTE_VOCABULARY as usize,
-            RunTokenizer::File(tokenizer) => tokenizer.vocabulary() as usize,
-        }
-    }
-
-    /// The token after a document.
-    pub fn eos(&self) -> u32 {
-        match self {
-            RunTokenizer::Bytes => u32::from(EOS_BYTE),
-            RunTokenizer::File(tokenizer) => tokenizer.eos(),
-        }
-    }
-
-    /// The same as the vocabulary spells it; none for a byte.
-    pub fn eos_text(&self) -> Option<String> {
-        match self {
-            RunTokenizer::Bytes => None,
-            RunTokenizer::File(tokenizer) => tokenizer.token(tokenizer.eos()),
-        }
-    }
-
-    /// The token before a document, if there is one.
-    pub fn bos(&self) -> Option<u32> {
-        match self {
-            RunTokenizer::Bytes => None,
-            RunTokenizer::File(tokenizer) => tokenizer.bos(),
-        }
-    }
-
-    /// The same as the vocabulary spells it.
+    /// The token before a document as the vocabulary spells it, if there is one.
     pub fn bos_text(&self) -> Option<String> {
-        match self {
-            RunTokenizer::Bytes => None,
-            RunTokenizer::File(tokenizer) => tokenizer.bos().and_then(|bos| tokenizer.token(bos)),
-        }
+        self.bos().and_then(|bos| self.token(bos))
     }
 
     /// Text as the tokens of a document's beginning: behind the BOS token, where there is one.
-    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, InferError> {
-        Ok(self.bos().into_iter().chain(self.encode(text)?).collect())
-    }
-
-    /// Text as tokens.
-    pub fn encode(&self, text: &str) -> Result<Vec<u32>, InferError> {
-        match self {
-            RunTokenizer::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            RunTokenizer::File(tokenizer) => Ok(tokenizer.tokens(text)?),
-        }
+    pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
+        Ok(self.bos().into_iter().chain(self.tokens(text)?).collect())
     }
 
     /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token, behind those that
     /// stand `before` them. Over the pieces of a document the numbers add up to its length: a character that is cut counts as
     /// `�` before the cut, and what that was too much is taken off behind it.
     pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
-        match self {
-            RunTokenizer::Bytes => tokens.len() as i64,
-            RunTokenizer::File(_) if tokens.is_empty() => 0,
-            RunTokenizer::File(tokenizer) => {
-                // A BOS token is no text.
-                let (before, tokens) = match (before, tokens, tokenizer.bos()) {
-                    ([first, rest @ ..], _, Some(bos)) if *first == bos => (rest, tokens),
-                    ([], [first, rest @ ..], Some(bos)) if *first == bos => (before, rest),
-                    _ => (before, tokens),
-                };
-                let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { tokenizer.decode(tokens).len() as i64 };
-                length(&[before, tokens].concat()) - length(before)
-            }
+        if self.is_bytes() || tokens.is_empty() {
+            return tokens.len() as i64;
         }
+        // A BOS token is no text.
+        let (before, tokens) = match (before, tokens, self.bos()) {
+            ([first, rest @ ..], _, Some(bos)) if *first == bos => (rest, tokens),
+            ([], [first, rest @ ..], Some(bos)) if *first == bos => (before, rest),
+            _ => (before, tokens),
+        };
+        let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { self.decode(tokens).len() as i64 };
+        length(&[before, tokens].concat()) - length(before)
     }
 }
 
@@ -123,7 +73,7 @@ pub fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
 /// A warning and a hint where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant,
 /// or has rows that nothing reads.
 pub fn unused_vocabulary(config: &Config, tokenizer: &RunTokenizer) -> Option<(String, String)> {
-    let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary());
+    let (vocab, tokens) = (config.model.vocab_size, tokenizer.vocabulary() as usize);
     let named = config.tokenizer_path().map_or("\"bytes\"".to_owned(), |path| path.display().to_string());
     let problem = format!(
         "model.vocab_size = {vocab}, and data.tokenizer ({named}) has {tokens} tokens: the others are never read"
@@ -176,38 +126,30 @@ impl TextStream {
         if token == self.tokenizer.eos() || Some(token) == self.tokenizer.bos() {
             return String::new();
         }
-        match &self.tokenizer {
-            RunTokenizer::Bytes => {
-                self.pending.extend(u8::try_from(token));
-                self.whole_characters()
-            }
-            RunTokenizer::File(tokenizer) => {
-                self.tokens.push(token);
-                let text = tokenizer.decode(&self.tokens);
-                let pending = self.tokens.len() - self.read;
-                if text.ends_with(char::REPLACEMENT_CHARACTER) && pending < MOST_PENDING {
-                    return String::new();
-                }
-                let new = text.get(self.shown..).unwrap_or_default().to_owned();
-                // What was shown before is needed no more.
-                self.tokens.drain(..self.read);
-                (self.read, self.shown) = (self.tokens.len(), tokenizer.decode(&self.tokens).len());
-                new
-            }
+        if self.tokenizer.is_bytes() {
+            self.pending.extend(u8::try_from(token));
+            return self.whole_characters();
         }
+        self.tokens.push(token);
+        let text = self.tokenizer.decode(&self.tokens);
+        let pending = self.tokens.len() - self.read;
+        if text.ends_with(char::REPLACEMENT_CHARACTER) && pending < MOST_PENDING {
+            return String::new();
+        }
+        let new = text.get(self.shown..).unwrap_or_default().to_owned();
+        // What was shown before is needed no more.
+        self.tokens.drain(..self.read);
+        (self.read, self.shown) = (self.tokens.len(), self.tokenizer.decode(&self.tokens).len());
+        new
     }
 
     /// What is left at the end: a character that was never completed.
     pub fn finish(&mut self) -> String {
-        match &self.tokenizer {
-            RunTokenizer::Bytes => match std::mem::take(&mut self.pending)[..] {
-                [] => String::new(),
-                _ => char::REPLACEMENT_CHARACTER.to_string(),
-            },
-            RunTokenizer::File(tokenizer) => {
-                tokenizer.decode(&self.tokens).get(self.shown..).unwrap_or_default().to_owned()
-            }
+        if self.tokenizer.is_bytes() {
+            let cut = !std::mem::take(&mut self.pending).is_empty();
+            return if cut { char::REPLACEMENT_CHARACTER.to_string() } else { String::new() };
         }
+        self.tokenizer.decode(&self.tokens).get(self.shown..).unwrap_or_default().to_owned()
     }
 
     fn whole_characters(&mut self) -> String {
@@ -239,7 +181,7 @@ mod tests {
     use super::*;
 
     fn stream(bytes: &[u8]) -> (Vec<String>, String) {
-        let mut stream = TextStream::new(RunTokenizer::Bytes);
+        let mut stream = TextStream::new(Tokenizer::bytes().into());
         let pieces = bytes.iter().map(|b| stream.push(u32::from(*b))).collect();
         (pieces, stream.finish())
     }
@@ -261,7 +203,7 @@ mod tests {
 
     #[test]
     fn eos_and_tokens_outside_the_vocabulary_are_no_text() {
-        let mut stream = TextStream::new(RunTokenizer::Bytes);
+        let mut stream = TextStream::new(Tokenizer::bytes().into());
         assert_eq!(stream.push(0) + &stream.push(300) + &stream.push(u32::from(b'x')), "x");
     }
 
@@ -281,25 +223,24 @@ mod tests {
         let path = folder.path().join("tokenizer.json");
         std::fs::write(&path, SPACES).unwrap();
         let spec = lockstep_data::TokenizerSpec::file(&path, None).unwrap();
-        let tokenizer = Arc::new(lockstep_data::Tokenizer::open(&spec).unwrap());
+        let tokenizer = RunTokenizer::from(Tokenizer::open(&spec).unwrap());
         for tokens in
             [&[2, 2, 3, 1, 2, 4, 5, 6, 2, 3][..], &[1, 1, 2, 3, 3], &[4, 5, 6, 4, 5, 6, 3], &[2, 4, 5], &[3, 7, 2, 7]]
         {
-            let mut stream = TextStream::new(RunTokenizer::File(tokenizer.clone()));
+            let mut stream = TextStream::new(tokenizer.clone());
             let pieces: String = tokens.iter().map(|token| stream.push(*token)).collect();
             assert_eq!(pieces + &stream.finish(), tokenizer.decode(tokens), "{tokens:?}");
         }
         // The bytes of pieces are those of the whole, wherever a character is cut.
         let tokens = [2, 4, 5, 6, 3, 2, 4, 5, 6, 4, 5, 6, 3];
-        let model = RunTokenizer::File(tokenizer.clone());
         for piece in 1..tokens.len() {
             let starts = (0..tokens.len()).step_by(piece);
             let bytes: i64 =
-                starts.map(|at| model.byte_count(&tokens[..at], &tokens[at..(at + piece).min(tokens.len())])).sum();
+                starts.map(|at| tokenizer.byte_count(&tokens[..at], &tokens[at..(at + piece).min(tokens.len())])).sum();
             assert_eq!(bytes, tokenizer.decode(&tokens).len() as i64, "pieces of {piece}");
         }
         // However long the text, or the noise, few tokens are looked at.
-        let mut stream = TextStream::new(RunTokenizer::File(tokenizer));
+        let mut stream = TextStream::new(tokenizer);
         for token in [2, 3, 7].into_iter().cycle().take(100).chain([7; 100]) {
             stream.push(token);
             assert!(stream.tokens.len() <= 2 * MOST_PENDING, "{:?}", stream.tokens);

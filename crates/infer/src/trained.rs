@@ -216,9 +216,9 @@ mod tests {
         let state = json!({ "config": config });
         lockstep_checkpoint::save(&path("run/checkpoints"), 1, &[], &state, 1, &mut |_, _| {}).unwrap();
         let trained = Trained::open(&path("run")).unwrap();
-        let before = trained.tokenizer().unwrap().encode("a short text").unwrap();
+        let before = trained.tokenizer().unwrap().tokens("a short text").unwrap();
         fs::remove_file(path(TOKENIZER)).unwrap();
-        assert_eq!(trained.tokenizer().unwrap().encode("a short text").unwrap(), before);
+        assert_eq!(trained.tokenizer().unwrap().tokens("a short text").unwrap(), before);
         fs::remove_dir_all(path("run/data")).unwrap();
         let error = trained.tokenizer().unwrap_err().with_hint();
         assert!(error.contains("is not there any more\nhint: put it back"), "{error}");

@@ -38,23 +38,16 @@ pub(crate) fn with_layout(
     }
     let ranks = devices.processes().or(config.parallel.ranks).unwrap_or(1);
     // What fits is the first process's to find out: others may have other memory.
-    let told = devices.team().told::<TrainError>("plan", || {
-        let found = match begun(config, dir, ranks) {
-            Some(found) => found,
-            None => searched(devices, config, ranks, heard)?,
-        };
-        Ok(serde_json::to_vec(&found).unwrap_or_default())
+    let found = devices.team().told::<_, TrainError>("plan", || match begun(config, dir, ranks) {
+        Some(found) => Ok(found),
+        None => searched(devices, config, ranks, heard),
     })?;
-    let found: Option<Found> = serde_json::from_slice(&told).ok();
-    let parsed = found.and_then(|found| {
-        // One rank alone has no words.
-        let layout = found.layout.parse().unwrap_or(Layout::single(1));
-        let recompute = RecomputePolicy::ALL.iter().copied().find(|policy| policy.word() == found.recompute)?;
-        Some((layout, found.micro_batch, (recompute, found.budget.map(Bytes)), found.how))
-    });
+    // One rank alone has no words.
+    let layout = found.layout.parse().unwrap_or(Layout::single(1));
+    let recompute = RecomputePolicy::ALL.iter().copied().find(|policy| policy.word() == found.recompute);
     // It was written by this very build.
-    let Some((layout, micro_batch, recompute, how)) = parsed else { unreachable!("a layout that was found is one") };
-    Ok(config.with_planned_layout(&layout, micro_batch, recompute, &how))
+    let Some(recompute) = recompute else { unreachable!("a layout that was found is one") };
+    Ok(config.with_planned_layout(&layout, found.micro_batch, (recompute, found.budget.map(Bytes)), &found.how))
 }
 
 impl Found {

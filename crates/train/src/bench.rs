@@ -1,6 +1,6 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
-use crate::compare::fill;
+use crate::compare::fill_all;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
 use crate::{Session, TrainError, observed_timeline};
@@ -133,10 +133,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         notes.push(format!("warning: no prediction: {}", error.with_hint()));
         None
     });
-    let positions = config.round() * config.train.seq;
-    for m in 0..plan.layout.micro_batches {
-        fill(&mut session, config, 0, m, m * positions, positions)?;
-    }
+    fill_all(&mut session, config, &plan)?;
     let mut next = 0;
     let mut scalars = || {
         let scalars = step_scalars(config, next, next, plan.tokens_per_step);

@@ -4,7 +4,7 @@
 //! the other ranks. Sizes are spread so that most models lie between them.
 
 use crate::analysis::{observed, shared_by};
-use crate::compare::fill;
+use crate::compare::fill_all;
 use crate::schedule::step_scalars;
 use crate::{Session, TrainError};
 use lockstep_config::Config;
@@ -182,10 +182,7 @@ fn blank(
 fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Steps, TrainError> {
     let plan = devices.tuned(config, plan(devices, config)?)?;
     let mut session = Session::new(devices, config, &plan)?;
-    let positions = config.round() * config.train.seq;
-    for m in 0..plan.layout.micro_batches {
-        fill(&mut session, config, 0, m, m * positions, positions)?;
-    }
+    fill_all(&mut session, config, &plan)?;
     let scalars = || step_scalars(config, 0, 0, plan.tokens_per_step);
     // The first step touches new memory and loads what libraries load late, the second captures a graph.
     let begun = Instant::now();

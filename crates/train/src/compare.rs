@@ -380,8 +380,14 @@ fn is_kept(tensor: &Tensor) -> bool {
     matches!(tensor.role, Role::State(State::Parameter(_) | State::Master { .. } | State::Moment { .. }))
 }
 
+/// Writes random tokens to all micro-batches of the first step.
+pub(crate) fn fill_all(session: &mut Session, config: &Config, plan: &Plan) -> Result<(), TrainError> {
+    let positions = config.round() * config.train.seq;
+    (0..plan.layout.micro_batches).try_for_each(|m| fill(session, config, 0, m, m * positions, positions))
+}
+
 /// Writes random tokens to a micro-batch: those from `first` on of the step with this number, the same in every layout.
-pub(crate) fn fill(
+fn fill(
     session: &mut Session,
     config: &Config,
     step: u64,

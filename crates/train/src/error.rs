@@ -184,7 +184,7 @@ from_below!(TrainError, InferError: CheckpointError, ConfigError, DataError);
 impl From<InferError> for TrainError {
     fn from(error: InferError) -> Self {
         match error {
-            InferError::Host(error) => TrainError::Host(error),
+            InferError::Host(error) => TrainError::Host(*error),
             error => TrainError::Infer(error),
         }
     }

@@ -175,7 +175,7 @@ pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
     if let Some((problem, hint)) = unused_vocabulary(config, &tokenizer) {
         return Err(TrainError::Rehearsal { problem, hint });
     }
-    let (tokens, vocab) = (thousands(tokenizer.vocabulary() as u64), thousands(config.model.vocab_size as u64));
+    let (tokens, vocab) = (thousands(tokenizer.vocabulary().into()), thousands(config.model.vocab_size as u64));
     let bos = tokenizer.bos().map_or(String::new(), |bos| format!(", BOS token {bos}"));
     Ok(format!("{tokens} tokens of a vocabulary of {vocab}, EOS token {}{bos}", tokenizer.eos()))
 }

@@ -65,7 +65,7 @@ pub struct RunOptions {
 }
 
 /// How a run ended.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Steps finished.
     pub step: u64,
@@ -96,14 +96,9 @@ impl Outcome {
         };
         Self {
             step: last.as_ref().map_or(0, |(step, _)| *step),
-            finished: false,
             steps,
-            first_val_loss: None,
-            last_val_loss: None,
-            noise_scale: None,
             checkpoint: last.map(|(_, path)| path),
-            sample: None,
-            profile: None,
+            ..Self::default()
         }
     }
 }

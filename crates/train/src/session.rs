@@ -177,9 +177,7 @@ impl Session {
         if !self.limits {
             return Ok(());
         }
-        let mut data = [0; 4 * StepLimits::COUNT];
-        data.as_chunks_mut().0.iter_mut().zip(limits.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
-        Ok(self.executor.write(StepLimits::NAME, 0, &data)?)
+        Ok(self.executor.write(StepLimits::NAME, 0, limits.to_array().map(f32::to_le_bytes).as_flattened())?)
     }
 
     /// Has a thread read the samples of `data` that steps will ask for, from `first` on, a step ahead: the next step's are read while
@@ -372,9 +370,7 @@ impl Session {
     }
 
     fn write_scalars(&mut self, scalars: StepScalars) -> Result<(), TrainError> {
-        let mut data = [0; 4 * StepScalars::COUNT];
-        data.as_chunks_mut().0.iter_mut().zip(scalars.to_array()).for_each(|(to, x)| *to = x.to_le_bytes());
-        Ok(self.executor.write(StepScalars::NAME, 0, &data)?)
+        Ok(self.executor.write(StepScalars::NAME, 0, scalars.to_array().map(f32::to_le_bytes).as_flattened())?)
     }
 
     /// What came of a step, from the tensors that `read` gives.

@@ -21,17 +21,11 @@ pub fn settled(
         return Ok(config.clone());
     }
     // What fits is the first process's to find out: others may have other memory.
-    let told = devices.team().told::<TrainError>("settle", || {
+    let (sequences, how) = devices.team().told::<_, TrainError>("settle", || {
         let found = settled_here(devices, config, dir)?;
-        let how = found.micro_batch_found().unwrap_or_default();
-        Ok([&(found.train.micro_batch as u64).to_le_bytes()[..], how.as_bytes()].concat())
+        Ok((found.train.micro_batch, found.micro_batch_found().map(str::to_owned)))
     })?;
-    let Some((sequences, how)) = told.split_first_chunk() else { return Ok(config.clone()) };
-    let (sequences, how) = (u64::from_le_bytes(*sequences) as usize, String::from_utf8_lossy(how));
-    match how.is_empty() {
-        true => Ok(config.clone()),
-        false => Ok(config.with_default_micro_batch(sequences, &how)),
-    }
+    Ok(how.map_or_else(|| config.clone(), |how| config.with_default_micro_batch(sequences, &how)))
 }
 
 fn settled_here(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {

@@ -195,7 +195,7 @@ fn a_text_is_a_function_of_prompt_and_seed_and_ends_at_the_context() {
             heard.push(token);
             ControlFlow::Continue(())
         };
-        let (ends, prompt) = ([tokenizer.eos()], tokenizer.encode(prompt).unwrap());
+        let (ends, prompt) = ([tokenizer.eos()], tokenizer.tokens(prompt).unwrap());
         let text = generate(&mut generator, &tokenizer, &ends, &prompt, max_tokens, &sampling, listen).unwrap();
         assert_eq!(text.tokens, heard);
         // Tokens that stand for no text are never drawn.

@@ -73,21 +73,21 @@ pub fn export(
     let beside = HfExtras {
         context,
         dtype: if dtype == DType::BF16 { "bfloat16" } else { "float32" },
-        end_token: tokenizer.as_ref().map(RunTokenizer::eos),
+        end_token: tokenizer.as_ref().map(|tokenizer| tokenizer.eos()),
     };
     // What was only imported goes out as it came; what was trained begins and ends texts with the tokens that it was trained with.
     let own = tokenizer.as_ref().filter(|_| checkpoint.state["imported"].is_null());
     let kept = match own {
         Some(tokenizer) => {
-            let template = template_bos(tokenizer.json().unwrap_or_default());
+            let template = template_bos(tokenizer.source().unwrap_or_default());
             let kept = kept.begun_by(tokenizer.bos_text().as_deref(), template.as_deref());
-            kept.ended_by(tokenizer.eos(), tokenizer.eos_text().as_deref())
+            kept.ended_by(tokenizer.eos(), tokenizer.token(tokenizer.eos()).as_deref())
         }
         None => kept,
     };
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
-    if let Some(bos) = own.and_then(RunTokenizer::bos) {
+    if let Some(bos) = own.and_then(|tokenizer| tokenizer.bos()) {
         described["bos_token_id"] = json!(bos);
     }
 
@@ -156,17 +156,16 @@ fn tokenizer_files(
     context: usize,
 ) -> Result<Vec<(&'static str, Vec<u8>)>, InferError> {
     let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
-    let (Some(path), RunTokenizer::File(file)) = (config.tokenizer_path(), tokenizer) else {
+    let (Some(path), Some(bytes)) = (config.tokenizer_path(), tokenizer.source()) else {
         let tokenizer = byte_tokenizer::tokenizer_json();
         return Ok(vec![
             (TOKENIZER, format!("{tokenizer:#}\n").into_bytes()),
             (TOKENIZER_CONFIG, format!("{described:#}\n").into_bytes()),
         ]);
     };
-    let bytes = tokenizer.json().unwrap_or_default().to_vec();
     let folder = path.parent().unwrap_or(Path::new("."));
-    let eos = file.token(file.eos());
-    let (bos, template) = (tokenizer.bos_text(), template_bos(&bytes));
+    let eos = tokenizer.token(tokenizer.eos());
+    let (bos, template) = (tokenizer.bos_text(), template_bos(bytes));
     let beside = match kept.file(TOKENIZER_CONFIG) {
         Some(text) => text.as_bytes().to_vec(),
         None if folder.join(TOKENIZER_CONFIG).exists() => {
@@ -186,7 +185,7 @@ fn tokenizer_files(
             format!("{described:#}\n").into_bytes()
         }
     };
-    Ok(vec![(TOKENIZER, bytes), (TOKENIZER_CONFIG, beside)])
+    Ok(vec![(TOKENIZER, bytes.to_vec()), (TOKENIZER_CONFIG, beside)])
 }
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ impl Kept {
     /// These files for a run with a tokenizer: they are about another one's tokens where `theirs`, the `tokenizer.json` that came
     /// with them, is another.
     pub fn with_tokenizer(self, theirs: Option<&[u8]>, ours: &RunTokenizer) -> Self {
-        if theirs.is_none() || theirs == ours.json() { self } else { Self::default() }
+        if theirs.is_none() || theirs == ours.source() { self } else { Self::default() }
     }
 
     /// A file.

@@ -164,7 +164,7 @@ fn place(path: &Path, line: usize) -> String {
 /// the BOS token, where there is one. Where there is no context, the text follows it, or else an EOS token.
 fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u32>, Vec<u32>), InferError> {
     if query.is_empty() {
-        return Ok((vec![tokenizer.bos().unwrap_or(tokenizer.eos())], tokenizer.encode(answer)?));
+        return Ok((vec![tokenizer.bos().unwrap_or(tokenizer.eos())], tokenizer.tokens(answer)?));
     }
     let context = tokenizer.encode_beginning(query.trim_end())?;
     let mut whole = tokenizer.encode_beginning(&format!("{query}{answer}"))?;
@@ -189,17 +189,17 @@ mod tests {
     #[test]
     fn texts_are_cut_as_the_harness_cuts_them() {
         let tasks = file("{\"query\":\"ab \",\"choices\":[\"c\",\"de\"],\"gold\":1}\n\n{\"query\":\"\",\"choices\":[\"x\"],\"gold\":0,\"delimiter\":\"\"}").unwrap();
-        let mut rows = Vec::new();
-        tasks.requests(&RunTokenizer::Bytes, 5, &mut rows).unwrap();
-        let eos = RunTokenizer::Bytes.eos();
-        let bytes = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
-        assert_eq!(rows[0], Request { tokens: bytes("ab  c"), context: 2 });
-        assert_eq!(rows[1], Request { tokens: bytes("ab  de"), context: 2 });
+        let (mut rows, bytes) = (Vec::new(), RunTokenizer::from(lockstep_data::Tokenizer::bytes()));
+        tasks.requests(&bytes, 5, &mut rows).unwrap();
+        let eos = bytes.eos();
+        let tokens = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
+        assert_eq!(rows[0], Request { tokens: tokens("ab  c"), context: 2 });
+        assert_eq!(rows[1], Request { tokens: tokens("ab  de"), context: 2 });
         assert_eq!(rows[2], Request { tokens: vec![eos, u32::from(b'x')], context: 1 });
         rows.clear();
-        tasks.requests(&RunTokenizer::Bytes, 4, &mut rows).unwrap();
-        assert_eq!(rows[1], Request { tokens: bytes("b  de"), context: 1 });
-        let error = tasks.requests(&RunTokenizer::Bytes, 3, &mut rows).unwrap_err().with_hint();
+        tasks.requests(&bytes, 4, &mut rows).unwrap();
+        assert_eq!(rows[1], Request { tokens: tokens("b  de"), context: 1 });
+        let error = tasks.requests(&bytes, 3, &mut rows).unwrap_err().with_hint();
         assert!(error.contains("a task.jsonl, line 1: the answer \"de\" has 4 tokens"), "{error}");
     }
 

@@ -18,12 +18,7 @@ pub(crate) fn with_checkpoint_interval(
     dir: &Path,
 ) -> Result<Option<(Config, String)>, TrainError> {
     let SaveEvery::Auto = config.checkpoint.every else { return Ok(None) };
-    let told = devices.team().told::<TrainError>("checkpoint interval", || {
-        let (steps, how) = found(devices, config, plan, dir)?;
-        Ok([&steps.to_le_bytes()[..], how.as_bytes()].concat())
-    })?;
-    let Some((steps, how)) = told.split_first_chunk() else { return Ok(None) };
-    let (steps, how) = (u64::from_le_bytes(*steps), String::from_utf8_lossy(how));
+    let (steps, how) = devices.team().told("checkpoint interval", || found(devices, config, plan, dir))?;
     let line = format!("checkpoint.every = {steps}: {how}");
     Ok(Some((config.with_checkpoint_every(steps, &how), line)))
 }

@@ -5,10 +5,11 @@
 
 use crate::TrainError;
 use lockstep_checkpoint::{Draft, PartRef, Slice, TensorBytes};
-use lockstep_exec::{Executor, World};
+use lockstep_exec::{ExecError, Executor, World};
 use lockstep_infer::state::{self, GROUPS, Part};
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, DType, Mesh, MeshAxis, Run, StepProgram};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -27,7 +28,6 @@ pub(crate) fn write(
     let total = state::bytes_of(tensors);
     let (mesh, programs) = (world.mesh(), world.programs());
     let (written, mut done) = (AtomicU64::new(0), 0);
-    let results = Mutex::new(Vec::new());
     let write_rank = |at: Coordinates, executor: &dyn Executor| {
         for group in GROUPS {
             let parts = of_rank((&mesh, programs), tensors, group, at);
@@ -41,23 +41,30 @@ pub(crate) fn write(
         }
         Ok(())
     };
-    world.each_rank(
-        &|at, executor| {
-            let result: Result<(), TrainError> = write_rank(at, executor);
-            results.lock().unwrap_or_else(PoisonError::into_inner).push((mesh.rank(at), result));
-        },
-        &mut || {
-            let now = written.load(Ordering::Relaxed);
-            if std::mem::replace(&mut done, now) != now {
-                progress(now, total);
-            }
-        },
-    )?;
+    let results: Vec<Result<(), TrainError>> = of_each(world, write_rank, &mut || {
+        let now = written.load(Ordering::Relaxed);
+        if std::mem::replace(&mut done, now) != now {
+            progress(now, total);
+        }
+    })?;
     progress(total, total);
     // The first rank's error.
-    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    results.sort_by_key(|(rank, _)| *rank);
-    results.into_iter().try_for_each(|(_, result)| result)
+    results.into_iter().collect()
+}
+
+/// What `f` gives for each rank of this process, by ascending rank; it is called for all at once, and `meanwhile` now and then.
+pub(crate) fn of_each<T: Send>(
+    world: &dyn World,
+    f: impl Fn(Coordinates, &dyn Executor) -> T + Sync,
+    meanwhile: &mut dyn FnMut(),
+) -> Result<Vec<T>, ExecError> {
+    let (mesh, found) = (world.mesh(), Mutex::new(BTreeMap::new()));
+    let each = |at: Coordinates, executor: &dyn Executor| {
+        let result = f(at, executor);
+        found.lock().unwrap_or_else(PoisonError::into_inner).insert(mesh.rank(at), result);
+    };
+    world.each_rank(&each, meanwhile)?;
+    Ok(found.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect())
 }
 
 /// What a rank writes of an unpacked tensor.

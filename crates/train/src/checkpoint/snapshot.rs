@@ -3,7 +3,7 @@
 //! The memory is taken once, before the first step, and is what the plan says. Filling it is one copy; whoever has tensors on a device
 //! fills the same bytes from there.
 
-use super::rank_parts::{RankPart, of_rank};
+use super::rank_parts::{RankPart, of_each, of_rank};
 use crate::TrainError;
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
 use lockstep_exec::{ExecError, Executor, HostBytes, World, cpu};
@@ -54,33 +54,22 @@ impl Snapshot {
     /// Takes the memory for what the ranks of this process hold, and touches all of it: the first copy is as fast as the others.
     pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self, TrainError> {
         let (mesh, programs) = (world.mesh(), world.programs());
-        let made = Mutex::new(Vec::new());
-        world.each_rank(
-            &|at, executor| {
-                let mut end = 0;
-                let mut place = |part: RankPart| {
-                    let start = end;
-                    end += part.bytes();
-                    (part, start)
-                };
-                let parts: Vec<_> = GROUPS
-                    .iter()
-                    .map(|group| {
-                        let parts = of_rank((&mesh, programs), tensors, group, at).into_iter();
-                        (*group, parts.map(&mut place).collect())
-                    })
-                    .collect();
-                let rank = mesh.rank(at);
-                let made_of = |bytes| RankSnapshot { rank, parts, bytes };
-                let none = TrainError::NoSnapshot { bytes: end as u64 };
-                let result = executor.host_memory(end).map(made_of).ok_or(none);
-                made.lock().unwrap_or_else(PoisonError::into_inner).push(result);
-            },
-            &mut || {},
-        )?;
-        let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let mut ranks = made.into_iter().collect::<Result<Vec<_>, _>>()?;
-        ranks.sort_by_key(|rank| rank.rank);
+        let make = |at: Coordinates, executor: &dyn Executor| {
+            let mut end = 0;
+            let mut place = |part: RankPart| {
+                let start = end;
+                end += part.bytes();
+                (part, start)
+            };
+            let group = |group: &&'static str| {
+                let parts = of_rank((&mesh, programs), tensors, group, at).into_iter();
+                (*group, parts.map(&mut place).collect())
+            };
+            let (parts, rank) = (GROUPS.iter().map(group).collect(), mesh.rank(at));
+            let bytes = executor.host_memory(end).ok_or(TrainError::NoSnapshot { bytes: end as u64 })?;
+            Ok(RankSnapshot { rank, parts, bytes })
+        };
+        let ranks = of_each(world, make, &mut || {})?.into_iter().collect::<Result<Vec<_>, TrainError>>()?;
         Ok(Self { ranks, whole: mesh.ranks() == 1 })
     }
 
@@ -95,22 +84,12 @@ impl Snapshot {
         let ranks: Vec<_> = self.ranks.iter_mut().map(|rank| (rank.rank, Mutex::new(rank))).collect();
         // Ranks have different shares: one that is done leaves its cores to the others.
         let threads = cpu::cores();
-        let failed = Mutex::new(None);
         let fill = |at: Coordinates, executor: &dyn Executor| {
             let number = mesh.rank(at);
             let Some((_, rank)) = ranks.iter().find(|(rank, _)| *rank == number) else { return Ok(()) };
             rank.lock().unwrap_or_else(PoisonError::into_inner).fill(executor, threads)
         };
-        world.each_rank(
-            &|at, executor| {
-                if let Err(error) = fill(at, executor) {
-                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                }
-            },
-            &mut || {},
-        )?;
-        let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        failed.map_or(Ok(()), |error: ExecError| Err(error.into()))
+        Ok(of_each(world, fill, &mut || {})?.into_iter().collect::<Result<(), ExecError>>()?)
     }
 
     /// Writes the checkpoint of `step` into `dir`, where this process has all ranks.

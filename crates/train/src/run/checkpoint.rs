@@ -82,8 +82,7 @@ impl Run<'_> {
         let Some(minutes) = self.config.checkpoint.every_minutes else { return Ok(()) };
         let passed =
             self.checkpoints.last.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
-        let due = self.devices.team().told::<TrainError>("save", || Ok(vec![u8::from(passed)]))?;
-        if due[..] == [1] {
+        if self.devices.team().told::<_, TrainError>("save", || Ok(passed))? {
             self.checkpoints.timed = Some(step);
         }
         Ok(())
@@ -119,7 +118,7 @@ impl Run<'_> {
             "best": self.status.best,
         });
         // A checkpoint needs nothing around it to be used.
-        let attachments = [(TOKENIZER, self.tokenizer.json()), (ATTACHMENT, self.checkpoints.kept.as_deref())];
+        let attachments = [(TOKENIZER, self.tokenizer.source()), (ATTACHMENT, self.checkpoints.kept.as_deref())];
         let attachments = attachments.into_iter().filter_map(|(name, file)| Some((name, file?.to_vec()))).collect();
         let rules = &self.config.checkpoint;
         let best = self.status.best.filter(|_| rules.keep_best).map(|(step, _)| step);
@@ -187,10 +186,8 @@ impl Run<'_> {
                 }
                 Err(error) => return Err(error),
                 Ok(path) => {
-                    let mirrored = || request.mirrored(path.clone()).1.unwrap_or_default().into_bytes();
-                    let failed = team.told::<TrainError>("save", || Ok(mirrored()))?;
-                    let failed = String::from_utf8_lossy(&failed).into_owned();
-                    (path, Some(failed).filter(|text| !text.is_empty()))
+                    let failed = team.told::<_, TrainError>("save", || Ok(request.mirrored(path.clone()).1))?;
+                    (path, failed)
                 }
             }
         };

@@ -78,10 +78,6 @@ impl RunInput {
     }
 }
 
-/// How the first process ended what the others waited for.
-const DONE: u8 = 0;
-const INTERRUPTED: u8 = 1;
-
 /// Lets the first process do something, and then the others. Where the first was interrupted, all are.
 fn first_then_others<T>(
     team: Team<'_>,
@@ -90,18 +86,16 @@ fn first_then_others<T>(
 ) -> Result<T, InferError> {
     let Some(processes) = team.0 else { return work() };
     if !team.is_first() {
-        return match team.told::<InferError>(op, || Ok(Vec::new()))?[..] {
-            [INTERRUPTED] => Err(DataError::Interrupted.into()),
-            _ => processes.busy(op, work),
+        return match team.told::<bool, InferError>(op, || Ok(false))? {
+            true => Err(DataError::Interrupted.into()),
+            false => processes.busy(op, work),
         };
     }
     let result = processes.busy(op, work);
-    let end = match &result {
-        Ok(_) => DONE,
-        Err(InferError::Data(DataError::Interrupted)) => INTERRUPTED,
-        // The others hear of it when this run ends.
-        Err(_) => return result,
-    };
-    team.told::<InferError>(op, || Ok(vec![end]))?;
+    let interrupted = matches!(result, Err(InferError::Data(DataError::Interrupted)));
+    // Of other errors the others hear when this run ends.
+    if result.is_ok() || interrupted {
+        team.told::<bool, InferError>(op, || Ok(interrupted))?;
+    }
     result
 }

@@ -71,7 +71,7 @@ impl Run<'_> {
             let this = RollBack { number: number + 1, to, from: step, first_sample, samples, skipped: skipped.clone() };
             before.iter().filter(|earlier| earlier.to <= to).cloned().chain([this]).collect::<Vec<_>>()
         };
-        let path = team.told::<TrainError>("roll back", || {
+        let path = team.told::<Vec<u8>, TrainError>("roll back", || {
             // An interrupt may have saved in the middle of these steps.
             for place in &self.checkpoints.places {
                 set_aside_from(place, first)?;

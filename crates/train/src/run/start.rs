@@ -13,8 +13,8 @@ use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_cuda::Gpu;
 use lockstep_data::Sampler;
+use lockstep_exec::Note;
 use lockstep_exec::comm::processes::host;
-use lockstep_exec::{ExecError, Note};
 use lockstep_host::{Devices, Peak, Prediction, Processes, StopSignal, predict};
 use lockstep_infer::feed::Sequences;
 use lockstep_infer::{InferError, InitialWeights, export_problem, way};
@@ -151,12 +151,8 @@ pub(super) fn start<'a>(
         step,
         finished: step >= config.train.steps,
         steps: config.train.steps,
-        first_val_loss: None,
-        last_val_loss: None,
-        noise_scale: None,
         checkpoint: found.loaded.map(|loaded| loaded.path),
-        sample: None,
-        profile: None,
+        ..Outcome::default()
     };
     let mesh = plan.layout.mesh;
     let stages = (0..mesh.ranks()).map(|rank| mesh.coordinates(rank).get(MeshAxis::Pp)).collect();
@@ -255,10 +251,7 @@ impl LoadedProgram {
     ) -> Result<Self, TrainError> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
-        let told =
-            team.told::<TrainError>("measure", || Ok(json!(devices.matmul_peak(plan)?).to_string().into_bytes()))?;
-        let peak: Peak = serde_json::from_slice(&told)
-            .map_err(|error| ExecError::Internal(format!("the first rank told of a peak: {error}")))?;
+        let peak = team.told("measure", || devices.matmul_peak(plan))?;
         let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
         let mut session = Session::new(devices, config, plan)?;
         let planned = plan.checkpoint_bytes();
