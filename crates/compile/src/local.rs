@@ -33,17 +33,8 @@ impl<'a> Local<'a> {
                 Some(Transfer::ReduceScatter { over, dim: None }) => {
                     node.inputs.iter().for_each(|v| padded[v.0] = over);
                 }
-                Some(
-                    Transfer::AllGather { dim: Some(_), .. }
-                    | Transfer::ReduceScatter { dim: Some(_), .. }
-                    | Transfer::AllReduce { .. }
-                    | Transfer::SumShared { .. }
-                    | Transfer::Shift { .. }
-                    | Transfer::AllToAll { .. }
-                    | Transfer::Send { .. }
-                    | Transfer::Receive { .. },
-                )
-                | None => {}
+                // Others have no flat ranges.
+                Some(_) | None => {}
             }
             if let Op::Shard { over } = node.op {
                 padded[node.inputs[0].0] = over;

@@ -1,8 +1,8 @@
 //! What a program costs: bytes by class, layer and moment, FLOPs by kind. Read off the program, never estimated.
 
 use crate::graph::Phase;
-use crate::op::{Flops, Transfer, TypeError};
-use crate::program::{Arg, Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
+use crate::op::{Flops, TypeError};
+use crate::program::{Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::{Distinct, Walk};
 use crate::{Axes, Coordinates, Placement, timeline};
@@ -184,36 +184,11 @@ pub fn communication(program: &StepProgram, entry: &Entry) -> Vec<Communication>
         let transfers = segment.instrs.iter().filter_map(|i| Some((i, i.op.transfer()?)));
         for (instr, transfer) in transfers.filter(|_| runs > 0) {
             let over = transfer.over();
-            let ranks = match transfer {
-                Transfer::AllReduce { .. }
-                | Transfer::ReduceScatter { .. }
-                | Transfer::AllGather { .. }
-                | Transfer::Shift { .. }
-                | Transfer::AllToAll { .. } => program.mesh.size(over),
-                Transfer::SumShared { sharers, .. } => sharers,
-                Transfer::Send { .. } | Transfer::Receive { .. } => 2,
+            let ranks = match transfer.collective() {
+                Some(_) => transfer.sharers().unwrap_or(program.mesh.size(over)),
+                None => 2,
             };
-            let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
-            let input = total(&mut instr.inputs.iter());
-            let output = total(&mut instr.outputs.iter().flatten());
-            let n = ranks as u64;
-            // A ring passes a part on n − 1 times, twice for an all-reduce.
-            let (whole, sent) = match transfer {
-                Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
-                // Neighbours that share a part of a dimension give a share of it each.
-                Transfer::AllGather { dim: Some(_), .. } => (output, output / n * (n - 1)),
-                Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
-                Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
-                Transfer::Shift { .. } => (input * n, input),
-                // A rank keeps its own part.
-                Transfer::AllToAll { .. } => (input, input / n * (n - 1)),
-                Transfer::Send { .. } => (input, input),
-                Transfer::Receive { .. } => (output, 0),
-                Transfer::SumShared { .. } => {
-                    let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum::<u64>();
-                    (shared, shared * 2 * (n - 1) / n)
-                }
-            };
+            let (whole, sent) = transfer.bytes(instr, ranks as u64);
             let (op, axis) = (instr.op.name(), over.to_string());
             let same = |l: &Communication| (l.segment, l.op, &l.axis, l.ranks) == (segment.name, op, &axis, ranks);
             let at = lines.iter().position(same).unwrap_or_else(|| {

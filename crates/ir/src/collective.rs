@@ -1,6 +1,7 @@
 //! What a group of ranks does together, whoever carries it out, counts it or times it.
 
 use crate::op::Transfer;
+use crate::program::{Arg, Instr};
 use std::fmt;
 
 /// What a group of ranks does together.
@@ -61,6 +62,38 @@ impl Transfer {
             Transfer::Shift { .. } => Some(Collective::Shift),
             Transfer::AllToAll { .. } => Some(Collective::AllToAll),
             Transfer::Send { .. } | Transfer::Receive { .. } => None,
+        }
+    }
+
+    /// How many neighbours share, of those along its axes; `None` where all of them take part.
+    pub const fn sharers(&self) -> Option<usize> {
+        match self {
+            Transfer::SumShared { sharers, .. } => Some(*sharers),
+            _ => None,
+        }
+    }
+
+    /// The bytes of an instruction's whole tensors, and those of them that each of `n` ranks sends.
+    pub fn bytes(&self, instr: &Instr, n: u64) -> (u64, u64) {
+        let total = |args: &mut dyn Iterator<Item = &Arg>| args.map(|a| a.ty.bytes()).sum::<u64>();
+        let input = total(&mut instr.inputs.iter());
+        let output = total(&mut instr.outputs.iter().flatten());
+        // A ring passes a part on n − 1 times, twice for an all-reduce.
+        match self {
+            Transfer::AllReduce { .. } => (input, input * 2 * (n - 1) / n),
+            // Neighbours that share a part of a dimension give a share of it each.
+            Transfer::AllGather { dim: Some(_), .. } => (output, output / n * (n - 1)),
+            Transfer::AllGather { dim: None, .. } => (input * n, input * (n - 1)),
+            Transfer::ReduceScatter { .. } => (output * n, output * (n - 1)),
+            Transfer::Shift { .. } => (input * n, input),
+            // A rank keeps its own part.
+            Transfer::AllToAll { .. } => (input, input / n * (n - 1)),
+            Transfer::Send { .. } => (input, input),
+            Transfer::Receive { .. } => (output, 0),
+            Transfer::SumShared { .. } => {
+                let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum::<u64>();
+                (shared, shared * 2 * (n - 1) / n)
+            }
         }
     }
 }

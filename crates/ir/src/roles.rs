@@ -121,15 +121,7 @@ fn walk(programs: &[StepProgram], entries: &[&Entry]) -> Result<(), Mismatch> {
                         }
                     }
                     // A sum over all stages: runs when all have come to theirs.
-                    Some(
-                        Transfer::AllReduce { .. }
-                        | Transfer::SumShared { .. }
-                        | Transfer::Shift { .. }
-                        | Transfer::AllToAll { .. }
-                        | Transfer::ReduceScatter { .. }
-                        | Transfer::AllGather { .. },
-                    )
-                    | None => {
+                    Some(_) | None => {
                         let others: Vec<Option<&Event>> = (0..programs.len()).map(|s| all[s].get(next[s])).collect();
                         let sums = |s: &Event| matches!(s.instr.op.transfer(), Some(Transfer::AllReduce { .. }));
                         if let Some(gone) = others.iter().position(Option::is_none) {

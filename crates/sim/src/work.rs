@@ -202,31 +202,17 @@ fn bytes(instr: &Instr, at_hand: &BTreeSet<BufferId>) -> u64 {
     read.sum::<u64>() + written.map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 }).sum::<u64>()
 }
 
-fn written(instr: &Instr) -> u64 {
-    instr.outputs.iter().flatten().map(|a| a.ty.bytes()).sum()
-}
-
 fn transferred(program: &StepProgram, instr: &Instr, transfer: Transfer) -> Demand {
-    let input: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
-    let output = written(instr);
-    let n = program.mesh.size(transfer.over()) as u64;
-    let collective = |pattern, over, bytes| Demand::Collective { pattern, over, sharers: None, bytes };
-    match transfer {
-        Transfer::AllReduce { over } => collective(Collective::AllReduce, over, input),
-        Transfer::ReduceScatter { over, .. } => collective(Collective::ReduceScatter, over, output * n),
-        Transfer::AllGather { over, dim: Some(_) } => collective(Collective::AllGather, over, output),
-        Transfer::AllGather { over, dim: None } => collective(Collective::AllGather, over, input * n),
-        Transfer::Shift { over } => collective(Collective::Shift, over, input * n),
-        Transfer::AllToAll { over, .. } => collective(Collective::AllToAll, over, input),
-        Transfer::SumShared { over, sharers } => {
-            let bytes = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum();
-            Demand::Collective { pattern: Collective::AllReduce, over, sharers: Some(sharers), bytes }
-        }
-        Transfer::Send { stage, tag } => {
+    let (over, sharers) = (transfer.over(), transfer.sharers());
+    let (bytes, _) = transfer.bytes(instr, program.mesh.size(over) as u64);
+    match (transfer, transfer.collective()) {
+        (_, Some(pattern)) => Demand::Collective { pattern, over, sharers, bytes },
+        (Transfer::Receive { stage, tag }, None) => Demand::Receive { stage, tag },
+        (Transfer::Send { stage, tag }, None) => {
             let held = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);
-            Demand::Send { stage, tag, bytes: input, copies: (held / input.max(1)).max(1) as usize }
+            Demand::Send { stage, tag, bytes, copies: (held / bytes.max(1)).max(1) as usize }
         }
-        Transfer::Receive { stage, tag } => Demand::Receive { stage, tag },
+        (transfer, None) => unreachable!("{transfer:?} is a collective"),
     }
 }
 

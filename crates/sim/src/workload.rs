@@ -205,8 +205,8 @@ impl RoleWork {
 fn overlap(segment: &Segment, index: usize, pattern: Collective) -> Kind {
     match (segment.instrs[index].stream, pattern) {
         (Stream::Compute, _) => Kind::Blocking,
-        (Stream::Communication, Collective::AllGather | Collective::Shift | Collective::AllToAll) => Kind::Gather,
-        (Stream::Communication, Collective::AllReduce | Collective::ReduceScatter) => Kind::Reduce,
+        (Stream::Communication, pattern) if pattern.sums() => Kind::Reduce,
+        (Stream::Communication, _) => Kind::Gather,
         (Stream::Exchange, _) => Kind::Exchange,
     }
 }
