@@ -293,9 +293,7 @@ pub(crate) fn file_dtype(dtype: DType) -> FileDType {
 }
 
 fn known_dtype(dtype: FileDType) -> Option<DType> {
-    [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64]
-        .into_iter()
-        .find(|&known| file_dtype(known) == dtype)
+    DType::ALL.into_iter().find(|&known| file_dtype(known) == dtype)
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use plans::{Operands, SLACK, execute, scale};
 pub fn scratch(compute: DType) -> Workspace {
     match compute {
         DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "batch heads seq")] },
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
+        _ => Workspace::default(),
     }
 }
 
@@ -35,9 +35,7 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
             fixed,
             terms: vec![(4, "batch seq attended"), (8, "batch heads seq"), (2, "batch heads SEQ SEQ")],
         },
-        (DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64, _) => {
-            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
-        }
+        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 

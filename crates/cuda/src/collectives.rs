@@ -57,7 +57,7 @@ pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Res
             let (name, code) = match kind {
                 Collective::AllReduce => (adding(dtype)?, 0i32),
                 Collective::ReduceScatter => (adding(dtype)?, 1),
-                Collective::AllGather => (copying(dtype), 2),
+                Collective::AllGather => (copying(dtype)?, 2),
                 Collective::Shift | Collective::AllToAll => unreachable!("{kind} is copies"),
             };
             let (members, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
@@ -114,7 +114,7 @@ pub unsafe fn parts(on: Launcher, ranks: usize, cut: bool, tensors: &[(Sent, u64
                 .iter()
                 .flat_map(|(sent, whole)| [sent.rows as u64, sent.elements as u64, sent.parts, sent.stride, *whole]);
             let largest = batch.iter().map(|(sent, _)| sent.rows * sent.elements * ranks).max().unwrap_or(0);
-            let name = copying(batch[0].0.dtype).replace("gather_", "parts_");
+            let name = copying(batch[0].0.dtype)?.replace("gather_", "parts_");
             let args = args![ranks as i32, i32::from(batch[0].0.order == Order::ZigZag), cut];
             // SAFETY: as above.
             unsafe { launch(on, &name, words, largest, batch.len(), args)? };
@@ -149,14 +149,15 @@ fn adding(dtype: DType) -> Result<&'static str, CudaError> {
         DType::BF16 => Ok("add_bf16"),
         DType::F16 => Ok("add_f16"),
         DType::Fixed64 => Ok("add_fixed64"),
-        DType::U32 => Err(CudaError::Internal("a sum of u32".into())),
+        other => Err(CudaError::Internal(format!("a sum of {other}"))),
     }
 }
 
-fn copying(dtype: DType) -> &'static str {
-    match dtype {
-        DType::BF16 | DType::F16 => "gather_2",
-        DType::F32 | DType::U32 => "gather_4",
-        DType::F64 | DType::Fixed64 => "gather_8",
+fn copying(dtype: DType) -> Result<&'static str, CudaError> {
+    match dtype.bytes() {
+        2 => Ok("gather_2"),
+        4 => Ok("gather_4"),
+        8 => Ok("gather_8"),
+        _ => Err(CudaError::Internal(format!("a copy of {dtype}"))),
     }
 }

@@ -175,7 +175,7 @@ fn code(dtype: DType) -> c_int {
         DType::F64 => 1,
         DType::F16 => 2,
         DType::BF16 => 14,
-        DType::U32 | DType::Fixed64 => unreachable!("no matmul is in {dtype}"),
+        _ => unreachable!("no matmul is in {dtype}"),
     }
 }
 

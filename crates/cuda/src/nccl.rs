@@ -128,7 +128,7 @@ impl SumType {
             DType::F64 => Some(Self(8)),
             DType::BF16 => Some(Self(9)),
             // A sum in fixed point that leaves its range says so.
-            DType::U32 | DType::Fixed64 => None,
+            _ => None,
         }
     }
 }

@@ -45,7 +45,7 @@ impl Pattern {
             DType::F16 => float(0x7c00, 1 << 15),
             // It has no infinity: nothing is both `bad` and another number.
             DType::Fixed64 => Some(Self { mask: u64::MAX, bad: fixed::POISON as u64, minus_infinity: 0 }),
-            DType::U32 => None,
+            _ => None,
         }
     }
 }

@@ -23,8 +23,7 @@ impl TensorMap {
             DType::F32 => 7,
             DType::F64 => 8,
             DType::BF16 => 9,
-            DType::U32 => 2,
-            DType::Fixed64 => 5,
+            other => return Err(CudaError::Internal(format!("a tensor map of {other}"))),
         };
         let row = |i: usize| sizes[..i].iter().product::<u64>() * dtype.bytes() as u64;
         let strides: Vec<u64> = (1..sizes.len()).map(row).collect();

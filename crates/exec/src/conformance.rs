@@ -43,7 +43,7 @@ fn tolerance(compute: DType) -> f64 {
         // Half a unit in the last place of the result, and of what is rounded on the way.
         DType::BF16 => 1.2e-2,
         DType::F16 => 1.5e-3,
-        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => 2e-5,
+        _ => 2e-5,
     }
 }
 

@@ -19,6 +19,9 @@ pub enum DType {
 }
 
 impl DType {
+    /// All of them.
+    pub const ALL: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64];
+
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
@@ -34,6 +37,11 @@ impl DType {
             DType::F32 | DType::BF16 | DType::F16 => true,
             DType::F64 | DType::U32 | DType::Fixed64 => false,
         }
+    }
+
+    /// Whether f32 master weights are rounded to this type.
+    pub const fn is_rounded(self) -> bool {
+        matches!(self, DType::BF16 | DType::F16)
     }
 
     /// Whether gradients may be summed in this type.

@@ -113,7 +113,7 @@ fn operand_shardings(op: &Op, phase: Phase, inputs: &[Placed], outputs: &[Option
 fn follows(operand: &Operand, dtype: DType) -> bool {
     match operand.elem {
         Elem::Accumulator => dtype.accumulates(),
-        Elem::Rounded => matches!(dtype, DType::BF16 | DType::F16),
+        Elem::Rounded => dtype.is_rounded(),
         Elem::Is(_) | Elem::Float(_) | Elem::Any => false,
     }
 }

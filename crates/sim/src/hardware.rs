@@ -266,7 +266,7 @@ impl GpuSpec {
     pub fn peak(&self, compute: DType) -> f64 {
         match compute {
             DType::BF16 | DType::F16 => self.peak_flops_per_s,
-            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => self.fp32_flops_per_s,
+            _ => self.fp32_flops_per_s,
         }
     }
 

@@ -92,7 +92,7 @@ impl<'a> TensorSource<'a> {
                     DType::F32 => Some(Float::F32),
                     DType::BF16 => Some(Float::Bf16),
                     DType::F16 => Some(Float::F16),
-                    DType::F64 | DType::U32 | DType::Fixed64 => None,
+                    _ => None,
                 };
                 Some((view.dtype.to_string(), float, view.shape))
             }

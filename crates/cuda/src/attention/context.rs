@@ -18,7 +18,7 @@ pub fn scratch(compute: DType) -> Workspace {
         DType::BF16 => {
             Workspace { fixed: SLACK + 3 * ALIGNMENT, terms: vec![(2, "batch seq attended"), (8, "batch heads seq")] }
         }
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
+        _ => Workspace::default(),
     }
 }
 
@@ -33,9 +33,7 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
             let terms = rows.into_iter().chain(keys).chain(scores);
             Workspace { fixed: SLACK + 5 * ALIGNMENT, terms: terms.collect() }
         }
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
-            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
-        }
+        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 

@@ -18,7 +18,7 @@ pub fn scratch(compute: DType) -> Workspace {
             fixed: SLACK + table::ROUNDING,
             terms: vec![(4, "batch heads seq"), (table::BYTES, "batch seq")],
         },
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => Workspace::default(),
+        _ => Workspace::default(),
     }
 }
 
@@ -35,9 +35,7 @@ pub fn grad_scratch(compute: DType) -> Workspace {
                 (table::BYTES, "batch seq"),
             ],
         },
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => {
-            Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] }
-        }
+        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 

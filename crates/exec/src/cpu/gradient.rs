@@ -33,7 +33,7 @@ pub(super) fn read(dtype: DType, ptr: Ptr<*const u8>, i: usize) -> f32 {
             DType::Fixed64 => fixed::to_f32(*ptr.get().cast::<i64>().add(i)),
             DType::BF16 => (*ptr.get().cast::<Bf16>().add(i)).to(),
             DType::F32 => *ptr.get().cast::<f32>().add(i),
-            DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {}", dtype),
+            _ => unreachable!("nothing is summed in {dtype}"),
         }
     }
 }
@@ -57,9 +57,7 @@ pub fn square_sum(call: Call, sharers: usize, tail: usize) {
             match dtype {
                 DType::F32 => squares(call.simd, grad.get().cast::<f32>().add(from), n, inverse),
                 DType::BF16 => squares(call.simd, grad.get().cast::<Bf16>().add(from), n, inverse),
-                DType::Fixed64 | DType::F16 | DType::F64 | DType::U32 => {
-                    (from..to).map(|i| (f64::from(read(dtype, grad, i)) * inverse).powi(2)).sum()
-                }
+                _ => (from..to).map(|i| (f64::from(read(dtype, grad, i)) * inverse).powi(2)).sum(),
             }
         };
         let block = |sum: &mut Squares, from: usize, to: usize| {
@@ -208,7 +206,7 @@ unsafe fn merge(dtype: DType, a: Ptr<*const u8>, b: Ptr<*const u8>, sum: Ptr<*mu
                 DType::F32 => {
                     *sum.get().cast::<f32>().add(i) = *a.get().cast::<f32>().add(i) + *b.get().cast::<f32>().add(i)
                 }
-                DType::F16 | DType::F64 | DType::U32 => unreachable!("nothing is summed in {}", dtype),
+                _ => unreachable!("nothing is summed in {dtype}"),
             }
         }
     }

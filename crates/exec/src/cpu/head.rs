@@ -127,7 +127,7 @@ impl Layout {
 fn kept_bytes(compute: DType) -> usize {
     match compute {
         DType::BF16 => 2,
-        DType::F32 | DType::F16 | DType::F64 | DType::U32 | DType::Fixed64 => 4,
+        _ => 4,
     }
 }
 

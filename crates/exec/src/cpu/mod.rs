@@ -62,7 +62,7 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
     // A result that is rounded is summed whole.
     let rounded = |letter| match compute {
         DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
-        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => fixed(gemm),
+        _ => fixed(gemm),
     };
     // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
@@ -302,7 +302,7 @@ fn kernels_of(segments: &[Vec<Bound>]) -> Vec<Vec<Option<Kernel>>> {
         let table = match bound.float {
             DType::BF16 => &brain,
             DType::F16 => &half,
-            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => &single,
+            _ => &single,
         };
         table.get(&bound.op.kind()).copied()
     };

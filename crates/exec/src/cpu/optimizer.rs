@@ -222,7 +222,7 @@ fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) 
             DType::F32 => f(Grad::F32(unsafe { grad.get().cast::<f32>().add(from) }), from, to - from),
             // SAFETY: the same.
             DType::BF16 => f(Grad::Bf16(unsafe { grad.get().cast::<Bf16>().add(from) }), from, to - from),
-            DType::Fixed64 | DType::F16 | DType::F64 | DType::U32 => {
+            _ => {
                 const WIDTH: usize = 256;
                 let mut block = [0.0f32; WIDTH];
                 for start in (from..to).step_by(WIDTH) {
@@ -251,7 +251,7 @@ fn copy(call: Call, to: usize, factor: f32) {
         match at.dtype {
             DType::F16 => round(call.simd, w.at(from), copy.at(from).cast::<F16>(), to - from),
             DType::BF16 => round(call.simd, w.at(from), copy.at(from).cast::<Bf16>(), to - from),
-            DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => unreachable!("{} is not rounded to", at.dtype),
+            other => unreachable!("{other} is not rounded to"),
         }
     });
 }

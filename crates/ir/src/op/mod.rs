@@ -193,7 +193,7 @@ impl Op {
             let ok = match operand.elem {
                 Elem::Is(dtype) => ty.dtype == dtype,
                 Elem::Float(var) => ty.dtype.is_float() && dims.set_float(var, ty.dtype) == ty.dtype,
-                Elem::Rounded => matches!(ty.dtype, DType::BF16 | DType::F16),
+                Elem::Rounded => ty.dtype.is_rounded(),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Any => true,
             };

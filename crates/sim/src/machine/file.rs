@@ -45,7 +45,7 @@ const TIME: &str = "us";
 
 /// The types that matmuls are measured in, by name.
 fn dtype(name: &str) -> Option<DType> {
-    [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64].into_iter().find(|d| d.name() == name)
+    DType::ALL.into_iter().find(|d| d.name() == name)
 }
 
 impl MachineProfile {
