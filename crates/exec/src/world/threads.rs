@@ -13,8 +13,7 @@ use lockstep_ir::program::Tensor;
 use lockstep_ir::{Coordinates, Hint, Mesh, MeshAxis, StepProgram};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -23,7 +22,7 @@ pub struct ThreadWorld {
     mesh: Mesh,
     programs: Vec<StepProgram>,
     workers: Vec<Worker>,
-    answers: Receiver<Answer>,
+    board: Arc<Board>,
     /// Of every tensor: its index in the programs of the stages that have it.
     tensors: BTreeMap<String, Vec<(usize, usize)>>,
     /// What executors say, each thing once.
@@ -33,16 +32,27 @@ pub struct ThreadWorld {
 struct Worker {
     executor: Arc<Mutex<Box<dyn Rank>>>,
     comm: Arc<ThreadCommunicator>,
-    /// None once it is to end.
-    requests: Option<SyncSender<Request>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// An entry to run, and whether its instructions are timed.
-type Request = (Arc<str>, bool);
+/// What the ranks are asked for, and what they answer.
+struct Board {
+    state: Mutex<State>,
+    changed: Condvar,
+}
 
-/// A rank, and how its entry ended.
-type Answer = (usize, Result<Vec<Timing>, ExecError>);
+#[derive(Default)]
+struct State {
+    /// Counts requests.
+    request: u64,
+    entry: Arc<str>,
+    profile: bool,
+    ends: bool,
+    /// Ranks that have not answered yet.
+    busy: usize,
+    error: Option<ExecError>,
+    timings: Vec<Timing>,
+}
 
 impl ThreadWorld {
     /// Loads the programs of all stages on the CPU, each on its ranks, with `threads` kernel threads per rank.
@@ -63,7 +73,7 @@ impl ThreadWorld {
         let Some(mesh) = programs.first().map(|p| p.mesh) else {
             return Err(ExecError::Internal("a run without programs".into()));
         };
-        let (sender, answers) = sync_channel(mesh.ranks());
+        let board = Arc::new(Board { state: Mutex::default(), changed: Condvar::new() });
         let mut tensors: BTreeMap<String, Vec<(usize, usize)>> = BTreeMap::new();
         for (stage, program) in programs.iter().enumerate() {
             for (t, tensor) in program.tensors.iter().enumerate() {
@@ -71,7 +81,7 @@ impl ThreadWorld {
             }
         }
         // Where a rank cannot be loaded, dropping this ends those that were.
-        let mut world = Self { mesh, programs, workers: Vec::new(), answers, tensors, notes: Vec::new() };
+        let mut world = Self { mesh, programs, workers: Vec::new(), board, tensors, notes: Vec::new() };
         for (rank, comm) in threads(mesh.ranks(), timeout).into_iter().enumerate() {
             let coordinates = mesh.coordinates(rank);
             let program = world.programs[coordinates.get(MeshAxis::Pp)].clone();
@@ -83,12 +93,11 @@ impl ThreadWorld {
                 }
             }
             let executor = Arc::new(Mutex::new(executor));
-            let (requests, asked) = sync_channel(1);
-            let (theirs, end, answers) = (executor.clone(), comm.clone(), sender.clone());
-            let work = move || serve(&theirs, end.as_ref(), asked, &answers);
+            let (theirs, end, shared) = (executor.clone(), comm.clone(), world.board.clone());
+            let work = move || serve(&theirs, end.as_ref(), &shared);
             let thread = std::thread::Builder::new().name(format!("lockstep-rank-{rank}")).spawn(work);
             let thread = Some(thread.map_err(|e| ExecError::Threads(mesh.ranks(), e))?);
-            world.workers.push(Worker { executor, comm, requests: Some(requests), thread });
+            world.workers.push(Worker { executor, comm, thread });
         }
         Ok(world)
     }
@@ -112,36 +121,37 @@ impl ThreadWorld {
     fn ask(&mut self, entry: &str, profile: bool) -> Result<Vec<Timing>, ExecError> {
         let unknown = || ExecError::Internal(format!("the program has no entry `{entry}`"));
         let entry = self.programs[0].entry(entry).ok_or_else(unknown)?.name.clone();
-        for requests in self.workers.iter().filter_map(|worker| worker.requests.as_ref()) {
-            // A thread that has ended is missed below.
-            let _ = requests.send((entry.clone(), profile));
-        }
-        let (mut timings, mut error) = (Vec::new(), None);
-        for _ in &self.workers {
-            match self.answers.recv() {
-                Ok((0, Ok(first))) => timings = first,
-                Ok((_, Ok(_))) => {}
-                Ok((_, Err(reason))) => error = error.or(Some(reason)),
-                Err(_) => return Err(ExecError::Internal("a rank's thread has ended".into())),
-            }
+        let mut state = lock(&self.board.state);
+        (state.entry, state.profile, state.busy) = (entry, profile, self.workers.len());
+        (state.error, state.timings) = (None, Vec::new());
+        state.request += 1;
+        self.board.changed.notify_all();
+        while state.busy > 0 {
+            state = self.board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         // What ended the run tells more than what a rank noticed of it.
-        match (self.workers[0].comm.failure(), error) {
+        match (self.workers[0].comm.failure(), state.error.take()) {
             (Some(failure), _) => Err(failure.into()),
             (None, Some(error)) => Err(error),
-            (None, None) => Ok(timings),
+            (None, None) => Ok(std::mem::take(&mut state.timings)),
         }
     }
 }
 
 /// A rank's life: runs what it is asked to.
-fn serve(
-    executor: &Mutex<Box<dyn Rank>>,
-    comm: &dyn Communicator,
-    requests: Receiver<Request>,
-    answers: &SyncSender<Answer>,
-) {
-    for (entry, profile) in requests {
+fn serve(executor: &Mutex<Box<dyn Rank>>, comm: &dyn Communicator, board: &Board) {
+    let mut seen = 0;
+    loop {
+        let mut state = lock(&board.state);
+        while state.request == seen && !state.ends {
+            state = board.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.ends {
+            break;
+        }
+        seen = state.request;
+        let (entry, profile) = (state.entry.clone(), state.profile);
+        drop(state);
         let mut executor = lock(executor);
         let result = caught(|| match profile {
             true => executor.profile(&entry),
@@ -152,8 +162,15 @@ fn serve(
             executor.drain();
         }
         drop(executor);
-        // Who asked may be gone.
-        let _ = answers.send((comm.rank(), result));
+        let mut state = lock(&board.state);
+        match result {
+            Ok(timings) if comm.rank() == 0 => state.timings = timings,
+            Ok(_) => {}
+            Err(error) => state.error = state.error.take().or(Some(error)),
+        }
+        state.busy -= 1;
+        drop(state);
+        board.changed.notify_all();
     }
     comm.leave();
 }
@@ -241,8 +258,8 @@ impl Executor for ThreadWorld {
 
 impl Drop for ThreadWorld {
     fn drop(&mut self) {
-        // All at once: a rank that ends waits until others have taken what it has sent.
-        self.workers.iter_mut().for_each(|worker| worker.requests = None);
+        lock(&self.board.state).ends = true;
+        self.board.changed.notify_all();
         for worker in &mut self.workers {
             if let Some(thread) = worker.thread.take() {
                 // What went wrong there has been told.
