@@ -8,10 +8,10 @@
 //! In f16, and where gradients are summed in fixed point, they start with the step's loss scale instead of 1; the optimizer
 //! takes it out again.
 
+use super::optimizer;
 use crate::gradients::Gradients;
 use crate::{Context, Precision};
-use lockstep_ir::graph::State;
-use lockstep_ir::{DType, Graph, Op, StepScalars, TypeError, ValueId};
+use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -29,15 +29,9 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     Ok(g.without_dead_code())
 }
 
-/// The scalars of a step, which a graph has once.
-pub(super) fn scalars(g: &mut Graph) -> ValueId {
-    let known = g.values.iter().position(|v| v.name == StepScalars::NAME).map(ValueId);
-    known.unwrap_or_else(|| g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars))
-}
-
 /// Lets gradients start with the loss scale.
 fn scale(g: &mut Graph) -> Result<ValueId, TypeError> {
-    let scalars = scalars(g);
+    let scalars = optimizer::scalars(g);
     for node in &mut g.nodes {
         if let Op::LinearCrossEntropy { .. } = node.op {
             node.inputs.push(scalars);

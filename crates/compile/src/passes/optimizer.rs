@@ -1,11 +1,12 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
-use super::{autodiff, loads, zero};
+use super::{loads, zero};
 use crate::settings::{Context, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::{
-    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, TensorType, TypeError, ValueId,
+    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepScalars, TensorType, TypeError,
+    ValueId,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,9 +96,15 @@ struct Trained {
     copies: usize,
 }
 
+/// The scalars of a step, which a graph has once.
+pub(super) fn scalars(g: &mut Graph) -> ValueId {
+    let known = g.values.iter().position(|v| v.name == StepScalars::NAME).map(ValueId);
+    known.unwrap_or_else(|| g.state(StepScalars::NAME, StepScalars::ty(), State::Scalars))
+}
+
 pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let scalars = autodiff::scalars(&mut g);
+    let scalars = scalars(&mut g);
     let trained = gradients(&mut g, context)?;
     if context.steps.noise_scale {
         probe(&mut g, context, &trained, scalars)?;
