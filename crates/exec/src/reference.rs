@@ -29,8 +29,9 @@ use at::{At, Definition};
 use lockstep_ir::graph::Source;
 use lockstep_ir::{Graph, OpKind, ValueId};
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
-fn definitions() -> BTreeMap<OpKind, Definition> {
+static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
     let families = [
         attention::definitions(),
         collective::definitions(),
@@ -49,12 +50,11 @@ fn definitions() -> BTreeMap<OpKind, Definition> {
         section::definitions(),
     ];
     families.into_iter().flatten().collect()
-}
+});
 
 /// Evaluates a graph. `feed` gives inputs and states (token ids as whole numbers); gradient states start at zero. Returns every
 /// value that was computed; a sum into a state is also found under the state.
 pub fn evaluate(graph: &Graph, feed: impl Fn(ValueId) -> Option<Vec<f64>>) -> Vec<Option<Vec<f64>>> {
-    let definitions = definitions();
     let mut values: Vec<Option<Vec<f64>>> = (0..graph.values.len()).map(|i| feed(ValueId(i))).collect();
     for node in &graph.nodes {
         let inputs: Vec<&[f64]> = node
@@ -64,7 +64,7 @@ pub fn evaluate(graph: &Graph, feed: impl Fn(ValueId) -> Option<Vec<f64>>) -> Ve
             .collect();
         let types = graph.input_types(node);
         let dims = node.op.bind(&types).unwrap_or_else(|e| panic!("{e}"));
-        let Some(definition) = definitions.get(&node.op.kind()) else {
+        let Some(definition) = DEFINITIONS.get(&node.op.kind()) else {
             panic!("{} exists in programs only", node.op.name());
         };
         let outputs = definition(&At { op: node.op, types: &types, dims, x: &inputs });
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn every_op_but_messages_between_stages_has_a_definition() {
-        let without = |kind: &&OpKind| !definitions().contains_key(kind);
+        let without = |kind: &&OpKind| !DEFINITIONS.contains_key(kind);
         let without: Vec<&OpKind> = OpKind::ALL.iter().filter(without).collect();
         assert_eq!(without, [&OpKind::Send, &OpKind::Receive]);
     }
