@@ -286,6 +286,8 @@ pub(crate) fn file_dtype(dtype: DType) -> FileDType {
         DType::F32 => FileDType::F32,
         DType::BF16 => FileDType::BF16,
         DType::F16 => FileDType::F16,
+        DType::E4M3 => FileDType::F8_E4M3,
+        DType::E5M2 => FileDType::F8_E5M2,
         DType::F64 => FileDType::F64,
         DType::U32 => FileDType::U32,
         DType::Fixed64 => FileDType::I64,

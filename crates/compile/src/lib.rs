@@ -27,7 +27,7 @@ pub use passes::{
     AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, STATS, TRAINING_PASSES,
     autodiff, fuse,
 };
-pub use settings::{Candidate, Context, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps};
+pub use settings::{Candidate, Context, Fp8, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps};
 pub use stage::balanced as balanced_stages;
 
 use lockstep_ir::op::Flops;

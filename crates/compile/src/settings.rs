@@ -70,11 +70,25 @@ pub struct Precision {
     pub compute: DType,
     /// Type of gradient sums: `f32`, `bf16`, or `fixed64` for sums that do not depend on their order.
     pub gradients: DType,
+    /// Which matmuls of layers are in fp8, if any are.
+    pub fp8: Option<Fp8>,
+}
+
+/// Which linear layers have their operands in fp8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fp8 {
+    /// Those with at least so many weights on a rank; where it is not said, as many as the device gains from.
+    pub weights: Option<usize>,
 }
 
 impl Precision {
     /// Everything in f32.
-    pub const FP32: Precision = Precision { compute: DType::F32, gradients: DType::F32 };
+    pub const FP32: Precision = Precision::of(DType::F32, DType::F32);
+
+    /// Parameters and activations in one type, and so all matmuls; gradient sums in another.
+    pub const fn of(compute: DType, gradients: DType) -> Self {
+        Self { compute, gradients, fp8: None }
+    }
 }
 
 /// What is recomputed in backward.

@@ -251,14 +251,20 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
-        /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. A preset gives
-        /// bf16.
+        /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. fp8: as bf16, with
+        /// operands of the layers' matmuls in fp8: weights and activations in E4M3, gradients in E5M2, each tensor with the scale of its
+        /// largest element in this micro-batch. Embedding, norms, attention, routers, experts and output head stay in bf16. On GPUs from
+        /// compute capability 8.9 on; a CPU computes the same, slowly. A preset gives bf16.
         policy: PrecisionPolicy = Choice(PrecisionPolicy::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16",
-                "half precision", "bfloat16"];
+                "half precision", "bfloat16", "float8", "fp8 training", "transformer engine", "torchao"];
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
+        /// With fp8, the fewest weights of a linear layer (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not
+        /// given, as many as an H200 gains from: 4,194,304. Sizes that are no multiples of 16 stay in bf16 too.
+        fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,
+            finds ["fp8 layers", "fp8 filter", "auto_filter_small_kn", "module_filter_fn"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite
         /// halves it and skips the update.
         loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory,

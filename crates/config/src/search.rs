@@ -32,9 +32,9 @@ impl Missing {
 const MISSING: &[Missing] = &[
     Missing::new(
         "precision",
-        &["fp8", "mxfp8", "nvfp4"],
-        "fp8 and narrower",
-        "precision.policy = \"bf16\" is the narrowest",
+        &["mxfp8", "nvfp4", "mxfp4"],
+        "mxfp8 and narrower",
+        "precision.policy = \"fp8\" is the narrowest",
     ),
     Missing::new(
         "model",

@@ -81,6 +81,8 @@ words! {
         Bf16 = "bf16",
         /// Mixed precision in fp16, with a loss scale.
         Fp16 = "fp16",
+        /// Mixed precision in bf16, with the matmuls of layers in fp8.
+        Fp8 = "fp8",
     }
 
     /// What gradients are accumulated in.

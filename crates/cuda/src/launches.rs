@@ -142,7 +142,7 @@ fn steps(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
         device: profile("cuda", compute, DType::F32, deterministic),
         layout: Layout::single(1),
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
-        precision: Precision { compute, gradients: DType::F32 },
+        precision: Precision::of(compute, DType::F32),
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),

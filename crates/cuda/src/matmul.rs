@@ -42,6 +42,7 @@ const NOT_SUPPORTED: c_int = 15;
 const COMPUTE_32F: c_int = 68;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
+const DESC_FAST_ACCUMULATION: c_int = 25;
 const PREFERENCE_WORKSPACE: c_int = 1;
 const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
 
@@ -77,6 +78,8 @@ pub enum Gemm {
     Input,
     /// w = yᵀ · x.
     Weight,
+    /// The same of transposes, `y [n, m]` and `x [k, m]`.
+    WeightOfTransposes,
 }
 
 /// A matmul with its sizes and types.
@@ -90,8 +93,10 @@ pub struct MatmulShape {
     pub n: usize,
     /// Columns of x.
     pub k: usize,
-    /// Type of both factors.
+    /// Type of the first factor.
     pub input: DType,
+    /// Type of the second: another one in fp8 alone.
+    pub second: DType,
     /// Type of the result.
     pub output: DType,
     /// Whether the result adds to a third matrix.
@@ -103,18 +108,30 @@ pub struct MatmulShape {
 }
 
 impl MatmulShape {
+    /// A matmul of `x [m, k]`, `w [n, k]` and `y [m, n]` with nothing special about it.
+    pub const fn new(gemm: Gemm, (m, n, k): (usize, usize, usize), input: DType, output: DType) -> Self {
+        Self { gemm, m, n, k, input, second: input, output, adds: false, y_stride: n, epilogue: Epilogue::None }
+    }
+
     /// Matrices start where buffers do, or a whole number of rows behind: at multiples of this many bytes.
     fn alignment(&self) -> u32 {
         let rows = [self.k * self.input.bytes(), self.y_stride * self.input.bytes(), self.k * self.output.bytes()];
-        rows.iter().map(|bytes| 1 << bytes.trailing_zeros().min(4)).min().unwrap_or(1)
+        let transposed = (self.gemm == Gemm::WeightOfTransposes).then_some(self.m * self.input.bytes());
+        rows.iter().chain(&transposed).map(|bytes| 1 << bytes.trailing_zeros().min(4)).min().unwrap_or(1)
     }
 
     /// Elements of a row of the result.
     fn result_row(&self) -> usize {
         match self.gemm {
             Gemm::Forward => self.n,
-            Gemm::Input | Gemm::Weight => self.k,
+            Gemm::Input | Gemm::Weight | Gemm::WeightOfTransposes => self.k,
         }
+    }
+
+    /// Whether partial sums may stay in the matrix units. In fp8 those keep 14 bits: enough for what is rounded to bf16, not for sums over all
+    /// positions.
+    fn fast(&self) -> bool {
+        self.input.is_fp8() && self.gemm == Gemm::Forward
     }
 }
 
@@ -175,6 +192,8 @@ fn code(dtype: DType) -> c_int {
         DType::F64 => 1,
         DType::F16 => 2,
         DType::BF16 => 14,
+        DType::E4M3 => 28,
+        DType::E5M2 => 29,
         _ => unreachable!("no matmul is in {dtype}"),
     }
 }
@@ -191,13 +210,14 @@ impl Matmul {
     }
 
     fn describe(&self, shape: &MatmulShape) -> Result<Described, CudaError> {
-        let MatmulShape { gemm, m, n, k, input, output, y_stride, .. } = *shape;
+        let MatmulShape { gemm, m, n, k, input, second, output, y_stride, .. } = *shape;
         // Row by row is column by column of the transpose: x is [k, m], w is [k, n], y is [n, m].
         let (x, w, y) = ((k, m, k), (k, n, k), (n, m, y_stride));
         let (a, b, c, transpose_a, transpose_b) = match gemm {
             Gemm::Forward => (w, x, y, 1, 0),
             Gemm::Input => (w, y, x, 0, 0),
             Gemm::Weight => (x, y, w, 0, 1),
+            Gemm::WeightOfTransposes => ((m, k, m), (m, n, m), w, 1, 0),
         };
         let layout = |(rows, columns, stride): (usize, usize, usize), dtype| {
             let mut layout = std::ptr::null_mut();
@@ -214,8 +234,11 @@ impl Matmul {
                 check("cublasLtMatmulDescSetAttribute", status)?;
             }
         }
+        if shape.fast() {
+            self.set(desc, DESC_FAST_ACCUMULATION, 1i8)?;
+        }
         self.describe_epilogue(desc, shape)?;
-        Ok(Described { desc, a: layout(a, input)?, b: layout(b, input)?, c: layout(c, output)? })
+        Ok(Described { desc, a: layout(a, second)?, b: layout(b, input)?, c: layout(c, output)? })
     }
 
     /// The library's first proposals; none where it does not have the matmul.

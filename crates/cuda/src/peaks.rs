@@ -1,7 +1,7 @@
 //! The device's measured peaks: matmul FLOP/s and memory bandwidth.
 
 use crate::driver::{Memory, Stream};
-use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE, fill_random};
+use crate::matmul::{Gemm, MatmulShape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
 use lockstep_ir::DType;
 
@@ -12,17 +12,7 @@ pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
     let needed = |size: usize| 3 * (size * size * dtype.bytes()) as u64 + WORKSPACE;
     let size = [8192, 4096, 2048].into_iter().find(|size| needed(*size) <= free / 2).unwrap_or(1024);
     let (m, n, k) = (size, size, size);
-    let shape = MatmulShape {
-        gemm: Gemm::Forward,
-        m,
-        n,
-        k,
-        input: dtype,
-        output: dtype,
-        adds: false,
-        y_stride: n,
-        epilogue: Epilogue::None,
-    };
+    let shape = MatmulShape::new(Gemm::Forward, (m, n, k), dtype, dtype);
     let gemms = gpu.matmul(false)?;
     gemms.prepare(shape)?;
     let bytes = (size * size * dtype.bytes()) as u64;

@@ -8,7 +8,7 @@ use crate::{CudaError, nvrtc};
 pub const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 19] = [
+pub const SOURCES: [(&str, &str); 20] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -25,6 +25,7 @@ pub const SOURCES: [(&str, &str); 19] = [
     ("numbers", include_str!("../kernels/numbers.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
+    ("quantise", include_str!("../kernels/quantise.cu")),
     ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
     ("sums", include_str!("../kernels/sums.cu")),

@@ -31,7 +31,7 @@ fn step(model: &str, (batch, seq): (usize, usize)) -> StepProgram {
         device: profile("cuda", DType::BF16, DType::F32, false),
         layout: Layout::single(1),
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
-        precision: Precision { compute: DType::BF16, gradients: DType::F32 },
+        precision: Precision::of(DType::BF16, DType::F32),
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),

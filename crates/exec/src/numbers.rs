@@ -6,7 +6,7 @@ use crate::ExecError;
 use crate::bound::{At, Bound};
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Arg, Slot};
-use lockstep_ir::{DType, Op, StepProgram, bf16, f16, fixed, units};
+use lockstep_ir::{DType, F8, Op, StepProgram, bf16, f16, fixed, units};
 use std::ops::Range;
 
 /// The first tensor that had a number that is not finite, and what made it.
@@ -113,6 +113,8 @@ pub fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize
         DType::Fixed64 => {
             find(&mut bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))))
         }
+        DType::E4M3 => find(&mut bytes.iter().map(|b| f64::from(F8::E4M3.to_f32(*b)))),
+        DType::E5M2 => find(&mut bytes.iter().map(|b| f64::from(F8::E5M2.to_f32(*b)))),
         DType::U32 => None,
     }
 }

@@ -20,6 +20,7 @@ mod optimizer;
 mod packed;
 mod pointwise;
 mod position;
+mod quantise;
 mod section;
 mod vocab;
 
@@ -47,6 +48,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         optimizer::definitions(),
         pointwise::definitions(),
         position::definitions(),
+        quantise::definitions(),
         section::definitions(),
     ];
     families.into_iter().flatten().collect()

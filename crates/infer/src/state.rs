@@ -230,7 +230,7 @@ fn round(data: &mut Vec<u8>, dtype: DType) {
     let bits: fn(f32) -> u16 = match dtype {
         DType::BF16 => bf16::from_f32,
         DType::F16 => f16::from_f32,
-        DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => return,
+        DType::F32 | DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => return,
     };
     for i in 0..data.len() / 4 {
         let value = f32::from_le_bytes([data[4 * i], data[4 * i + 1], data[4 * i + 2], data[4 * i + 3]]);

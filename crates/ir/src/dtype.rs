@@ -10,6 +10,10 @@ pub enum DType {
     BF16,
     /// IEEE binary16: finer than bf16, over a smaller range.
     F16,
+    /// One byte, 4 bits of exponent and 3 of mantissa ([`F8`](crate::F8)): operands of matmuls.
+    E4M3,
+    /// One byte, 5 bits of exponent and 2 of mantissa: gradients that enter a matmul.
+    E5M2,
     /// IEEE binary64, for losses and squared norms.
     F64,
     /// Unsigned 32-bit integers: token ids.
@@ -20,11 +24,13 @@ pub enum DType {
 
 impl DType {
     /// All of them.
-    pub const ALL: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::U32, DType::Fixed64];
+    pub const ALL: [DType; 8] =
+        [DType::F32, DType::BF16, DType::F16, DType::E4M3, DType::E5M2, DType::F64, DType::U32, DType::Fixed64];
 
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
+            DType::E4M3 | DType::E5M2 => 1,
             DType::BF16 | DType::F16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::Fixed64 => 8,
@@ -35,8 +41,13 @@ impl DType {
     pub const fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::BF16 | DType::F16 => true,
-            DType::F64 | DType::U32 | DType::Fixed64 => false,
+            DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => false,
         }
+    }
+
+    /// Whether it is one of fp8.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, DType::E4M3 | DType::E5M2)
     }
 
     /// Whether f32 master weights are rounded to this type.
@@ -55,6 +66,8 @@ impl DType {
             DType::F32 => "f32",
             DType::BF16 => "bf16",
             DType::F16 => "f16",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
             DType::F64 => "f64",
             DType::U32 => "u32",
             DType::Fixed64 => "fixed64",

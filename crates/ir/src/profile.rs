@@ -4,6 +4,9 @@ use crate::op::{Dims, TypeError, names};
 use crate::{FusedMatmul, Fusion, Op, TensorType};
 use std::collections::BTreeMap;
 
+/// [`DeviceProfile::fp8_weights`] of an H200, and of what stands in for one: the same layers are in fp8 wherever a config runs.
+pub const FP8_WEIGHTS: usize = 1 << 22;
+
 /// What the compiler must know of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceProfile {
@@ -23,6 +26,8 @@ pub struct DeviceProfile {
     pub fusions: Vec<Fusion>,
     /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
     pub faster: Vec<FusedMatmul>,
+    /// Weights of one rank from which on a linear layer takes less time in fp8 than in bf16, what is quantised for it included.
+    pub fp8_weights: usize,
 }
 
 /// Scratch bytes of one kernel: a constant plus terms that grow with the op's dimensions.
@@ -85,6 +90,7 @@ mod tests {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         };
         let bytes = |seq: usize| {
             let x = TensorType::new(
@@ -109,6 +115,7 @@ mod tests {
             workspaces_with_optional: of(2),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         };
         let (b, s) = (Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4));
         let dx = TensorType::new(DType::F32, [b.clone(), s.clone(), Dim::new(Axis::Embed, 7)]);

@@ -62,8 +62,8 @@ impl Target {
             Target::Cpu => return Ok(()),
             Target::Cuda { .. } => match config.precision.policy {
                 PrecisionPolicy::Fp16 => "precision.policy = \"fp16\"",
-                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 if config.train.reproducible => "train.reproducible",
-                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 => return Ok(()),
+                _ if config.train.reproducible => "train.reproducible",
+                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => return Ok(()),
             },
         };
         Err(PlanError::NotOnDevice { what, device: self.name() })

@@ -247,7 +247,7 @@ fn biases(m: &ModelConfig) -> f64 {
 fn compute_bytes(config: &Config) -> f64 {
     match config.precision.policy {
         PrecisionPolicy::Fp32 => 4.0,
-        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 => 2.0,
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 | PrecisionPolicy::Fp8 => 2.0,
     }
 }
 

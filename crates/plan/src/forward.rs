@@ -32,7 +32,7 @@ pub fn check_positions(config: &Config, tokens: usize) -> Result<(), PlanError> 
 fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
     let threads = threads(machine, config, 1);
-    let precision = Precision { gradients: DType::F32, ..context.precision };
+    let precision = Precision::of(context.precision.compute, DType::F32);
     let device = machine.profile(Target::of(machine, config), threads, precision);
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }

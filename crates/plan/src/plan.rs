@@ -5,7 +5,7 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
 };
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
@@ -277,7 +277,7 @@ fn recompute(config: &Config) -> Recompute {
 fn precision(config: &Config) -> Precision {
     let compute = match config.precision.policy {
         PrecisionPolicy::Fp32 => DType::F32,
-        PrecisionPolicy::Bf16 => DType::BF16,
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => DType::BF16,
         PrecisionPolicy::Fp16 => DType::F16,
     };
     let gradients = match (config.train.reproducible, config.precision.gradients) {
@@ -285,7 +285,9 @@ fn precision(config: &Config) -> Precision {
         (false, GradientPrecision::Fp32) => DType::F32,
         (false, GradientPrecision::Bf16) => DType::BF16,
     };
-    Precision { compute, gradients }
+    let fp8 =
+        (config.precision.policy == PrecisionPolicy::Fp8).then_some(Fp8 { weights: config.precision.fp8_weights });
+    Precision { compute, gradients, fp8 }
 }
 
 /// Most micro-batches of a step.

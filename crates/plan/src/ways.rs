@@ -286,7 +286,7 @@ fn other_precisions(config: &Config) -> Vec<Config> {
             other.precision.policy = PrecisionPolicy::Bf16;
             all.push(other.clone());
         }
-        PrecisionPolicy::Bf16 => {}
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => {}
         PrecisionPolicy::Fp16 => return all,
     }
     // Reproducible sums have a type of their own.

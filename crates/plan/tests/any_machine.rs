@@ -35,6 +35,7 @@ impl Machine for Described {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         }
     }
 }

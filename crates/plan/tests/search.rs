@@ -32,6 +32,7 @@ impl Machine for Gpus {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         }
     }
 }

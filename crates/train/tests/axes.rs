@@ -33,7 +33,7 @@ fn compiled_as(layout: Layout) -> Compiled {
         device: cpu::profile(1, DType::F32, gradients),
         layout,
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
-        precision: Precision { compute: DType::F32, gradients },
+        precision: Precision::of(DType::F32, gradients),
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),

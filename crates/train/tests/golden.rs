@@ -114,7 +114,7 @@ fn loaded(
     let (threads, batch) = (2, 2 / micro_batches);
     let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0);
     let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
-    let precision = Precision { compute: DType::F32, gradients };
+    let precision = Precision::of(DType::F32, gradients);
     let device = profile(threads, precision.compute, precision.gradients);
     let recompute = lockstep_compile::Recompute::None;
     let steps = lockstep_compile::Steps::default();

@@ -137,9 +137,19 @@ impl At<'_> {
         Ok(())
     }
 
+    /// The node of forward that makes an input.
+    pub fn made(&self, input: usize) -> Option<Node> {
+        let value = Some(self.node.inputs[input]);
+        self.g.nodes.iter().find(|n| n.outputs.contains(&value)).cloned()
+    }
+
     /// Appends a W node that sums into an accumulator of the parameter which an input is.
     pub fn weight(&mut self, op: Op, reads: &[ValueId], input: usize) -> Result<(), Stop> {
-        let parameter = self.node.inputs[input];
+        self.weight_of(op, reads, self.node.inputs[input])
+    }
+
+    /// The same of the parameter that is named.
+    pub fn weight_of(&mut self, op: Op, reads: &[ValueId], parameter: ValueId) -> Result<(), Stop> {
         if !matches!(self.g.get(parameter).source, Source::State(State::Parameter(_))) {
             return Ok(());
         }

@@ -12,6 +12,7 @@ mod linear;
 mod norm;
 mod pointwise;
 mod position;
+mod quantise;
 mod section;
 
 pub use at::Gradients;
@@ -21,7 +22,7 @@ use lockstep_ir::graph::Node;
 use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-const FAMILIES: [Rules; 10] = [
+const FAMILIES: [Rules; 11] = [
     attention::RULES,
     dispatch::RULES,
     embedding::RULES,
@@ -31,6 +32,7 @@ const FAMILIES: [Rules; 10] = [
     norm::RULES,
     pointwise::RULES,
     position::RULES,
+    quantise::RULES,
     section::RULES,
 ];
 

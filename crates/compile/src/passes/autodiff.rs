@@ -16,7 +16,7 @@ use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
-    let Precision { compute, gradients } = context.precision;
+    let Precision { compute, gradients, .. } = context.precision;
     let scalars = match compute == DType::F16 || gradients == DType::Fixed64 {
         true => Some(scale(&mut g)?),
         false => None,

@@ -3,6 +3,7 @@
 mod autodiff;
 mod context;
 mod experts;
+mod fp8;
 mod fuse;
 mod loads;
 mod optimizer;
@@ -46,6 +47,7 @@ pub struct Pass {
 
 const FUSE: Pass = Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse };
 const PRECISION: Pass = Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision };
+const FP8: Pass = Pass { name: "fp8", effect: Effect::NumericsChanging, run: fp8::fp8 };
 const EXPERTS: Pass = Pass { name: "experts", effect: Effect::BitPreserving, run: experts::experts };
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const AUTODIFF: Pass = Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff };
@@ -56,11 +58,11 @@ const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: z
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 8] = [FUSE, PRECISION, EXPERTS, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 9] = [FUSE, PRECISION, FP8, EXPERTS, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
-pub const FORWARD_PASSES: [Pass; 3] = [FUSE, PRECISION, EXPERTS];
+pub const FORWARD_PASSES: [Pass; 4] = [FUSE, PRECISION, FP8, EXPERTS];
 
 /// Those that what runs forward only takes behind [`FORWARD_PASSES`], without what nothing reads.
 pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];
@@ -116,6 +118,7 @@ pub(crate) mod tests {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         };
         let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1);
         (

@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn parameters_and_activations_are_rounded_and_statistics_are_not() {
         let (before, mut context) = small_model();
-        context.precision = Precision { compute: DType::BF16, gradients: DType::F32 };
+        context.precision = Precision::of(DType::BF16, DType::F32);
         let after = super::precision(&before, &context).unwrap();
         check(
             &after,

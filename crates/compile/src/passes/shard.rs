@@ -185,6 +185,7 @@ impl Sweep<'_> {
             let Some(v) = v else { continue };
             let placement = match split(node.op.output(o), *v, g) {
                 Some(dim) => Placement::Split(dim),
+                None if spec.own.contains(&o) => Placement::Replicated,
                 None if chosen.is_some() || partial => Placement::Partial,
                 None => Placement::Replicated,
             };
@@ -225,6 +226,12 @@ impl Sweep<'_> {
         dim: usize,
         reader: &Node,
     ) -> Result<ValueId, TypeError> {
+        // Parts of parts are joined first.
+        let inner = |other: &MeshAxis| *other > axis && g.get(v).sharding.over(*other) == Placement::Split(dim);
+        if let Some(inner) = self.context.layout.mesh.wide(Axes::STAGE).iter().filter(inner).last() {
+            let joined = self.gather(g, v, inner, dim, reader)?;
+            return self.gather(g, joined, axis, dim, reader);
+        }
         let forward = reader.phase == Phase::Forward;
         if let Some(known) = self.gathered.get(&(v, axis, forward)) {
             return Ok(*known);

@@ -10,6 +10,8 @@ const DESC_EPILOGUE: c_int = 7;
 const DESC_BIAS_POINTER: c_int = 8;
 const DESC_BESIDE_POINTER: c_int = 11;
 const DESC_BESIDE_STRIDE: c_int = 12;
+const DESC_A_SCALE: c_int = 17;
+const DESC_B_SCALE: c_int = 18;
 /// Where a matrix beside the result is said to stand until it is known: proposals depend on how it is aligned.
 const ALIGNED: Address = 256;
 
@@ -65,7 +67,7 @@ impl Epilogue {
 }
 
 impl Matmul {
-    fn set<T>(&self, d: *mut c_void, attribute: c_int, value: T) -> Result<(), CudaError> {
+    pub(super) fn set<T>(&self, d: *mut c_void, attribute: c_int, value: T) -> Result<(), CudaError> {
         // SAFETY: the address and size are those of the value.
         let status = unsafe { (self.lt.desc_set)(d, attribute, (&raw const value).cast(), size_of::<T>()) };
         check("cublasLtMatmulDescSetAttribute", status)
@@ -116,6 +118,34 @@ impl Matmul {
             let operands = (second, first, to);
             // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
             unsafe { self.call(&described, &plan.algorithm, stream, operands, to, 0.0, scratch) }
+        });
+        // SAFETY: made above.
+        unsafe { self.forget(&described) };
+        called
+    }
+
+    /// As [`Matmul::multiply`] of factors in fp8, whose units are numbers on the device, in the order of the factors. A shape that adds adds to `to`.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn multiply_in_units(
+        &self,
+        stream: &Stream,
+        shape: &MatmulShape,
+        (first, second): (Address, Address),
+        (first_unit, second_unit): (Address, Address),
+        to: Address,
+        scratch: Address,
+    ) -> Result<(), CudaError> {
+        let Some(plan) = self.to_run(shape)? else { return Ok(()) };
+        // As with an epilogue: where units stand is part of the description.
+        let described = self.describe(shape)?;
+        let placed = self.set(described.desc, DESC_A_SCALE, second_unit);
+        let placed = placed.and_then(|()| self.set(described.desc, DESC_B_SCALE, first_unit));
+        let beta = if shape.adds { 1.0 } else { 0.0 };
+        let called = placed.and_then(|()| {
+            // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
+            unsafe { self.call(&described, &plan.algorithm, stream, (second, first, to), to, beta, scratch) }
         });
         // SAFETY: made above.
         unsafe { self.forget(&described) };
@@ -245,8 +275,8 @@ mod tests {
             beside: Beside,
             to: Address,
         ) -> bool {
-            let (input, output) = (DType::BF16, DType::BF16);
-            let shape = MatmulShape { gemm, m: M, n: N, k: K, input, output, adds: false, y_stride: N, epilogue };
+            let plain = MatmulShape::new(gemm, (M, N, K), DType::BF16, DType::BF16);
+            let shape = MatmulShape { epilogue, ..plain };
             let matmul = self.gpu.matmul(false).unwrap();
             if let Err(error) = matmul.prepare(shape) {
                 println!("skipped: {error}");

@@ -30,16 +30,16 @@ impl Matmul {
 
     fn room(&self, shape: &MatmulShape) -> Result<Option<Trial<'_>>, CudaError> {
         let bytes = |rows: usize, columns: usize, dtype: DType| (rows * columns * dtype.bytes()) as u64;
-        let MatmulShape { gemm, m, n, k, input, output, y_stride, epilogue, .. } = *shape;
+        let MatmulShape { gemm, m, n, k, input, second, output, y_stride, epilogue, .. } = *shape;
         let (x, w, y) = ((m, k), (n, k), (m, y_stride));
         let (a, b, c) = match gemm {
             Gemm::Forward => (w, x, y),
             Gemm::Input => (w, y, x),
-            Gemm::Weight => (x, y, w),
+            Gemm::Weight | Gemm::WeightOfTransposes => (x, y, w),
         };
         let result = bytes(c.0, c.1, output);
         let beside = if epilogue.has_matrix() { result } else { 0 };
-        let sizes = [bytes(a.0, a.1, input), bytes(b.0, b.1, input), result, beside, WORKSPACE];
+        let sizes = [bytes(a.0, a.1, second), bytes(b.0, b.1, input), result, beside, WORKSPACE];
         let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
         if self.device.free_bytes()? < total + (256 << 20) {
             return Ok(None);
@@ -85,7 +85,7 @@ impl Trial<'_> {
     }
 }
 
-/// Fills memory with bits that are sound numbers of moderate size in bf16 and in f32.
+/// Fills memory with bits that are sound numbers of moderate size in bf16, in f32 and in fp8.
 pub fn fill_random(stream: &Stream, at: Address, bytes: u64) -> Result<(), CudaError> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {

@@ -6,7 +6,7 @@ use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
+use crate::matmul::{Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::At;
 use lockstep_ir::DType;
 use lockstep_ir::op::Rows;
@@ -91,17 +91,8 @@ unsafe fn chunked(
     let gradients = dx.is_some() || dw.is_some();
     for (c, (first, count)) in chunks(m, seq, rows, fixed).into_iter().enumerate() {
         let at = (first * k) as u64 * bytes;
-        let forward = MatmulShape {
-            gemm: Gemm::Forward,
-            m: count,
-            n: v,
-            k,
-            input,
-            output: input,
-            adds: false,
-            y_stride: stride,
-            epilogue: Epilogue::None,
-        };
+        let plain = MatmulShape::new(Gemm::Forward, (count, v, k), input, input);
+        let forward = MatmulShape { y_stride: stride, ..plain };
         // SAFETY: the operands and the scratch have these sizes.
         unsafe {
             for &(first, n) in &parts {
@@ -164,17 +155,7 @@ pub unsafe fn vocab_logits(call: Call, rows: Rows) -> Result<(), CudaError> {
     let (k, v, part, input) = (call.size("inputs"), call.size("vocab"), call.vocab_part(), call.float());
     let x = call.input(0) + (rows.first * k * input.bytes()) as u64;
     let targets = call.input(2) + 4 * rows.first as u64;
-    let shape = MatmulShape {
-        gemm: Gemm::Forward,
-        m: rows.count,
-        n: v,
-        k,
-        input,
-        output: DType::F32,
-        adds: false,
-        y_stride: v,
-        epilogue: Epilogue::None,
-    };
+    let shape = MatmulShape::new(Gemm::Forward, (rows.count, v, k), input, DType::F32);
     let args = args![logits, targets, statistics, v, part.first, part.entries];
     // SAFETY: the operands and the scratch have these sizes.
     unsafe {
@@ -228,17 +209,7 @@ pub unsafe fn vocab_grad(call: Call, rows: Rows) -> Result<(), CudaError> {
     unsafe {
         call.typed(("loss", "vocab_grad"), [count, 1, 1], row_threads(call, v), args)?;
         if let Some(dx) = call.output(0) {
-            let shape = MatmulShape {
-                gemm: Gemm::Input,
-                m: count,
-                n: v,
-                k,
-                input,
-                output: input,
-                adds: false,
-                y_stride: v,
-                epilogue: Epilogue::None,
-            };
+            let shape = MatmulShape::new(Gemm::Input, (count, v, k), input, input);
             call.multiply(&shape, (dlogits, call.input(3)), dx, scratch)?;
         }
         weight_product(call, (count, count, v, k), v, (dlogits, x), (1, 0, call.adds(1)), scratch, share)

@@ -23,17 +23,7 @@ pub fn launches() -> Launches {
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     let size = |letter| bound.size(letter);
     let (m, input) = (size("batch") * size("seq"), bound.float);
-    let plain = |gemm, m, n, output| MatmulShape {
-        gemm,
-        m,
-        n,
-        k: size("inputs"),
-        input,
-        output,
-        adds: false,
-        y_stride: n,
-        epilogue: Epilogue::None,
-    };
+    let plain = |gemm, m, n, output| MatmulShape::new(gemm, (m, n, size("inputs")), input, output);
     let sums = |shape: MatmulShape| [shape, MatmulShape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
@@ -74,6 +64,7 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             let weight = sums(plain(Gemm::Weight, rows.count, size("vocab"), output));
             [&[plain(Gemm::Input, rows.count, size("vocab"), input)][..], &weight].concat()
         }
+        Op::Fp8Linear { .. } | Op::Fp8GradWeight => super::quantise::shapes(bound),
         Op::Orthogonalise => super::orthogonal::shapes(bound),
         _ => Vec::new(),
     }
@@ -87,7 +78,7 @@ pub fn shape(op: Op, size: &dyn Fn(&'static str) -> usize, input: DType) -> Opti
         _ => return None,
     };
     let (m, n, k) = (size("batch") * size("seq"), size("outputs"), size("inputs"));
-    Some(MatmulShape { gemm, m, n, k, input, output: input, adds: false, y_stride: n, epilogue: Epilogue::None })
+    Some(MatmulShape::new(gemm, (m, n, k), input, input))
 }
 
 /// Elements from one row of logits to the next: whole packs, which the matrix units and 16-byte accesses want.
@@ -184,17 +175,8 @@ pub unsafe fn weight_product(
     let (Some(dw), Some(at)) = (call.output(output), call.bound.outputs[output]) else { return Ok(()) };
     let dw = dw + (first * k * at.dtype.bytes()) as u64;
     let input = call.float();
-    let shape = MatmulShape {
-        gemm: Gemm::Weight,
-        m: rows,
-        n,
-        k,
-        input,
-        output: at.dtype,
-        adds,
-        y_stride,
-        epilogue: Epilogue::None,
-    };
+    let plain = MatmulShape::new(Gemm::Weight, (rows, n, k), input, at.dtype);
+    let shape = MatmulShape { adds, y_stride, ..plain };
     if !apart(input, at.dtype) {
         // SAFETY: the caller vouches.
         return unsafe { call.multiply(&shape, (dy, x), dw, scratch) };

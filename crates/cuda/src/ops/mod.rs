@@ -20,6 +20,7 @@ mod optimizer;
 mod orthogonal;
 pub mod pointwise;
 mod position;
+mod quantise;
 mod router;
 mod section;
 
@@ -28,7 +29,7 @@ use crate::call::Call;
 use crate::driver::ALIGNMENT;
 use crate::matmul::WORKSPACE;
 use launch::Launch;
-use lockstep_ir::{DType, DeviceProfile, Fusion, OpKind, Workspace};
+use lockstep_ir::{DType, DeviceProfile, FP8_WEIGHTS, Fusion, OpKind, Workspace};
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
@@ -48,6 +49,10 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         ("linear", fixed(WORKSPACE)),
         ("linear_grad_input", fixed(WORKSPACE)),
         ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("outputs inputs") }),
+        ("amax", fixed(quantise::AMAX_SCRATCH)),
+        ("weight_amax", fixed(quantise::AMAX_SCRATCH)),
+        ("fp8_linear", fixed(WORKSPACE)),
+        ("fp8_grad_weight", Workspace { fixed: WORKSPACE, terms: quantise::share(gradients) }),
         ("linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
         ("linear_score", of(WORKSPACE + 3 * ALIGNMENT, &score)),
         ("rms_norm_grad_weight", shares(norm::SHARES, "features")),
@@ -96,6 +101,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         workspaces_with_optional,
         fusions: Fusion::ALL.to_vec(),
         faster: Vec::new(),
+        fp8_weights: FP8_WEIGHTS,
     }
 }
 
@@ -115,6 +121,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         optimizer::launches(),
         pointwise::launches(),
         position::launches(),
+        quantise::launches(),
         section::launches(),
     ];
     families.into_iter().flatten().collect()

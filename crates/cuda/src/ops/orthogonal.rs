@@ -4,7 +4,7 @@ use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::driver::ALIGNMENT;
 use crate::kernels::args;
-use crate::matmul::{Epilogue, Gemm, MatmulShape, WORKSPACE};
+use crate::matmul::{Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::newton_schulz::{COEFFICIENTS, EPS, ITERATIONS, scale};
 use lockstep_ir::{DType, Workspace};
@@ -22,7 +22,7 @@ pub fn scratch() -> Workspace {
 fn gemms(rows: usize, columns: usize) -> [MatmulShape; 3] {
     let shape = |gemm, m, n, k| {
         let dtype = DType::F32;
-        MatmulShape { gemm, m, n, k, input: dtype, output: dtype, adds: false, y_stride: n, epilogue: Epilogue::None }
+        MatmulShape::new(gemm, (m, n, k), dtype, dtype)
     };
     let short = rows.min(columns);
     let square = shape(Gemm::Forward, short, short, short);

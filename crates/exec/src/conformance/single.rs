@@ -6,7 +6,9 @@ use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Offsets, Region, Role, Segment, Slot, StepProgram, Stream,
     Sum, Tensor,
 };
-use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Mesh, Op, Sharding, TensorType, ValueId, bf16, f16, fixed};
+use lockstep_ir::{
+    Axes, Axis, DType, DeviceProfile, Dim, F8, Mesh, Op, Sharding, TensorType, ValueId, bf16, f16, fixed,
+};
 
 /// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
 const GUARD: usize = 1 << 16;
@@ -115,6 +117,8 @@ pub(super) fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
         DType::F32 => data.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
         DType::BF16 => data.iter().flat_map(|x| bf16::from_f32(*x as f32).to_le_bytes()).collect(),
         DType::F16 => data.iter().flat_map(|x| f16::from_f32(*x as f32).to_le_bytes()).collect(),
+        DType::E4M3 => data.iter().map(|x| F8::E4M3.from_f32(*x as f32)).collect(),
+        DType::E5M2 => data.iter().map(|x| F8::E5M2.from_f32(*x as f32)).collect(),
         DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
         DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
@@ -126,6 +130,8 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         DType::F32 => bytes.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
         DType::BF16 => bytes.as_chunks().0.iter().map(|b| f64::from(bf16::to_f32(u16::from_le_bytes(*b)))).collect(),
         DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
+        DType::E4M3 => bytes.iter().map(|b| f64::from(F8::E4M3.to_f32(*b))).collect(),
+        DType::E5M2 => bytes.iter().map(|b| f64::from(F8::E5M2.to_f32(*b))).collect(),
         DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
         DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
         DType::Fixed64 => {

@@ -57,9 +57,26 @@ pub fn grad_weight<T: Float>(call: Call) {
 /// The operands have these sizes; `scratch` holds a matmul's scratch, and `share` n · k floats for sums that are not in f32.
 pub unsafe fn weight_product<T: Float>(
     call: Call,
-    (groups, rows, n, k): (usize, usize, usize, usize),
+    sizes: (usize, usize, usize, usize),
     dy: *const T,
     x: *const T,
+    dw: Accumulator,
+    scratch: *mut f32,
+    share: *mut f32,
+) {
+    let (_, _, n, k) = sizes;
+    // SAFETY: the caller vouches.
+    unsafe { weight_product_of(call, sizes, [Matrix::rows(dy, n), Matrix::rows(x, k)], dw, scratch, share) }
+}
+
+/// The same of matrices, whose rows are positions.
+///
+/// # Safety
+/// As there.
+pub unsafe fn weight_product_of<T: Float>(
+    call: Call,
+    (groups, rows, n, k): (usize, usize, usize, usize),
+    [dy, x]: [Matrix<T>; 2],
     dw: Accumulator,
     scratch: *mut f32,
     share: *mut f32,
@@ -67,8 +84,7 @@ pub unsafe fn weight_product<T: Float>(
     // SAFETY: the caller vouches; tasks convert disjoint ranges.
     unsafe {
         let matmul = |first: usize, rows: usize, target: Target| {
-            let dy = Matrix::rows(dy.add(first * n), n).transposed();
-            let x = Matrix::rows(x.add(first * k), k);
+            let (dy, x) = (dy.skip_rows(first).transposed(), x.skip_rows(first));
             gemm(call.pool, call.simd, (n, k, rows), dy, x, target, scratch);
         };
         let apart = Target::F32 { ptr: share, stride: k, add: false };

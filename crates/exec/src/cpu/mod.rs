@@ -24,6 +24,7 @@ pub mod peaks;
 mod pointwise;
 mod pool;
 mod position;
+mod quantise;
 mod router;
 mod section;
 mod simd;
@@ -42,7 +43,7 @@ use arena::Arena;
 use call::{Bound, Call, Kernel};
 use float::{Bf16, F16, Float};
 use lockstep_ir::program::{Instr, Slot, Stream, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, OpKind, StepProgram, Workspace, units};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, FP8_WEIGHTS, OpKind, StepProgram, Workspace, units};
 use pool::Pool;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -83,6 +84,8 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("linear", rounded("inputs")),
         ("linear_grad_input", rounded("outputs")),
         ("linear_grad_weight", Workspace { fixed: gemm, terms: share("outputs inputs") }),
+        ("fp8_linear", of(quantise::scratch(gemm, per_k))),
+        ("fp8_grad_weight", of(quantise::weight_scratch(gemm, share("outputs inputs")))),
         ("route", of(router::route_scratch(threads))),
         ("route_to", of(router::route_to_scratch(threads))),
         ("router_loss", of(router::router_loss_scratch(threads))),
@@ -122,6 +125,7 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         workspaces_with_optional: BTreeMap::new(),
         fusions: Vec::new(),
         faster: Vec::new(),
+        fp8_weights: FP8_WEIGHTS,
     }
 }
 
@@ -290,6 +294,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         optimizer::kernels(),
         pointwise::kernels::<T>(),
         position::kernels::<T>(),
+        quantise::kernels::<T>(),
         section::kernels::<T>(),
     ];
     families.into_iter().flatten().collect()

@@ -59,8 +59,8 @@ pub fn export(
     };
     let (config, kept) = (&trained.config, trained.kept()?);
     let dtype = match (options.dtype, config.precision.policy) {
-        (Some(dtype), PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16) => dtype,
-        (None, PrecisionPolicy::Bf16) => DType::BF16,
+        (Some(dtype), _) => dtype,
+        (None, PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8) => DType::BF16,
         (None, PrecisionPolicy::Fp32 | PrecisionPolicy::Fp16) => DType::F32,
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());

@@ -3,7 +3,7 @@
 use super::row::Spec;
 use super::{
     Blocks, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head,
-    heads, linear, norm, optimizer, pointwise, position, section,
+    heads, linear, norm, optimizer, pointwise, position, quantise, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -93,6 +93,32 @@ ops! {
     LinearGradInput = linear::LINEAR_GRAD_INPUT,
     /// `dw = dyᵀ · x`, summed over all positions.
     LinearGradWeight = linear::LINEAR_GRAD_WEIGHT,
+    /// The largest magnitude of a tensor. Each rank gives that of its part; `parts` has as many entries as ranks may have parts, and a rank's
+    /// own are all the same.
+    Amax {
+        @[
+            /// Whether it is a weight.
+            weight: bool
+        ]
+        /// As many as ranks may have parts.
+        parts: usize,
+    } = quantise::AMAX | quantise::WEIGHT_AMAX => usize::from(weight),
+    /// A tensor in fp8, and its transpose: multiples of a unit, the power of two that follows from its largest magnitude ([`F8::unit`](crate::F8::unit)).
+    Quantise {
+        @[
+            /// Whether it is a weight.
+            weight: bool
+        ]
+        /// In which format.
+        to: DType,
+    } = quantise::QUANTISE | quantise::QUANTISE_WEIGHT => usize::from(weight),
+    /// `y = x · wᵀ` of operands in fp8. The input gradient is one too, of `dy` and the transpose of `w`.
+    Fp8Linear {
+        /// In which type the result is stored.
+        to: DType,
+    } = quantise::FP8_LINEAR,
+    /// `dw = dyᵀ · x`, of transposes in fp8.
+    Fp8GradWeight = quantise::FP8_GRAD_WEIGHT,
     /// `y = x + b`, the same vector at every position.
     AddBias = linear::ADD_BIAS,
     /// `db = dy`, summed over all positions.

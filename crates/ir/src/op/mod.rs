@@ -28,6 +28,7 @@ mod norm;
 mod optimizer;
 mod pointwise;
 mod position;
+mod quantise;
 mod row;
 mod sample;
 mod section;
@@ -155,9 +156,10 @@ impl Op {
                 Elem::Is(dtype) => dtype,
                 Elem::Float(var) => dims.float(var),
                 Elem::Rounded => DType::BF16,
+                Elem::Fp8 => dims.float(TypeVar::U),
                 Elem::Accumulator | Elem::Any => match inputs.first() {
-                    // Nothing is summed in f16.
-                    Some(input) if o.elem == Elem::Accumulator && input.dtype == DType::F16 => DType::F32,
+                    // Nothing is summed in f16 or fp8.
+                    Some(input) if o.elem == Elem::Accumulator && !input.dtype.accumulates() => DType::F32,
                     Some(input) => input.dtype,
                     None => return Err(self.refuse("has no input to take its type from".into())),
                 },
@@ -194,6 +196,7 @@ impl Op {
                 Elem::Is(dtype) => ty.dtype == dtype,
                 Elem::Float(var) => ty.dtype.is_float() && dims.set_float(var, ty.dtype) == ty.dtype,
                 Elem::Rounded => ty.dtype.is_rounded(),
+                Elem::Fp8 => ty.dtype.is_fp8(),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Any => true,
             };

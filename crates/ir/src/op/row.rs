@@ -13,6 +13,8 @@ pub enum Elem {
     Float(TypeVar),
     /// `bf16` or `f16`, for outputs: whichever of them its value says.
     Rounded,
+    /// One of fp8; as an output, the second type variable's.
+    Fp8,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
     /// Any type.
@@ -114,6 +116,8 @@ pub struct Spec {
     pub same_over_tp: &'static [&'static str],
     /// The dimension whose entries the op tells apart by number: where ranks split it, it must know where their parts start.
     pub numbers: Option<&'static str>,
+    /// Outputs that a rank has for itself where the op is split along a dimension that they lack: no partial sums.
+    pub own: &'static [usize],
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
     pub keeps_partial: bool,
     /// Whether its outputs are chunks, joined by another op before they are reduced.
@@ -153,6 +157,10 @@ pub(super) const fn float(name: &'static str, dims: &'static str) -> Operand {
 
 pub(super) const fn other_float(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Float(TypeVar::U) }
+}
+
+pub(super) const fn fp8(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Fp8 }
 }
 
 pub(super) const fn f64(name: &'static str, dims: &'static str) -> Operand {
@@ -200,6 +208,7 @@ pub(super) const fn row(
         splits: &[],
         same_over_tp: &[],
         numbers: None,
+        own: &[],
         keeps_partial: false,
         chunks: false,
         cheap: &[],
@@ -334,6 +343,10 @@ impl Spec {
 
     pub(super) const fn numbers(self, name: &'static str) -> Spec {
         Spec { numbers: Some(name), ..self }
+    }
+
+    pub(super) const fn own(self, own: &'static [usize]) -> Spec {
+        Spec { own, ..self }
     }
 
     pub(super) const fn keeps_partial(self) -> Spec {

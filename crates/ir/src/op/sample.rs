@@ -16,6 +16,8 @@ pub enum Draw {
     Scaled(f64),
     /// Normal, made positive: second moments, reciprocal deviations.
     Positive,
+    /// Powers of two, from a sixteenth to 8: units of fp8.
+    Powers,
     /// Whole numbers below this bound: token ids, say.
     Below(u32),
     /// The same as targets, a quarter of them ignored.
@@ -65,7 +67,7 @@ impl Sample {
             let dtype = match self.op.input(i, self.inputs.len()).elem {
                 Elem::Float(_) => compute,
                 Elem::Accumulator => sums,
-                Elem::Is(_) | Elem::Rounded | Elem::Any => ty.dtype,
+                Elem::Is(_) | Elem::Rounded | Elem::Fp8 | Elem::Any => ty.dtype,
             };
             TensorType::new(dtype, ty.dims.clone())
         };

@@ -205,7 +205,9 @@ fn what_a_row_says_of_its_operands_is_there() {
             // Rows of a chunk are of sequences and of their positions, and heads in parts of those and of a part.
             let parted = |name| name == "packed" && spec.splits.contains(&"packed parts");
             let before = |name| spec.splits[..i].iter().any(|other| names(other).any(|other| other == name));
-            let again = |name| ![ROWS, ANY].contains(&name) && !parted(name) && before(name);
+            // Ranks have parts of one dimension or of another, and a number of each.
+            let counted = |name| name == "parts" && group.ends_with(" parts");
+            let again = |name| ![ROWS, ANY].contains(&name) && !parted(name) && !counted(name) && before(name);
             assert!(!names(group).any(again), "{} splits a dimension of {group} twice", spec.name);
         }
         for saved in spec.gradient_reads.unwrap_or_default() {
@@ -243,7 +245,11 @@ fn rows_of_matmuls_say_what_enters_them() {
         let (cost, flops) = sample.op.cost(&types.iter().collect::<Vec<_>>(), &call).unwrap();
         let multiplies = matches!(cost, Cost::Matmul(_) | Cost::Attention { .. } | Cost::Scores);
         assert_eq!((multiplies, multiplies), (flops.hardware > 0, !spec.multiplies.is_empty()), "{}", spec.name);
-        assert!(spec.multiplies.iter().all(|i| types[*i].dtype.is_float()), "{}", spec.name);
+        assert!(
+            spec.multiplies.iter().all(|i| types[*i].dtype.is_float() || types[*i].dtype.is_fp8()),
+            "{}",
+            spec.name
+        );
         if let Cost::Matmul(m) = cost {
             // Rows that do not come in equal shares round up.
             let (least, made) = (flops.hardware as u64, 2 * m.rows * m.cols * m.inner * m.calls);

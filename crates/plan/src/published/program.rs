@@ -30,6 +30,7 @@ impl Machine for PeerMachine {
             workspaces_with_optional: BTreeMap::new(),
             fusions: Vec::new(),
             faster: Vec::new(),
+            fp8_weights: 0,
         }
     }
 }

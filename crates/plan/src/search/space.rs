@@ -252,7 +252,7 @@ impl<'a> Space<'a> {
     pub fn gradients(&self) -> Vec<GradientPrecision> {
         let own = self.config.precision.gradients;
         let mixed = match self.config.precision.policy {
-            PrecisionPolicy::Bf16 => !self.config.train.reproducible,
+            PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => !self.config.train.reproducible,
             PrecisionPolicy::Fp32 | PrecisionPolicy::Fp16 => false,
         };
         let all = [GradientPrecision::Fp32, GradientPrecision::Bf16];

@@ -2,7 +2,7 @@
 
 use lockstep_exec::cpu;
 use lockstep_ir::graph::State;
-use lockstep_ir::{DType, ValueId, bf16, counter, f16, fixed};
+use lockstep_ir::{DType, F8, ValueId, bf16, counter, f16, fixed};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,6 +44,8 @@ impl Stored {
             DType::F32 => convert(bytes, to, |b| f64::from(f32::from_le_bytes(b))),
             DType::BF16 => convert(bytes, to, |b| f64::from(bf16::to_f32(u16::from_le_bytes(b)))),
             DType::F16 => convert(bytes, to, |b| f64::from(f16::to_f32(u16::from_le_bytes(b)))),
+            DType::E4M3 => convert(bytes, to, |[b]| f64::from(F8::E4M3.to_f32(b))),
+            DType::E5M2 => convert(bytes, to, |[b]| f64::from(F8::E5M2.to_f32(b))),
             DType::F64 => convert(bytes, to, f64::from_le_bytes),
             DType::U32 => convert(bytes, to, |b| f64::from(u32::from_le_bytes(b))),
             DType::Fixed64 => convert(bytes, to, |b| f64::from(fixed::to_f32(i64::from_le_bytes(b)))),
@@ -79,7 +81,7 @@ impl Stored {
                     }
                 }
             }
-            DType::F64 | DType::U32 | DType::Fixed64 => {}
+            DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => {}
         }
     }
 }

@@ -96,6 +96,7 @@ fn print(profile: &DeviceProfile) -> String {
         workspaces_with_optional,
         fusions,
         faster,
+        fp8_weights: _,
     } = profile;
     assert!(faster.is_empty(), "what is measured is no part of a fixed profile");
     let mut text = format!(
@@ -125,6 +126,7 @@ fn parse(body: &str) -> DeviceProfile {
         workspaces_with_optional: BTreeMap::new(),
         fusions: Vec::new(),
         faster: Vec::new(),
+        fp8_weights: 0,
     };
     for line in body.lines() {
         let (key, value) = line.trim().split_once(": ").expect("a key and a value");

@@ -38,7 +38,7 @@ fn program_of(
     faster: bool,
 ) -> StepProgram {
     let config = Config::parse(&format!("{model}[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
-    let precision = Precision { compute: DType::BF16, gradients: DType::F32 };
+    let precision = Precision::of(DType::BF16, DType::F32);
     let mut context = Context {
         device: DeviceProfile { fusions, ..super::super::profile("cuda", DType::BF16, DType::F32, false) },
         layout: Layout::single(1),

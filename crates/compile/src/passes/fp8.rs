@@ -1,0 +1,148 @@
+//! fp8: the matmuls of linear layers take their operands in fp8.
+//!
+//! Each operand gets the unit of its largest magnitude, in this micro-batch (current scaling): all ranks that have parts of a tensor give theirs, and
+//! each takes the largest. Backward reads the transposes of what forward has quantised, so those are saved, one byte an element, instead of the operands
+//! themselves. A weight is quantised where it is used, and once more for backward.
+
+use crate::Context;
+use lockstep_ir::graph::{Node, Source, State};
+use lockstep_ir::{Axis, DType, Graph, MeshAxis, Op, TypeError, ValueId};
+use std::collections::BTreeMap;
+
+/// Sizes of matmuls are multiples of this many: the matrix units take 16 bytes at a time.
+const MULTIPLE: usize = 16;
+
+pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
+    let Some(settings) = context.precision.fp8 else { return Ok(graph.clone()) };
+    let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
+    let mut g = graph.clone();
+    let mut operands = Operands { known: BTreeMap::new(), parts: parts(context) };
+    for mut node in std::mem::take(&mut g.nodes) {
+        if node.op == Op::Linear && fits(&g, &node, context, fewest) {
+            let [x, w] = node.inputs[..] else {
+                return Err(TypeError { op: "linear", reason: "has no weight".into() });
+            };
+            let to = g.ty(x).dtype;
+            let x = operands.quantised(&mut g, x, false, &node)?;
+            let w = operands.quantised(&mut g, w, true, &node)?;
+            node.op = Op::Fp8Linear { to };
+            node.inputs = [x, w].concat();
+        }
+        g.nodes.push(node);
+    }
+    Ok(g)
+}
+
+/// Largest magnitudes of a tensor, at most: one of each rank that may have a part of it. Context-parallel ranks have two chunks each.
+fn parts(context: &Context) -> usize {
+    let size = |axis: MeshAxis| context.layout.mesh.size(axis);
+    let chunks = if size(MeshAxis::Cp) > 1 { 2 * size(MeshAxis::Cp) } else { 1 };
+    chunks * size(MeshAxis::Tp)
+}
+
+/// Whether a linear layer is one of a layer that gains from fp8, and its sizes on a rank are those that matrix units take.
+fn fits(g: &Graph, node: &Node, context: &Context, fewest: usize) -> bool {
+    let (x, w) = (g.ty(node.inputs[0]), g.get(node.inputs[1]));
+    let trained = matches!(&w.source, Source::State(State::Parameter(parameter)) if !parameter.exact);
+    let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
+    let [Axis::Batch, Axis::Seq, _] = axes[..] else { return false };
+    let layout = &context.layout;
+    let size = |axis: MeshAxis| layout.mesh.size(axis);
+    let tp = size(MeshAxis::Tp);
+    let positions = size(MeshAxis::Cp) * if layout.sequence_parallel { tp } else { 1 };
+    let sequences = layout.mesh.size(lockstep_ir::Axes::SEQUENCES);
+    let rows = x.dims[0].size() / sequences * (x.dims[1].size() / positions);
+    let whole = w.ty.dims.iter().all(|d| d.size().is_multiple_of(MULTIPLE * tp)) && rows.is_multiple_of(MULTIPLE);
+    let enough = w.ty.elements() / tp >= fewest;
+    node.layer.is_some() && trained && x.dtype == DType::BF16 && whole && enough
+}
+
+/// What has been quantised so far: an operand that several matmuls read is quantised once.
+struct Operands {
+    /// Bytes and unit, by value.
+    known: BTreeMap<ValueId, [ValueId; 2]>,
+    parts: usize,
+}
+
+impl Operands {
+    fn quantised(&mut self, g: &mut Graph, v: ValueId, weight: bool, reader: &Node) -> Result<[ValueId; 2], TypeError> {
+        if let Some(known) = self.known.get(&v) {
+            return Ok(*known);
+        }
+        let (name, phase, layer) = (g.get(v).name.clone(), reader.phase, reader.layer);
+        let op = Op::Amax { weight, parts: self.parts };
+        let amax = g.node(op, &[v], &format!("{name}.amax"), phase, layer)?[0];
+        let op = Op::Quantise { weight, to: DType::E4M3 };
+        let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
+        let operand = [made[0], made[2]];
+        self.known.insert(v, operand);
+        Ok(operand)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::passes::tests::{lines, small_model_of};
+    use crate::passes::{FP8, PRECISION, autodiff};
+    use crate::settings::{Fp8, Precision};
+    use lockstep_ir::graph::{Loss, Parameter, State};
+    use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, TensorType};
+
+    /// Two matmuls of one layer that read the same, with 512 weights each.
+    fn behind_fp8(fewest: usize, rows: usize) -> Graph {
+        let (_, mut context) = small_model_of(1, rows);
+        context.precision =
+            Precision { fp8: Some(Fp8 { weights: Some(fewest) }), ..Precision::of(DType::BF16, DType::F32) };
+        let mut g = Graph::new();
+        let dim = Dim::new;
+        let ids = TensorType::new(DType::U32, [dim(Axis::Batch, 1), dim(Axis::Seq, rows)]);
+        let [tokens, targets] = ["tokens", "targets"].map(|name| g.input(name, ids.clone()));
+        let [table, up, other] = ["table", "up", "other"].map(|name| {
+            let parts = vec![name.to_owned()];
+            let of = Parameter { init: Init::Ones, parts, decay: true, exact: false, balance: None };
+            let ty = TensorType::new(DType::F32, [dim(Axis::Vocab, 32), dim(Axis::Embed, 16)]);
+            g.state(name, ty, State::Parameter(of))
+        });
+        let x = g.op(Op::Embedding, &[tokens, table], "x").unwrap()[0];
+        g.enter_layer(Some(0));
+        let a = g.op(Op::Linear, &[x, up], "a").unwrap()[0];
+        let b = g.op(Op::Linear, &[x, other], "b").unwrap()[0];
+        g.enter_layer(None);
+        let sum = g.op(Op::Add, &[a, b], "sum").unwrap()[0];
+        let loss = g.op(Op::CrossEntropy, &[sum, targets], "loss").unwrap()[0];
+        g.outputs.push(loss);
+        g.losses.push(Loss { value: loss, weight: 1.0 });
+        let stored = (PRECISION.run)(&g, &context).unwrap();
+        autodiff(&(FP8.run)(&stored, &context).unwrap(), &context).unwrap()
+    }
+
+    #[test]
+    fn what_two_matmuls_read_is_quantised_once_and_backward_reads_transposes() {
+        let g = behind_fp8(512, 32);
+        assert_eq!(
+            lines(&g, &["quantise", "fp8_"], true),
+            "\
+F x.fp8: e4m3[batch:1, seq:32, embed:16], x.fp8.transposed: e4m3[embed:16, batch:1, seq:32], x.fp8.unit: f32[scalar:1] = quantise(x, x.amax) { to: E4M3 }
+F up.fp8: e4m3[vocab:32, embed:16], _, up.fp8.unit: f32[scalar:1] = quantise_weight(up, up.amax) { to: E4M3 }
+F a: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, up.fp8, up.fp8.unit) { to: BF16 }
+F other.fp8: e4m3[vocab:32, embed:16], _, other.fp8.unit: f32[scalar:1] = quantise_weight(other, other.amax) { to: E4M3 }
+F b: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, other.fp8, other.fp8.unit) { to: BF16 }
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1] = quantise(d.sum, d.sum.amax) { to: E5M2 }
+B _, other.fp8.again.transposed: e4m3[embed:16, vocab:32], _ = quantise_weight(other, other.amax) { to: E4M3 }
+B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, other.fp8.again.transposed, other.fp8.unit) { to: BF16 }
+W dw.other: f32[vocab:32, embed:16] += grad.other = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1] = quantise(d.sum, d.sum.amax) { to: E5M2 }
+B _, up.fp8.again.transposed: e4m3[embed:16, vocab:32], _ = quantise_weight(up, up.amax) { to: E4M3 }
+B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, up.fp8.again.transposed, up.fp8.unit) { to: BF16 }
+W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
+"
+        );
+    }
+
+    #[test]
+    fn small_layers_and_odd_sizes_stay_as_they_are() {
+        for (fewest, rows) in [(513, 32), (512, 24)] {
+            assert_eq!(lines(&behind_fp8(fewest, rows), &["fp8"], false), "");
+        }
+    }
+}

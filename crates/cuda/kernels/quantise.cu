@@ -1,0 +1,156 @@
+// fp8: the largest magnitude of a tensor, and its bytes with their transpose.
+
+// Magnitudes as bits have the order of numbers, and NaN is the largest of all.
+static __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+static __device__ __forceinline__ u32 block_max(u32 x, u32 *shared) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    if (lane == 0) shared[warp] = x;
+    __syncthreads();
+    x = lane < warps ? shared[lane] : 0;
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+template <typename T>
+static __device__ __forceinline__ void amax(const T *x, float *shares, i64 n) {
+    __shared__ u32 shared[32];
+    const int N = Pack<T>::N;
+    i64 packs = n / N, step = (i64)gridDim.x * blockDim.x;
+    u32 most = 0;
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < packs; i += step) {
+        float v[N];
+        load(x + i * N, v);
+#pragma unroll
+        for (int j = 0; j < N; j++) most = max(most, magnitude(v[j]));
+    }
+    i64 rest = packs * N + threadIdx.x;
+    if (blockIdx.x == 0 && rest < n) most = max(most, magnitude(to_f32(x[rest])));
+    most = block_max(most, shared);
+    if (threadIdx.x == 0) shares[blockIdx.x] = __uint_as_float(most);
+}
+
+extern "C" __global__ void amax_f32(const float *x, float *shares, i64 n) { amax(x, shares, n); }
+extern "C" __global__ void amax_bf16(const bf16 *x, float *shares, i64 n) { amax(x, shares, n); }
+
+extern "C" __global__ void amax_of_shares(const float *shares, int count, float *out, int parts) {
+    __shared__ u32 shared[32];
+    u32 most = 0;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) most = max(most, magnitude(shares[i]));
+    most = block_max(most, shared);
+    for (int i = threadIdx.x; i < parts; i += blockDim.x) out[i] = __uint_as_float(most);
+}
+
+// The formats: the exponent of the largest number, and two numbers as bytes. What is too large becomes the largest finite one.
+struct E4M3 {
+    static const int TOP = 8;
+    static __device__ __forceinline__ u32 two(float low, float high) {
+        u16 bytes = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+#endif
+        return bytes;
+    }
+};
+
+struct E5M2 {
+    static const int TOP = 15;
+    static __device__ __forceinline__ u32 two(float low, float high) {
+        u16 bytes = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+#endif
+        return bytes;
+    }
+};
+
+// The unit of a tensor, a power of two, as on the host.
+template <typename F>
+static __device__ __forceinline__ float unit_of(u32 most) {
+    if (most >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+    if (most == 0) return 1.0f;
+    int exponent = max((int)(most >> 23), 1) + ((most & 0x7fffffu) > 0x600000u) - F::TOP;
+    return __uint_as_float((u32)max(exponent, 1) << 23);
+}
+
+// Of a power of two, exactly; of NaN NaN.
+static __device__ __forceinline__ float reciprocal(float unit) {
+    u32 bits = __float_as_uint(unit);
+    return bits > 0x7f800000u ? unit : __uint_as_float((254u << 23) - bits);
+}
+
+static __device__ __forceinline__ void load8(const float *from, float *x) {
+    load(from, x);
+    load(from + 4, x + 4);
+}
+static __device__ __forceinline__ void load8(const bf16 *from, float *x) { load(from, x); }
+
+// A block has a tile of 128 rows and 128 columns; a thread has 8 columns of 4 rows at a time, so that 4 rows of a column are a word of the transpose.
+const int TILE = 128;
+const int WORDS = TILE / 4;
+
+template <typename T, typename F>
+static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
+                                                float *unit, i64 rows, i64 columns) {
+    // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
+    __shared__ u32 tile[TILE * (WORDS + 1)];
+    u32 most = 0;
+    for (int i = 0; i < parts; i++) most = max(most, magnitude(amax[i]));
+    float one = unit_of<F>(most), scale = reciprocal(one);
+    if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *unit = one;
+    i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
+    int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
+    i64 column = first_column + pack * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int line = (threadIdx.x >> 4) + half * 16;
+        i64 row = first_row + line * 4;
+        if (row >= rows || column >= columns) continue;
+        float v[4][8];
+#pragma unroll
+        for (int r = 0; r < 4; r++) load8(x + (row + r) * columns + column, v[r]);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+#pragma unroll
+            for (int c = 0; c < 8; c++) v[r][c] *= scale;
+        }
+        if (q) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                u64 bytes = 0;
+#pragma unroll
+                for (int c = 0; c < 8; c += 2) bytes |= (u64)F::two(v[r][c], v[r][c + 1]) << (8 * c);
+                *(u64 *)(q + (row + r) * columns + column) = bytes;
+            }
+        }
+        if (transposed) {
+#pragma unroll
+            for (int c = 0; c < 8; c++) {
+                u32 word = F::two(v[0][c], v[1][c]) | F::two(v[2][c], v[3][c]) << 16;
+                tile[(pack * 8 + c) * (WORDS + 1) + ((line + turn) & (WORDS - 1))] = word;
+            }
+        }
+    }
+    if (!transposed) return;
+    __syncthreads();
+    int lane = threadIdx.x & 31;
+    for (int c = threadIdx.x >> 5; c < TILE; c += blockDim.x >> 5) {
+        i64 to = first_column + c, row = first_row + lane * 4;
+        if (to >= columns || row >= rows) continue;
+        u32 word = tile[c * (WORDS + 1) + ((lane + 2 * (c >> 5)) & (WORDS - 1))];
+        *(u32 *)(transposed + to * rows + row) = word;
+    }
+}
+
+#define QUANTISE(name, T, F)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, i64 rows, i64 columns) {  \
+        quantise<T, F>(x, amax, parts, q, transposed, unit, rows, columns);                                          \
+    }
+QUANTISE(quantise_f32_e4m3, float, E4M3)
+QUANTISE(quantise_f32_e5m2, float, E5M2)
+QUANTISE(quantise_bf16_e4m3, bf16, E4M3)
+QUANTISE(quantise_bf16_e5m2, bf16, E5M2)

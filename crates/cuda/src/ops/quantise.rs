@@ -1,0 +1,107 @@
+//! fp8: largest magnitudes, bytes and their transposes, and matmuls of them.
+
+use super::launch::{Launches, launches};
+use crate::CudaError;
+use crate::call::{Call, suffix};
+use crate::kernels::args;
+use crate::matmul::{Gemm, MatmulShape, WORKSPACE};
+use lockstep_exec::bound::Bound;
+use lockstep_ir::{DType, Op};
+
+/// The launches of this family.
+pub fn launches() -> Launches {
+    launches! { call:
+        Amax { .. } => amax(call),
+        Quantise { to, .. } => quantise(call, to),
+        Fp8Linear { .. } => forward(call),
+        Fp8GradWeight => grad_weight(call),
+    }
+}
+
+/// Most blocks of `amax`: each has a largest magnitude of its own.
+const AMAX_BLOCKS: usize = 2048;
+/// Threads of its blocks, and bytes that each of them reads at a time.
+const AMAX_THREADS: usize = 256;
+const PACKED: usize = 16;
+/// Scratch for them, in bytes.
+pub const AMAX_SCRATCH: u64 = 4 * AMAX_BLOCKS as u64;
+
+/// The largest magnitude of a block's elements, then of all.
+unsafe fn amax(call: Call) -> Result<(), CudaError> {
+    let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let (n, shares) = (call.bound.inputs[0].elements, call.scratch()?);
+    let blocks = (n * call.float().bytes()).div_ceil(4 * AMAX_THREADS * PACKED).clamp(1, AMAX_BLOCKS);
+    // SAFETY: the operands have these sizes, and the scratch has room for a number of each block.
+    unsafe {
+        call.typed(("quantise", "amax"), [blocks, 1, 1], AMAX_THREADS, args![call.input(0), shares, n])?;
+        call.plain(("quantise", "amax_of_shares"), [1, 1, 1], 256, args![shares, blocks, out, at.elements])
+    }
+}
+
+/// Rows and columns of a tile, as in `quantise.cu`.
+const TILE: usize = 128;
+
+/// Bytes, their transpose and their unit. Sizes are multiples of 16, as matmuls of bytes want them.
+unsafe fn quantise(call: Call, to: DType) -> Result<(), CudaError> {
+    let columns: usize = call.bound.columns.iter().sum();
+    let rows = call.bound.inputs[0].elements / columns.max(1);
+    if !(rows.is_multiple_of(16) && columns.is_multiple_of(16)) {
+        return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
+    }
+    let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), 1];
+    let kernel = format!("quantise_{}_{}", call.suffix(), suffix(to));
+    let (parts, outputs) = (call.bound.inputs[1].elements, [0, 1, 2].map(|o| call.output(o)));
+    let args = args![call.input(0), call.input(1), parts, outputs[0], outputs[1], outputs[2], rows, columns];
+    // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
+    unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
+}
+
+/// The matmuls of an instruction, with and without a sum that they add to.
+pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
+    let (m, n, k) = (bound.size("batch") * bound.size("seq"), bound.size("outputs"), bound.size("inputs"));
+    let second = bound.inputs[2].dtype;
+    let of = |gemm, output| MatmulShape { second, ..MatmulShape::new(gemm, (m, n, k), bound.inputs[0].dtype, output) };
+    match bound.op {
+        Op::Fp8Linear { to } => vec![of(Gemm::Forward, to)],
+        _ => {
+            let dtype = bound.outputs[0].map_or(DType::F32, |at| at.dtype);
+            let shape = of(Gemm::WeightOfTransposes, if dtype == DType::Fixed64 { DType::F32 } else { dtype });
+            vec![shape, MatmulShape { adds: true, ..shape }]
+        }
+    }
+}
+
+/// Scratch of sums in fixed point: the product in f32.
+pub fn share(gradients: DType) -> Vec<(u64, &'static str)> {
+    if gradients == DType::Fixed64 { vec![(4, "outputs inputs")] } else { Vec::new() }
+}
+
+unsafe fn multiply(call: Call, shape: &MatmulShape, to: u64) -> Result<(), CudaError> {
+    let (factors, units) = ((call.input(0), call.input(2)), (call.input(1), call.input(3)));
+    // SAFETY: the operands have the shape's sizes.
+    unsafe { call.matmul.multiply_in_units(call.stream, shape, factors, units, to, call.scratch()?) }
+}
+
+/// y = a · bᵀ.
+unsafe fn forward(call: Call) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    // SAFETY: the operands have these sizes.
+    unsafe { multiply(call, &shapes(call.bound)[0], y) }
+}
+
+/// dw (+)= dyᵀ · x, of transposes.
+unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
+    let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let [plain, adding] = shapes(call.bound)[..] else { return Ok(()) };
+    // SAFETY: the operands have these sizes, and the scratch those of a sum in fixed point behind the matmul's.
+    unsafe {
+        match at.dtype {
+            DType::Fixed64 => {
+                let share = call.scratch()? + WORKSPACE;
+                multiply(call, &plain, share)?;
+                super::gradient::add_f32(call, share, dw, at.dtype, call.adds(0), at.elements)
+            }
+            _ => multiply(call, if call.adds(0) { &adding } else { &plain }, dw),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! fp8, emulated: the bytes are those of any other device, products are added in f32.
+//!
+//! A unit is a power of two, so a byte times its unit is a bf16 exactly, and a matmul of bytes is one of these.
+
+use super::call::{Call, Kernel, Kernels, Ptr};
+use super::float::{Bf16, Float};
+use super::gemm::{Matrix, Target, gemm};
+use super::linear::weight_product_of;
+use crate::by_kind;
+use lockstep_ir::{DType, F8};
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        Amax { .. } => amax::<T>(call),
+        Quantise { to, .. } => quantise::<T>(call, to),
+        Fp8Linear { .. } => forward::<T>(call),
+        Fp8GradWeight => grad_weight(call),
+    }
+}
+
+/// Scratch of a matmul of bytes: that of the matmul, and its operands as bf16.
+pub fn scratch(gemm: u64, per_k: u64) -> (u64, Vec<(u64, &'static str)>) {
+    (gemm + 2 * 64, vec![(per_k, "inputs"), (2, "batch seq inputs"), (2, "outputs inputs")])
+}
+
+/// The same of a weight gradient, with what its sum needs besides.
+pub fn weight_scratch(gemm: u64, share: Vec<(u64, &'static str)>) -> (u64, Vec<(u64, &'static str)>) {
+    (gemm + 2 * 64, [vec![(2, "outputs batch seq"), (2, "inputs batch seq")], share].concat())
+}
+
+/// Elements of a task.
+const GRAIN: usize = 1 << 14;
+
+/// The largest magnitude. NaN is larger than all.
+fn amax<T: Float>(call: Call) {
+    let (x, n) = (Ptr(call.input::<T>(0)), call.bound.inputs[0].elements);
+    let (Some(out), Some(at)) = (call.output::<f32>(0), call.bound.outputs[0]) else { return };
+    // As bits, magnitudes have the order of numbers.
+    let most = std::sync::atomic::AtomicU32::new(0);
+    call.ranges(n, GRAIN, |from, to| {
+        // SAFETY: the elements are the operand's.
+        let bits = |i| unsafe { (*x.at(i)).to() }.to_bits() & 0x7fff_ffff;
+        most.fetch_max((from..to).map(bits).max().unwrap_or(0), std::sync::atomic::Ordering::Relaxed);
+    });
+    let most = f32::from_bits(most.into_inner());
+    // SAFETY: the output has as many elements.
+    (0..at.elements).for_each(|i| unsafe { *out.add(i) = most });
+}
+
+/// Rows and columns of a block that is transposed at a time.
+const BLOCK: usize = 32;
+
+/// q, its transpose and its unit, of x `[rows, columns]` and the largest magnitudes of its parts.
+fn quantise<T: Float>(call: Call, to: DType) {
+    let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
+    let all = call.bound.inputs[0].elements;
+    let columns: usize = call.bound.columns.iter().sum();
+    let rows = all / columns;
+    // SAFETY: the op table says that the input is they.
+    let parts = unsafe { Ptr(call.input::<f32>(1)).slice(0, call.bound.inputs[1].elements) };
+    let most = parts.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+    let unit = format.unit(f32::from_bits(most));
+    if let Some(out) = call.output::<f32>(2) {
+        // SAFETY: one element.
+        unsafe { *out = unit };
+    }
+    let x = Ptr(call.input::<T>(0));
+    let (q, transposed) = (call.output::<u8>(0).map(Ptr), call.output::<u8>(1).map(Ptr));
+    call.ranges(rows, BLOCK, |from, to| {
+        for first in (0..columns).step_by(BLOCK) {
+            for (row, column) in (from..to).flat_map(|r| (first..columns.min(first + BLOCK)).map(move |c| (r, c))) {
+                // SAFETY: rows from .. to belong to this task.
+                unsafe {
+                    let byte = format.quantise((*x.at(row * columns + column)).to(), unit);
+                    if let Some(q) = q {
+                        *q.at(row * columns + column) = byte;
+                    }
+                    if let Some(transposed) = transposed {
+                        *transposed.at(column * rows + row) = byte;
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Input `i` times the unit behind it, as bf16 at `to`; where the next scratch starts.
+///
+/// # Safety
+/// There is room for all elements.
+unsafe fn widened(call: Call, i: usize, to: *mut Bf16) -> *mut Bf16 {
+    let at = call.bound.inputs[i];
+    let Some(format) = F8::of(at.dtype) else { unreachable!("the op table refuses {}", at.dtype) };
+    // SAFETY: the op table says that the next input is the unit.
+    let unit = unsafe { *call.input::<f32>(i + 1) };
+    let table: [Bf16; 256] = std::array::from_fn(|bits| Bf16::of(format.to_f32(bits as u8) * unit));
+    let (from, out) = (Ptr(call.input::<u8>(i)), Ptr(to));
+    call.ranges(at.elements, GRAIN, |first, last| {
+        // SAFETY: elements first .. last belong to this task.
+        (first..last).for_each(|i| unsafe { *out.at(i) = table[usize::from(*from.at(i))] });
+    });
+    // SAFETY: inside the scratch, which is planned with the padding.
+    unsafe { to.add(at.elements.next_multiple_of(32)) }
+}
+
+/// y = a · bᵀ.
+fn forward<T: Float>(call: Call) {
+    let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
+    let Some(y) = call.output::<T>(0) else { return };
+    // SAFETY: sizes come from the operands' types; the scratch holds both operands and the matmul's behind them.
+    unsafe {
+        let a: *mut Bf16 = call.scratch();
+        let b = widened(call, 0, a);
+        let scratch = widened(call, 2, b).cast();
+        let (a, b) = (Matrix::rows(a.cast_const(), k), Matrix::rows(b.cast_const(), k).transposed());
+        gemm(call.pool, call.simd, (rows, n, k), a, b, Target::new(y, n), scratch);
+    }
+}
+
+/// dw = dyᵀ · x, of transposes.
+fn grad_weight(call: Call) {
+    let (batch, seq, n, k) = (call.size("batch"), call.size("seq"), call.size("outputs"), call.size("inputs"));
+    let Some(dw) = call.accumulator(0) else { return };
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.
+    unsafe {
+        let dy: *mut Bf16 = call.scratch();
+        let x = widened(call, 0, dy);
+        let scratch: *mut f32 = widened(call, 2, x).cast();
+        let rows = batch * seq;
+        let factors = [dy, x].map(|m| Matrix::rows(m.cast_const(), rows).transposed());
+        let share = scratch.byte_add(call.gemm_scratch());
+        weight_product_of(call, (batch, seq, n, k), factors, dw, scratch, share);
+    }
+}

@@ -1,0 +1,160 @@
+//! fp8: the two formats of one byte, and the power of two that a tensor is multiplied by before it is rounded to one.
+//!
+//! Scales are powers of two: multiplying by one is exact, so that a tensor and its transpose, a rank's part and the whole, the host and every
+//! device round to the same bytes. Against the exact quotient that costs at most one of the 17 binary orders of magnitude that E4M3 spans.
+
+use crate::DType;
+
+/// A format of one byte: sign, exponent, mantissa.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct F8 {
+    mantissa_bits: u32,
+    bias: u32,
+    /// The largest finite number, as bits. Its mantissa is 1.75 in both formats.
+    largest: u8,
+    /// From these bits on, NaN.
+    nan: u8,
+}
+
+impl F8 {
+    /// Without infinities, up to 448.
+    pub const E4M3: F8 = F8 { mantissa_bits: 3, bias: 7, largest: 0x7e, nan: 0x7f };
+    /// With infinities, up to 57344.
+    pub const E5M2: F8 = F8 { mantissa_bits: 2, bias: 15, largest: 0x7b, nan: 0x7d };
+
+    /// The format of an element type.
+    pub const fn of(dtype: DType) -> Option<F8> {
+        match dtype {
+            DType::E4M3 => Some(F8::E4M3),
+            DType::E5M2 => Some(F8::E5M2),
+            _ => None,
+        }
+    }
+
+    /// The value of a number.
+    #[inline(always)]
+    pub fn to_f32(self, bits: u8) -> f32 {
+        let (sign, rest) = (u32::from(bits & 0x80) << 24, bits & 0x7f);
+        let magnitude = if rest >= self.nan {
+            f32::NAN.to_bits()
+        } else if rest > self.largest {
+            f32::INFINITY.to_bits()
+        } else if rest >> self.mantissa_bits == 0 {
+            let unit = f32::from_bits((128 - self.bias - self.mantissa_bits) << 23);
+            (f32::from(rest) * unit).to_bits()
+        } else {
+            (u32::from(rest) << (23 - self.mantissa_bits)) + ((127 - self.bias) << 23)
+        };
+        f32::from_bits(sign | magnitude)
+    }
+
+    /// The nearest number, ties to even; what is too large becomes the largest finite one, NaN stays NaN.
+    #[inline(always)]
+    pub fn from_f32(self, x: f32) -> u8 {
+        let (sign, rest) = ((x.to_bits() >> 24 & 0x80) as u8, x.to_bits() & 0x7fff_ffff);
+        if rest > f32::INFINITY.to_bits() {
+            return 0x7f;
+        }
+        let magnitude = if rest >= (128 - self.bias) << 23 {
+            let cut = 23 - self.mantissa_bits;
+            let rebased = rest - ((127 - self.bias) << 23);
+            (rebased + (1 << (cut - 1)) - 1 + (rebased >> cut & 1)) >> cut
+        } else {
+            // Beside this number a unit of f32 is the smallest step of the format: the sum rounds.
+            let beside = f32::from_bits((128 - self.bias - self.mantissa_bits + 23) << 23);
+            (f32::from_bits(rest) + beside).to_bits() - beside.to_bits()
+        };
+        sign | magnitude.min(u32::from(self.largest)) as u8
+    }
+
+    /// What the bytes of a tensor stand for one of, where this is its largest magnitude: a power of two. NaN where the magnitude is none or infinite;
+    /// 1 of zeros.
+    #[inline(always)]
+    pub fn unit(self, amax: f32) -> f32 {
+        let bits = amax.to_bits() & 0x7fff_ffff;
+        if bits >= f32::INFINITY.to_bits() {
+            return f32::NAN;
+        }
+        if bits == 0 {
+            return 1.0;
+        }
+        // Of 1.75 · 2ⁿ and less the exponent of the largest number is that of n.
+        let above = u32::from(bits & 0x7f_ffff > 0x60_0000);
+        let top = u32::from(self.largest >> self.mantissa_bits) - self.bias;
+        let exponent = (bits >> 23).max(1) + above;
+        // The smallest normal f32 at least: its reciprocal is a number too.
+        f32::from_bits(exponent.saturating_sub(top).max(1) << 23)
+    }
+
+    /// A number as a byte of a tensor with this unit.
+    #[inline(always)]
+    pub fn quantise(self, x: f32, unit: f32) -> u8 {
+        self.from_f32(x * reciprocal(unit))
+    }
+}
+
+/// The reciprocal of a power of two, or NaN.
+#[inline(always)]
+fn reciprocal(unit: f32) -> f32 {
+    1.0 / unit
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: [F8; 2] = [F8::E4M3, F8::E5M2];
+
+    #[test]
+    fn every_number_survives_the_way_to_f32_and_back() {
+        for format in BOTH {
+            for bits in 0..=u8::MAX {
+                let x = format.to_f32(bits);
+                match x.is_finite() {
+                    true => assert_eq!(format.from_f32(x), bits, "{x}"),
+                    false if x.is_nan() => assert!(format.to_f32(format.from_f32(x)).is_nan()),
+                    false => assert_eq!(format.to_f32(format.from_f32(x)), 57344f32.copysign(x)),
+                }
+            }
+        }
+        assert_eq!([0x7e, 0x08, 0x01].map(|bits| F8::E4M3.to_f32(bits)), [448.0, 2f32.powi(-6), 2f32.powi(-9)]);
+        assert_eq!([0x7b, 0x04, 0x01].map(|bits| F8::E5M2.to_f32(bits)), [57344.0, 2f32.powi(-14), 2f32.powi(-16)]);
+    }
+
+    #[test]
+    fn what_lies_between_two_numbers_goes_to_the_nearer_and_halves_to_the_even_one() {
+        for format in BOTH {
+            for bits in 0..format.largest {
+                let (low, high) = (format.to_f32(bits), format.to_f32(bits + 1));
+                let half = (low + high) / 2.0;
+                let even = bits + (bits & 1);
+                let below = f32::from_bits(half.to_bits() - 1);
+                let above = f32::from_bits(half.to_bits() + 1);
+                assert_eq!([below, half, above].map(|x| format.from_f32(x)), [bits, even, bits + 1], "{half}");
+                assert_eq!(format.from_f32(-half), 0x80 | even);
+            }
+            let most = format.to_f32(format.largest);
+            assert_eq!([most * 1.5, f32::INFINITY].map(|x| format.from_f32(x)), [format.largest; 2]);
+        }
+    }
+
+    #[test]
+    fn the_unit_is_the_smallest_power_of_two_with_which_the_largest_fits() {
+        for format in BOTH {
+            let most = format.to_f32(format.largest);
+            for exponent in -100..100 {
+                for mantissa in [1.0, 1.3, 1.75, 1.750_001, 1.999] {
+                    let amax = mantissa * 2f32.powi(exponent);
+                    let unit = format.unit(amax);
+                    assert!(amax / unit <= most && amax / (unit / 2.0) > most, "{amax}: {unit}");
+                    assert_eq!(unit.to_bits() & 0x7f_ffff, 0);
+                }
+            }
+            assert_eq!(format.unit(0.0), 1.0);
+            assert!(format.unit(f32::INFINITY).is_nan() && format.unit(f32::NAN).is_nan());
+            // Of the smallest numbers all are zero, and of the largest none overflows.
+            assert_eq!(format.unit(f32::from_bits(1)), f32::MIN_POSITIVE);
+            assert!(f32::MAX / format.unit(f32::MAX) <= most);
+        }
+    }
+}
