@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::TimelineFile;
 use crate::{ConfigArgs, Format, machine, style};
-use lockstep_compile::Effect;
+use lockstep_compile::{Effect, Stays};
 use lockstep_config::{BatchStage, Config, RecomputePolicy};
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
@@ -258,6 +258,7 @@ fn as_text(
             ),
             "  ",
         ),
+        fp8_text(plan),
         verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
         ways.map_or(String::new(), |ways| ways.to_string().lines().map(|line| wrapped(line, "    ")).collect()),
         format!("{}\n", ramp_text(config)),
@@ -287,6 +288,32 @@ fn as_text(
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]
     .concat()
+}
+
+/// Which matmuls are in fp8, and why others are not.
+fn fp8_text(plan: &Plan) -> String {
+    if plan.precision.fp8.is_none() {
+        return String::new();
+    }
+    let in_fp8 = plan.fp8.iter().filter(|(_, stays)| stays.is_none()).count();
+    let mut text = format!("fp8: the matmuls of {in_fp8} of {} linear layers", thousands(plan.fp8.len() as u64));
+    // Of weights that every layer has, the name behind the layer's number.
+    let mut others: std::collections::BTreeMap<(Stays, &str), usize> = std::collections::BTreeMap::new();
+    for (weight, stays) in &plan.fp8 {
+        let kind = weight.splitn(3, '.').last().unwrap_or(weight);
+        stays.iter().for_each(|stays| *others.entry((*stays, kind)).or_default() += 1);
+    }
+    for ((stays, kind), count) in others {
+        let why = match stays {
+            Stays::Small { weights, fewest } => {
+                let [weights, fewest] = [weights, fewest].map(|n| thousands(n as u64));
+                format!("{weights} weights on a rank, and fp8 is faster from {fewest} on (precision.fp8_weights)")
+            }
+            Stays::Odd { multiple } => format!("a size on a rank is no multiple of {multiple}"),
+        };
+        text += &format!("; {count} × {kind} in bf16: {why}");
+    }
+    wrapped(&text, "  ")
 }
 
 /// Bytes of a checkpoint, and of the host memory in which it waits to be written.

@@ -24,8 +24,8 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, STATS, TRAINING_PASSES,
-    autodiff, fuse,
+    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, STATS, Stays, TRAINING_PASSES,
+    autodiff, fp8_layers, fuse,
 };
 pub use settings::{Candidate, Context, Fp8, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps};
 pub use stage::balanced as balanced_stages;

@@ -67,6 +67,29 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
     })
 }
 
+/// Scales of fp8 are those of a micro-batch, so its results depend on how a batch is cut.
+pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
+    let policy = values.word::<PrecisionPolicy>("precision.policy")?;
+    if policy != PrecisionPolicy::Fp8 {
+        let weights = values.get("precision.fp8_weights")?;
+        return Some(Conflict::new(
+            &["precision.fp8_weights", "precision.policy"],
+            format!("precision.fp8_weights = {weights} is given, and precision.policy = \"{policy}\" has no fp8"),
+            "remove precision.fp8_weights, or choose precision.policy = \"fp8\"",
+        ));
+    }
+    let reproducible = values.word("train.reproducible") == Some(true);
+    reproducible.then(|| {
+        Conflict::new(
+            &["train.reproducible", "precision.policy"],
+            "train.reproducible = true asks for the same bits at any train.micro_batch, and the scales of fp8 are those \
+             of a micro-batch"
+                .to_owned(),
+            "remove train.reproducible, or choose precision.policy = \"bf16\"",
+        )
+    })
+}
+
 /// Lets a given warmup end with the run, and says so: a few steps of a long run are a smoke test, not a mistake.
 pub(crate) fn shorten_warmup(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);

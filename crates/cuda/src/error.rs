@@ -72,6 +72,18 @@ pub enum CudaError {
         /// What to do.
         hint: &'static str,
     },
+    /// The device is older than fp8.
+    #[error(
+        "{name} has no matmuls in fp8: its compute capability is {}.{}, and 8.9 (Ada, Hopper) is the first that has",
+        capability / 10, capability % 10
+    )]
+    #[hint("train in bf16, or on another GPU")]
+    NoFp8 {
+        /// The device.
+        name: String,
+        /// Its compute capability, as 10 × major + minor.
+        capability: u32,
+    },
     /// No memory is left.
     #[error("the device has no memory left")]
     #[hint("{MEMORY_HINT}")]
@@ -258,7 +270,7 @@ impl From<CudaError> for ExecError {
         let remedy = match &error {
             CudaError::Ranks(error) => return ExecError::Rank(error.clone()),
             CudaError::OutOfMemory | CudaError::Arena { .. } => Some(Remedy::LessMemory),
-            CudaError::OldDriver { .. } | CudaError::NoDevice => Some(Remedy::OtherDevice),
+            CudaError::OldDriver { .. } | CudaError::NoDevice | CudaError::NoFp8 { .. } => Some(Remedy::OtherDevice),
             CudaError::Stalled { .. } => Some(Remedy::LongerTimeout),
             CudaError::Library { .. }
             | CudaError::Symbol { .. }

@@ -18,7 +18,7 @@ use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy};
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, DType, StepProgram, StepScalars, units};
+use lockstep_ir::{Coordinates, DType, Op, StepProgram, StepScalars, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -112,6 +112,11 @@ impl CudaExecutor {
             return Err(ExecError::Internal(format!("{} on one rank", instr.op.name())));
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
+        let in_fp8 = |b: &Bound| matches!(b.op, Op::Fp8Linear { .. });
+        if gpu.device.capability < 89 && segments.iter().flatten().any(in_fp8) {
+            let (name, capability) = (gpu.device.name.clone(), gpu.device.capability);
+            return Err(CudaError::NoFp8 { name, capability }.into());
+        }
         // Matmuls are tried out before the arena takes the memory.
         let gemms = gpu.matmul(deterministic)?;
         for (segment, bounds) in program.segments.iter().zip(&segments) {

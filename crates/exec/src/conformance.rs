@@ -43,6 +43,8 @@ fn tolerance(compute: DType) -> f64 {
         // Half a unit in the last place of the result, and of what is rounded on the way.
         DType::BF16 => 1.2e-2,
         DType::F16 => 1.5e-3,
+        // Of fp8: matrix units add products of bytes with 14 bits, and round on the way.
+        DType::E4M3 | DType::E5M2 => 4e-3,
         _ => 2e-5,
     }
 }
@@ -203,7 +205,8 @@ fn check(
     }
     let floats = inferred.iter().enumerate().filter(|(o, _)| matches!(op.output(*o).elem, Elem::Float(_)));
     let summed = if let Way::Summed(dtype) = way { Some(dtype) } else { None };
-    let stored = floats.map(|(_, ty)| ty.dtype).chain(summed).chain([compute]);
+    let multiplied = op.spec().multiplies.iter().map(|input| types[*input].dtype);
+    let stored = floats.map(|(_, ty)| ty.dtype).chain(summed).chain([compute]).chain(multiplied);
     // Bytes are the same on all devices, and so is what stands beside them.
     let bytes = inferred.iter().any(|ty| ty.dtype.is_fp8());
     let limit = if bytes { 0.0 } else { stored.map(tolerance).fold(0.0, f64::max) };

@@ -8,7 +8,7 @@ use lockstep_config::{
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
-use lockstep_ir::{Axis, ContextParallel, Graph, MeshAxis, StepProgram};
+use lockstep_ir::{Axis, ContextParallel, Graph, MeshAxis, Op, StepProgram};
 use serde::Serialize;
 
 /// A count that is known twice.
@@ -316,12 +316,26 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         false => (products * ffn, 0.0, format!("{products} · F")),
     };
     let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k + experts / S)" } else { "" };
-    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + mlp + weights + normed;
+    // In fp8 a byte of each element of what norms and the MLP's activation give, and of each matmul two units and what a weight's follows from; of the
+    // attention's output what its unit follows from.
+    let bytes = match config.precision.policy == PrecisionPolicy::Fp8 {
+        true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| i.op != Op::Linear).then_some(2.0 * d + ffn),
+        false => Some(0.0),
+    };
+    let Some(bytes) = bytes.filter(|_| experts == 0.0 || config.precision.policy != PrecisionPolicy::Fp8) else {
+        // Some in one type and some in another: what a formula would say of it is what the program says.
+        return Vec::new();
+    };
+    let (units, units_text) =
+        if bytes > 0.0 { (4.0 * 12.0 + 4.0, ", less 2 · D + F for bytes, + 52") } else { (0.0, "") };
+    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + mlp + weights + normed - bytes / 2.0;
     // Of each sequence, how many tokens an expert gets.
     let counted = if m.balance_loss + m.z_loss > 0.0 { 4.0 * config.train.micro_batch as f64 * experts } else { 0.0 };
-    let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed)) + counted;
-    let formula =
-        format!("b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing})", shown.0, shown.1);
+    let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed)) + counted + units;
+    let formula = format!(
+        "b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing}){units_text}",
+        shown.0, shown.1
+    );
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
     if features.gpt2_block && naive && c == 2.0 {
         forms.push(Formula {

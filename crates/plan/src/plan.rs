@@ -5,7 +5,8 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Steps, compile, fit,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Stays, Steps, compile, fit,
+    fp8_layers,
 };
 use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
@@ -42,6 +43,8 @@ pub struct Plan {
     pub smaller_steps: Vec<usize>,
     /// FLOPs of one step, on all ranks.
     pub step_flops: Flops,
+    /// Where the policy is fp8, the weight of every linear layer, and why it stays in bf16 where it does.
+    pub fp8: Vec<(String, Option<Stays>)>,
     /// What is recomputed in backward.
     pub recompute: Recompute,
     /// Bytes by class, layer and moment of the rank that needs most.
@@ -239,6 +242,8 @@ fn plan_for(
     let whole = compiled.model_flops;
     let micro_batches = context.layout.micro_batches as u128;
     let step_flops = Flops { model: whole.model * micro_batches, causal: whole.causal * micro_batches, hardware };
+    let typed = compiled.stages.iter().find(|after| after.pass.name == "precision");
+    let fp8 = typed.map_or(Vec::new(), |after| fp8_layers(&after.graph, &context));
     let stages: Vec<MemoryBreakdown> = compiled.programs.iter().map(account::memory).collect();
     Ok(Plan {
         layout: context.layout,
@@ -252,6 +257,7 @@ fn plan_for(
         active_parameters: active_parameters(&forward, config),
         tokens_per_step: (config.batches().largest() * config.train.seq) as u64,
         step_flops,
+        fp8,
         memory: stages.iter().max_by_key(|m| m.total_bytes).cloned().unwrap_or_else(|| stages[0].clone()),
         stages,
         forward,

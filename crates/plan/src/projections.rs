@@ -3,7 +3,7 @@
 
 use crate::{Plan, PlanError};
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{Axis, Graph, TensorType, ValueId};
+use lockstep_ir::{Axis, Graph, Op, TensorType, ValueId};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -171,6 +171,10 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
 
 fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<(), PlanError> {
     let routed = layers_of_experts(derived);
+    // Bytes of weights, by value.
+    let quantised = derived.nodes.iter().filter(|node| matches!(node.op, Op::Quantise { weight: true, .. }));
+    let bytes_of = quantised.flat_map(|node| node.outputs.iter().flatten().map(|v| (*v, node.inputs[0])));
+    let bytes_of: BTreeMap<ValueId, ValueId> = bytes_of.collect();
     for node in &derived.nodes {
         let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let flops = node.op.flops(&derived.input_types(node), &wanted)?.model * micro_batches;
@@ -178,7 +182,8 @@ fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<(), Pl
             continue;
         }
         // A weight that is read, or whose gradient is made.
-        let read = node.inputs.iter().copied().find(|v| is_parameter(derived, *v) && derived.ty(*v).dims.len() > 1);
+        let mut inputs = node.inputs.iter().map(|v| bytes_of.get(v).copied().unwrap_or(*v));
+        let read = inputs.find(|v| is_parameter(derived, *v) && derived.ty(*v).dims.len() > 1);
         let made = node.outputs.iter().flatten().find_map(|v| match derived.values[v.0].source {
             Source::Node { into: Some(sum) } => match derived.values[sum.0].source {
                 Source::State(State::Gradient { of }) => Some(of),

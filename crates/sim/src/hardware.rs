@@ -266,6 +266,7 @@ impl GpuSpec {
     pub fn peak(&self, compute: DType) -> f64 {
         match compute {
             DType::BF16 | DType::F16 => self.peak_flops_per_s,
+            DType::E4M3 | DType::E5M2 => self.fp8_flops_per_s.unwrap_or(self.peak_flops_per_s),
             _ => self.fp32_flops_per_s,
         }
     }

@@ -139,8 +139,20 @@ impl At<'_> {
 
     /// The node of forward that makes an input.
     pub fn made(&self, input: usize) -> Option<Node> {
-        let value = Some(self.node.inputs[input]);
-        self.g.nodes.iter().find(|n| n.outputs.contains(&value)).cloned()
+        self.maker(self.node.inputs[input]).cloned()
+    }
+
+    fn maker(&self, value: ValueId) -> Option<&Node> {
+        self.g.nodes.iter().find(|n| n.outputs.contains(&Some(value)))
+    }
+
+    /// Whether the gradient of the op that makes a value reads it.
+    pub fn is_saved_anyway(&self, value: ValueId) -> bool {
+        let reads = |node: &Node, o: usize| {
+            node.outputs[o] == Some(value)
+                && node.op.spec().gradient_reads.is_some_and(|reads| reads.contains(&Saved::Output(o)))
+        };
+        self.maker(value).is_some_and(|node| (0..node.outputs.len()).any(|o| reads(node, o)))
     }
 
     /// Appends a W node that sums into an accumulator of the parameter which an input is.

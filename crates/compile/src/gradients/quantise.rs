@@ -37,19 +37,27 @@ fn refuse(reason: &str) -> Stop {
     Stop::Refused(TypeError { op: "fp8_linear", reason: reason.to_owned() })
 }
 
-/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read.
+/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read. So is
+/// that of an activation which is saved as it is, for another op.
 fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::Fp8Linear { to });
     let dy = at.dy(0)?;
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
     let parts = at.g.ty(x.inputs[1]).dims[0].size();
     let name = at.g.get(dy).name.clone();
+    let x_transposed = match at.is_saved_anyway(x.inputs[0]) {
+        true => {
+            let name = format!("{}.fp8.again", at.g.get(x.inputs[0]).name);
+            at.append(x.op, &x.inputs, &name)?[1]
+        }
+        false => x.transposed,
+    };
     let amax = at.append(Op::Amax { weight: false, parts }, &[dy], &format!("{name}.amax"))?[0];
     let quantised = at.append(Op::Quantise { weight: false, to: DType::E5M2 }, &[dy, amax], &format!("{name}.fp8"))?;
     let [dy, dy_transposed, dy_unit] = quantised[..] else { return Err(refuse("dy has no transpose")) };
     let name = format!("{}.fp8.again", at.g.get(w.inputs[0]).name);
     let w_transposed = at.append(w.op, &w.inputs, &name)?[1];
     let dx = at.make(Op::Fp8Linear { to }, &[dy, dy_unit, w_transposed, w.unit], 0)?;
-    at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x.transposed, x.unit], w.inputs[0])?;
+    at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x_transposed, x.unit], w.inputs[0])?;
     at.add(0, dx)
 }

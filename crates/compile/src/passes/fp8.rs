@@ -18,7 +18,7 @@ pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> 
     let mut g = graph.clone();
     let mut operands = Operands { known: BTreeMap::new(), parts: parts(context) };
     for mut node in std::mem::take(&mut g.nodes) {
-        if node.op == Op::Linear && fits(&g, &node, context, fewest) {
+        if stays(&g, &node, context, fewest) == Some(None) {
             let [x, w] = node.inputs[..] else {
                 return Err(TypeError { op: "linear", reason: "has no weight".into() });
             };
@@ -40,12 +40,43 @@ fn parts(context: &Context) -> usize {
     chunks * size(MeshAxis::Tp)
 }
 
-/// Whether a linear layer is one of a layer that gains from fp8, and its sizes on a rank are those that matrix units take.
-fn fits(g: &Graph, node: &Node, context: &Context, fewest: usize) -> bool {
+/// Why a matmul of a layer stays in bf16 where others are in fp8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stays {
+    /// It has fewer weights on a rank than a device gains from.
+    Small {
+        /// So many.
+        weights: usize,
+        /// Where the gain begins.
+        fewest: usize,
+    },
+    /// A size of it on a rank is no multiple of what matrix units take.
+    Odd {
+        /// That multiple.
+        multiple: usize,
+    },
+}
+
+/// The linear layers of a graph whose parameters and activations have their types: the weight of each, and why it stays in bf16 where it does.
+pub fn fp8_layers(graph: &Graph, context: &Context) -> Vec<(String, Option<Stays>)> {
+    let Some(settings) = context.precision.fp8 else { return Vec::new() };
+    let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
+    let of = |node: &Node| Some((graph.get(node.inputs[1]).name.clone(), stays(graph, node, context, fewest)?));
+    graph.nodes.iter().filter(|node| node.op == Op::Linear).filter_map(of).collect()
+}
+
+/// Of a linear layer of the model's layers, why it stays in bf16, if it does. None of other nodes.
+fn stays(g: &Graph, node: &Node, context: &Context, fewest: usize) -> Option<Option<Stays>> {
+    if node.op != Op::Linear || node.layer.is_none() {
+        return None;
+    }
     let (x, w) = (g.ty(node.inputs[0]), g.get(node.inputs[1]));
     let trained = matches!(&w.source, Source::State(State::Parameter(parameter)) if !parameter.exact);
     let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
-    let [Axis::Batch, Axis::Seq, _] = axes[..] else { return false };
+    let [Axis::Batch, Axis::Seq, _] = axes[..] else { return None };
+    if !trained || x.dtype != DType::BF16 {
+        return None;
+    }
     let layout = &context.layout;
     let size = |axis: MeshAxis| layout.mesh.size(axis);
     let tp = size(MeshAxis::Tp);
@@ -53,8 +84,12 @@ fn fits(g: &Graph, node: &Node, context: &Context, fewest: usize) -> bool {
     let sequences = layout.mesh.size(lockstep_ir::Axes::SEQUENCES);
     let rows = x.dims[0].size() / sequences * (x.dims[1].size() / positions);
     let whole = w.ty.dims.iter().all(|d| d.size().is_multiple_of(MULTIPLE * tp)) && rows.is_multiple_of(MULTIPLE);
-    let enough = w.ty.elements() / tp >= fewest;
-    node.layer.is_some() && trained && x.dtype == DType::BF16 && whole && enough
+    let weights = w.ty.elements() / tp;
+    Some(match (weights >= fewest, whole) {
+        (false, _) => Some(Stays::Small { weights, fewest }),
+        (true, false) => Some(Stays::Odd { multiple: MULTIPLE }),
+        (true, true) => None,
+    })
 }
 
 /// What has been quantised so far: an operand that several matmuls read is quantised once.

@@ -16,6 +16,7 @@ mod zero;
 
 pub use autodiff::autodiff;
 pub use experts::ROWS_BEYOND;
+pub use fp8::{Stays, fp8_layers};
 pub use fuse::fuse;
 pub use loads::LOADS;
 pub use optimizer::{AdamW, FIRST_STATS, Rule, STATS};

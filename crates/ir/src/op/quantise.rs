@@ -101,6 +101,7 @@ pub(super) static QUANTISE: Spec = row(
 )
 .gradient(&[])
 .splits(&["batch", "seq", "features"])
+.cheap(&[0, 1])
 .own(&[2])
 .shape(FORMAT);
 
