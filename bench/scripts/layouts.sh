@@ -128,6 +128,22 @@ architecture = \"qwen3\"
 $sizes
 kv_heads = 2
 $train"
+# In fp8 parts of ranks are multiples of 16.
+fp8=$'[precision]\npolicy = "fp8"\nfp8_weights = 0'
+bytes=$'vocab_size = 131\nlayers = 8\ndim = 64\nheads = 4\nffn = 96'
+long=${train/seq = 32/seq = 128}
+check llama-fp8 3 <<< "[model]
+$bytes
+kv_heads = 2
+$long
+$fp8"
+check gpt2-fp8-recompute 7 <<< "[model]
+architecture = \"gpt2\"
+$bytes
+$long
+$fp8
+[recompute]
+policy = \"full\""
 
 # By all-to-all ranks have whole heads.
 context=("2:cp=2,context=a2a" "4:cp=4,context=a2a")

@@ -262,7 +262,7 @@ tables! {
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
         /// With fp8, the fewest weights of a linear layer (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not
-        /// given, as many as an H200 gains from: 4,194,304. Sizes that are no multiples of 16 stay in bf16 too.
+        /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 stay in bf16 too.
         fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,
             finds ["fp8 layers", "fp8 filter", "auto_filter_small_kn", "module_filter_fn"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite

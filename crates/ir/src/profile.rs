@@ -5,7 +5,7 @@ use crate::{FusedMatmul, Fusion, Op, TensorType};
 use std::collections::BTreeMap;
 
 /// [`DeviceProfile::fp8_weights`] of an H200, and of what stands in for one: the same layers are in fp8 wherever a config runs.
-pub const FP8_WEIGHTS: usize = 1 << 22;
+pub const FP8_WEIGHTS: usize = 1 << 20;
 
 /// What the compiler must know of a device.
 #[derive(Clone, Debug, PartialEq)]
