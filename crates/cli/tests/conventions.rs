@@ -87,9 +87,10 @@ fn config_shows_one_key_and_finds_keys_by_other_names() {
     assert!(place.ok(&["config", "--search", "fsdp"]).starts_with("[parallel]\nzero = "));
     assert!(place.ok(&["config", "--search", "master weights"]).starts_with("[precision]\npolicy = "));
     assert!(place.ok(&["config", "--search", "expert parallelism"]).starts_with("[parallel]\nep = "));
-    assert!(place.ok(&["config", "--search", "fp8"]).contains("fp8 and narrower is not there yet"));
-    let error = place.fails(2, &["config", "precision.fp8"]);
-    assert!(error.contains("fp8 and narrower is not there yet"), "{error}");
+    assert!(place.ok(&["config", "--search", "fp8"]).starts_with("[precision]\npolicy = "));
+    assert!(place.ok(&["config", "--search", "mxfp8"]).contains("mxfp8 and narrower is not there yet"));
+    let error = place.fails(2, &["config", "precision.nvfp4"]);
+    assert!(error.contains("mxfp8 and narrower is not there yet"), "{error}");
     let found: Value = serde_json::from_str(&place.ok(&["config", "lr", "--format", "json"])).unwrap();
     assert_eq!((found[0]["path"].as_str(), found.as_array().map(Vec::len)), (Some("optimizer.lr"), Some(1)));
     assert!(place.fails(2, &["config", "learning_rate"]).contains("did you mean `optimizer.lr`?"));

@@ -103,6 +103,7 @@ fn group(instrs: &[Instr], at: usize, device: &DeviceProfile, gelu: bool) -> Opt
         }
         Fusion::NormGradients => norm_gradients(behind).map(side_by_side),
         Fusion::GeluBiasGradients => gelu_bias_gradients(behind).then(|| side_by_side(2)),
+        Fusion::SwiGluAmax => swiglu_amax(behind).then(|| side_by_side(2)),
         Fusion::AdamW => {
             let count = behind.iter().take_while(|next| updates_alike(&behind[0], next)).count();
             (count > 1).then(|| side_by_side(count))
@@ -174,6 +175,14 @@ fn norm_gradients(instrs: &[Instr]) -> Option<usize> {
 fn gelu_bias_gradients(instrs: &[Instr]) -> bool {
     let [gelu, bias, ..] = instrs else { return false };
     gelu.op == Op::GeluGrad && sums_rows_of(bias, gelu) && wanted(gelu) && bias.workspace.is_some()
+}
+
+/// Whether a SwiGLU, or its gradient, is followed by the largest magnitude of all that it makes.
+fn swiglu_amax(instrs: &[Instr]) -> bool {
+    let [swiglu, amax, ..] = instrs else { return false };
+    let (Some(Some(made)), Some(read)) = (swiglu.outputs.first(), amax.inputs.first()) else { return false };
+    let ready = wanted(amax) && amax.workspace.is_some() && whole(made) && whole(read);
+    Fusion::SwiGluAmax.fits(&[swiglu.op, amax.op]) && made.value == read.value && ready
 }
 
 /// Whether two updates by AdamW may be one: they touch tensors of their own, with constants and numbers in common.

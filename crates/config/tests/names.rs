@@ -127,9 +127,9 @@ fn a_name_from_elsewhere_suggests_the_key_that_is_meant() {
 
 #[test]
 fn what_is_not_there_yet_is_said_so() {
-    assert_eq!(search("fp8").missing[0].what, "fp8 and narrower");
-    let error = parse(TINY, &["precision.fp8=true"]).unwrap_err();
-    let said = "precision.fp8: fp8 and narrower is not there yet";
+    assert_eq!(search("mxfp8").missing[0].what, "mxfp8 and narrower");
+    let error = parse(TINY, &["precision.mxfp8=true"]).unwrap_err();
+    let said = "precision.mxfp8: mxfp8 and narrower is not there yet";
     assert!(error.starts_with(said) && error.contains("\nhint: precision.policy = "), "{error}");
     // Each with what to do instead.
     for (words, what) in [

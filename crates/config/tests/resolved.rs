@@ -90,6 +90,7 @@ threads = 0  # default
 [precision]
 policy = "bf16"  # preset llama-29m
 gradients = "fp32"  # default
+# fp8_weights is not set
 # loss_scale is not set
 # growth_interval is not set
 

@@ -118,6 +118,7 @@ ADD(fixed64, i64)
     extern "C" __global__ void gather_##NAME(const __grid_constant__ Tensors tensors, int ranks, int zigzag) {    \
         gather<T>(tensors, ranks, zigzag);                                                                        \
     }
+GATHER(1, u8)
 GATHER(2, u16)
 GATHER(4, u32)
 GATHER(8, u64)
@@ -166,6 +167,7 @@ ADD_SENT(fixed64, i64)
                                             int cut) {                                                            \
         join_or_cut<T>(tensors, ranks, zigzag, cut);                                                              \
     }
+PARTS(1, u8)
 PARTS(2, u16)
 PARTS(4, u32)
 PARTS(8, u64)

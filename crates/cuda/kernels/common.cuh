@@ -110,6 +110,21 @@ static __device__ __forceinline__ float block_sum(float x, float *shared) {
     return warp_sum(lane < warps ? shared[lane] : 0.0f);
 }
 
+// Magnitudes as bits have the order of numbers, and NaN is the largest of all.
+static __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+static __device__ __forceinline__ u32 block_max(u32 x, u32 *shared) {
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    if (lane == 0) shared[warp] = x;
+    __syncthreads();
+    x = lane < warps ? shared[lane] : 0;
+#pragma unroll
+    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
 // SplitMix64, as on the host.
 static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
     u64 z = key + counter * 0x9e3779b97f4a7c15ull;

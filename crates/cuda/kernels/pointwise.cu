@@ -71,27 +71,50 @@ static __device__ void rotate(const T *in, const float *table, const u32 *starts
 
 static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-// y = silu(gate) · up. A block has a part of a row.
+// Places for the largest magnitudes of blocks, so many that few blocks wait for each other at one.
+const int SHARES = 1024;
+
+extern "C" __global__ void no_shares(u32 *shares) { shares[threadIdx.x] = 0; }
+
+// Leaves the largest magnitude of a block's numbers in its place, as it is once rounded: rounding keeps the order.
 template <typename T>
-static __device__ void swiglu(const T *gate_up, T *y, int f, int wide) {
+static __device__ __forceinline__ void leave_largest(u32 most, u32 *shares) {
+    __shared__ u32 shared[32];
+    most = block_max(most, shared);
+    if (threadIdx.x) return;
+    u32 rounded = magnitude(to_f32(Of<T>::f32(__uint_as_float(most))));
+    atomicMax(shares + ((blockIdx.y * gridDim.x + blockIdx.x) & (SHARES - 1)), rounded);
+}
+
+// y = silu(gate) · up, and its largest magnitude where it is asked for. A block has a part of a row.
+template <typename T, bool AMAX>
+static __device__ __forceinline__ void swiglu(const T *gate_up, T *y, int f, int wide, u32 *shares) {
     i64 row = blockIdx.y;
     gate_up += row * 2 * f;
     y += row * f;
     int i = blockIdx.x * blockDim.x + threadIdx.x;
+    u32 most = 0;
+    const int N = Pack<T>::N;
     if (wide) {
-        const int N = Pack<T>::N;
         i *= N;
-        if (i >= f) return;
-        float g[N], u[N];
-        load(gate_up + i, g);
-        load(gate_up + f + i, u);
+        if (i < f) {
+            float g[N], u[N];
+            load(gate_up + i, g);
+            load(gate_up + f + i, u);
 #pragma unroll
-        for (int j = 0; j < N; j++) g[j] = g[j] * sigmoid(g[j]) * u[j];
-        store(y + i, g);
+            for (int j = 0; j < N; j++) {
+                g[j] = g[j] * sigmoid(g[j]) * u[j];
+                if (AMAX) most = max(most, magnitude(g[j]));
+            }
+            store(y + i, g);
+        }
     } else if (i < f) {
         float g = to_f32(gate_up[i]), u = to_f32(gate_up[f + i]);
-        y[i] = Of<T>::f32(g * sigmoid(g) * u);
+        float made = g * sigmoid(g) * u;
+        most = magnitude(made);
+        y[i] = Of<T>::f32(made);
     }
+    if (AMAX) leave_largest<T>(most, shares);
 }
 
 static __device__ __forceinline__ void swiglu_one(float g, float u, float dy, float &dg, float &du) {
@@ -101,31 +124,38 @@ static __device__ __forceinline__ void swiglu_one(float g, float u, float dy, fl
 }
 
 // May work in place.
-template <typename T>
-static __device__ void swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide) {
+template <typename T, bool AMAX>
+static __device__ __forceinline__ void swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide, u32 *shares) {
     i64 row = blockIdx.y;
     dy += row * f;
     gate_up += row * 2 * f;
     out += row * 2 * f;
     int i = blockIdx.x * blockDim.x + threadIdx.x;
+    u32 most = 0;
+    const int N = Pack<T>::N;
     if (wide) {
-        const int N = Pack<T>::N;
         i *= N;
-        if (i >= f) return;
-        float g[N], u[N], d[N];
-        load(gate_up + i, g);
-        load(gate_up + f + i, u);
-        load(dy + i, d);
+        if (i < f) {
+            float g[N], u[N], d[N];
+            load(gate_up + i, g);
+            load(gate_up + f + i, u);
+            load(dy + i, d);
 #pragma unroll
-        for (int j = 0; j < N; j++) swiglu_one(g[j], u[j], d[j], g[j], u[j]);
-        store(out + i, g);
-        store(out + f + i, u);
+            for (int j = 0; j < N; j++) {
+                swiglu_one(g[j], u[j], d[j], g[j], u[j]);
+                if (AMAX) most = max(most, max(magnitude(g[j]), magnitude(u[j])));
+            }
+            store(out + i, g);
+            store(out + f + i, u);
+        }
     } else if (i < f) {
         float dg, du;
         swiglu_one(to_f32(gate_up[i]), to_f32(gate_up[f + i]), to_f32(dy[i]), dg, du);
+        most = max(magnitude(dg), magnitude(du));
         out[i] = Of<T>::f32(dg);
         out[f + i] = Of<T>::f32(du);
     }
+    if (AMAX) leave_largest<T>(most, shares);
 }
 
 template <typename T>
@@ -165,10 +195,10 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
                   wide);                                                                                               \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
-        swiglu<T>(gate_up, y, f, wide);                                                                                \
+        swiglu<T, false>(gate_up, y, f, wide, 0);                                                                      \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {            \
-        swiglu_grad<T>(dy, gate_up, out, f, wide);                                                                     \
+        swiglu_grad<T, false>(dy, gate_up, out, f, wide, 0);                                                           \
     }                                                                                                                  \
     extern "C" __global__ void add_##NAME(const T *a, const T *b, T *out, i64 n) { add<T>(a, b, out, n); }             \
     extern "C" __global__ void last_position_##NAME(const T *x, const u32 *count, T *y, int seq, int d) {              \
@@ -176,3 +206,12 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
     }
 POINTWISE(float, f32)
 POINTWISE(bf16, bf16)
+
+// What is quantised is bf16.
+extern "C" __global__ void swiglu_amax_bf16(const bf16 *gate_up, bf16 *y, int f, int wide, u32 *shares) {
+    swiglu<bf16, true>(gate_up, y, f, wide, shares);
+}
+extern "C" __global__ void swiglu_grad_amax_bf16(const bf16 *dy, const bf16 *gate_up, bf16 *out, int f, int wide,
+                                                 u32 *shares) {
+    swiglu_grad<bf16, true>(dy, gate_up, out, f, wide, shares);
+}

@@ -1,20 +1,5 @@
 // fp8: the largest magnitude of a tensor, and its bytes with their transpose.
 
-// Magnitudes as bits have the order of numbers, and NaN is the largest of all.
-static __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-
-static __device__ __forceinline__ u32 block_max(u32 x, u32 *shared) {
-#pragma unroll
-    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    if (lane == 0) shared[warp] = x;
-    __syncthreads();
-    x = lane < warps ? shared[lane] : 0;
-#pragma unroll
-    for (int step = 16; step; step >>= 1) x = max(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
 template <typename T>
 static __device__ __forceinline__ void amax(const T *x, float *shares, i64 n) {
     __shared__ u32 shared[32];

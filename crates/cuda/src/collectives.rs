@@ -155,6 +155,7 @@ fn adding(dtype: DType) -> Result<&'static str, CudaError> {
 
 fn copying(dtype: DType) -> Result<&'static str, CudaError> {
     match dtype.bytes() {
+        1 => Ok("gather_1"),
         2 => Ok("gather_2"),
         4 => Ok("gather_4"),
         8 => Ok("gather_8"),

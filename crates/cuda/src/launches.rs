@@ -9,7 +9,7 @@ use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting, host_at};
 use lockstep_exec::comm::{Collective, Order, Piece, ProgramPlace};
@@ -120,8 +120,10 @@ fn launch_all() {
     beside(&gpu);
     for (compute, deterministic) in [(DType::F32, false), (DType::BF16, true)] {
         ops(&gpu, compute, deterministic);
-        steps(&gpu, compute, deterministic);
+        steps(&gpu, Precision::of(compute, DType::F32), deterministic);
     }
+    let fp8 = Precision { fp8: Some(Fp8 { weights: Some(0) }), ..Precision::of(DType::BF16, DType::F32) };
+    steps(&gpu, fp8, false);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();
     assert!(unused.is_empty(), "nobody launches {unused:?}");
@@ -137,12 +139,12 @@ fn ops(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
 }
 
 /// Training steps with rows and heads of the lengths that kernels have variants for.
-fn steps(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
+fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
     let context = Context {
-        device: profile("cuda", compute, DType::F32, deterministic),
+        device: profile("cuda", precision.compute, DType::F32, deterministic),
         layout: Layout::single(1),
         optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
-        precision: Precision::of(compute, DType::F32),
+        precision,
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),
@@ -178,6 +180,15 @@ fn collectives(gpu: &Gpu) {
             collectives::add_sent(on, 0, 2, &[(sent, base, base)]).unwrap();
             collectives::parts(on, 2, true, &[(sent, base)]).unwrap();
         }
+    }
+    // Bytes are not added up.
+    let (dtype, order) = (DType::E4M3, Order::Group);
+    let piece = Piece::new(at as *mut u8, at as *mut u8, 8, dtype);
+    let sent = Sent { rows: 1, elements: 8, parts: memory.base, stride: 64, order, dtype };
+    // SAFETY: the pieces lie in the memory.
+    unsafe {
+        collectives::queue(on, Collective::AllGather, &[vec![piece], vec![piece]]).unwrap();
+        collectives::parts(on, 2, true, &[(sent, memory.base)]).unwrap();
     }
 }
 

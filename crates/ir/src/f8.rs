@@ -52,19 +52,16 @@ impl F8 {
     #[inline(always)]
     pub fn from_f32(self, x: f32) -> u8 {
         let (sign, rest) = ((x.to_bits() >> 24 & 0x80) as u8, x.to_bits() & 0x7fff_ffff);
-        if rest > f32::INFINITY.to_bits() {
-            return 0x7f;
-        }
-        let magnitude = if rest >= (128 - self.bias) << 23 {
-            let cut = 23 - self.mantissa_bits;
-            let rebased = rest - ((127 - self.bias) << 23);
-            (rebased + (1 << (cut - 1)) - 1 + (rebased >> cut & 1)) >> cut
-        } else {
-            // Beside this number a unit of f32 is the smallest step of the format: the sum rounds.
-            let beside = f32::from_bits((128 - self.bias - self.mantissa_bits + 23) << 23);
-            (f32::from_bits(rest) + beside).to_bits() - beside.to_bits()
-        };
-        sign | magnitude.min(u32::from(self.largest)) as u8
+        // All three are computed, so that compilers round many at a time.
+        let cut = 23 - self.mantissa_bits;
+        let rebased = rest.wrapping_sub((127 - self.bias) << 23);
+        let normal = rebased.wrapping_add((1 << (cut - 1)) - 1 + (rebased >> cut & 1)) >> cut;
+        // Beside this number a unit of f32 is the smallest step of the format: the sum rounds.
+        let beside = f32::from_bits((128 - self.bias - self.mantissa_bits + 23) << 23);
+        let small = (f32::from_bits(rest) + beside).to_bits().wrapping_sub(beside.to_bits());
+        let magnitude = if rest >= (128 - self.bias) << 23 { normal } else { small };
+        let finite = sign | magnitude.min(u32::from(self.largest)) as u8;
+        if rest > f32::INFINITY.to_bits() { 0x7f } else { finite }
     }
 
     /// What the bytes of a tensor stand for one of, where this is its largest magnitude: a power of two. NaN where the magnitude is none or infinite;
@@ -85,18 +82,6 @@ impl F8 {
         // The smallest normal f32 at least: its reciprocal is a number too.
         f32::from_bits(exponent.saturating_sub(top).max(1) << 23)
     }
-
-    /// A number as a byte of a tensor with this unit.
-    #[inline(always)]
-    pub fn quantise(self, x: f32, unit: f32) -> u8 {
-        self.from_f32(x * reciprocal(unit))
-    }
-}
-
-/// The reciprocal of a power of two, or NaN.
-#[inline(always)]
-fn reciprocal(unit: f32) -> f32 {
-    1.0 / unit
 }
 
 #[cfg(test)]

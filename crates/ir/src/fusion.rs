@@ -16,18 +16,21 @@ pub enum Fusion {
     NormGradients,
     /// The gradients of a GELU and of the bias before it.
     GeluBiasGradients,
+    /// A SwiGLU, or its gradient, and the largest magnitude of what it makes.
+    SwiGluAmax,
     /// Updates of many tensors by AdamW.
     AdamW,
 }
 
 impl Fusion {
     /// All kinds.
-    pub const ALL: [Fusion; 6] = [
+    pub const ALL: [Fusion; 7] = [
         Fusion::MatmulBias,
         Fusion::MatmulBiasGelu,
         Fusion::MatmulGeluGradient,
         Fusion::NormGradients,
         Fusion::GeluBiasGradients,
+        Fusion::SwiGluAmax,
         Fusion::AdamW,
     ];
 
@@ -48,6 +51,7 @@ impl Fusion {
                 _ => false,
             },
             Fusion::GeluBiasGradients => matches!(ops, [Op::GeluGrad, Op::BiasGrad]),
+            Fusion::SwiGluAmax => matches!(ops, [Op::SwiGlu | Op::SwiGluGrad, Op::Amax { weight: false, .. }]),
             Fusion::AdamW => ops.len() > 1 && ops.iter().all(|op| matches!(op, Op::AdamW { .. })),
         }
     }
@@ -60,6 +64,7 @@ impl Fusion {
             Fusion::MatmulGeluGradient => "matmul + GELU gradient",
             Fusion::NormGradients => "norm gradients",
             Fusion::GeluBiasGradients => "GELU + bias gradients",
+            Fusion::SwiGluAmax => "SwiGLU + amax",
             Fusion::AdamW => "AdamW of many tensors",
         }
     }

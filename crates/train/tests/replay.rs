@@ -56,13 +56,29 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
-const WAYS: [(&str, Of, &str); 54] = [
+const WAYS: [(&str, Of, &str); 58] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
     ("bf16", Of::All, "[precision]\npolicy = \"bf16\""),
     ("bf16-gradients", Of::Llama, "micro_batch = 4\n[precision]\npolicy = \"bf16\"\ngradients = \"bf16\""),
     ("fp16", Of::Llama, "[precision]\npolicy = \"fp16\""),
+    ("fp8", Of::Llama, "[precision]\npolicy = \"fp8\"\nfp8_weights = 0"),
+    (
+        "fp8-full",
+        Of::Llama,
+        "micro_batch = 2\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[recompute]\npolicy = \"full\"",
+    ),
+    (
+        "fp8-cp2-tp2-sp",
+        Of::Llama,
+        "micro_batch = 4\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[parallel]\ncp = 2\ntp = 2\nsequence_parallel = true",
+    ),
+    (
+        "fp8-dp2-zero3-pp2-zb-v",
+        Of::Llama,
+        "micro_batch = 1\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[parallel]\ndp = 2\nzero = 3\npp = 2\nschedule = \"zb-v\"",
+    ),
     ("noise-scale", Of::Llama, "micro_batch = 2\nnoise_scale = true"),
     ("ramp", Of::Llama, "micro_batch = 2\nbatch_ramp = [{ tokens = 256, global_batch = 16 }]"),
     ("selective", Of::All, "[recompute]\npolicy = \"selective\""),

@@ -1,6 +1,6 @@
 //! Groups of instructions that are done as one, as the program has them.
 
-use super::{bias, linear, norm, optimizer};
+use super::{bias, linear, norm, optimizer, pointwise};
 use crate::CudaError;
 use crate::call::Call;
 use crate::matmul::{Epilogue, MatmulShape};
@@ -15,7 +15,7 @@ fn epilogue(fusion: Fusion) -> Option<Epilogue> {
         Fusion::MatmulBias => Some(Epilogue::Bias),
         Fusion::MatmulBiasGelu => Some(Epilogue::BiasGelu),
         Fusion::MatmulGeluGradient => Some(Epilogue::GeluDerivative),
-        Fusion::NormGradients | Fusion::GeluBiasGradients | Fusion::AdamW => None,
+        Fusion::NormGradients | Fusion::GeluBiasGradients | Fusion::SwiGluAmax | Fusion::AdamW => None,
     }
 }
 
@@ -55,6 +55,7 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
             (Fusion::MatmulBiasGelu, [gemm, bias, gelu]) => linear::forward_with_gelu(*gemm, *bias, *gelu),
             (Fusion::MatmulGeluGradient, [gemm, gelu]) => linear::grad_input_of_gelu(*gemm, *gelu),
             (Fusion::GeluBiasGradients, [gelu, bias]) => bias::gelu_bias_grad(*gelu, *bias),
+            (Fusion::SwiGluAmax, [swiglu, amax]) => pointwise::swiglu_amax(*swiglu, *amax),
             (Fusion::AdamW, [_, ..]) => optimizer::adamw_many(calls),
             (Fusion::NormGradients, [weight, rest @ ..]) => {
                 let input = rest.iter().position(|c| norm_input(&c.bound.op).is_some()).ok_or_else(other)?;
@@ -67,6 +68,7 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
                 | Fusion::MatmulBiasGelu
                 | Fusion::MatmulGeluGradient
                 | Fusion::GeluBiasGradients
+                | Fusion::SwiGluAmax
                 | Fusion::AdamW
                 | Fusion::NormGradients,
                 _,

@@ -4,7 +4,7 @@ use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix};
 use crate::kernels::{Value, args};
-use lockstep_ir::counter;
+use lockstep_ir::{Op, counter};
 
 /// Ops that are an expression of every element `x`, as lines of `kernels/map.cu`.
 macro_rules! maps {
@@ -13,6 +13,9 @@ macro_rules! maps {
     };
 }
 pub(crate) use maps;
+
+/// Places for the largest magnitudes of blocks: as in `pointwise.cu`.
+const AMAX_SHARES: usize = 1024;
 
 /// The launches of this family.
 pub fn launches() -> Launches {
@@ -78,6 +81,33 @@ pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
         // SAFETY: the operands have these sizes.
         unsafe { call.typed(("pointwise", "swiglu_grad"), grid, THREADS, args) }
     })
+}
+
+/// A SwiGLU or its gradient, with the largest magnitude of what it makes: blocks leave theirs in a few places, which are looked at in the end.
+pub unsafe fn swiglu_amax(call: Call, amax: Call) -> Result<(), CudaError> {
+    let (Some(y), Some(out), Some(at)) = (call.output(0), amax.output(0), amax.bound.outputs[0]) else { return Ok(()) };
+    let (f, shares) = (call.size("ffn"), amax.scratch()?);
+    let (grid, wide) = over_rows(call, f);
+    let bytes = call.float().bytes();
+    let gradient = call.op() == Op::SwiGluGrad;
+    // SAFETY: the operands have these sizes, and the scratch has room for the shares.
+    unsafe {
+        call.plain(("pointwise", "no_shares"), [1, 1, 1], AMAX_SHARES, args![shares])?;
+        in_parts(grid, |first, grid| {
+            let row = (first * f * bytes) as u64;
+            match gradient {
+                false => {
+                    let args = args![call.input(0) + 2 * row, y + row, f, wide, shares];
+                    call.typed(("pointwise", "swiglu_amax"), grid, THREADS, args)
+                }
+                true => {
+                    let args = args![call.input(0) + row, call.input(1) + 2 * row, y + 2 * row, f, wide, shares];
+                    call.typed(("pointwise", "swiglu_grad_amax"), grid, THREADS, args)
+                }
+            }
+        })?;
+        amax.plain(("quantise", "amax_of_shares"), [1, 1, 1], 256, args![shares, AMAX_SHARES, out, at.elements])
+    }
 }
 
 pub unsafe fn add(call: Call) -> Result<(), CudaError> {

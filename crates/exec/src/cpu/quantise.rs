@@ -6,6 +6,7 @@ use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::{Bf16, Float};
 use super::gemm::{Matrix, Target, gemm};
 use super::linear::weight_product_of;
+use super::simd::vectorised;
 use crate::by_kind;
 use lockstep_ir::{DType, F8};
 
@@ -40,16 +41,30 @@ fn amax<T: Float>(call: Call) {
     let most = std::sync::atomic::AtomicU32::new(0);
     call.ranges(n, GRAIN, |from, to| {
         // SAFETY: the elements are the operand's.
-        let bits = |i| unsafe { (*x.at(i)).to() }.to_bits() & 0x7fff_ffff;
-        most.fetch_max((from..to).map(bits).max().unwrap_or(0), std::sync::atomic::Ordering::Relaxed);
+        let here = unsafe { largest_magnitude(call.simd, x.at(from), to - from) };
+        most.fetch_max(here, std::sync::atomic::Ordering::Relaxed);
     });
     let most = f32::from_bits(most.into_inner());
     // SAFETY: the output has as many elements.
     (0..at.elements).for_each(|i| unsafe { *out.add(i) = most });
 }
 
+vectorised! {
+    unsafe fn largest_magnitude<T>(x: *const T, n: usize) -> u32 {
+        (0..n).fold(0, |most: u32, i| most.max((*x.add(i)).to().to_bits() & 0x7fff_ffff))
+    }
+}
+
+vectorised! {
+    unsafe fn round<T>(x: *const T, q: *mut u8, n: usize, format: F8, scale: f32) -> () {
+        for i in 0..n {
+            *q.add(i) = format.from_f32((*x.add(i)).to() * scale);
+        }
+    }
+}
+
 /// Rows and columns of a block that is transposed at a time.
-const BLOCK: usize = 32;
+const BLOCK: usize = 64;
 
 /// q, its transpose and its unit, of x `[rows, columns]` and the largest magnitudes of its parts.
 fn quantise<T: Float>(call: Call, to: DType) {
@@ -68,16 +83,22 @@ fn quantise<T: Float>(call: Call, to: DType) {
     let x = Ptr(call.input::<T>(0));
     let (q, transposed) = (call.output::<u8>(0).map(Ptr), call.output::<u8>(1).map(Ptr));
     call.ranges(rows, BLOCK, |from, to| {
+        let mut block = [[0u8; BLOCK]; BLOCK];
         for first in (0..columns).step_by(BLOCK) {
-            for (row, column) in (from..to).flat_map(|r| (first..columns.min(first + BLOCK)).map(move |c| (r, c))) {
-                // SAFETY: rows from .. to belong to this task.
-                unsafe {
-                    let byte = format.quantise((*x.at(row * columns + column)).to(), unit);
+            let wide = BLOCK.min(columns - first);
+            // SAFETY: rows from .. to belong to this task.
+            unsafe {
+                for (row, line) in (from..to).zip(&mut block) {
+                    let at = row * columns + first;
+                    round(call.simd, x.at(at), line.as_mut_ptr(), wide, format, 1.0 / unit);
                     if let Some(q) = q {
-                        *q.at(row * columns + column) = byte;
+                        std::ptr::copy_nonoverlapping(line.as_ptr(), q.at(at), wide);
                     }
-                    if let Some(transposed) = transposed {
-                        *transposed.at(column * rows + row) = byte;
+                }
+                if let Some(transposed) = transposed {
+                    for column in 0..wide {
+                        let line = transposed.at((first + column) * rows + from);
+                        (0..to - from).for_each(|row| *line.add(row) = block[row][column]);
                     }
                 }
             }
