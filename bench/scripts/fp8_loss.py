@@ -61,7 +61,7 @@ validation_sequences = {sequences}
 device = "cuda"
 [optimizer]
 name = "adamw"
-lr = 6e-4
+lr = 3e-4
 schedule = "cosine"
 warmup_steps = 100
 [checkpoint]

@@ -305,6 +305,7 @@ fn fp8_text(plan: &Plan) -> String {
     }
     for ((stays, kind), count) in others {
         let why = match stays {
+            Stays::Edge => "of the first or last layers (precision.fp8_skip_first, precision.fp8_skip_last)".to_owned(),
             Stays::Small { weights, fewest } => {
                 let [weights, fewest] = [weights, fewest].map(|n| thousands(n as u64));
                 format!("{weights} weights on a rank, and fp8 is faster from {fewest} on (precision.fp8_weights)")

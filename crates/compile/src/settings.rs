@@ -79,6 +79,10 @@ pub struct Precision {
 pub struct Fp8 {
     /// Those with at least so many weights on a rank; where it is not said, as many as the device gains from.
     pub weights: Option<usize>,
+    /// None of so many of the model's first layers.
+    pub skip_first: usize,
+    /// None of so many of its last.
+    pub skip_last: usize,
 }
 
 impl Precision {

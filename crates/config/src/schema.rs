@@ -265,6 +265,11 @@ tables! {
         /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 stay in bf16 too.
         fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,
             finds ["fp8 layers", "fp8 filter", "auto_filter_small_kn", "module_filter_fn"];
+        /// With fp8, so many of the first layers stay in bf16.
+        fp8_skip_first: usize = Count(0, 1 << 16), Fixed("0"), Changeable,
+            finds ["first_last_layers_bf16", "num_layers_at_start_in_bf16"];
+        /// With fp8, so many of the last layers stay in bf16.
+        fp8_skip_last: usize = Count(0, 1 << 16), Fixed("0"), Changeable, finds ["num_layers_at_end_in_bf16"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite
         /// halves it and skips the update.
         loss_scale: Option<f64> = Float(POWER_OF_TWO), Derived("65536 for fp16", rules::default_loss_scale), Trajectory,

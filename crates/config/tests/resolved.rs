@@ -91,6 +91,8 @@ threads = 0  # default
 policy = "bf16"  # preset llama-29m
 gradients = "fp32"  # default
 # fp8_weights is not set
+fp8_skip_first = 0  # default
+fp8_skip_last = 0  # default
 # loss_scale is not set
 # growth_interval is not set
 

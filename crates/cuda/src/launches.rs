@@ -122,7 +122,8 @@ fn launch_all() {
         ops(&gpu, compute, deterministic);
         steps(&gpu, Precision::of(compute, DType::F32), deterministic);
     }
-    let fp8 = Precision { fp8: Some(Fp8 { weights: Some(0) }), ..Precision::of(DType::BF16, DType::F32) };
+    let fp8 =
+        Precision { fp8: Some(Fp8 { weights: Some(0), ..Fp8::default() }), ..Precision::of(DType::BF16, DType::F32) };
     steps(&gpu, fp8, false);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();

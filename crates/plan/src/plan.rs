@@ -291,8 +291,11 @@ fn precision(config: &Config) -> Precision {
         (false, GradientPrecision::Fp32) => DType::F32,
         (false, GradientPrecision::Bf16) => DType::BF16,
     };
-    let fp8 =
-        (config.precision.policy == PrecisionPolicy::Fp8).then_some(Fp8 { weights: config.precision.fp8_weights });
+    let fp8 = (config.precision.policy == PrecisionPolicy::Fp8).then_some(Fp8 {
+        weights: config.precision.fp8_weights,
+        skip_first: config.precision.fp8_skip_first,
+        skip_last: config.precision.fp8_skip_last,
+    });
     Precision { compute, gradients, fp8 }
 }
 

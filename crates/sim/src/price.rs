@@ -72,7 +72,7 @@ impl AtPeak {
             Demand::Nothing | Demand::Receive { .. } => AtPeak::Nothing,
             Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => {
                 // The output head stays in 16 bits.
-                let fp8 = gpu.fp8_flops_per_s.filter(|_| fp8 && logits == 0);
+                let fp8 = gpu.fp8_flops_per_s.filter(|_| (fp8 || dtype.is_fp8()) && logits == 0);
                 let peak = fp8.unwrap_or_else(|| gpu.peak(dtype));
                 AtPeak::Matmul {
                     flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / peak,

@@ -5,6 +5,7 @@
 //! themselves. A weight is quantised where it is used, and once more for backward.
 
 use crate::Context;
+use crate::settings::Fp8;
 use lockstep_ir::graph::{Node, Source, State};
 use lockstep_ir::{Axis, DType, Graph, MeshAxis, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
@@ -14,11 +15,11 @@ const MULTIPLE: usize = 16;
 
 pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let Some(settings) = context.precision.fp8 else { return Ok(graph.clone()) };
-    let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
     let mut g = graph.clone();
+    let layers = layers(&g);
     let mut operands = Operands { known: BTreeMap::new(), parts: parts(context) };
     for mut node in std::mem::take(&mut g.nodes) {
-        if stays(&g, &node, context, fewest) == Some(None) {
+        if stays(&g, &node, context, settings, layers) == Some(None) {
             let [x, w] = node.inputs[..] else {
                 return Err(TypeError { op: "linear", reason: "has no weight".into() });
             };
@@ -43,6 +44,8 @@ fn parts(context: &Context) -> usize {
 /// Why a matmul of a layer stays in bf16 where others are in fp8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stays {
+    /// It is of one of the first or last layers, and those were asked to stay.
+    Edge,
     /// It has fewer weights on a rank than a device gains from.
     Small {
         /// So many.
@@ -60,16 +63,20 @@ pub enum Stays {
 /// The linear layers of a graph whose parameters and activations have their types: the weight of each, and why it stays in bf16 where it does.
 pub fn fp8_layers(graph: &Graph, context: &Context) -> Vec<(String, Option<Stays>)> {
     let Some(settings) = context.precision.fp8 else { return Vec::new() };
-    let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
-    let of = |node: &Node| Some((graph.get(node.inputs[1]).name.clone(), stays(graph, node, context, fewest)?));
+    let all = layers(graph);
+    let of = |node: &Node| Some((graph.get(node.inputs[1]).name.clone(), stays(graph, node, context, settings, all)?));
     graph.nodes.iter().filter(|node| node.op == Op::Linear).filter_map(of).collect()
 }
 
+/// How many layers there are.
+fn layers(g: &Graph) -> usize {
+    g.nodes.iter().filter_map(|node| node.layer).max().map_or(0, |last| last + 1)
+}
+
 /// Of a linear layer of the model's layers, why it stays in bf16, if it does. None of other nodes.
-fn stays(g: &Graph, node: &Node, context: &Context, fewest: usize) -> Option<Option<Stays>> {
-    if node.op != Op::Linear || node.layer.is_none() {
-        return None;
-    }
+fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize) -> Option<Option<Stays>> {
+    let layer = node.layer.filter(|_| node.op == Op::Linear)?;
+    let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
     let (x, w) = (g.ty(node.inputs[0]), g.get(node.inputs[1]));
     let trained = matches!(&w.source, Source::State(State::Parameter(parameter)) if !parameter.exact);
     let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
@@ -85,6 +92,9 @@ fn stays(g: &Graph, node: &Node, context: &Context, fewest: usize) -> Option<Opt
     let rows = x.dims[0].size() / sequences * (x.dims[1].size() / positions);
     let whole = w.ty.dims.iter().all(|d| d.size().is_multiple_of(MULTIPLE * tp)) && rows.is_multiple_of(MULTIPLE);
     let weights = w.ty.elements() / tp;
+    if layer < settings.skip_first || layer + settings.skip_last >= layers {
+        return Some(Some(Stays::Edge));
+    }
     Some(match (weights >= fewest, whole) {
         (false, _) => Some(Stays::Small { weights, fewest }),
         (true, false) => Some(Stays::Odd { multiple: MULTIPLE }),
@@ -126,8 +136,10 @@ mod tests {
     /// Two matmuls of one layer that read the same, with 512 weights each.
     fn behind_fp8(fewest: usize, rows: usize) -> Graph {
         let (_, mut context) = small_model_of(1, rows);
-        context.precision =
-            Precision { fp8: Some(Fp8 { weights: Some(fewest) }), ..Precision::of(DType::BF16, DType::F32) };
+        context.precision = Precision {
+            fp8: Some(Fp8 { weights: Some(fewest), ..Fp8::default() }),
+            ..Precision::of(DType::BF16, DType::F32)
+        };
         let mut g = Graph::new();
         let dim = Dim::new;
         let ids = TensorType::new(DType::U32, [dim(Axis::Batch, 1), dim(Axis::Seq, rows)]);

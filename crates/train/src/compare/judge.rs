@@ -37,8 +37,13 @@ impl Promise {
         let same_sums = inside == 1 && (layout.mesh.size(Axes::SEQUENCES) == 1 || config.train.reproducible);
         let rounds =
             config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
+        let fp8 = config.precision.policy == PrecisionPolicy::Fp8;
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,
+            // A sum that is rounded the other way may become another byte, a sixteenth away.
+            (false, true) if fp8 => {
+                Promise::Close { loss: 5e-3, gradient: 0.25, update: 0.5, other_updates: 0.25, choices: 0.1 }
+            }
             (false, false) => {
                 Promise::Close { loss: 1e-5, gradient: 1e-4, update: 0.1, other_updates: 0.02, choices: 5e-3 }
             }
