@@ -4,8 +4,8 @@ use crate::RunDirError;
 use crate::changes::{self, CHANGES};
 use crate::provenance::{GIVEN, RunStart, STARTS};
 use lockstep_checkpoint::list;
-use lockstep_config::Change;
-use lockstep_telemetry::{FailedSink, SinkChoice, Sinks, each_line, refuse_special};
+use lockstep_config::{Change, Config};
+use lockstep_telemetry::{FailedSink, SINKS, Sinks, each_line, refuse_special};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -24,26 +24,15 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 14] = [
-    CONFIG,
-    PLAN,
-    CHANGES,
-    ROLL_BACKS,
-    METRICS,
-    EVENTS,
-    FAILURES,
-    MEASURED,
-    Sinks::CSV,
-    Sinks::TENSORBOARD,
-    "data",
-    CHECKPOINTS,
-    STARTS,
-    GIVEN,
-];
+fn ours() -> impl Iterator<Item = &'static str> {
+    records().chain(["data", CHECKPOINTS])
+}
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 11] =
-    [CONFIG, PLAN, CHANGES, ROLL_BACKS, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, STARTS, GIVEN];
+fn records() -> impl Iterator<Item = &'static str> {
+    let files = [CONFIG, PLAN, CHANGES, ROLL_BACKS, METRICS, EVENTS, FAILURES, MEASURED, STARTS, GIVEN];
+    files.into_iter().chain(SINKS.iter().map(|sink| sink.name))
+}
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -56,7 +45,7 @@ pub struct Aside {
 impl Aside {
     /// Moves it back over what a failed start has made since. Best effort: whatever cannot be moved stays where it is.
     pub fn undo(self) {
-        for name in OURS.iter().filter(|name| self.to.join(name).exists()) {
+        for name in ours().filter(|name| self.to.join(name).exists()) {
             let place = self.from.join(name);
             let _ = if place.is_dir() { fs::remove_dir_all(&place) } else { fs::remove_file(&place) };
             let _ = fs::rename(self.to.join(name), place);
@@ -82,7 +71,7 @@ impl RunDir {
     pub fn open(path: &Path) -> Result<Self, RunDirError> {
         fs::create_dir_all(path).map_err(|e| RunDirError::io("create", path, e))?;
         // Whatever is read or written here must end.
-        for file in OURS.iter().chain([&LOCK]).map(|name| path.join(name)) {
+        for file in ours().chain([LOCK]).map(|name| path.join(name)) {
             match refuse_special(&file) {
                 Err(e) if e.kind() != ErrorKind::NotFound => return Err(RunDirError::io("use", &file, e)),
                 _ => {}
@@ -115,8 +104,7 @@ impl RunDir {
 
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
     pub fn set_aside(&self) -> Result<Aside, RunDirError> {
-        let ours = OURS.map(|name| self.path.join(name));
-        let moved: Vec<PathBuf> = ours.into_iter().filter(|p| p.exists()).collect();
+        let moved: Vec<PathBuf> = ours().map(|name| self.path.join(name)).filter(|p| p.exists()).collect();
         let aside = Aside { from: self.path.clone(), to: self.free_folder() };
         if moved.is_empty() {
             return Ok(aside);
@@ -148,28 +136,15 @@ impl RunDir {
         let aside = self.free_folder();
         let to = aside.join(CHECKPOINTS);
         fs::create_dir_all(&to).map_err(|e| RunDirError::io("create", &to, e))?;
-        for from in RECORDS.map(|name| self.path.join(name)).iter().filter(|p| p.exists()) {
-            let copy = aside.join(from.file_name().unwrap_or_default());
-            fs::copy(from, copy).map_err(|e| RunDirError::io("copy", from, e))?;
+        for name in records().filter(|name| self.path.join(name).exists()) {
+            copy(&self.path.join(name), &aside.join(name))?;
         }
-        self.copy_event_files(&aside)?;
         // The latest goes first: whatever stops this, the run is one that could have been.
         for (_, from) in later.iter().rev() {
             let name = from.file_name().unwrap_or_default();
             fs::rename(from, to.join(name)).map_err(|e| RunDirError::io("move", from, e))?;
         }
         Ok((later.into_iter().map(|(saved, _)| saved).collect(), Some(aside)))
-    }
-
-    fn copy_event_files(&self, to: &Path) -> Result<(), RunDirError> {
-        let (from, to) = (self.path.join(Sinks::TENSORBOARD), to.join(Sinks::TENSORBOARD));
-        let Ok(files) = fs::read_dir(&from) else { return Ok(()) };
-        fs::create_dir(&to).map_err(|e| RunDirError::io("create", &to, e))?;
-        for file in files {
-            let file = file.map_err(|e| RunDirError::io("read", &from, e))?;
-            fs::copy(file.path(), to.join(file.file_name())).map_err(|e| RunDirError::io("copy", &file.path(), e))?;
-        }
-        Ok(())
     }
 
     /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `written`, and opens the logs of a run that goes
@@ -223,7 +198,7 @@ impl RunDir {
     }
 
     /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
-    pub fn go_back(&mut self, choice: SinkChoice, step: u64) -> Result<Vec<FailedSink>, RunDirError> {
+    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<FailedSink>, RunDirError> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -231,7 +206,7 @@ impl RunDir {
         let text = self.read(METRICS, |line| is_up_to(line, step))?.unwrap_or_default();
         self.replace(METRICS, &text)?;
         self.metrics = Some(self.open_log(METRICS)?);
-        Ok(self.open_sinks(choice, step))
+        Ok(self.open_sinks(config, step))
     }
 
     /// Some of the whole lines of one of its files; none where there is no such file.
@@ -271,12 +246,12 @@ impl RunDir {
         self.replace(MEASURED, format!("{:#}\n", json!(measured)).as_bytes())
     }
 
-    /// Opens what else takes metrics, from the step after `step` on. Gives what could not be opened.
-    pub fn open_sinks(&mut self, choice: SinkChoice, step: u64) -> Vec<FailedSink> {
+    /// Opens what else takes metrics by the config, from the step after `step` on. Gives what could not be opened.
+    pub fn open_sinks(&mut self, config: &Config, step: u64) -> Vec<FailedSink> {
         if self.lock.is_none() {
             return Vec::new();
         }
-        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, choice);
+        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, &config.switched_on("telemetry"));
         self.sinks = sinks;
         failed
     }
@@ -311,6 +286,20 @@ impl RunDir {
             RunDirError::io("write", &path, e)
         })
     }
+}
+
+/// Copies a file, or a folder with the files in it.
+fn copy(from: &Path, to: &Path) -> Result<(), RunDirError> {
+    if !from.is_dir() {
+        return fs::copy(from, to).map(|_| ()).map_err(|e| RunDirError::io("copy", from, e));
+    }
+    fs::create_dir(to).map_err(|e| RunDirError::io("create", to, e))?;
+    let read = |e| RunDirError::io("read", from, e);
+    for file in fs::read_dir(from).map_err(read)? {
+        let file = file.map_err(read)?;
+        copy(&file.path(), &to.join(file.file_name()))?;
+    }
+    Ok(())
 }
 
 /// Adds a line to a file that is open, and gives it.
@@ -362,6 +351,16 @@ mod tests {
         let kept = dir.read(METRICS, |line| is_up_to(line, 2)).unwrap();
         assert_eq!(kept.unwrap(), b"{\"step\":1}\n{\"step\":2}\n");
         assert!(dir.read(EVENTS, |_| true).unwrap().is_none());
+    }
+
+    #[test]
+    fn every_sink_has_a_switch_and_every_switch_a_sink() {
+        let mut switches: Vec<_> =
+            lockstep_config::schema().iter().filter_map(|key| key.path.strip_prefix("telemetry.")).collect();
+        let mut sinks: Vec<_> = SINKS.iter().map(|sink| sink.key).collect();
+        switches.sort_unstable();
+        sinks.sort_unstable();
+        assert_eq!(switches, sinks);
     }
 
     #[test]

@@ -11,7 +11,6 @@ use crate::event::Event;
 use crate::spikes::{self, RollBack, SkippedStep};
 use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
 use lockstep_infer::InitialWeights;
-use lockstep_telemetry::SinkChoice;
 use serde_json::json;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -102,8 +101,7 @@ impl Run<'_> {
             RunStatus { pending: self.status.pending.take(), ..RunStatus::of(found.as_ref(), self.config, roll_backs) };
         (self.outcome.step, self.checkpoints.validated, self.checkpoints.timed) = (step, None, None);
         self.outcome.checkpoint = found.map(|loaded| loaded.path);
-        let sinks = &self.config.telemetry;
-        let failed = self.dir.go_back(SinkChoice { tensorboard: sinks.tensorboard, csv: sinks.csv }, step)?;
+        let failed = self.dir.go_back(self.config, step)?;
         start::warn_of_sinks(&mut self.dir, failed, step, show)?;
         let Some(done) = self.status.spikes.roll_backs.last() else { return Ok(()) };
         show(Event::RolledBack(done));

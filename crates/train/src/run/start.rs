@@ -22,7 +22,7 @@ use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
 use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
-use lockstep_telemetry::{FailedSink, SinkChoice};
+use lockstep_telemetry::FailedSink;
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -334,8 +334,7 @@ impl RecordedStart<'_> {
         let roll_backs = &status.spikes.roll_backs;
         dir.roll_backs(!roll_backs.is_empty(), &spikes::written(roll_backs))?;
         dir.started(&begun_by, options.started_by.given.as_deref())?;
-        let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
-        let failed = dir.open_sinks(choice, written);
+        let failed = dir.open_sinks(config, written);
         warn_of_sinks(dir, failed, step, show)?;
         if let Some(to) = &aside {
             show(Event::SetAside { step, later: &later, to });
