@@ -36,7 +36,7 @@ pub mod units;
 pub mod verify;
 pub mod walk;
 
-pub use collective::Collective;
+pub use collective::{Collective, CopiedPart, Movement};
 pub use dtype::DType;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};
