@@ -5,7 +5,7 @@ use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, RecomputePolicy};
+use lockstep_config::{Config, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -127,12 +127,7 @@ fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool, Pla
 
 /// The divisors of a number, from the largest.
 pub(crate) fn divisors(n: usize) -> Vec<usize> {
-    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
-    let mut all: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
-    all.sort_unstable();
-    all.dedup();
-    all.reverse();
-    all
+    legal::divisors(n).into_iter().rev().collect()
 }
 
 /// The micro-batches that may take the place of the config's own, from the largest: its divisors, as far as a step has not too
@@ -150,10 +145,7 @@ fn largest_divisor(machine: &dyn Machine, config: &Config, room: &Room) -> Resul
     let (mut from, mut to) = (0, sizes.len());
     while from < to {
         let middle = (from + to) / 2;
-        match fits(machine, &with_micro_batch(config, sizes[middle]), room)? {
-            true => to = middle,
-            false => from = middle + 1,
-        }
+        if fits(machine, &with_micro_batch(config, sizes[middle]), room)? { to = middle } else { from = middle + 1 }
     }
     Ok(sizes.get(from).copied())
 }

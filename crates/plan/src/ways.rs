@@ -46,10 +46,7 @@ pub fn ways_to_fit(
         changes.extend(search.cheapest(&mut more, whole, needed_bytes));
         changes.truncate(SHOWN);
     }
-    let nearest = match changes.is_empty() {
-        true => search.nearest(&found),
-        false => None,
-    };
+    let nearest = if changes.is_empty() { search.nearest(&found) } else { None };
     Ok(WaysToFit { basis: basis(rates), needed_bytes, changes, nearest })
 }
 

@@ -55,10 +55,7 @@ pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<Rank
     for (choice, evaluated) in all.into_iter().zip(found) {
         let evaluated = evaluated?;
         let verdict = request.room.verdict(&evaluated.stages, request.gpus);
-        let rank = match verdict.fits {
-            true => (false, evaluated.forecast.step_s),
-            false => (true, verdict.planned_bytes as f64),
-        };
+        let rank = if verdict.fits { (false, evaluated.forecast.step_s) } else { (true, verdict.planned_bytes as f64) };
         if best.as_ref().is_none_or(|(known, _)| rank < *known) {
             best = Some((rank, RankedLayout { choice, evaluated }));
         }

@@ -103,18 +103,12 @@ impl MachineProfile {
         let _ = writeln!(text, "saved_unix_s = {}", self.saved_unix_s);
         for s in &self.settings {
             let rates: Vec<String> = s.flops_per_s.iter().map(|(d, rate)| format!("{d} = {:?}", rate / 1e9)).collect();
+            let Setting { ranks, threads, units, slowdown, overlap_cost, .. } = s;
+            let (memory, matmul, gap) = (s.bytes_per_s / 1e9, rates.join(", "), s.kernel_gap_s * 1e6);
             let _ = writeln!(
                 text,
-                "\n[[setting]]\nranks = {}\nthreads = {}\nunits = {}\nmemory_gb_per_s = {:?}\nmatmul_gflops = {{ {} }}\n\
-                 kernel_gap_us = {:?}\nslowdown = {:?}\noverlap_cost = {:?}",
-                s.ranks,
-                s.threads,
-                s.units,
-                s.bytes_per_s / 1e9,
-                rates.join(", "),
-                s.kernel_gap_s * 1e6,
-                s.slowdown,
-                s.overlap_cost,
+                "\n[[setting]]\nranks = {ranks}\nthreads = {threads}\nunits = {units}\nmemory_gb_per_s = {memory:?}\n\
+                 matmul_gflops = {{ {matmul} }}\nkernel_gap_us = {gap:?}\nslowdown = {slowdown:?}\noverlap_cost = {overlap_cost:?}"
             );
             for table in &s.tables {
                 table.write(&mut text);
