@@ -267,13 +267,9 @@ fn as_text(world: &World, found: &[Measured]) -> String {
     };
     let rows: Vec<Vec<String>> = found.iter().map(row).collect();
     let hosts: Vec<String> = world.hosts.iter().map(|(host, ranks)| format!("{ranks} on {host}")).collect();
-    format!(
-        "{} ranks as {} ({}), fp32, results checked; sizes and bandwidths as NCCL's tests count them\n{}",
-        world.ranks,
-        world.name,
-        hosts.join(", "),
-        table(&["collective", "size", "time", "algorithm bandwidth", "bus bandwidth"], &rows)
-    )
+    let who = format!("{} ranks as {} ({})", world.ranks, world.name, hosts.join(", "));
+    let table = table(&["collective", "size", "time", "algorithm bandwidth", "bus bandwidth"], &rows);
+    format!("{who}, fp32, results checked; sizes and bandwidths as NCCL's tests count them\n{table}")
 }
 
 #[cfg(test)]

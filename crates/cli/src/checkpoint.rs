@@ -105,15 +105,10 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
         });
         return Ok(writeln!(stdout, "{object:#}")?);
     }
-    writeln!(
-        stdout,
-        "{}: {} parameters, {} layers of {}, context {context} tokens\n{out}: run.toml, checkpoints/step-00000000{}",
-        model.architecture,
-        units::count(*parameters),
-        model.layers,
-        model.dim,
-        if *tokenizer { ", tokenizer.json" } else { "" }
-    )?;
+    let (name, size) = (&model.architecture, format!("{} layers of {}", model.layers, model.dim));
+    writeln!(stdout, "{name}: {} parameters, {size}, context {context} tokens", units::count(*parameters))?;
+    let with = if *tokenizer { ", tokenizer.json" } else { "" };
+    writeln!(stdout, "{out}: run.toml, checkpoints/step-00000000{with}")?;
     if !tokenizer {
         let note = "note: it comes without a tokenizer.json: set data.tokenizer in run.toml, or its tokens are bytes";
         writeln!(std::io::stderr(), "{note}")?;

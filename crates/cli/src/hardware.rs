@@ -1,6 +1,7 @@
 //! `--gpu`, `--cluster`, `--gpus`: hardware of the catalogue, by name.
 
 use crate::failure::Failure;
+use crate::table::wrapped;
 use lockstep_config::nearest;
 use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
@@ -29,6 +30,24 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
             Err(Failure::request(text, format!("give at most {all}")))
         }
         _ => Ok(Some(found)),
+    }
+}
+
+/// A share of the peak that a user gives.
+pub fn mfu(share: f64) -> Result<f64, Failure> {
+    match share > 0.0 && share <= 1.0 {
+        true => Ok(share),
+        false => {
+            Err(Failure::request(format!("--mfu {share} is no share"), "give a number above 0, up to 1, such as 0.4"))
+        }
+    }
+}
+
+/// Says which figures of the catalogue nobody has verified; nothing where all are.
+pub fn unverified(figures: &[String]) -> String {
+    match figures {
+        [] => String::new(),
+        _ => wrapped(&format!("unverified figures of the catalogue: {}", figures.join(", ")), "  "),
     }
 }
 

@@ -100,10 +100,7 @@ pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failu
     let found =
         Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
     let gpus = found.map_err(ExecError::from)?.saturating_sub(first);
-    match ranks > gpus && !share {
-        true => Err(HostError::FewGpus { host: host(), ranks, gpus }.into()),
-        false => Ok(()),
-    }
+    if ranks > gpus && !share { Err(HostError::FewGpus { host: host(), ranks, gpus }.into()) } else { Ok(()) }
 }
 
 /// Runs this program with these arguments as so many ranks, which end with this process.

@@ -383,15 +383,9 @@ fn cost(config: &Config, plan: &Plan, predicted: Option<&Predicted>) -> RunCost 
             let (step_s, speed) = (predicted.forecast.step_s, predicted.forecast.tokens_per_s);
             let (seconds, ranks) = (tokens as f64 / speed, plan.layout.mesh.ranks() as u64);
             let hours = seconds / 3600.0 * ranks as f64;
-            text.push_str(&format!(
-                "; predicted {} a step, {} tokens/s, {:.1} days on {} × {}: {} GPU-hours",
-                units::seconds(step_s),
-                units::count(speed as u64),
-                seconds / 86_400.0,
-                thousands(ranks),
-                predicted.place(),
-                thousands(hours.round() as u64)
-            ));
+            let (step, rate, days) = (units::seconds(step_s), units::count(speed as u64), seconds / 86_400.0);
+            let (on, used) = (format!("{} × {}", thousands(ranks), predicted.place()), thousands(hours.round() as u64));
+            text += &format!("; predicted {step} a step, {rate} tokens/s, {days:.1} days on {on}: {used} GPU-hours");
             value["step_s"] = json!(step_s);
             value["tokens_per_s"] = json!(speed);
             value["days"] = json!(seconds / 86_400.0);

@@ -96,14 +96,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
         std::fs::write(path, found.constants.to_toml()).map_err(|error| {
             Failure::run(format!("cannot write {}: {error}", path.display()), "choose another file for --fit")
         })?;
-        fitted = Some(format!(
-            "fitted {} constants to {} clean rows: mean |log error| {:.4} → {:.4}; table in {}",
-            found.constants.fitted().count(),
-            found.rows,
-            found.loss.0,
-            found.loss.1,
-            path.display()
-        ));
+        let (count, rows, (before, after)) = (found.constants.fitted().count(), found.rows, found.loss);
+        let errors = format!("mean |log error| {before:.4} → {after:.4}");
+        fitted = Some(format!("fitted {count} constants to {rows} clean rows: {errors}; table in {}", path.display()));
         constants = found.constants;
     }
     let proposed = match args.search {

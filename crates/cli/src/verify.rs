@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::processes::{self, ProcessPlace};
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format, launch};
-use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_config::{Config, DeviceChoice, ModelConfig, TrainConfig, legal};
 use lockstep_exec::comm::processes::Waiting;
 use lockstep_host::{Devices, Processes};
 use lockstep_ir::units::thousands;
@@ -287,22 +287,13 @@ impl Check {
 
     /// The model, the batch and where it runs.
     fn about(&self, args: &Args, devices: &Devices) -> String {
-        let (config, m) = (&self.config, &self.config.model);
+        let ModelConfig { layers, dim, heads, kv_heads, ffn, vocab_size, .. } = &self.config.model;
+        let TrainConfig { global_batch, seq, micro_batch, device, .. } = &self.config.train;
+        let (policy, steps) = (self.config.precision.policy, args.steps);
+        let processes = devices.processes_summary().map_or(String::new(), |summary| format!(", {summary}"));
         let about = format!(
-            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}{}",
-            m.layers,
-            m.dim,
-            m.heads,
-            m.kv_heads,
-            m.ffn,
-            m.vocab_size,
-            config.train.global_batch,
-            config.train.seq,
-            config.train.micro_batch,
-            config.precision.policy,
-            args.steps,
-            config.train.device,
-            devices.processes_summary().map_or(String::new(), |summary| format!(", {summary}"))
+            "{layers} layers, dim {dim}, {heads} heads, {kv_heads} kv heads, ffn {ffn}, vocabulary {vocab_size}; {global_batch} \
+             sequences of {seq} tokens, {micro_batch} at a time, {policy}, {steps} steps on {device}{processes}"
         );
         let smaller = match self.smaller.is_empty() {
             true => String::new(),

@@ -264,14 +264,9 @@ impl World {
         let median = rates.get(rates.len() / 2).copied().unwrap_or(0.0);
         let slowest = self.links().into_iter().min_by(|a, b| a.1.bytes_per_s.total_cmp(&b.1.bytes_per_s));
         if let Some((from, link)) = slowest {
-            let rate = link.bytes_per_s;
-            let text = format!(
-                "all ranks reach each other; the slowest link is {from} to {}, {:.2} GB/s, the median {:.2} GB/s",
-                link.to,
-                rate * 1e-9,
-                median * 1e-9
-            );
-            lines.push((rate * SLOW > median, text));
+            let [least, usual] = [link.bytes_per_s, median].map(|rate| format!("{:.2} GB/s", rate * 1e-9));
+            let slowest = format!("the slowest link is {from} to {}, {least}, the median {usual}", link.to);
+            lines.push((link.bytes_per_s * SLOW > median, format!("all ranks reach each other; {slowest}")));
         }
         let clocks = self.ranks[0].links.iter().map(|link| link.clock_ahead_s);
         let (low, high) = clocks.fold((0.0f64, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));

@@ -123,10 +123,7 @@ impl CompareArgs {
         for layout in &layouts {
             // Of one number of nodes, all are held against what was free once.
             let at = config.at(layout);
-            let of_its_nodes = match nodes(&at) == nodes(&config) {
-                true => None,
-                false => memory(devices, &at, gpu),
-            };
+            let of_its_nodes = if nodes(&at) == nodes(&config) { None } else { memory(devices, &at, gpu) };
             let room = of_its_nodes.as_ref().or(room);
             rows.extend(layout_costs(devices, &config, std::slice::from_ref(layout), room)?);
         }

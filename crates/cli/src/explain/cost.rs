@@ -99,15 +99,7 @@ impl CostArgs {
             || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
         let tokens = tokens.ok_or_else(not_a_count)?;
         let flops = plan.model_flops_per_token() * tokens as f64;
-        let mfu = match self.mfu {
-            Some(mfu) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(Failure::request(
-                    format!("--mfu {mfu} is no share"),
-                    "give a number above 0, up to 1, such as 0.4",
-                ));
-            }
-            mfu => mfu,
-        };
+        let mfu = self.mfu.map(crate::hardware::mfu).transpose()?;
         let ranks = plan.layout.mesh.ranks() as u64;
         let time = predicted.map(|p| {
             let gpu = p.hardware.gpu.clone();

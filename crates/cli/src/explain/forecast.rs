@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::table::{beside, table, wrapped};
-use crate::timeline::wrote;
+use crate::timeline::write_file;
 use lockstep_config::Config;
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::program::{Arg, Class, Instr, Stream};
@@ -13,7 +13,7 @@ use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A predicted step.
 pub(crate) struct Predicted {
@@ -163,10 +163,8 @@ impl Predicted {
 
     /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels, and the streams of overlapping collectives.
     pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
-        let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --trace");
-        std::fs::write(path, self.trace(plan).to_string()).map_err(failed)?;
-        wrote("Chrome trace of the predicted step, for Perfetto or chrome://tracing", path);
-        Ok(())
+        let what = "Chrome trace of the predicted step, for Perfetto or chrome://tracing";
+        write_file(path, self.trace(plan).to_string(), what, "check the folder of --trace")
     }
 
     fn trace(&self, plan: &Plan) -> Value {
@@ -279,16 +277,5 @@ pub(crate) fn exact(seconds: f64) -> String {
         s if s >= 0.1 => format!("{:.0} ms", s * 1e3),
         s if s >= 0.01 => format!("{:.1} ms", s * 1e3),
         s => format!("{:.2} ms", s * 1e3),
-    }
-}
-
-/// Where the trace goes; refuses other kinds of files.
-pub(crate) fn file(path: &Path) -> Result<PathBuf, Failure> {
-    match path.extension().is_some_and(|e| e == "json") {
-        true => Ok(path.to_owned()),
-        false => {
-            let text = format!("--trace {} is not a .json", path.display());
-            Err(Failure::request(text, "name it trace.json"))
-        }
     }
 }

@@ -4,7 +4,7 @@
 use crate::drawing::{CLASS_COLOURS, byte_scale, line, page, text};
 use crate::failure::Failure;
 use crate::table::{table, wrapped};
-use crate::timeline::wrote;
+use crate::timeline::{require_extension, write_file};
 use lockstep_config::{Config, legal};
 use lockstep_host::Devices;
 use lockstep_ir::program::Class;
@@ -91,14 +91,8 @@ const SHOWN: [Class; Class::ALL.len()] = Class::ALL;
 
 /// Draws the memory into a file.
 pub(super) fn write(path: &Path, config: &Config, rows: &[LengthCost]) -> Result<(), Failure> {
-    if path.extension().is_none_or(|e| e != "svg") {
-        let text = format!("--plot {} is not an .svg", path.display());
-        return Err(Failure::request(text, "name it lengths.svg"));
-    }
-    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --plot");
-    std::fs::write(path, draw(config, rows)).map_err(failed)?;
-    wrote("memory against sequence length", path);
-    Ok(())
+    let path = require_extension("--plot", path, "lengths.svg")?;
+    write_file(path, draw(config, rows), "memory against sequence length", "check the folder of --plot")
 }
 
 /// A bar for each length, its classes upon each other.

@@ -61,13 +61,7 @@ impl Budget {
             return Err(Failure::request("--budget in GPU-hours needs to know of which GPU", "add --cluster or --gpu"));
         };
         let (used, mfu_from) = match mfu {
-            Some(Mfu::Given(mfu)) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(Failure::request(
-                    format!("--mfu {mfu} is no share"),
-                    "give a number above 0, up to 1, such as 0.4",
-                ));
-            }
-            Some(Mfu::Given(mfu)) => (mfu, "given"),
+            Some(Mfu::Given(mfu)) => (hardware::mfu(mfu)?, "given"),
             Some(Mfu::Recipe(mfu)) => (mfu, "predicted for the recipe of the config"),
             None => (USUAL_MFU, "assumed: give --mfu, or a config"),
         };
@@ -185,10 +179,7 @@ impl Budget {
         if let Some(noise) = noise {
             text.push_str(&noise.as_text());
         }
-        if let Some(g) = self.gpu_hours.as_ref().filter(|g| !g.unverified.is_empty()) {
-            text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", g.unverified.join(", ")), "  "));
-        }
-        text
+        text + &self.gpu_hours.as_ref().map_or(String::new(), |g| hardware::unverified(&g.unverified))
     }
 }
 

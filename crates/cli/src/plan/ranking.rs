@@ -95,15 +95,12 @@ impl Ranking {
     pub(super) fn as_text(&self) -> String {
         let mut text = wrapped(&format!("{} × {}", thousands(self.gpus as u64), hardware::label(&self.hardware)), "  ");
         let counts = self.result.counts;
+        let [legal, too_large, too_slow, small, compiled] =
+            [counts.legal, counts.too_large, counts.too_slow, counts.small, counts.compiled].map(thousands);
         text.push_str(&wrapped(
             &format!(
-                "{} layouts divide model, batch and GPUs; {} do not fit, {} are too slow by a bound ({} small programs compiled), {} were \
-                 compiled whole and simulated",
-                thousands(counts.legal),
-                thousands(counts.too_large),
-                thousands(counts.too_slow),
-                thousands(counts.small),
-                thousands(counts.compiled)
+                "{legal} layouts divide model, batch and GPUs; {too_large} do not fit, {too_slow} are too slow by a bound ({small} small \
+                 programs compiled), {compiled} were compiled whole and simulated"
             ),
             "  ",
         ));
@@ -119,12 +116,7 @@ impl Ranking {
         if let Some(best) = self.result.best.first() {
             text.push_str(&self.memory_and_keys(best));
         }
-        let unverified = self.hardware.unverified();
-        if !unverified.is_empty() {
-            let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
-            text.push_str(&wrapped(&list, "  "));
-        }
-        text
+        text + &crate::hardware::unverified(&self.hardware.unverified())
     }
 
     fn figures(&self) -> String {

@@ -5,6 +5,7 @@ use super::charts::{Chart, Series, page};
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::table::{table, wrapped};
+use crate::timeline::write_file;
 use crate::{Format, hardware};
 use lockstep_config::Config;
 use lockstep_host::Devices;
@@ -101,10 +102,7 @@ impl Asked<'_> {
         progress.clear();
         if let Some(path) = html {
             let text = self.html(&strong, &weak, &sequence, here.as_ref());
-            let failed =
-                |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --html");
-            std::fs::write(path, text).map_err(failed)?;
-            crate::timeline::wrote("plots of scaling", path);
+            write_file(path, text, "plots of scaling", "check the folder of --html")?;
         }
         let value = || {
             json!({
@@ -218,11 +216,7 @@ impl Asked<'_> {
             let header = ["recompute.policy", "micro-batch", "memory", "fits", "tokens/s per GPU"];
             text.push_str(&table(&header, &walked.sizes.iter().map(row).collect::<Vec<_>>()));
         }
-        let unverified = self.hardware.unverified();
-        if !unverified.is_empty() {
-            text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", unverified.join(", ")), "  "));
-        }
-        text
+        text + &hardware::unverified(&self.hardware.unverified())
     }
 
     fn html(&self, strong: &Curve, weak: &Curve, sequence: &Curve, here: Option<&Recipe>) -> String {

@@ -136,11 +136,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
         let gpu_days = thousands((days * recipe.gpus as f64).round() as u64);
         text.push_str(&format!("{} tokens: {days:.1} days, {gpu_days} GPU-days\n", units::count(tokens)));
     }
-    let unverified = hardware.unverified();
-    if !unverified.is_empty() {
-        text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", unverified.join(", ")), "  "));
-    }
-    text
+    text + &crate::hardware::unverified(&hardware.unverified())
 }
 
 /// Recompute or not: the best of the chosen policy against the best of the others.
