@@ -224,10 +224,7 @@ impl Config {
 
     /// Ranks of the run; none where it is to be planned for as many processes as there are.
     pub fn ranks(&self) -> Option<usize> {
-        match self.plans_layout() {
-            true => self.parallel.ranks,
-            false => Some(self.layout().mesh.ranks()),
-        }
+        if self.plans_layout() { self.parallel.ranks } else { Some(self.layout().mesh.ranks()) }
     }
 
     /// The folder of the config file.

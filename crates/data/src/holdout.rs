@@ -74,10 +74,7 @@ impl HoldOut {
         let group = (guess.saturating_sub(1)..=guess + 1).rev().find(|&group| first_of(group) <= ordinal).unwrap_or(0);
         let (first, next) = (first_of(group), first_of(group + 1));
         let held = first + counter::bits(self.record_key, group) % (next - first).max(1);
-        match ordinal == held.max(1) {
-            true => Split::Validation,
-            false => Split::Train,
-        }
+        if ordinal == held.max(1) { Split::Validation } else { Split::Train }
     }
 
     /// The split of byte `offset` of a file of text, and the byte where the split next changes or the file ends.

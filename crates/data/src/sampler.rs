@@ -145,10 +145,7 @@ impl Sampler {
         let (mut low, mut high) = (0, self.sequences());
         while low < high {
             let middle = high - (high - low) / 2;
-            match fits(middle) {
-                true => low = middle,
-                false => high = middle - 1,
-            }
+            if fits(middle) { low = middle } else { high = middle - 1 }
         }
         low
     }

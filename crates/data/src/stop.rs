@@ -9,8 +9,5 @@ pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// An error once the caller asks to stop.
 pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
-    match stop.load(Ordering::Relaxed) {
-        true => Err(DataError::Interrupted),
-        false => Ok(()),
-    }
+    if stop.load(Ordering::Relaxed) { Err(DataError::Interrupted) } else { Ok(()) }
 }

@@ -42,10 +42,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
         let (mut low, mut high) = (0, self.documents());
         while low < high {
             let middle = low + (high - low) / 2;
-            match self.start_of(middle) < offset {
-                true => low = middle + 1,
-                false => high = middle,
-            }
+            if self.start_of(middle) < offset { low = middle + 1 } else { high = middle }
         }
         low
     }

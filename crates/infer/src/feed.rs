@@ -290,10 +290,7 @@ impl Feed {
         for name in &self.beyond {
             rows += losses(&executor.read(name, 0)?).sum::<f64>();
         }
-        match rows > 0.0 {
-            true => Err(InferError::EvaluationBound { rows: rows as u64, bound: self.bound }),
-            false => Ok(()),
-        }
+        if rows > 0.0 { Err(InferError::EvaluationBound { rows: rows as u64, bound: self.bound }) } else { Ok(()) }
     }
 
     /// Reads a micro-batch and gives it to an executor: the sequences from `first` on, and the `last` one again where there are no

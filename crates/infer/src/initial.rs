@@ -56,15 +56,8 @@ impl InitialWeights {
         // Of the same shape, and yet not the same model: a longer context, say, or a mistake.
         let differences = config.differences(&theirs);
         let differences = differences.iter().filter(|d| lockstep_model::hf::matters(model, d.path));
-        warnings.extend(differences.map(|d| {
-            format!(
-                "the weights in {} were made with {} = {}, the config has {}",
-                path.display(),
-                d.path,
-                d.theirs,
-                d.ours
-            )
-        }));
+        let made = format!("the weights in {} were made with", path.display());
+        warnings.extend(differences.map(|d| format!("{made} {} = {}, the config has {}", d.path, d.theirs, d.ours)));
         Ok(Some(Self { path, warnings, origin, copies }))
     }
 

@@ -161,10 +161,7 @@ impl Trained {
             let hint = "train it first, or wait: one is saved every checkpoint.every steps".into();
             return Err(InferError::Unusable { problem, hint });
         };
-        let config = match run_config.exists() {
-            true => read_config(&run_config)?,
-            false => config_of(&checkpoint)?,
-        };
+        let config = if run_config.exists() { read_config(&run_config)? } else { config_of(&checkpoint)? };
         let data = data_of(&config, &checkpoint, path);
         Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
     }

@@ -191,10 +191,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     times.sort_by(f64::total_cmp);
     let (step_s, quartile_s) = (times[times.len() / 2], times[times.len() / 4]);
     let step = steps.len() as u64 + 1;
-    let timings = match spec.profile {
-        true => Some(session.executor().profile(StepProgram::TRAIN)?),
-        false => None,
-    };
+    let timings = if spec.profile { Some(session.executor().profile(StepProgram::TRAIN)?) } else { None };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
     let peak_gib = device.peak_bytes()? as f64 / (1u64 << 30) as f64;

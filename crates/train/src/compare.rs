@@ -276,10 +276,7 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     /// Loads a config; `draws` says whether parameters get their initial values, which others write else.
     fn new(devices: &Devices, config: &'a Config, plan: &'a Plan, draws: bool) -> Result<Self, TrainError> {
-        let session = match draws {
-            true => Session::new(devices, config, plan)?,
-            false => Session::blank(devices, config, plan)?,
-        };
+        let session = if draws { Session::new(devices, config, plan)? } else { Session::blank(devices, config, plan)? };
         let positions = config.round() * config.train.seq;
         let routers = replay::routers(session.tensors());
         Ok(Self { session, config, plan, positions, routers })

@@ -90,10 +90,7 @@ pub struct Outcome {
 impl Outcome {
     /// Interrupted while data were prepared or checked: the run is where its last checkpoint left it.
     fn before_the_first_step(options: &RunOptions, steps: u64) -> Self {
-        let last = match options.fresh {
-            true => None,
-            false => list(&options.dir.join("checkpoints")).unwrap_or_default().pop(),
-        };
+        let last = if options.fresh { None } else { list(&options.dir.join("checkpoints")).unwrap_or_default().pop() };
         Self {
             step: last.as_ref().map_or(0, |(step, _)| *step),
             steps,

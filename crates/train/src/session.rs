@@ -394,10 +394,7 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        let loads = match self.loads {
-            true => losses(&read(LOADS, 0)?).collect(),
-            false => Vec::new(),
-        };
+        let loads = if self.loads { losses(&read(LOADS, 0)?).collect() } else { Vec::new() };
         let mut beyond = 0.0;
         for (name, m) in self.feed.beyond().iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
             beyond += losses(&read(name, m)?).sum::<f64>();

@@ -68,10 +68,7 @@ impl Lines {
                 return Err(DataError::record(&file.path, at.records + 1, problem, hint));
             }
             if read == 0 {
-                return match self.raw.load(Ordering::Relaxed) == file.bytes {
-                    true => Ok(None),
-                    false => Err(changed(file)),
-                };
+                return if self.raw.load(Ordering::Relaxed) == file.bytes { Ok(None) } else { Err(changed(file)) };
             }
             if !line.trim_ascii().is_empty() {
                 let raw = self.raw.load(Ordering::Relaxed).min(file.bytes);

@@ -63,10 +63,7 @@ impl Text {
         self.reader.read_exact(&mut text[start..]).map_err(|cause| unread(file, cause))?;
 
         let planned = (nominal - at.offset) as usize;
-        let cut = match nominal == file.bytes {
-            true => planned,
-            false => tokenizer.cut(&self.before, &text, planned),
-        };
+        let cut = if nominal == file.bytes { planned } else { tokenizer.cut(&self.before, &text, planned) };
         self.ahead = text.split_off(cut);
         let after = cut::context(&self.before, &text);
         let before = std::mem::replace(&mut self.before, after);

@@ -42,15 +42,11 @@ fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<
     };
     let interval = rate.interval(nodes, save_s);
     let (steps, lost) = interval.steps(step_s);
+    let [work, step, save] = [steps as f64 * step_s, step_s, save_s].map(units::seconds);
+    let (days, plural, lost) = (interval.mtbf_s / 86_400.0, if nodes == 1 { "" } else { "s" }, 100.0 * lost);
     let how = format!(
-        "{} of work, with steps of {} ({step_by}), saves of {} ({save_by}) and a failure in {:.0} days of {nodes} node{} \
-         (published); {:.2}% of the time lost",
-        units::seconds(steps as f64 * step_s),
-        units::seconds(step_s),
-        units::seconds(save_s),
-        interval.mtbf_s / 86_400.0,
-        if nodes == 1 { "" } else { "s" },
-        100.0 * lost
+        "{work} of work, with steps of {step} ({step_by}), saves of {save} ({save_by}) and a failure in {days:.0} days of {nodes} \
+         node{plural} (published); {lost:.2}% of the time lost"
     );
     Ok((steps, how))
 }

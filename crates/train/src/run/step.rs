@@ -117,10 +117,7 @@ impl Run<'_> {
 
     /// An error with the step that it came in, where numbers are looked at.
     pub(super) fn in_step(&self, step: u64, error: TrainError) -> TrainError {
-        match self.debug_nans {
-            true => TrainError::InStep { step, error: Box::new(error) },
-            false => error,
-        }
+        if self.debug_nans { TrainError::InStep { step, error: Box::new(error) } } else { error }
     }
 
     pub(super) fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
