@@ -1,7 +1,7 @@
 //! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step. `lockstep bench
 //! collectives` and `checkpoint` are beside it.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
@@ -131,7 +131,7 @@ const OLD_SHAPES: [(&str, &str, usize, usize); 6] = [
 
 impl Train {
     /// The config of the step, and what it is called.
-    fn config(&self, devices: &Devices) -> Result<(String, Config), Failure> {
+    fn config(&self, devices: &Devices) -> Result<(String, Config)> {
         let mut overrides = self.set.clone();
         let mut set = |key: &str, value: Option<String>| overrides.extend(value.map(|value| format!("{key}={value}")));
         let quoted = |text: &String| format!("\"{text}\"");
@@ -177,7 +177,7 @@ impl Train {
     }
 }
 
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
+pub fn run(args: Args) -> Result<ExitCode> {
     match args.what {
         Some(What::Train(train)) => run_train(*train)?,
         Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
@@ -191,12 +191,12 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_peaks(args: Peaks) -> Result<(), Failure> {
+fn run_peaks(args: Peaks) -> Result<()> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
     // Those of all cores are what MFU is a share of from now on.
     let devices = Devices::new();
     let all = threads == cpu::cores();
-    let peak = |dtype: DType| -> Result<f64, Failure> {
+    let peak = |dtype: DType| -> Result<f64> {
         if all { Ok(devices.renew_cpu_peak(dtype)?.flops_per_s) } else { Ok(cpu::peaks::matmul(threads, dtype)?) }
     };
     let (matmul, matmul_bf16) = (peak(DType::F32)?, peak(DType::BF16)?);
@@ -237,7 +237,7 @@ fn disk(folder: &Path) -> Result<f64, std::io::Error> {
     result
 }
 
-fn run_train(args: Train) -> Result<(), Failure> {
+fn run_train(args: Train) -> Result<()> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let devices = Devices::new();
     let (name, config) = args.config(&devices)?;
@@ -271,7 +271,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
     Ok(())
 }
 
-fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<(), Failure> {
+fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match format {
         Format::Json => {

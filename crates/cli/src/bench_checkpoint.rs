@@ -1,7 +1,7 @@
 //! `lockstep bench checkpoint`: how long steps wait for a checkpoint.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::table;
 use lockstep_config::{Config, bytes};
 use lockstep_host::Devices;
@@ -43,7 +43,7 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 /// A model whose checkpoint has about so many bytes: parameters and two moments, in f32.
-fn of_size(size: u64, ranks: u64) -> Result<Config, Failure> {
+fn of_size(size: u64, ranks: u64) -> Result<Config> {
     let dim: u64 = if size < 1_000_000_000 { 128 } else { 1024 };
     let layers = size.div_ceil(12 * dim * dim * 12);
     let (ffn, zero) = (dim * 8 / 3 / 8 * 8, u8::from(ranks > 1));
@@ -54,7 +54,7 @@ fn of_size(size: u64, ranks: u64) -> Result<Config, Failure> {
     Ok(Config::parse(&text, "--size", &[])?)
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let devices = Devices::new();
     let config = match &args.config {
         Some(path) => settled(&devices, &Config::load(path, &args.set)?, None, &mut |_, _| {})?,

@@ -1,6 +1,6 @@
 //! `lockstep bench collectives`: how fast ranks talk to each other.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::table;
 use crate::{Format, launch, processes};
 use lockstep_cuda::Gpu;
@@ -88,7 +88,7 @@ struct World {
     hosts: Vec<(String, usize)>,
 }
 
-pub fn run(args: &Args) -> Result<ExitCode, Failure> {
+pub fn run(args: &Args) -> Result<ExitCode> {
     if args.from > args.to {
         return Err(Failure::request(format!("--from {} is more than --to {}", args.from, args.to), "sizes go up"));
     }
@@ -172,7 +172,7 @@ impl Progress {
     }
 }
 
-fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
+fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode> {
     let start = place.start(args.timeout(), None, Waiting::default())?;
     let comm = Arc::new(join(&start).map_err(lockstep_host::HostError::from)?);
     let mut hosts: Vec<(String, usize)> = Vec::new();
@@ -201,7 +201,7 @@ fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
+fn on_threads(args: &Args, ranks: usize) -> Result<()> {
     let subjects = match args.on_gpus() {
         true => Gpu::open(0, false)
             .map_err(ExecError::from)
@@ -236,7 +236,7 @@ impl From<MeasureError> for Failure {
     }
 }
 
-fn report(args: &Args, world: &World, found: &[Measured]) -> Result<(), Failure> {
+fn report(args: &Args, world: &World, found: &[Measured]) -> Result<()> {
     args.format.print(|| as_json(world, found), || as_text(world, found))
 }
 

@@ -11,7 +11,7 @@ mod schedule;
 
 pub(crate) use forecast::exact;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{beside, table, wrapped};
 use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
@@ -58,7 +58,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.analyze {
         return machine::show_analysis(&args.config.config, args.format);
     }
@@ -159,7 +159,7 @@ pub fn pipeline_picture(plan: &Plan) -> Option<String> {
 }
 
 /// What explain prints of a plan.
-pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<String, Failure> {
+pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<String> {
     let account = account(devices, config, plan)?;
     Ok(as_text(config, plan, &step_ops(plan)?, None, None) + &account::as_text(&account))
 }

@@ -30,6 +30,9 @@ pub const INTERRUPTED: u8 = 75;
 /// everybody else such a run has failed like any other.
 pub const RECURS: u8 = 3;
 
+/// What a command gives, or why it does not.
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
+
 /// What to print, and whose fault it was.
 #[derive(Debug, Hint)]
 #[hint(hint.clone())]

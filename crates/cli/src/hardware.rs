@@ -1,13 +1,13 @@
 //! `--gpu`, `--cluster`, `--gpus`: hardware of the catalogue, by name.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::wrapped;
 use lockstep_config::nearest;
 use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
-pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>, Failure> {
+pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>> {
     let catalogue = lockstep_host::catalogue()?;
     let unknown = |option: &str, name: &str, known: Vec<&str>| {
         let near = nearest(name, known.iter().copied());
@@ -34,7 +34,7 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
 }
 
 /// A share of the peak that a user gives.
-pub fn mfu(share: f64) -> Result<f64, Failure> {
+pub fn mfu(share: f64) -> Result<f64> {
     match share > 0.0 && share <= 1.0 {
         true => Ok(share),
         false => {

@@ -10,7 +10,7 @@ mod scaling;
 mod walk;
 mod write;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::wrapped;
 use crate::{ConfigArgs, Format, hardware};
@@ -94,7 +94,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.gpus == Some(0) {
         return Err(Failure::request("--gpus 0 trains nothing", "give a number from 1"));
     }

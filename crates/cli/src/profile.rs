@@ -1,6 +1,6 @@
 //! Where the time of steps went: a table, and a Chrome trace in a file.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::table;
 use crate::timeline::write_file;
 use lockstep_train::{OpTime, Profile};
@@ -21,7 +21,7 @@ pub fn as_text(profile: &Profile) -> String {
 }
 
 /// Writes the trace, and says so.
-pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), Failure> {
+pub fn write_trace(profile: &Profile, path: &Path) -> Result<()> {
     let what = "Chrome trace, for Perfetto or chrome://tracing";
     write_file(path, profile.trace.to_string(), what, "check the folder")
 }

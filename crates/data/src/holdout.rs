@@ -4,9 +4,9 @@ use std::path::Path;
 
 use lockstep_ir::counter;
 
-use crate::DataError;
 use crate::cut::PIECE_BYTES;
 use crate::scan::{Form, SourceFile};
+use crate::{DataError, Result};
 
 /// One side of the division of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ enum TextRule {
 
 impl HoldOut {
     /// Holds out `fraction` of the pieces of text, by count, but at least one and never all; and of the records.
-    pub(crate) fn choose(fraction: f64, seed: u64, files: &[SourceFile]) -> Result<Self, DataError> {
+    pub(crate) fn choose(fraction: f64, seed: u64, files: &[SourceFile]) -> Result<Self> {
         if !(0.0..1.0).contains(&fraction) {
             return Err(DataError::Fraction { value: fraction });
         }
@@ -104,7 +104,7 @@ pub(crate) fn pieces(file: &SourceFile) -> u64 {
     if file.form == Form::Text { file.bytes.div_ceil(PIECE_BYTES) } else { 0 }
 }
 
-fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<TextRule, DataError> {
+fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<TextRule> {
     if bytes < 2 {
         return Err(DataError::TooSmallToHoldOut { path: path.to_owned() });
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use crate::DataError;
+use crate::Result;
 
 /// Tokens on the disk, in documents: a [`Shard`](crate::Shard), or a part of Megatron's files
 /// ([`IndexedTokens`](crate::IndexedTokens)).
@@ -64,7 +64,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
 
     /// Checks what can be checked: the hash and the document table. `read` hears of the bytes of every piece, some milliseconds
     /// apart; `stop` ends it with [`DataError::Interrupted`].
-    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError>;
+    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()>;
 
     /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
     ///

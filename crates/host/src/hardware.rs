@@ -1,6 +1,6 @@
 //! The user's hardware files: entries added to the catalogue, and profiles of machines that were measured.
 
-use crate::HostError;
+use crate::Result;
 use lockstep_rundir::RunDirError;
 use lockstep_sim::{Catalogue, MachineProfile, SimError};
 use std::fs;
@@ -49,7 +49,7 @@ pub fn catalogue() -> Result<Catalogue, SimError> {
 }
 
 /// The profile that was last saved for what computes here, and its file.
-pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>, HostError> {
+pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>> {
     let mut latest: Option<(PathBuf, MachineProfile)> = None;
     for path in files(machines_folder()) {
         let text = fs::read_to_string(&path).map_err(|e| RunDirError::io("read", &path, e))?;
@@ -63,7 +63,7 @@ pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>, 
 }
 
 /// Writes a profile into the folder of profiles, and says where.
-pub fn write_machine(profile: &MachineProfile) -> Result<PathBuf, HostError> {
+pub fn write_machine(profile: &MachineProfile) -> Result<PathBuf> {
     let folder = machines_folder().ok_or_else(|| SimError::File {
         file: format!("{}.toml", profile.name),
         reason: "there is no home folder to save it in".to_owned(),

@@ -1,7 +1,7 @@
 //! One config, compiled and simulated: what layouts are compared by.
 
 use crate::plan::{hardware_flops, prepare, settle_policy};
-use crate::{Machine, PlanError};
+use crate::{Machine, Result};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
@@ -113,7 +113,7 @@ impl Evaluated {
 }
 
 /// Compiles a config and simulates a step of it. The programs are those that [`crate::plan`] makes, which also verifies them.
-pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<Evaluated, PlanError> {
+pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<Evaluated> {
     let (forward, mut context, threads) = prepare(machine, config, lockstep_model::build_form)?;
     settle_policy(config, &forward, &mut context)?;
     let estimator = Estimator::new(&forward, &context)?;
@@ -131,7 +131,7 @@ pub(crate) fn evaluated(
     estimator: &Estimator,
     programs: &[StepProgram],
     forecast: impl FnOnce(&Asked) -> Result<Forecast, SimError>,
-) -> Result<Evaluated, PlanError> {
+) -> Result<Evaluated> {
     let micro_batches = context.layout.micro_batches as f64;
     let asked = Asked {
         tokens: (config.batches().largest() * config.train.seq) as u64,

@@ -1,8 +1,8 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
-use crate::RunDirError;
 use crate::changes::{self, CHANGES};
 use crate::provenance::{GIVEN, RunStart, STARTS};
+use crate::{Result, RunDirError};
 use lockstep_checkpoint::list;
 use lockstep_config::{Change, Config};
 use lockstep_telemetry::{FailedSink, SINKS, Sinks, each_line, refuse_special};
@@ -68,7 +68,7 @@ const LOCK: &str = ".lock";
 
 impl RunDir {
     /// Opens or makes a run directory.
-    pub fn open(path: &Path) -> Result<Self, RunDirError> {
+    pub fn open(path: &Path) -> Result<Self> {
         fs::create_dir_all(path).map_err(|e| RunDirError::io("create", path, e))?;
         // Whatever is read or written here must end.
         for file in ours().chain([LOCK]).map(|name| path.join(name)) {
@@ -103,7 +103,7 @@ impl RunDir {
     }
 
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
-    pub fn set_aside(&self) -> Result<Aside, RunDirError> {
+    pub fn set_aside(&self) -> Result<Aside> {
         let moved: Vec<PathBuf> = ours().map(|name| self.path.join(name)).filter(|p| p.exists()).collect();
         let aside = Aside { from: self.path.clone(), to: self.free_folder() };
         if moved.is_empty() {
@@ -124,7 +124,7 @@ impl RunDir {
 
     /// Moves the checkpoints after `step` into a folder `old-1`, `old-2` … inside, with a copy of what else tells of the run,
     /// so that the folder is a run directory of its own. Gives their steps, and the folder if there were any.
-    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), RunDirError> {
+    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>)> {
         if self.lock.is_none() {
             return Ok((Vec::new(), None));
         }
@@ -156,7 +156,7 @@ impl RunDir {
         plan: &Value,
         step: u64,
         written: u64,
-    ) -> Result<Vec<(u64, u64)>, RunDirError> {
+    ) -> Result<Vec<(u64, u64)>> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -184,13 +184,13 @@ impl RunDir {
         Ok(gaps)
     }
 
-    fn open_log(&self, name: &str) -> Result<File, RunDirError> {
+    fn open_log(&self, name: &str) -> Result<File> {
         let path = self.path.join(name);
         OpenOptions::new().create(true).append(true).open(&path).map_err(|e| RunDirError::io("open", &path, e))
     }
 
     /// Writes `roll_backs.json`, where there are any or the file is there.
-    pub fn roll_backs(&self, any: bool, text: &str) -> Result<(), RunDirError> {
+    pub fn roll_backs(&self, any: bool, text: &str) -> Result<()> {
         if self.lock.is_none() || !(any || self.path.join(ROLL_BACKS).exists()) {
             return Ok(());
         }
@@ -198,7 +198,7 @@ impl RunDir {
     }
 
     /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
-    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<FailedSink>, RunDirError> {
+    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<FailedSink>> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -210,7 +210,7 @@ impl RunDir {
     }
 
     /// Some of the whole lines of one of its files; none where there is no such file.
-    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>, RunDirError> {
+    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>> {
         let (path, mut text) = (self.path.join(name), Vec::new());
         let mut add = |line: &[u8]| {
             if is_kept(line) {
@@ -225,7 +225,7 @@ impl RunDir {
     }
 
     /// Adds a line to `starts.jsonl`, and keeps the config file as it was given in `given.toml`.
-    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<(), RunDirError> {
+    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<()> {
         if self.lock.is_none() {
             return Ok(());
         }
@@ -239,7 +239,7 @@ impl RunDir {
     }
 
     /// Writes `measured.json`.
-    pub fn measured(&self, measured: &impl Serialize) -> Result<(), RunDirError> {
+    pub fn measured(&self, measured: &impl Serialize) -> Result<()> {
         if self.lock.is_none() {
             return Ok(());
         }
@@ -257,13 +257,13 @@ impl RunDir {
     }
 
     /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back those that have failed.
-    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>, RunDirError> {
+    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>> {
         let line = append(&self.path, METRICS, &mut self.metrics, metrics)?;
         Ok(line.map(|line| self.sinks.write(line.trim_end())).unwrap_or_default())
     }
 
     /// Adds a line to `events.jsonl`, with the time.
-    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<(), RunDirError> {
+    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<()> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         fields["event"] = json!(kind);
         fields["unix_s"] = json!((now * 1e3).round() / 1e3);
@@ -271,7 +271,7 @@ impl RunDir {
     }
 
     /// Writes a file so that it is either the old or the new one, never half.
-    fn replace(&self, name: &str, data: &[u8]) -> Result<(), RunDirError> {
+    fn replace(&self, name: &str, data: &[u8]) -> Result<()> {
         let path = self.path.join(name);
         let temporary = self.path.join(format!(".{name}.new"));
         let write = || {
@@ -289,7 +289,7 @@ impl RunDir {
 }
 
 /// Copies a file, or a folder with the files in it.
-fn copy(from: &Path, to: &Path) -> Result<(), RunDirError> {
+fn copy(from: &Path, to: &Path) -> Result<()> {
     if !from.is_dir() {
         return fs::copy(from, to).map(|_| ()).map_err(|e| RunDirError::io("copy", from, e));
     }
@@ -303,12 +303,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), RunDirError> {
 }
 
 /// Adds a line to a file that is open, and gives it.
-fn append(
-    dir: &Path,
-    name: &str,
-    file: &mut Option<File>,
-    line: &impl Serialize,
-) -> Result<Option<String>, RunDirError> {
+fn append(dir: &Path, name: &str, file: &mut Option<File>, line: &impl Serialize) -> Result<Option<String>> {
     let Some(file) = file else { return Ok(None) };
     let mut text = serde_json::to_string(line).map_err(|e| RunDirError::io("write", &dir.join(name), e.into()))?;
     text.push('\n');

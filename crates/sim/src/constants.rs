@@ -1,7 +1,7 @@
 //! The constants of the cost model: one table, `data/constants.toml`. A constant may hold for one framework, family of GPUs or fabric
 //! alone; where it has no value of its own, that for all holds. A fit varies values in memory ([`Constants::set`]).
 
-use crate::{Framework, Hardware, SimError};
+use crate::{Framework, Hardware, Result, SimError};
 use serde::{Deserialize, Serialize};
 
 /// The most constants that may be fitted.
@@ -160,7 +160,7 @@ impl Constants {
     }
 
     /// Those of a data file.
-    pub fn parse(file: &str, text: &str) -> Result<Self, SimError> {
+    pub fn parse(file: &str, text: &str) -> Result<Self> {
         let refuse = |reason: String| SimError::File {
             file: file.to_owned(),
             reason,

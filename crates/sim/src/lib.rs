@@ -33,6 +33,9 @@ pub use workload::Workload;
 
 use lockstep_ir::TypeError;
 
+/// What a prediction gives, or why it does not.
+pub type Result<T, E = SimError> = std::result::Result<T, E>;
+
 /// Why programs cannot be simulated.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, lockstep_ir::Hint)]
 pub enum SimError {

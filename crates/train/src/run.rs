@@ -18,13 +18,13 @@ use self::evaluate::Evaluations;
 use self::status::RunStatus;
 use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::{TrainError, settled};
+use crate::{Result, TrainError, settled};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
@@ -115,8 +115,8 @@ pub fn run(
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
-    show: &mut dyn FnMut(Event),
-) -> Result<Outcome, TrainError> {
+    show: Show<'_>,
+) -> Result<Outcome> {
     run_here(devices, config, options, stop, show).inspect_err(|error| {
         // What all find out by themselves needs no telling.
         if !matches!(error, TrainError::Host(error) if error.is_known_to_all()) {
@@ -130,8 +130,8 @@ fn run_here(
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
-    show: &mut dyn FnMut(Event),
-) -> Result<Outcome, TrainError> {
+    show: Show<'_>,
+) -> Result<Outcome> {
     let team = devices.team();
     config.require_data()?;
     team.agree_on_start(config, &options.given)?;
@@ -225,7 +225,7 @@ struct Profiling {
 }
 
 impl Run<'_> {
-    fn go(mut self, stop: &StopSignal<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
+    fn go(mut self, stop: &StopSignal<'_>, show: Show<'_>) -> Result<Outcome> {
         let steps = self.config.train.steps;
         if !self.outcome.finished || self.status.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
@@ -338,13 +338,13 @@ impl Run<'_> {
     }
 
     /// Writes a line of metrics. A sink that fails is none any more, and that is said once.
-    fn record(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    fn record(&mut self, line: &StepMetrics, show: Show<'_>) -> Result<()> {
         let failed = self.dir.metric(line)?;
         start::warn_of_sinks(&mut self.dir, failed, line.step, show)
     }
 
     /// Says which rank all wait for, if one stands out.
-    fn name_slow_rank(&mut self, metrics: &Step, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    fn name_slow_rank(&mut self, metrics: &Step, show: Show<'_>) -> Result<()> {
         let Some(processes) = self.devices.team().0 else { return Ok(()) };
         let Some(slow) = self.pace.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
         let Slow { rank, busy_s, others_s, same_stage } = slow;
@@ -360,7 +360,7 @@ impl Run<'_> {
     }
 
     /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.
-    fn name_low_peak(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) {
+    fn name_low_peak(&mut self, line: &StepMetrics, show: Show<'_>) {
         self.pace.beyond_peak += u32::from(line.mfu > 1.0);
         if line.mfu > 1.0 && self.pace.beyond_peak == STEPS_BEYOND_PEAK {
             show(Event::Warning(&format!(

@@ -1,7 +1,7 @@
 //! `lockstep data prepare`.
 
 use super::statistics;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::train::on_interrupt;
 use crate::{ConfigArgs, Format};
@@ -23,7 +23,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let config = args.config.load()?;
     let run_dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;

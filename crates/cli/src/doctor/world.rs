@@ -1,7 +1,7 @@
 //! `lockstep doctor --world`: the processes of a job. Who is there, what each has, and what the links between them give.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::processes::{self, ProcessPlace};
 use crate::style;
 use crate::table::table;
@@ -30,7 +30,7 @@ const SLOW: f64 = 4.0;
 const PLACE: ProgramPlace = ProgramPlace { op: "doctor", layer: None, micro_batch: 0 };
 
 /// Looks at the processes; where `conformance` names a device, checks how they communicate there.
-pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
+pub fn run(conformance: Option<&str>, format: Format) -> Result<()> {
     let Some(place) = processes::place()? else {
         return Err(Failure::request(
             "no other processes were started with this one",
@@ -43,7 +43,7 @@ pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
     processes::end_well(result)
 }
 
-fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
+fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<()> {
     let start = place.start(TIMEOUT, None, Waiting::default())?;
     let failed = |error: String, hint: Option<String>| {
         Failure::run(error, hint.unwrap_or_else(|| "please report this with the output of `lockstep doctor`".into()))

@@ -1,7 +1,7 @@
 //! `--gpu`, `--cluster`, `--gpus`: what a step is planned for; `--tokens`: what a whole run costs.
 
 use super::forecast::Predicted;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::{ConfigArgs, hardware};
 use lockstep_config::{Config, count};
 use lockstep_ir::units::{counted, thousands};
@@ -59,7 +59,7 @@ struct Shared {
 
 impl CostArgs {
     /// What was named to plan for.
-    pub(super) fn hardware(&self) -> Result<Option<Hardware>, Failure> {
+    pub(super) fn hardware(&self) -> Result<Option<Hardware>> {
         match hardware::named(self.gpu.as_deref(), self.cluster.as_deref(), self.gpus)? {
             None if self.gpus.is_some() || self.mfu.is_some() => {
                 let option = if self.gpus.is_some() { "--gpus" } else { "--mfu" };
@@ -71,7 +71,7 @@ impl CostArgs {
     }
 
     /// The config, on as many GPUs as were asked for.
-    pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config, Failure> {
+    pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config> {
         let config = args.load()?;
         let ranks = config.layout().mesh.ranks() as u64;
         match self.gpus {
@@ -92,7 +92,7 @@ impl CostArgs {
     }
 
     /// The cost of the run that was asked for.
-    pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>, Failure> {
+    pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>> {
         let Some(text) = &self.tokens else { return Ok(None) };
         let tokens = count(text).filter(|n| *n > 0);
         let not_a_count =

@@ -1,6 +1,6 @@
 //! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::write_file;
 use lockstep_config::Config;
@@ -28,7 +28,7 @@ pub(crate) struct Predicted {
 }
 
 impl Predicted {
-    pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
+    pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self> {
         let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
         let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
         let stalls = Stalls::new(config, plan, nodes, predicted.forecast.step_s);
@@ -36,12 +36,12 @@ impl Predicted {
     }
 
     /// By the profile of this machine, where it has one.
-    pub(crate) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
+    pub(crate) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>> {
         let Some(profile) = machine_profile(devices, plan)? else { return Ok(None) };
         Self::by(Rates::Measured(&profile), Some(&profile.name), plan).map(Some)
     }
 
-    fn by(rates: Rates, profile: Option<&str>, plan: &Plan) -> Result<Self, Failure> {
+    fn by(rates: Rates, profile: Option<&str>, plan: &Plan) -> Result<Self> {
         let predict = |work: &TimedWork| {
             let profile = profile.map(|name| (name.to_owned(), work.unmeasured.clone()));
             let (forecast, instructions) = (work.forecast(&plan.asked())?, work.placed.instructions(&work.terms));
@@ -162,7 +162,7 @@ impl Predicted {
     }
 
     /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels, and the streams of overlapping collectives.
-    pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
+    pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<()> {
         let what = "Chrome trace of the predicted step, for Perfetto or chrome://tracing";
         write_file(path, self.trace(plan).to_string(), what, "check the folder of --trace")
     }

@@ -3,7 +3,7 @@
 
 use super::forecast::Predicted;
 use crate::drawing::{line, page, text, tick_step};
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::timeline::write_file;
 use lockstep_ir::schedule::{PipeSlot, Pipeline, Timeline, Work};
 use lockstep_ir::units;
@@ -46,7 +46,7 @@ fn colour(work: Work, chunk: usize, chunks: usize) -> String {
 }
 
 /// Draws the schedule of a plan into a file.
-pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<(), Failure> {
+pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<()> {
     let Some(timeline) = super::layout::timeline(plan) else {
         return Err(Failure::request(
             "--schedule draws the stages of a pipeline, and parallel.pp = 1",

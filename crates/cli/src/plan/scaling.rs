@@ -2,7 +2,7 @@
 //! what the recipe comes to there.
 
 use super::charts::{Chart, Series, page};
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::timeline::write_file;
@@ -67,7 +67,7 @@ struct Curve {
 const USUAL_TOKENS: u64 = 1_000_000_000;
 
 impl Asked<'_> {
-    pub(super) fn show(&self, html: Option<&Path>, format: Format) -> Result<(), Failure> {
+    pub(super) fn show(&self, html: Option<&Path>, format: Format) -> Result<()> {
         let mut progress = Progress::new(0);
         let counts: Vec<usize> = powers(self.gpus);
         let seq = self.config.train.seq;
@@ -119,7 +119,7 @@ impl Asked<'_> {
     }
 
     /// What the recipe comes to at a point; where it comes to nothing, that is a gap.
-    fn point(&self, curve: &mut Curve, gpus: usize, seq: usize, batch: usize) -> Result<Option<Recipe>, Failure> {
+    fn point(&self, curve: &mut Curve, gpus: usize, seq: usize, batch: usize) -> Result<Option<Recipe>> {
         let mut config = self.config.clone();
         (config.train.seq, config.train.global_batch) = (seq, batch);
         if let Some(positions) = &mut config.model.positions {

@@ -7,7 +7,7 @@ use super::{Content, Cursor, Unit};
 use crate::cut::{self, CONTEXT_BYTES, LOOK_AHEAD, PIECE_BYTES};
 use crate::holdout::{HoldOut, Split};
 use crate::scan::SourceFile;
-use crate::{DataError, Origin, Tokenizer};
+use crate::{DataError, Origin, Result, Tokenizer};
 
 /// The most text in one unit, before its end moves to a fitting place.
 const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
@@ -24,7 +24,7 @@ pub(super) struct Text {
 }
 
 impl Text {
-    pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
         let mut reader = File::open(&file.path).map_err(unreadable)?;
         let mut before = vec![0; at.offset.min(CONTEXT_BYTES as u64) as usize];
@@ -40,7 +40,7 @@ impl Text {
         first_piece: u64,
         tokenizer: &Tokenizer,
         at: Cursor,
-    ) -> Result<Option<Unit>, DataError> {
+    ) -> Result<Option<Unit>> {
         if at.offset == file.bytes {
             return self.finish(file);
         }
@@ -84,7 +84,7 @@ impl Text {
     }
 
     /// Checks that nothing is left.
-    fn finish(&mut self, file: &SourceFile) -> Result<Option<Unit>, DataError> {
+    fn finish(&mut self, file: &SourceFile) -> Result<Option<Unit>> {
         match self.reader.read(&mut [0]) {
             Ok(0) => Ok(None),
             Ok(_) => Err(changed(file)),

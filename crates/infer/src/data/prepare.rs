@@ -1,8 +1,8 @@
 //! From the keys of `[data]` to prepared corpora: which there are, which are taken as they are, which are made.
 
 use super::{RunCorpus, RunData, data_folder};
-use crate::InferError;
 use crate::text::{require_vocabulary, tokenizer_spec};
+use crate::{InferError, Result};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_data::{
@@ -34,7 +34,7 @@ pub fn prepare_data(
     out: Option<&Path>,
     stop: &AtomicBool,
     progress: &mut dyn FnMut(&str, Progress),
-) -> Result<(RunData, PathBuf), InferError> {
+) -> Result<(RunData, PathBuf)> {
     let folder = out.map_or_else(|| data_folder(config, run_dir), Path::to_owned);
     if out.is_some() || config.prepared_dir().is_some() {
         return Ok((RunData::prepare(config, &folder, Existing::Refresh, stop, progress)?, folder));
@@ -73,7 +73,7 @@ impl RunData {
         existing: Existing,
         stop: &AtomicBool,
         progress: &mut dyn FnMut(&str, Progress),
-    ) -> Result<Self, InferError> {
+    ) -> Result<Self> {
         config.require_data()?;
         if existing == Existing::Keep
             && let Some(data) = RunData::open(config, folder)?
@@ -120,12 +120,7 @@ impl RunData {
 
     /// What [`RunData::prepare`] would find: the corpora under `folder` where all are there and would be taken as they are;
     /// else the text that would be prepared. Writes nothing.
-    pub fn look(
-        config: &Config,
-        folder: &Path,
-        existing: Existing,
-        stop: &AtomicBool,
-    ) -> Result<Result<Self, Survey>, InferError> {
+    pub fn look(config: &Config, folder: &Path, existing: Existing, stop: &AtomicBool) -> Result<Result<Self, Survey>> {
         config.require_data()?;
         let open = RunData::open(config, folder)?;
         if let (Existing::Keep, Some(data)) = (existing, open) {
@@ -185,7 +180,7 @@ impl RunData {
         folder: &Path,
         stop: &AtomicBool,
         warn: &mut dyn FnMut(&str),
-    ) -> Result<(), InferError> {
+    ) -> Result<()> {
         for (corpus, Wanted { spec, folder, .. }) in
             self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
         {
@@ -221,7 +216,7 @@ impl RunData {
 
 /// Prepared data in `data.prepared` whose text or tokenizer is gone: they hold all that a run needs. Whatever is left of both must
 /// be what they were made of. None where nothing is gone, or nothing was prepared.
-fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>, InferError> {
+fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>> {
     let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !path.exists());
     let lacks_tokenizer = config.tokenizer_path().is_some_and(|path| !path.exists());
     let wanted = wanted(config, folder, &TokenizerSpec::Bytes);

@@ -1,7 +1,7 @@
 //! A machine's profile as a data file.
 
 use super::{Family, MachineProfile, Point, Setting, Table};
-use crate::SimError;
+use crate::{Result, SimError};
 use lockstep_ir::{Collective, DType, OpKind};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -50,7 +50,7 @@ fn dtype(name: &str) -> Option<DType> {
 
 impl MachineProfile {
     /// Reads a file; what is wrong with it is named by line.
-    pub fn parse(file: &str, text: &str) -> Result<Self, SimError> {
+    pub fn parse(file: &str, text: &str) -> Result<Self> {
         let refuse = |reason: String| SimError::File {
             file: file.to_owned(),
             reason,
@@ -119,7 +119,7 @@ impl MachineProfile {
 }
 
 impl TableEntry {
-    fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table, SimError> {
+    fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table> {
         let (op, span) = (self.op.get_ref().clone(), self.op.span());
         let collective = Collective::ALL.iter().any(|pattern| pattern.name() == op);
         if !collective && !OpKind::ALL.iter().flat_map(|kind| kind.rows()).any(|row| row.name == op) {

@@ -1,6 +1,6 @@
 //! `checkpoint.every = "auto"`: the interval that loses the least time, from what the run has measured or what is predicted.
 
-use crate::{StepMetrics, TrainError};
+use crate::{Result, StepMetrics};
 use lockstep_config::{Config, SaveEvery};
 use lockstep_host::{Devices, predict};
 use lockstep_ir::units;
@@ -16,14 +16,14 @@ pub(crate) fn with_checkpoint_interval(
     config: &Config,
     plan: &Plan,
     dir: &Path,
-) -> Result<Option<(Config, String)>, TrainError> {
+) -> Result<Option<(Config, String)>> {
     let SaveEvery::Auto = config.checkpoint.every else { return Ok(None) };
     let (steps, how) = devices.team().told("checkpoint interval", || found(devices, config, plan, dir))?;
     let line = format!("checkpoint.every = {steps}: {how}");
     Ok(Some((config.with_checkpoint_every(steps, &how), line)))
 }
 
-fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<(u64, String), TrainError> {
+fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<(u64, String)> {
     let rate = FailureRate::builtin();
     let nodes = devices.nodes();
     let (step_s, step_by) = match (measured_step(dir), predict(devices, plan)) {

@@ -1,9 +1,9 @@
 //! What a run evaluates between its steps: validation, and tasks.
 
 use super::{LOOK_EVERY, Run};
-use crate::TrainError;
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
+use crate::{Result, TrainError};
 use lockstep_data::Sampler;
 use lockstep_host::StopSignal;
 use lockstep_infer::{InferError, TaskFile, TaskRequests};
@@ -32,8 +32,8 @@ impl Run<'_> {
         &mut self,
         line: &mut StepMetrics,
         stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<bool, TrainError> {
+        show: Show<'_>,
+    ) -> Result<bool> {
         if !self.scores_tasks(line.step) {
             return Ok(true);
         }
@@ -75,8 +75,8 @@ impl Run<'_> {
         &mut self,
         line: &mut StepMetrics,
         stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<(), TrainError> {
+        show: Show<'_>,
+    ) -> Result<()> {
         let validated = self.validate(stop, show);
         if let Err(TrainError::Infer(InferError::EvaluationBound { rows, .. })) = validated {
             line.rows_beyond = Some(rows);
@@ -89,11 +89,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    pub(super) fn validate(
-        &mut self,
-        stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Option<f64>, TrainError> {
+    pub(super) fn validate(&mut self, stop: &StopSignal<'_>, show: Show<'_>) -> Result<Option<f64>> {
         let Some((sampler, sequences)) = &self.evaluations.samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;
