@@ -94,7 +94,7 @@ pub fn run(args: &Args) -> Result<ExitCode> {
     }
     if let Some(place) = processes::place()? {
         processes::end_with_launcher()?;
-        let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
+        let of_rank = |failure: Failure| failure.of_rank(place.rank);
         if let Some(ranks) = args.ranks.filter(|ranks| *ranks != place.ranks) {
             let text = format!("--ranks {ranks}, and {} processes were started", place.ranks);
             return Err(of_rank(Failure::request(text, "leave --ranks out where others start the ranks")));

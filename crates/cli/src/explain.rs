@@ -10,6 +10,7 @@ mod phases;
 mod schedule;
 
 pub(crate) use forecast::exact;
+pub(crate) use schedule::picture as pipeline_picture;
 
 use crate::failure::{Failure, Result};
 use crate::table::{beside, table, wrapped};
@@ -151,11 +152,6 @@ pub fn run(args: Args) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The pipeline schedule of a plan as SVG; none where there is no pipeline.
-pub fn pipeline_picture(plan: &Plan) -> Option<String> {
-    schedule::picture(plan)
 }
 
 /// What explain prints of a plan.

@@ -91,9 +91,12 @@ impl Failure {
         ExitCode::from(code)
     }
 
-    /// As told by a rank that is not the first.
+    /// As told by a rank: the first speaks for all, others say who they are.
     pub fn of_rank(self, rank: usize) -> Self {
-        self.about(format!("rank {rank} on host {}", lockstep_exec::comm::processes::host()))
+        match rank {
+            0 => self,
+            _ => self.about(format!("rank {rank} on host {}", lockstep_exec::comm::processes::host())),
+        }
     }
 
     fn new(text: String, hint: Option<String>, code: u8) -> Self {

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::table::wrapped;
-use lockstep_config::nearest;
+use lockstep_config::{count, nearest};
 use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
 
@@ -31,6 +31,12 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
         }
         _ => Ok(Some(found)),
     }
+}
+
+/// Tokens of a run, as a user gives them.
+pub fn tokens(text: &str) -> Result<u64> {
+    let wrong = || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
+    count(text).filter(|n| *n > 0).ok_or_else(wrong)
 }
 
 /// A share of the peak that a user gives.

@@ -2,6 +2,8 @@
 
 mod svg;
 
+pub use svg::draw as memory_picture;
+
 use crate::failure::{Failure, Result};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::trace_span;
@@ -38,11 +40,6 @@ impl TimelineFile {
         let text = if self.picture { svg::draw(title, timeline) } else { trace(title, timeline).to_string() };
         write_file(&path, text, "memory over time", "check the folder of --timeline")
     }
-}
-
-/// The picture of a timeline, as SVG.
-pub fn memory_picture(title: &str, timeline: &MemoryTimeline) -> String {
-    svg::draw(title, timeline)
 }
 
 /// Refuses a file of another kind for an option; `usual` is a name that it could have.

@@ -177,8 +177,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     // A run that is not started needs no others.
     let place = if args.dry_run { None } else { processes::place()? };
     let rank = place.as_ref().map_or(0, |place| place.rank);
-    let result = run_rank(args, place).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
-    processes::end_well(result)
+    processes::end_well(run_rank(args, place).map_err(|failure| failure.of_rank(rank)))
 }
 
 fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {

@@ -144,9 +144,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let place = processes::place()?;
     if let Some(place) = &place {
         processes::end_with_launcher()?;
-        let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
         let result = Check::new(&args, Some(place)).and_then(|check| check.run(&args, Some(place)));
-        return processes::end_well(result.map(|()| ExitCode::SUCCESS).map_err(of_rank));
+        let result = result.map_err(|failure| failure.of_rank(place.rank));
+        return processes::end_well(result.map(|()| ExitCode::SUCCESS));
     }
     let check = Check::new(&args, None)?;
     if !args.processes {

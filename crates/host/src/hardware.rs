@@ -38,12 +38,9 @@ fn files(folder: Option<PathBuf>) -> Vec<PathBuf> {
 pub fn catalogue() -> Result<Catalogue, SimError> {
     let mut catalogue = Catalogue::builtin();
     for path in files(catalogue_folder()) {
-        let text = fs::read_to_string(&path).map_err(|error| SimError::File {
-            file: path.display().to_string(),
-            reason: error.to_string(),
-            hint: "make it readable, or move it out of the folder".into(),
-        })?;
-        catalogue.add(&path.display().to_string(), &text)?;
+        let (name, hint) = (path.display().to_string(), "make it readable, or move it out of the folder");
+        let text = fs::read_to_string(&path).map_err(|error| SimError::file(&name, error.to_string(), hint))?;
+        catalogue.add(&name, &text)?;
     }
     Ok(catalogue)
 }
@@ -64,13 +61,11 @@ pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>> 
 
 /// Writes a profile into the folder of profiles, and says where.
 pub fn write_machine(profile: &MachineProfile) -> Result<PathBuf> {
-    let folder = machines_folder().ok_or_else(|| SimError::File {
-        file: format!("{}.toml", profile.name),
-        reason: "there is no home folder to save it in".to_owned(),
-        hint: "set LOCKSTEP_MACHINES to a folder".to_owned(),
-    })?;
+    let (file, hint) = (format!("{}.toml", profile.name), "set LOCKSTEP_MACHINES to a folder");
+    let homeless = || SimError::file(&file, "there is no home folder to save it in", hint);
+    let folder = machines_folder().ok_or_else(homeless)?;
     fs::create_dir_all(&folder).map_err(|e| RunDirError::io("create", &folder, e))?;
-    let path = folder.join(format!("{}.toml", profile.name));
+    let path = folder.join(file);
     write_profile(&path, profile)?;
     Ok(path)
 }

@@ -60,11 +60,9 @@ impl Rates<'_> {
                 measured_as_run: false,
             },
             Rates::Measured(profile) => {
-                let measured = profile.measured(ranks, threads).ok_or_else(|| SimError::File {
-                    file: format!("{}.toml", profile.name),
-                    reason: "it has no [[setting]]".into(),
-                    hint: "measure again: lockstep bench --save NAME".into(),
-                })?;
+                let (file, hint) = (format!("{}.toml", profile.name), "measure again: lockstep bench --save NAME");
+                let measured = profile.measured(ranks, threads);
+                let measured = measured.ok_or_else(|| SimError::file(file, "it has no [[setting]]", hint))?;
                 let (placed, unmeasured) = work.measured(&measured, &framework);
                 TimedWork {
                     placed,

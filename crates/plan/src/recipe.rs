@@ -102,7 +102,7 @@ pub fn recipe(
         least.recompute.policy = RecomputePolicy::Full;
         let found = try_one(&least)?;
         let fits = room.verdict(&found.stages, gpus).fits;
-        let layout = layout_text(&candidate);
+        let layout = candidate.layout().to_string();
         rungs.push(RecipeRung { layout, why, memory_bytes: found.memory().total_bytes, fits });
         if fits {
             base = Some(candidate);
@@ -201,10 +201,6 @@ pub fn recipe(
 
 fn rank_of(policy: RecomputePolicy) -> usize {
     POLICIES.iter().position(|known| *known == policy).unwrap_or(0)
-}
-
-fn layout_text(config: &Config) -> String {
-    config.layout().to_string()
 }
 
 /// The ways to shard in the order in which they are tried, as far as they divide the model, the batch and the GPUs.

@@ -161,11 +161,7 @@ impl Constants {
 
     /// Those of a data file.
     pub fn parse(file: &str, text: &str) -> Result<Self> {
-        let refuse = |reason: String| SimError::File {
-            file: file.to_owned(),
-            reason,
-            hint: "write it as validate --fit writes it".into(),
-        };
+        let refuse = |reason: String| SimError::file(file, reason, "write it as validate --fit writes it");
         let parsed: ConstantsFile =
             toml::from_str(text).map_err(|error| refuse(error.to_string().trim_end().to_owned()))?;
         let all = parsed.constant;

@@ -38,11 +38,8 @@ impl Framework {
 
     /// Those of a data file.
     pub fn parse(file: &str, text: &str) -> Result<Vec<Self>> {
-        let parsed: FrameworkFile = toml::from_str(text).map_err(|error| SimError::File {
-            file: file.to_owned(),
-            reason: error.to_string().trim_end().to_owned(),
-            hint: "write it as entries of [[framework]]".into(),
-        })?;
+        let refuse = |reason: &str| SimError::file(file, reason, "write it as entries of [[framework]]");
+        let parsed: FrameworkFile = toml::from_str(text).map_err(|error| refuse(error.to_string().trim_end()))?;
         Ok(parsed.framework)
     }
 

@@ -138,8 +138,7 @@ impl Catalogue {
 
     /// Adds what a data file has; an entry of a known name replaces it.
     pub fn add(&mut self, file: &str, text: &str) -> Result<()> {
-        let refuse =
-            |reason: String, hint: &str| SimError::File { file: file.to_owned(), reason, hint: hint.to_owned() };
+        let refuse = |reason: String, hint: &str| SimError::file(file, reason, hint);
         let parsed: CatalogueFile = toml::from_str(text).map_err(|error| {
             refuse(
                 error.to_string().trim_end().to_owned(),

@@ -110,13 +110,7 @@ const LOOK_EVERY: u64 = 16;
 ///
 /// Where ranks are processes, all of them call this with the same config and options. They stop after the same step, whichever of
 /// them is asked to; the first writes the run directory.
-pub fn run(
-    devices: &Devices,
-    config: &Config,
-    options: &RunOptions,
-    stop: &AtomicBool,
-    show: Show<'_>,
-) -> Result<Outcome> {
+pub fn run(devices: &Devices, config: &Config, options: &RunOptions, stop: &AtomicBool, show: Show) -> Result<Outcome> {
     run_here(devices, config, options, stop, show).inspect_err(|error| {
         // What all find out by themselves needs no telling.
         if !matches!(error, TrainError::Host(error) if error.is_known_to_all()) {
@@ -130,7 +124,7 @@ fn run_here(
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
-    show: Show<'_>,
+    show: Show,
 ) -> Result<Outcome> {
     let team = devices.team();
     config.require_data()?;
@@ -225,7 +219,7 @@ struct Profiling {
 }
 
 impl Run<'_> {
-    fn go(mut self, stop: &StopSignal<'_>, show: Show<'_>) -> Result<Outcome> {
+    fn go(mut self, stop: &StopSignal<'_>, show: Show) -> Result<Outcome> {
         let steps = self.config.train.steps;
         if !self.outcome.finished || self.status.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
@@ -338,13 +332,13 @@ impl Run<'_> {
     }
 
     /// Writes a line of metrics. A sink that fails is none any more, and that is said once.
-    fn record(&mut self, line: &StepMetrics, show: Show<'_>) -> Result<()> {
+    fn record(&mut self, line: &StepMetrics, show: Show) -> Result<()> {
         let failed = self.dir.metric(line)?;
         start::warn_of_sinks(&mut self.dir, failed, line.step, show)
     }
 
     /// Says which rank all wait for, if one stands out.
-    fn name_slow_rank(&mut self, metrics: &Step, show: Show<'_>) -> Result<()> {
+    fn name_slow_rank(&mut self, metrics: &Step, show: Show) -> Result<()> {
         let Some(processes) = self.devices.team().0 else { return Ok(()) };
         let Some(slow) = self.pace.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
         let Slow { rank, busy_s, others_s, same_stage } = slow;
@@ -360,7 +354,7 @@ impl Run<'_> {
     }
 
     /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.
-    fn name_low_peak(&mut self, line: &StepMetrics, show: Show<'_>) {
+    fn name_low_peak(&mut self, line: &StepMetrics, show: Show) {
         self.pace.beyond_peak += u32::from(line.mfu > 1.0);
         if line.mfu > 1.0 && self.pace.beyond_peak == STEPS_BEYOND_PEAK {
             show(Event::Warning(&format!(

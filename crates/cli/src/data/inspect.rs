@@ -63,7 +63,7 @@ pub fn run(args: Args) -> Result<()> {
         _ => None,
     };
     let value = || {
-        let mut json = statistics::as_json(&statistics);
+        let mut json = serde_json::json!(statistics);
         json["sample"] = serde_json::json!(sample);
         json["step"] = serde_json::json!(step);
         json

@@ -36,5 +36,5 @@ pub fn run(args: Args) -> Result<()> {
     let (data, folder) = result?;
     crate::warn(&data.warnings()?);
     let statistics = statistics::of(&folder, data.corpora());
-    args.format.print(|| statistics::as_json(&statistics), || statistics::as_text(&statistics))
+    args.format.print(|| serde_json::json!(statistics), || statistics::as_text(&statistics))
 }

@@ -37,10 +37,7 @@ pub fn run(conformance: Option<&str>, format: Format) -> Result<()> {
             "start it as `mpirun -n 4 lockstep doctor --world`, or with srun or torchrun",
         ));
     };
-    let rank = place.rank;
-    let result =
-        of_rank(&place, conformance, format).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
-    processes::end_well(result)
+    processes::end_well(of_rank(&place, conformance, format).map_err(|failure| failure.of_rank(place.rank)))
 }
 
 fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::forecast::Predicted;
 use crate::failure::{Failure, Result};
 use crate::{ConfigArgs, hardware};
-use lockstep_config::{Config, count};
+use lockstep_config::Config;
 use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
@@ -94,10 +94,7 @@ impl CostArgs {
     /// The cost of the run that was asked for.
     pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>> {
         let Some(text) = &self.tokens else { return Ok(None) };
-        let tokens = count(text).filter(|n| *n > 0);
-        let not_a_count =
-            || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
-        let tokens = tokens.ok_or_else(not_a_count)?;
+        let tokens = crate::hardware::tokens(text)?;
         let flops = plan.model_flops_per_token() * tokens as f64;
         let mfu = self.mfu.map(crate::hardware::mfu).transpose()?;
         let ranks = plan.layout.mesh.ranks() as u64;

@@ -61,7 +61,7 @@ pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> 
 }
 
 /// The schedule of a plan as SVG; none where there is no pipeline.
-pub(super) fn picture(plan: &Plan) -> Option<String> {
+pub(crate) fn picture(plan: &Plan) -> Option<String> {
     super::layout::timeline(plan).map(|timeline| draw(plan, &timeline, None))
 }
 

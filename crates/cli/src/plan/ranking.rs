@@ -1,5 +1,6 @@
 //! The best layouts as tables, and the keys of the first.
 
+use crate::explain::exact;
 use crate::hardware;
 use crate::table::{table, wrapped};
 use lockstep_ir::program::Class;
@@ -116,7 +117,7 @@ impl Ranking {
         if let Some(best) = self.result.best.first() {
             text.push_str(&self.memory_and_keys(best));
         }
-        text + &crate::hardware::unverified(&self.hardware.unverified())
+        text + &hardware::unverified(&self.hardware.unverified())
     }
 
     fn figures(&self) -> String {
@@ -126,7 +127,7 @@ impl Ranking {
             let mut row = vec![
                 (i + 1).to_string(),
                 units::bytes(f.memory_bytes),
-                seconds(f.step_s),
+                exact(f.step_s),
                 thousands(f.tokens_per_s as u64),
                 percent(f.mfu),
                 percent(f.exposed_communication_s / f.step_s),
@@ -193,9 +194,4 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
     ];
     keys.extend(choice.budget.map(|bytes| ("recompute.budget", json!(format!("{} MiB", bytes >> 20)))));
     keys
-}
-
-/// Three digits: `1.23 s`, `45.6 ms`.
-pub(super) fn seconds(seconds: f64) -> String {
-    crate::explain::exact(seconds)
 }

@@ -1,7 +1,7 @@
 //! Why a layout and not another; and what a request that cannot be met could be instead.
 
-use super::ranking::seconds;
 use super::searched;
+use crate::explain::exact;
 use crate::failure::{Failure, Result};
 use crate::table::{table, wrapped};
 use lockstep_config::legal;
@@ -126,7 +126,7 @@ pub(super) fn compared(best: &RankedLayout, other: &RankedLayout, room: &Room, g
     };
     let signed = |more: f64, text: String| if more < 0.0 { format!("-{text}") } else { format!("+{text}") };
     let mut time = |name: &str, a: f64, b: f64| {
-        rows.push(vec![name.to_owned(), seconds(a), seconds(b), signed(b - a, seconds((b - a).abs()))]);
+        rows.push(vec![name.to_owned(), exact(a), exact(b), signed(b - a, exact((b - a).abs()))]);
     };
     let [a, b] = [best, other].map(|layout| &layout.evaluated.forecast);
     time("step", a.step_s, b.step_s);

@@ -31,7 +31,8 @@ struct Column {
     bytes: [u64; Class::ALL.len()],
 }
 
-pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
+/// The picture of a timeline, as SVG.
+pub fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     let end = timeline.marks.last().map_or(1.0, |m| m.end).max(f64::MIN_POSITIVE);
     let x = |time: f64| LEFT + (RIGHT - LEFT) * time / end;
     let (step, top) = byte_scale(timeline.arena_bytes);

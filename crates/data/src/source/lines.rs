@@ -112,6 +112,7 @@ fn damaged(file: &SourceFile, line: u64, cause: &io::Error) -> DataError {
     DataError::record(&file.path, line, problem, "get the file again, or check it with `zstd --test`")
 }
 
-fn changed(file: &SourceFile) -> DataError {
+/// A file that was written to between its listing and its reading.
+pub(super) fn changed(file: &SourceFile) -> DataError {
     DataError::Changed { path: file.path.clone(), bytes: file.bytes }
 }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 
+use super::lines::changed;
 use super::{Content, Cursor, Unit};
 use crate::cut::{self, CONTEXT_BYTES, LOOK_AHEAD, PIECE_BYTES};
 use crate::holdout::{HoldOut, Split};
@@ -98,8 +99,4 @@ fn unread(file: &SourceFile, cause: io::Error) -> DataError {
         io::ErrorKind::UnexpectedEof => changed(file),
         _ => DataError::unreadable(&file.path, cause),
     }
-}
-
-fn changed(file: &SourceFile) -> DataError {
-    DataError::Changed { path: file.path.clone(), bytes: file.bytes }
 }

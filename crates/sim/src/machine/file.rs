@@ -51,11 +51,7 @@ fn dtype(name: &str) -> Option<DType> {
 impl MachineProfile {
     /// Reads a file; what is wrong with it is named by line.
     pub fn parse(file: &str, text: &str) -> Result<Self> {
-        let refuse = |reason: String| SimError::File {
-            file: file.to_owned(),
-            reason,
-            hint: "measure it again: lockstep bench --save NAME".into(),
-        };
+        let refuse = |reason: String| SimError::file(file, reason, "measure it again: lockstep bench --save NAME");
         let at = |span: std::ops::Range<usize>, reason: String| {
             let line = 1 + text.as_bytes().iter().take(span.start).filter(|b| **b == b'\n').count();
             refuse(format!("line {line}: {reason}"))

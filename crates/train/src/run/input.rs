@@ -35,7 +35,7 @@ impl RunInput {
         dir: &Path,
         (found, initial): (&LatestCheckpoint, Option<&InitialWeights>),
         stop: &StopSignal<'_>,
-        show: Show<'_>,
+        show: Show,
     ) -> Result<Self> {
         // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
         let started = found.loaded.is_some() || list(&dir.join("checkpoints")).is_ok_and(|l| !l.is_empty());

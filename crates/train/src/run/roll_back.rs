@@ -21,7 +21,7 @@ const MOST_SKIPPED: u64 = 3;
 
 impl Run<'_> {
     /// Takes in whether a step's update was applied, and tells where it was not. Gives whether that was once too often.
-    pub(super) fn look_for_spikes(&mut self, done: &Step, show: Show<'_>) -> Result<bool> {
+    pub(super) fn look_for_spikes(&mut self, done: &Step, show: Show) -> Result<bool> {
         let rules = &self.config.spikes;
         let (loss, grad_norm) = (done.line.loss, done.line.grad_norm);
         if done.applied {
@@ -48,7 +48,7 @@ impl Run<'_> {
     ///
     /// A kill at any moment of this changes nothing: until the roll-back is recorded, the run comes from the checkpoint to the same steps
     /// again, and from then on it goes on from there as it does here.
-    pub(super) fn roll_back(&mut self, show: Show<'_>) -> Result<()> {
+    pub(super) fn roll_back(&mut self, show: Show) -> Result<()> {
         let (step, skipped, before) =
             (self.outcome.step, self.status.spikes.skipped.clone(), self.status.spikes.roll_backs.clone());
         let (Some(first), Some(last)) = (skipped.first(), skipped.last()) else { return Ok(()) };

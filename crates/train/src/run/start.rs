@@ -73,7 +73,7 @@ pub(super) fn start<'a>(
     found: LatestCheckpoint,
     options: &RunOptions,
     stop: &StopSignal<'_>,
-    show: Show<'_>,
+    show: Show,
 ) -> Result<Run<'a>> {
     let (config, team) = (&course.config, devices.team());
     announce(course, devices, &found, options, show);
@@ -192,7 +192,7 @@ pub(super) fn start<'a>(
 }
 
 /// Says what is known before anything is opened.
-fn announce(course: &ResumePlan, devices: &Devices, found: &LatestCheckpoint, options: &RunOptions, show: Show<'_>) {
+fn announce(course: &ResumePlan, devices: &Devices, found: &LatestCheckpoint, options: &RunOptions, show: Show) {
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = devices.not_taken(&course.config) {
         show(Event::Warning(&why));
@@ -205,7 +205,7 @@ fn announce(course: &ResumePlan, devices: &Devices, found: &LatestCheckpoint, op
 }
 
 /// The weights that a new run begins with, where the config names some. A run that goes on has weights of its own.
-fn initial_weights(config: &Config, found: &LatestCheckpoint, show: Show<'_>) -> Result<Option<InitialWeights>> {
+fn initial_weights(config: &Config, found: &LatestCheckpoint, show: Show) -> Result<Option<InitialWeights>> {
     if found.loaded.is_some() {
         return Ok(None);
     }
@@ -232,7 +232,7 @@ struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    fn load(config: &Config, plan: &Plan, devices: &Devices, train: &Sampler, show: Show<'_>) -> Result<Self> {
+    fn load(config: &Config, plan: &Plan, devices: &Devices, train: &Sampler, show: Show) -> Result<Self> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
         let peak = team.told("measure", || devices.matmul_peak(plan))?;
@@ -277,7 +277,7 @@ struct RecordedStart<'a> {
 
 impl RecordedStart<'_> {
     /// Writes it, and says what changes. Gives what is predicted of a step.
-    fn write(&self, dir: &mut RunDir, show: Show<'_>) -> Result<Option<Prediction>> {
+    fn write(&self, dir: &mut RunDir, show: Show) -> Result<Option<Prediction>> {
         let Self { course, plan, devices, options, step, status, input } = *self;
         let (config, team) = (&course.config, devices.team());
         let (later, aside) = match options.resume_from {
@@ -357,7 +357,7 @@ fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
 }
 
 /// Says which sinks get nothing more, and why; the run needs none of them.
-pub(super) fn warn_of_sinks(dir: &mut RunDir, failed: Vec<FailedSink>, step: u64, show: Show<'_>) -> Result<()> {
+pub(super) fn warn_of_sinks(dir: &mut RunDir, failed: Vec<FailedSink>, step: u64, show: Show) -> Result<()> {
     for FailedSink { name, error } in failed {
         let path = dir.path().join(name);
         show(Event::Warning(&format!(
