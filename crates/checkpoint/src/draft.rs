@@ -8,7 +8,7 @@ use lockstep_ir::DType;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::TensorBytes;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Result};
 use crate::keep::Keep;
 use crate::manifest::{FileEntry, IN_PARTS, Manifest};
 use crate::save::{About, TemporaryFolder, write_synced};
@@ -50,7 +50,7 @@ struct Written {
 
 impl Draft {
     /// Begins the checkpoint of `step` in `dir`. One writer at a time, as for [`save`](crate::save).
-    pub fn begin(dir: &Path, step: u64) -> Result<Draft, CheckpointError> {
+    pub fn begin(dir: &Path, step: u64) -> Result<Draft> {
         let temporary = TemporaryFolder::create(dir, step)?;
         Ok(Draft { dir: dir.to_owned(), step, temporary, written: Mutex::default() })
     }
@@ -68,13 +68,13 @@ impl Draft {
     }
 
     /// What was written here, for the process that publishes.
-    pub fn hand_over(self) -> Result<Vec<u8>, CheckpointError> {
+    pub fn hand_over(self) -> Result<Vec<u8>> {
         let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         serde_json::to_vec(&*written).map_err(|e| self.refused(e.to_string()))
     }
 
     /// Takes what another process has written to this draft's folder.
-    pub fn take_over(&self, handed_over: &[u8]) -> Result<(), CheckpointError> {
+    pub fn take_over(&self, handed_over: &[u8]) -> Result<()> {
         let theirs: Vec<Written> = serde_json::from_slice(handed_over).map_err(|e| self.refused(e.to_string()))?;
         self.written.lock().unwrap_or_else(PoisonError::into_inner).extend(theirs);
         Ok(())
@@ -82,13 +82,7 @@ impl Draft {
 
     /// Writes what `rank` has of a group, and makes it durable; where it has nothing, there is no file. Ranks may write at
     /// once. Elements stream from their slices in chunks of at most 1 MiB, and `wrote` hears the bytes of each.
-    pub fn write(
-        &self,
-        rank: usize,
-        group: &str,
-        parts: &[PartRef<'_>],
-        wrote: &mut dyn FnMut(u64),
-    ) -> Result<(), CheckpointError> {
+    pub fn write(&self, rank: usize, group: &str, parts: &[PartRef<'_>], wrote: &mut dyn FnMut(u64)) -> Result<()> {
         if parts.is_empty() {
             return Ok(());
         }
@@ -113,11 +107,7 @@ impl Draft {
 
     /// Gives the checkpoint its name, if its parts make up every tensor, removes those that `keep` does not keep, and returns its
     /// path. `about` and `keep` are as for [`save`](crate::save).
-    pub fn publish<'a>(
-        mut self,
-        about: impl Into<About<'a>>,
-        keep: impl Into<Keep>,
-    ) -> Result<PathBuf, CheckpointError> {
+    pub fn publish<'a>(mut self, about: impl Into<About<'a>>, keep: impl Into<Keep>) -> Result<PathBuf> {
         let written = self.written.get_mut().unwrap_or_else(PoisonError::into_inner);
         let mut written = std::mem::take(written);
         written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));

@@ -7,6 +7,9 @@ use lockstep_ir::units;
 
 use crate::manifest::{IN_PARTS, WHOLE};
 
+/// What a checkpoint gives, or why it does not.
+pub type Result<T, E = CheckpointError> = std::result::Result<T, E>;
+
 /// Why a checkpoint could not be saved, found or read.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 #[non_exhaustive]
@@ -121,11 +124,11 @@ impl CheckpointError {
 
 /// Gives an I/O result the path and the verb that its error lacks.
 pub(crate) trait AtPath<T> {
-    fn at(self, action: &'static str, path: &Path) -> Result<T, CheckpointError>;
+    fn at(self, action: &'static str, path: &Path) -> Result<T>;
 }
 
 impl<T> AtPath<T> for io::Result<T> {
-    fn at(self, action: &'static str, path: &Path) -> Result<T, CheckpointError> {
+    fn at(self, action: &'static str, path: &Path) -> Result<T> {
         self.map_err(|cause| CheckpointError::Io { action, path: path.to_owned(), cause })
     }
 }

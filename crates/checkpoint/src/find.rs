@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Result};
 use crate::folder::{list, unfinished};
 use crate::load::{Loaded, open};
 
@@ -20,14 +20,14 @@ pub struct LatestCheckpoint {
 /// A newer one that is damaged, or that a killed writer left unfinished, gives a warning. Where none was ever finished,
 /// or there is no `dir`, nothing is found. It is an error when checkpoints exist and none is whole, and when one cannot
 /// be judged (no permission, a disk error, a later format): going back further than needed is the user's decision.
-pub fn latest(dir: &Path) -> Result<LatestCheckpoint, CheckpointError> {
+pub fn latest(dir: &Path) -> Result<LatestCheckpoint> {
     latest_of(&[dir.to_owned()])
 }
 
 /// The newest whole checkpoint of several places that hold the same run's, the first of them where both have one of a step.
 ///
 /// As [`latest`]; and where there is another place, one that cannot be read gives a warning instead of an error.
-pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint, CheckpointError> {
+pub fn latest_of(places: &[PathBuf]) -> Result<LatestCheckpoint> {
     let mut passed_over = Vec::new();
     let (mut found, mut aside) = (Vec::new(), Vec::new());
     for (place, dir) in places.iter().enumerate() {

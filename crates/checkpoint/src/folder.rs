@@ -4,13 +4,13 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, Result};
 
 const TEMPORARY: &str = ".tmp-";
 const TRASH: &str = ".trash-";
 
 /// The checkpoints in `dir` by ascending step, whole or not; empty where there is no `dir`.
-pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
+pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found = Vec::new();
     for name in entry_names(dir).at("list", dir)? {
         let path = dir.join(&name);
@@ -26,7 +26,7 @@ pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
 
 /// Moves the checkpoints in `dir` from `first` on into a folder `old-1`, `old-2` … inside, so that a run that goes on before them does
 /// not find them. Gives their steps.
-pub fn set_aside_from(dir: &Path, first: u64) -> Result<Vec<u64>, CheckpointError> {
+pub fn set_aside_from(dir: &Path, first: u64) -> Result<Vec<u64>> {
     let later: Vec<(u64, PathBuf)> = list(dir)?.into_iter().filter(|(saved, _)| *saved >= first).collect();
     if later.is_empty() {
         return Ok(Vec::new());
@@ -45,7 +45,7 @@ pub fn set_aside_from(dir: &Path, first: u64) -> Result<Vec<u64>, CheckpointErro
 }
 
 /// The temporary folders in `dir`, with the step each was to become.
-pub(crate) fn unfinished(dir: &Path) -> Result<Vec<(u64, String)>, CheckpointError> {
+pub(crate) fn unfinished(dir: &Path) -> Result<Vec<(u64, String)>> {
     let mut found = Vec::new();
     for name in entry_names(dir).at("list", dir)? {
         let step = name.strip_prefix(TEMPORARY).and_then(|rest| rest.rsplit_once('-')).map(|(step, _pid)| step);
@@ -74,7 +74,7 @@ pub(crate) fn temporary_path(dir: &Path, step: u64) -> PathBuf {
 }
 
 /// Makes `dir` where it is missing, so that it survives a power failure.
-pub(crate) fn create(dir: &Path) -> Result<(), CheckpointError> {
+pub(crate) fn create(dir: &Path) -> Result<()> {
     if dir.is_dir() {
         return Ok(());
     }
@@ -86,7 +86,7 @@ pub(crate) fn create(dir: &Path) -> Result<(), CheckpointError> {
 }
 
 /// Removes what killed writers left behind. What cannot be removed stays for the next time.
-pub(crate) fn sweep(dir: &Path) -> Result<(), CheckpointError> {
+pub(crate) fn sweep(dir: &Path) -> Result<()> {
     for name in entry_names(dir).at("list", dir)? {
         let rest = name.strip_prefix(TEMPORARY).or_else(|| name.strip_prefix(TRASH));
         if rest.is_some_and(|rest| rest.starts_with("step-")) {
@@ -97,7 +97,7 @@ pub(crate) fn sweep(dir: &Path) -> Result<(), CheckpointError> {
 }
 
 /// Takes the checkpoint of `step` out of sight by a rename, and returns its new path; `None` where there is none.
-pub(crate) fn set_aside(dir: &Path, step: u64) -> Result<Option<PathBuf>, CheckpointError> {
+pub(crate) fn set_aside(dir: &Path, step: u64) -> Result<Option<PathBuf>> {
     let path = dir.join(step_name(step));
     if path.symlink_metadata().is_err() {
         return Ok(None);
@@ -120,7 +120,7 @@ pub(crate) fn discard(path: &Path) {
 }
 
 /// Makes the entries of a folder durable.
-pub(crate) fn sync(dir: &Path) -> Result<(), CheckpointError> {
+pub(crate) fn sync(dir: &Path) -> Result<()> {
     File::open(dir).and_then(|folder| folder.sync_all()).at("sync", dir)
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::error::CheckpointError;
+use crate::error::Result;
 use crate::folder;
 use crate::save::looks_whole;
 
@@ -35,7 +35,7 @@ impl Keep {
 
 /// Removes the checkpoints in `dir` that no rule keeps, never the one of `written`, and gives their steps. Only those with a sound
 /// manifest and files of the right length count and are ever removed.
-pub fn prune(dir: &Path, written: Option<u64>, keep: &Keep) -> Result<Vec<u64>, CheckpointError> {
+pub fn prune(dir: &Path, written: Option<u64>, keep: &Keep) -> Result<Vec<u64>> {
     let mut whole = folder::list(dir)?;
     whole.retain(|(step, path)| Some(*step) == written || looks_whole(path));
     // The one just written counts as the latest, even where a run has gone back.

@@ -46,7 +46,7 @@ mod weights;
 
 pub use bytes::{Take, TensorBytes};
 pub use draft::{Draft, PartRef};
-pub use error::CheckpointError;
+pub use error::{CheckpointError, Result};
 pub use find::{LatestCheckpoint, latest, latest_of};
 pub use folder::{list, set_aside_from};
 pub use keep::{Keep, prune};

@@ -10,7 +10,7 @@ use lockstep_ir::DType;
 use memmap2::Mmap;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::folder;
 use crate::manifest::{self, FileEntry, Manifest, checksum, damaged, open_regular};
 use crate::stored::{self, Piece, Stored};
@@ -112,7 +112,7 @@ impl<'a> TensorView<'a> {
 
 impl Loaded {
     /// The tensor `name` of `group`.
-    pub fn tensor(&self, group: &str, name: &str) -> Result<TensorView<'_>, CheckpointError> {
+    pub fn tensor(&self, group: &str, name: &str) -> Result<TensorView<'_>> {
         let tensors = self.group(group)?;
         let Some(Stored { dtype, shape, pieces }) = tensors.get(name) else {
             let hint = format!("group `{group}` has {} tensors of other names", tensors.len());
@@ -127,11 +127,11 @@ impl Loaded {
     }
 
     /// The names of the tensors of `group`, ascending.
-    pub fn names(&self, group: &str) -> Result<Vec<&str>, CheckpointError> {
+    pub fn names(&self, group: &str) -> Result<Vec<&str>> {
         Ok(self.group(group)?.keys().map(String::as_str).collect())
     }
 
-    fn group(&self, group: &str) -> Result<&BTreeMap<String, Stored>, CheckpointError> {
+    fn group(&self, group: &str) -> Result<&BTreeMap<String, Stored>> {
         self.groups.get(group).ok_or_else(|| {
             let present: Vec<_> = self.groups.keys().map(String::as_str).collect();
             self.absent(format!("group `{group}`"), format!("its groups are: {}", present.join(", ")))
@@ -145,7 +145,7 @@ impl Loaded {
 
 /// Opens the checkpoint in the folder `path`, whatever the folder is called, and verifies all of it: every length and
 /// checksum, every header, and that the parts of every tensor make it up.
-pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
+pub fn open(path: &Path) -> Result<Loaded> {
     fs::read_dir(path).at("open", path)?;
     let manifest = Manifest::read(path)?;
     let named = path.file_name().and_then(|name| folder::parse_step_name(name.to_str()?));
@@ -166,14 +166,14 @@ pub fn open(path: &Path) -> Result<Loaded, CheckpointError> {
     Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, attachments, groups })
 }
 
-fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, TensorPlace>), CheckpointError> {
+fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, TensorPlace>)> {
     let file = open_mapped(folder, entry)?;
     let places = tensor_file::read_header(&file.map).map_err(|cause| damaged(folder, &entry.name, cause))?;
     Ok((file, places))
 }
 
 /// A file whose length and checksum are those of its entry.
-fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile, CheckpointError> {
+fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile> {
     let (mut file, bytes) = open_regular(folder, &entry.name)?;
     let wrong = |cause: String| damaged(folder, &entry.name, cause);
     if bytes != entry.bytes {
@@ -188,7 +188,7 @@ fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile, Checkpoin
 }
 
 /// Reads rather than maps: a disk error is then an error, not a signal.
-fn hash(file: &mut File, path: &Path) -> Result<String, CheckpointError> {
+fn hash(file: &mut File, path: &Path) -> Result<String> {
     let mut hasher = Xxh3::new();
     let mut buffer = vec![0; 1 << 20];
     loop {

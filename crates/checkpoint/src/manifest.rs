@@ -27,7 +27,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::tensor_file;
 
 /// The version of the format with one file for each group.
@@ -130,7 +130,7 @@ impl Manifest {
     }
 
     /// Reads the manifest of the checkpoint at `folder`.
-    pub(crate) fn read(folder: &Path) -> Result<Manifest, CheckpointError> {
+    pub(crate) fn read(folder: &Path) -> Result<Manifest> {
         let (file, _) = open_regular(folder, NAME)?;
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).at("read", &folder.join(NAME))?;
@@ -148,7 +148,7 @@ fn is_attachment(name: &str) -> bool {
 }
 
 /// Opens a plain file of the checkpoint at `folder`, and tells its length.
-pub(crate) fn open_regular(folder: &Path, name: &str) -> Result<(File, u64), CheckpointError> {
+pub(crate) fn open_regular(folder: &Path, name: &str) -> Result<(File, u64)> {
     let path = folder.join(name);
     let metadata = match fs::metadata(&path) {
         Err(cause) if cause.kind() == ErrorKind::NotFound => return Err(damaged(folder, name, "missing")),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::statvfs;
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::keep::Keep;
 use crate::manifest::{Manifest, checksum, damaged, open_regular};
 use crate::save::{TemporaryFolder, write_synced};
@@ -17,7 +17,7 @@ const CHUNK: usize = 1 << 20;
 
 /// Copies the checkpoint in the folder `from` into `dir`, under the same guarantees as [`save`](crate::save), and returns its path. What is
 /// copied is checked against its checksums, so that damage does not spread.
-pub fn mirror(from: &Path, dir: &Path, keep: &Keep) -> Result<PathBuf, CheckpointError> {
+pub fn mirror(from: &Path, dir: &Path, keep: &Keep) -> Result<PathBuf> {
     let manifest = Manifest::read(from)?;
     let temporary = TemporaryFolder::create(dir, manifest.step)?;
     let mut chunk = vec![0; CHUNK];
@@ -45,7 +45,7 @@ pub fn mirror(from: &Path, dir: &Path, keep: &Keep) -> Result<PathBuf, Checkpoin
 }
 
 /// Bytes that are free on the disk of `dir`, which need not be there yet. Quotas are not seen.
-pub fn free_bytes(dir: &Path) -> Result<u64, CheckpointError> {
+pub fn free_bytes(dir: &Path) -> Result<u64> {
     let mut at = dir;
     loop {
         match statvfs(if at.as_os_str().is_empty() { Path::new(".") } else { at }) {
@@ -59,7 +59,7 @@ pub fn free_bytes(dir: &Path) -> Result<u64, CheckpointError> {
 }
 
 /// Refuses to begin a checkpoint of so many bytes where they are not free.
-pub fn require_space(dir: &Path, bytes: u64) -> Result<(), CheckpointError> {
+pub fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     match free_bytes(dir) {
         Ok(free) if free < bytes => Err(CheckpointError::NoSpace { dir: dir.to_owned(), bytes, free }),
         // Where nothing can be known, writing will tell.

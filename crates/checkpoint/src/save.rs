@@ -8,7 +8,7 @@ use lockstep_ir::DType;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::bytes::TensorBytes;
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::folder;
 use crate::keep::{Keep, prune};
 use crate::manifest::{self, FileEntry, Manifest, WHOLE};
@@ -70,7 +70,7 @@ pub fn save<'a>(
     about: impl Into<About<'a>>,
     keep: impl Into<Keep>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<PathBuf, CheckpointError> {
+) -> Result<PathBuf> {
     let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
     let About { state, attachments } = about.into();
     let mut manifest =
@@ -119,10 +119,7 @@ fn whole<'a>(tensor: &'a TensorRef<'_>) -> Item<'a> {
     Item { name, dtype: *dtype, shape, slices: Slice::whole(elements.unwrap_or(0)), data: vec![data] }
 }
 
-pub(crate) fn write_synced<T>(
-    path: &Path,
-    write: impl FnOnce(&mut File) -> io::Result<T>,
-) -> Result<T, CheckpointError> {
+pub(crate) fn write_synced<T>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<T>) -> Result<T> {
     let mut file = File::create_new(path).at("create", path)?;
     let result = write(&mut file).at("write", path)?;
     file.sync_all().at("sync", path)?;
@@ -144,7 +141,7 @@ pub(crate) struct TemporaryFolder {
 
 impl TemporaryFolder {
     /// Makes the folder in `dir`, which is made too where it is missing, and removes what killed writers left there.
-    pub(crate) fn create(dir: &Path, step: u64) -> Result<TemporaryFolder, CheckpointError> {
+    pub(crate) fn create(dir: &Path, step: u64) -> Result<TemporaryFolder> {
         folder::create(dir)?;
         folder::sweep(dir)?;
         let path = folder::temporary_path(dir, step);
@@ -158,7 +155,7 @@ impl TemporaryFolder {
     }
 
     /// Writes files that hold no tensors, and makes them durable.
-    pub(crate) fn attach(&self, attachments: &[(&str, &[u8])]) -> Result<Vec<FileEntry>, CheckpointError> {
+    pub(crate) fn attach(&self, attachments: &[(&str, &[u8])]) -> Result<Vec<FileEntry>> {
         let mut entries = Vec::with_capacity(attachments.len());
         for (name, bytes) in attachments {
             write_synced(&self.path.join(name), |to| to.write_all(bytes))?;
@@ -170,7 +167,7 @@ impl TemporaryFolder {
     }
 
     /// Adds the manifest to the files, gives the folder its name and removes the checkpoints that `keep` does not keep.
-    pub(crate) fn finish(self, dir: &Path, manifest: &Manifest, keep: &Keep) -> Result<PathBuf, CheckpointError> {
+    pub(crate) fn finish(self, dir: &Path, manifest: &Manifest, keep: &Keep) -> Result<PathBuf> {
         let step = manifest.step;
         let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
         let sealed = manifest.seal().map_err(refused)?;
@@ -182,7 +179,7 @@ impl TemporaryFolder {
     }
 
     /// Gives the folder the name of `step`'s checkpoint, in the place of an older one.
-    fn publish(mut self, dir: &Path, step: u64) -> Result<PathBuf, CheckpointError> {
+    fn publish(mut self, dir: &Path, step: u64) -> Result<PathBuf> {
         let path = dir.join(folder::step_name(step));
         let replaced = folder::set_aside(dir, step)?;
         if let Err(cause) = fs::rename(&self.path, &path) {

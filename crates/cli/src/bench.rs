@@ -1,7 +1,7 @@
 //! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step. `lockstep bench
 //! collectives` and `checkpoint` are beside it.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
@@ -73,8 +73,8 @@ struct Train {
     #[arg(long, value_name = "NAME", conflicts_with = "shape")]
     preset: Option<String>,
     /// Old name of --preset: 15m, 29m, 124m, 1b, gpt2-xl or 8b, in fp32 unless --precision is given.
-    #[arg(long, value_name = "NAME", hide = true)]
-    shape: Option<OldShape>,
+    #[arg(long, value_name = "NAME", hide = true, value_parser = OLD_SHAPES.map(|(name, ..)| name))]
+    shape: Option<String>,
     /// Override a key: --set train.seq=2048.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -119,39 +119,19 @@ struct Train {
     format: Format,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum OldShape {
-    #[value(name = "15m")]
-    M15,
-    #[value(name = "29m")]
-    M29,
-    #[value(name = "124m")]
-    M124,
-    #[value(name = "1b")]
-    B1,
-    #[value(name = "gpt2-xl")]
-    Gpt2Xl,
-    #[value(name = "8b")]
-    B8,
-}
-
-impl OldShape {
-    /// Name, preset, sequence, batch.
-    fn row(self) -> (&'static str, &'static str, usize, usize) {
-        match self {
-            OldShape::M15 => ("15m", "llama-15m", 256, 16),
-            OldShape::M29 => ("29m", "llama-29m", 512, 8),
-            OldShape::M124 => ("124m", "llama-124m", 1024, 64),
-            OldShape::B1 => ("1b", "llama-3.2-1b", 4096, 8),
-            OldShape::Gpt2Xl => ("gpt2-xl", "gpt2-xl", 1024, 16),
-            OldShape::B8 => ("8b", "llama-3-8b", 4096, 1),
-        }
-    }
-}
+/// Values of --shape: name, preset, sequence, batch.
+const OLD_SHAPES: [(&str, &str, usize, usize); 6] = [
+    ("15m", "llama-15m", 256, 16),
+    ("29m", "llama-29m", 512, 8),
+    ("124m", "llama-124m", 1024, 64),
+    ("1b", "llama-3.2-1b", 4096, 8),
+    ("gpt2-xl", "gpt2-xl", 1024, 16),
+    ("8b", "llama-3-8b", 4096, 1),
+];
 
 impl Train {
     /// The config of the step, and what it is called.
-    fn config(&self, devices: &Devices) -> Result<(String, Config), Failure> {
+    fn config(&self, devices: &Devices) -> Result<(String, Config)> {
         let mut overrides = self.set.clone();
         let mut set = |key: &str, value: Option<String>| overrides.extend(value.map(|value| format!("{key}={value}")));
         let quoted = |text: &String| format!("\"{text}\"");
@@ -176,14 +156,14 @@ impl Train {
             );
             Config::parse(&text, "--preset", &overrides)
         };
-        let (name, config) = match (&self.config, &self.preset, self.shape) {
+        let old = self.shape.as_ref().and_then(|name| OLD_SHAPES.into_iter().find(|(old, ..)| old == name));
+        let (name, config) = match (&self.config, &self.preset, old) {
             (Some(path), ..) => {
                 let name = path.file_stem().map_or("run".into(), |stem| stem.to_string_lossy().into_owned());
                 (name, Config::load(path, &overrides)?)
             }
             (None, Some(name), _) => (name.clone(), preset(name, "")?),
-            (None, None, Some(shape)) => {
-                let (name, known, seq, batch) = shape.row();
+            (None, None, Some((name, known, seq, batch))) => {
                 warn(&[format!("--shape {name} is now called --preset {known}")]);
                 let usual = format!("[train]\nseq = {seq}\nglobal_batch = {batch}\n[precision]\npolicy = \"fp32\"\n");
                 (name.to_owned(), preset(known, &usual)?)
@@ -197,7 +177,7 @@ impl Train {
     }
 }
 
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
+pub fn run(args: Args) -> Result<ExitCode> {
     match args.what {
         Some(What::Train(train)) => run_train(*train)?,
         Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
@@ -211,29 +191,21 @@ pub fn run(args: Args) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_peaks(args: Peaks) -> Result<(), Failure> {
+fn run_peaks(args: Peaks) -> Result<()> {
     let threads = if args.threads == 0 { cpu::cores() } else { args.threads };
     // Those of all cores are what MFU is a share of from now on.
     let devices = Devices::new();
     let all = threads == cpu::cores();
-    let peak = |dtype: DType| -> Result<f64, Failure> {
-        match all {
-            true => Ok(devices.renew_cpu_peak(dtype)?.flops_per_s),
-            false => Ok(cpu::peaks::matmul(threads, dtype)?),
-        }
+    let peak = |dtype: DType| -> Result<f64> {
+        if all { Ok(devices.renew_cpu_peak(dtype)?.flops_per_s) } else { Ok(cpu::peaks::matmul(threads, dtype)?) }
     };
     let (matmul, matmul_bf16) = (peak(DType::F32)?, peak(DType::BF16)?);
     let bandwidth = cpu::peaks::bandwidth(threads)?;
     let disk = disk(&args.disk)?;
-    let mut out = std::io::stdout().lock();
-    if args.format == Format::Json {
-        let value = json!({
-            "threads": threads, "matmul_fp32_flops": matmul, "matmul_bf16_flops": matmul_bf16,
-            "memory_bytes_per_s": bandwidth, "disk_write_bytes_per_s": disk,
-        });
-        writeln!(out, "{value:#}")?;
-        return Ok(());
-    }
+    let value = json!({
+        "threads": threads, "matmul_fp32_flops": matmul, "matmul_bf16_flops": matmul_bf16,
+        "memory_bytes_per_s": bandwidth, "disk_write_bytes_per_s": disk,
+    });
     let rate = |bytes: f64| format!("{:.1} GB/s", bytes / 1e9);
     let rows = [
         vec!["matmul fp32".to_owned(), format!("{}/s", units::flops(matmul))],
@@ -242,11 +214,8 @@ fn run_peaks(args: Peaks) -> Result<(), Failure> {
         vec![format!("disk write and sync ({})", args.disk.display()), rate(disk)],
     ];
     let header = format!("measured peak, {}", units::counted(threads, "thread"));
-    write!(out, "{}", table(&[&header, "best"], &rows))?;
-    if all {
-        writeln!(out, "runs on this CPU have these matmul peaks as the denominator of MFU")?;
-    }
-    Ok(())
+    let of_mfu = if all { "runs on this CPU have these matmul peaks as the denominator of MFU\n" } else { "" };
+    args.format.print(|| value, || table(&[&header, "best"], &rows) + of_mfu)
 }
 
 /// Bytes per second of writing a file of 256 MiB and syncing it.
@@ -268,7 +237,7 @@ fn disk(folder: &Path) -> Result<f64, std::io::Error> {
     result
 }
 
-fn run_train(args: Train) -> Result<(), Failure> {
+fn run_train(args: Train) -> Result<()> {
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
     let devices = Devices::new();
     let (name, config) = args.config(&devices)?;
@@ -302,7 +271,7 @@ fn run_train(args: Train) -> Result<(), Failure> {
     Ok(())
 }
 
-fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<(), Failure> {
+fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match format {
         Format::Json => {
@@ -312,20 +281,15 @@ fn report_determinism(name: &str, format: Format, r: &Determinism) -> Result<(),
             });
             writeln!(out, "{value}")?;
         }
-        Format::Text => write!(
-            out,
-            "usual\n{}deterministic\n{}{:.0} tokens/s deterministic, {:.0} usual: {:.1}%\n{}",
-            as_text(name, &r.usual),
-            as_text(name, &r.deterministic),
-            r.deterministic.tokens_per_s,
-            r.usual.tokens_per_s,
-            100.0 * r.ratio,
+        Format::Text => {
+            let [usual, deterministic] = [&r.usual, &r.deterministic].map(|result| as_text(name, result));
+            let [slower, faster] = [&r.deterministic, &r.usual].map(|result| format!("{:.0}", result.tokens_per_s));
+            write!(out, "usual\n{usual}deterministic\n{deterministic}")?;
+            writeln!(out, "{slower} tokens/s deterministic, {faster} usual: {:.1}%", 100.0 * r.ratio)?;
             if r.same_bits {
-                "two deterministic runs gave the same losses and gradient norms, bit for bit\n"
-            } else {
-                ""
+                writeln!(out, "two deterministic runs gave the same losses and gradient norms, bit for bit")?;
             }
-        )?,
+        }
     }
     match r.same_bits {
         true => Ok(()),
@@ -346,23 +310,15 @@ fn as_json(name: &str, result: &BenchResult) -> Value {
 
 fn as_text(name: &str, r: &BenchResult) -> String {
     let micro_batch = if r.micro_batch == r.batch { String::new() } else { format!(" ({} at once)", r.micro_batch) };
+    let BenchResult { device, batch, seq, precision, tokens_per_s, tflops, peak_tflops, peak, .. } = r;
+    let BenchResult { arena_gib, peak_gib, loss, first_step_s, .. } = r;
+    let (step_ms, mfu) = (r.step_s * 1e3, 100.0 * r.mfu);
     let mut text = format!(
-        "{name} on {}, batch {}{micro_batch}, seq {}, {}\n{:.0} tokens/s, {:.1} ms a step, {:.3} TFLOP/s\nMFU {:.0}% of {:.3} TFLOP/s: \
-         {}\narena {:.2} GiB, peak {:.2} GiB, loss {:.4} nats\nfirst step done {:.1} s after the start\n",
-        r.device,
-        r.batch,
-        r.seq,
-        r.precision,
-        r.tokens_per_s,
-        r.step_s * 1e3,
-        r.tflops,
-        100.0 * r.mfu,
-        r.peak_tflops,
-        r.peak,
-        r.arena_gib,
-        r.peak_gib,
-        r.loss,
-        r.first_step_s,
+        "{name} on {device}, batch {batch}{micro_batch}, seq {seq}, {precision}\n\
+         {tokens_per_s:.0} tokens/s, {step_ms:.1} ms a step, {tflops:.3} TFLOP/s\n\
+         MFU {mfu:.0}% of {peak_tflops:.3} TFLOP/s: {peak}\n\
+         arena {arena_gib:.2} GiB, peak {peak_gib:.2} GiB, loss {loss:.4} nats\n\
+         first step done {first_step_s:.1} s after the start\n"
     );
     if let Some(prediction) = &r.prediction {
         text.push_str(&machine::beside(prediction, r.step_s));
@@ -378,7 +334,9 @@ fn as_text(name: &str, r: &BenchResult) -> String {
 }
 
 fn memory_text(arena_bytes: u64, m: &GpuMemory) -> String {
-    let known = [arena_bytes, m.context_bytes, arena_bytes + m.context_bytes].map(units::gib);
+    let [arena, context, both] = [arena_bytes, m.context_bytes, arena_bytes + m.context_bytes].map(units::gib);
+    let [nvml, apart, late] =
+        [m.nvml_bytes, m.difference_bytes.unsigned_abs(), m.libraries_and_graphs_bytes].map(units::gib);
     let more = if m.difference_bytes < 0 { "less" } else { "more" };
     let verdict = match (m.agrees, m.agrees_with_libraries_and_graphs) {
         (true, _) => "they agree within 1% or 300 MiB",
@@ -386,13 +344,7 @@ fn memory_text(arena_bytes: u64, m: &GpuMemory) -> String {
         (false, false) => "they do NOT agree within 1% or 300 MiB; does another program use the device?",
     };
     format!(
-        "GPU memory: arena {} + context {} = {}; NVML reports {}, {} {more}: {verdict}\n\
-         libraries that load late and CUDA graphs had added {} after two steps\n",
-        known[0],
-        known[1],
-        known[2],
-        units::gib(m.nvml_bytes),
-        units::gib(m.difference_bytes.unsigned_abs()),
-        units::gib(m.libraries_and_graphs_bytes)
+        "GPU memory: arena {arena} + context {context} = {both}; NVML reports {nvml}, {apart} {more}: {verdict}\n\
+         libraries that load late and CUDA graphs had added {late} after two steps\n"
     )
 }

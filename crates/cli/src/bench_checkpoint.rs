@@ -1,7 +1,7 @@
 //! `lockstep bench checkpoint`: how long steps wait for a checkpoint.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::table;
 use lockstep_config::{Config, bytes};
 use lockstep_host::Devices;
@@ -43,20 +43,18 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 /// A model whose checkpoint has about so many bytes: parameters and two moments, in f32.
-fn of_size(size: u64, ranks: u64) -> Result<Config, Failure> {
+fn of_size(size: u64, ranks: u64) -> Result<Config> {
     let dim: u64 = if size < 1_000_000_000 { 128 } else { 1024 };
-    let layer = 12 * dim * dim * 12;
+    let layers = size.div_ceil(12 * dim * dim * 12);
+    let (ffn, zero) = (dim * 8 / 3 / 8 * 8, u8::from(ranks > 1));
     let text = format!(
-        "[model]\nvocab_size = 256\nlayers = {}\ndim = {dim}\nheads = 8\nffn = {}\n[train]\nseq = 16\nglobal_batch = \
-         {ranks}\nmicro_batch = 1\ndevice = \"cpu\"\n[parallel]\ndp = {ranks}\nzero = {}\n",
-        size.div_ceil(layer),
-        dim * 8 / 3 / 8 * 8,
-        if ranks > 1 { 1 } else { 0 },
+        "[model]\nvocab_size = 256\nlayers = {layers}\ndim = {dim}\nheads = 8\nffn = {ffn}\n[train]\nseq = 16\nglobal_batch = \
+         {ranks}\nmicro_batch = 1\ndevice = \"cpu\"\n[parallel]\ndp = {ranks}\nzero = {zero}\n"
     );
     Ok(Config::parse(&text, "--size", &[])?)
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let devices = Devices::new();
     let config = match &args.config {
         Some(path) => settled(&devices, &Config::load(path, &args.set)?, None, &mut |_, _| {})?,
@@ -87,13 +85,10 @@ fn as_text(b: &CheckpointBench) -> String {
         row("on the disk, in the background", b.background_s),
     ];
     let ranks = if b.ranks == 1 { String::new() } else { format!(" of {} ranks", b.ranks) };
+    let ([whole, snapshot], exact) = ([b.bytes, b.snapshot_bytes].map(units::bytes), b.snapshot_bytes);
+    let [step, beside] = [b.step_s, b.step_while_saving_s].map(units::seconds);
+    let table = table(&["", "best", "rate", "of a copy"], &rows);
     format!(
-        "checkpoint of {}{ranks}, snapshot {} ({} bytes)\n{}a step takes {}, {} beside a write\n",
-        units::bytes(b.bytes),
-        units::bytes(b.snapshot_bytes),
-        b.snapshot_bytes,
-        table(&["", "best", "rate", "of a copy"], &rows),
-        units::seconds(b.step_s),
-        units::seconds(b.step_while_saving_s)
+        "checkpoint of {whole}{ranks}, snapshot {snapshot} ({exact} bytes)\n{table}a step takes {step}, {beside} beside a write\n"
     )
 }

@@ -1,6 +1,6 @@
 //! `lockstep bench collectives`: how fast ranks talk to each other.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::table;
 use crate::{Format, launch, processes};
 use lockstep_cuda::Gpu;
@@ -88,13 +88,13 @@ struct World {
     hosts: Vec<(String, usize)>,
 }
 
-pub fn run(args: &Args) -> Result<ExitCode, Failure> {
+pub fn run(args: &Args) -> Result<ExitCode> {
     if args.from > args.to {
         return Err(Failure::request(format!("--from {} is more than --to {}", args.from, args.to), "sizes go up"));
     }
     if let Some(place) = processes::place()? {
         processes::end_with_launcher()?;
-        let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
+        let of_rank = |failure: Failure| failure.of_rank(place.rank);
         if let Some(ranks) = args.ranks.filter(|ranks| *ranks != place.ranks) {
             let text = format!("--ranks {ranks}, and {} processes were started", place.ranks);
             return Err(of_rank(Failure::request(text, "leave --ranks out where others start the ranks")));
@@ -172,7 +172,7 @@ impl Progress {
     }
 }
 
-fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode, Failure> {
+fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCode> {
     let start = place.start(args.timeout(), None, Waiting::default())?;
     let comm = Arc::new(join(&start).map_err(lockstep_host::HostError::from)?);
     let mut hosts: Vec<(String, usize)> = Vec::new();
@@ -201,7 +201,7 @@ fn one_of_several(args: &Args, place: &processes::ProcessPlace) -> Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-fn on_threads(args: &Args, ranks: usize) -> Result<(), Failure> {
+fn on_threads(args: &Args, ranks: usize) -> Result<()> {
     let subjects = match args.on_gpus() {
         true => Gpu::open(0, false)
             .map_err(ExecError::from)
@@ -236,7 +236,7 @@ impl From<MeasureError> for Failure {
     }
 }
 
-fn report(args: &Args, world: &World, found: &[Measured]) -> Result<(), Failure> {
+fn report(args: &Args, world: &World, found: &[Measured]) -> Result<()> {
     args.format.print(|| as_json(world, found), || as_text(world, found))
 }
 
@@ -267,13 +267,9 @@ fn as_text(world: &World, found: &[Measured]) -> String {
     };
     let rows: Vec<Vec<String>> = found.iter().map(row).collect();
     let hosts: Vec<String> = world.hosts.iter().map(|(host, ranks)| format!("{ranks} on {host}")).collect();
-    format!(
-        "{} ranks as {} ({}), fp32, results checked; sizes and bandwidths as NCCL's tests count them\n{}",
-        world.ranks,
-        world.name,
-        hosts.join(", "),
-        table(&["collective", "size", "time", "algorithm bandwidth", "bus bandwidth"], &rows)
-    )
+    let who = format!("{} ranks as {} ({})", world.ranks, world.name, hosts.join(", "));
+    let table = table(&["collective", "size", "time", "algorithm bandwidth", "bus bandwidth"], &rows);
+    format!("{who}, fp32, results checked; sizes and bandwidths as NCCL's tests count them\n{table}")
 }
 
 #[cfg(test)]

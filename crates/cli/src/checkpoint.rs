@@ -1,6 +1,6 @@
 //! `lockstep checkpoint`: those of a run, and models of Hugging Face in and out.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::shell::shell_quoted;
 use crate::{Format, checkpoint_list, checkpoint_tools};
@@ -65,7 +65,7 @@ enum Weights {
     F32,
 }
 
-pub fn run(command: Command) -> Result<(), Failure> {
+pub fn run(command: Command) -> Result<()> {
     let mut progress = Progress::new(0);
     let mut show = |done, total| progress.work("writing weights", done, total, units::bytes);
     match command {
@@ -91,7 +91,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
     }
 }
 
-fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
+fn imported(args: &ImportArgs, result: &Imported) -> Result<()> {
     let Imported { config, parameters, context, tokenizer, warnings } = result;
     crate::warn(warnings);
     let (model, out) = (&config.model, args.out.display());
@@ -105,15 +105,10 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
         });
         return Ok(writeln!(stdout, "{object:#}")?);
     }
-    writeln!(
-        stdout,
-        "{}: {} parameters, {} layers of {}, context {context} tokens\n{out}: run.toml, checkpoints/step-00000000{}",
-        model.architecture,
-        units::count(*parameters),
-        model.layers,
-        model.dim,
-        if *tokenizer { ", tokenizer.json" } else { "" }
-    )?;
+    let (name, size) = (&model.architecture, format!("{} layers of {}", model.layers, model.dim));
+    writeln!(stdout, "{name}: {} parameters, {size}, context {context} tokens", units::count(*parameters))?;
+    let with = if *tokenizer { ", tokenizer.json" } else { "" };
+    writeln!(stdout, "{out}: run.toml, checkpoints/step-00000000{with}")?;
     if !tokenizer {
         let note = "note: it comes without a tokenizer.json: set data.tokenizer in run.toml, or its tokens are bytes";
         writeln!(std::io::stderr(), "{note}")?;
@@ -124,7 +119,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<(), Failure> {
     Ok(())
 }
 
-fn exported(args: &ExportArgs, result: &Exported) -> Result<(), Failure> {
+fn exported(args: &ExportArgs, result: &Exported) -> Result<()> {
     let Exported { step, parameters, dtype, warnings } = result;
     crate::warn(warnings);
     let (out, count) = (args.out.display(), units::count(*parameters));

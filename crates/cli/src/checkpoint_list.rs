@@ -1,7 +1,7 @@
 //! `lockstep checkpoint list`.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::table;
 use lockstep_host::date;
 use lockstep_ir::units;
@@ -19,7 +19,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let found = checkpoints(&args.run)?;
     let text = || match found.is_empty() {
         true => format!("{}: no checkpoints yet\n", args.run.display()),

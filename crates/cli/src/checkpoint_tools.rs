@@ -1,7 +1,7 @@
 //! `lockstep checkpoint inspect`, `verify` and `prune`.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::table;
 use lockstep_checkpoint::{Keep, list, looks_whole, open};
 use lockstep_ir::units;
@@ -56,7 +56,7 @@ pub struct PruneArgs {
 }
 
 /// The checkpoints that a path names, by ascending step: those of a run, of a folder, or itself.
-fn named(from: &Path) -> Result<Vec<(Option<u64>, PathBuf)>, Failure> {
+fn named(from: &Path) -> Result<Vec<(Option<u64>, PathBuf)>> {
     if from.join("manifest.json").exists() {
         return Ok(vec![(None, from.to_owned())]);
     }
@@ -69,7 +69,7 @@ fn named(from: &Path) -> Result<Vec<(Option<u64>, PathBuf)>, Failure> {
     Ok(found.into_iter().map(|(step, path)| (Some(step), path)).collect())
 }
 
-pub fn inspect(args: &InspectArgs) -> Result<(), Failure> {
+pub fn inspect(args: &InspectArgs) -> Result<()> {
     let Some((_, path)) = named(&args.from)?.pop() else { return Ok(()) };
     let loaded = open(&path)?;
     let mut groups = Vec::new();
@@ -125,7 +125,7 @@ pub fn inspect(args: &InspectArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
+pub fn verify(args: &VerifyArgs) -> Result<()> {
     let (mut rows, mut values, mut damaged) = (Vec::new(), Vec::new(), 0);
     for (step, path) in named(&args.from)? {
         let result = open(&path);
@@ -145,7 +145,7 @@ pub fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     }
 }
 
-pub fn prune(args: &PruneArgs) -> Result<(), Failure> {
+pub fn prune(args: &PruneArgs) -> Result<()> {
     let found = checkpoints(&args.run)?;
     // Nobody else may write there meanwhile.
     let _lock = RunDir::open(&args.run)?;

@@ -1,7 +1,7 @@
 //! `lockstep config`: the keys of a config, from the schema.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::style;
 use crate::table::wrapped;
 use lockstep_config::{FoundKey, KeyDoc, MissingFeature, keys_at, nearest, presets, schema, search};
@@ -20,7 +20,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let whole = args.key.is_none() && args.search.is_none();
     let (keys, missing) = match (&args.key, &args.search) {
         (Some(path), _) => (at(path)?, Vec::new()),
@@ -64,7 +64,7 @@ fn entry(key: &KeyDoc, name: &str, names: bool) -> String {
     text
 }
 
-fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
+fn at(path: &str) -> Result<Vec<KeyDoc>> {
     let found = keys_at(path);
     if !found.is_empty() {
         return Ok(found);
@@ -86,7 +86,7 @@ fn at(path: &str) -> Result<Vec<KeyDoc>, Failure> {
     Err(Failure::request(format!("{path} is not a key of the config"), hint))
 }
 
-fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<MissingFeature>), Failure> {
+fn searched(words: &str) -> Result<(Vec<KeyDoc>, Vec<MissingFeature>)> {
     let FoundKey { keys, missing } = search(words);
     match keys.is_empty() && missing.is_empty() {
         false => Ok((keys, missing)),

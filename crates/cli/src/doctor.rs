@@ -3,7 +3,7 @@
 mod world;
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::style;
 use crate::table::wrapped;
 use lockstep_cuda::{CudaExecutor, Finding, Gpu, LIBRARIES, survey};
@@ -36,7 +36,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.world {
         return world::run(args.conformance.then_some(args.device.as_str()), args.format);
     }
@@ -105,7 +105,7 @@ fn ready(findings: &[Finding]) -> bool {
     findings.iter().all(|f| f.found.is_ok() || !f.needed)
 }
 
-fn check(device: &str, seed: u64) -> Result<(), Failure> {
+fn check(device: &str, seed: u64) -> Result<()> {
     let gpu = if device == "cuda" { Some(Gpu::open(0, false).map_err(ExecError::from)?) } else { None };
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();

@@ -5,7 +5,7 @@ mod tasks;
 pub(crate) use tasks::texts;
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
@@ -44,7 +44,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let trained = Trained::open(&args.from)?;
     crate::warn(&trained.warnings);
     if !args.tasks.is_empty() {

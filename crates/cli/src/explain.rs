@@ -10,10 +10,11 @@ mod phases;
 mod schedule;
 
 pub(crate) use forecast::exact;
+pub(crate) use schedule::picture as pipeline_picture;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{beside, table, wrapped};
-use crate::timeline::TimelineFile;
+use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
 use lockstep_compile::{Effect, Stays};
 use lockstep_config::{BatchStage, Config, RecomputePolicy};
@@ -58,13 +59,14 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.analyze {
         return machine::show_analysis(&args.config.config, args.format);
     }
     let timeline = args.timeline.as_deref().map(TimelineFile::new).transpose()?;
-    let schedule = args.schedule.as_deref().map(schedule::file).transpose()?;
-    let trace = args.trace.as_deref().map(forecast::file).transpose()?;
+    let schedule =
+        args.schedule.as_deref().map(|path| require_extension("--schedule", path, "schedule.svg")).transpose()?;
+    let trace = args.trace.as_deref().map(|path| require_extension("--trace", path, "trace.json")).transpose()?;
     let hardware = args.cost.hardware()?;
     let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
     let config = args.cost.load(&args.config)?;
@@ -87,11 +89,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         }
         _ => None,
     };
-    let program = plan.program();
-    let ops = match program.entry(StepProgram::TRAIN) {
-        Some(entry) => ops(program, entry).map_err(PlanError::from)?,
-        None => Vec::new(),
-    };
+    let ops = step_ops(&plan)?;
     let predicted = match &hardware {
         Some(hardware) => Some(forecast::Predicted::new(&config, &plan, hardware)?),
         None => forecast::Predicted::here(&devices, &plan)?,
@@ -156,20 +154,16 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The pipeline schedule of a plan as SVG; none where there is no pipeline.
-pub fn pipeline_picture(plan: &Plan) -> Option<String> {
-    schedule::picture(plan)
+/// What explain prints of a plan.
+pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<String> {
+    let account = account(devices, config, plan)?;
+    Ok(as_text(config, plan, &step_ops(plan)?, None, None) + &account::as_text(&account))
 }
 
-/// What explain prints of a plan.
-pub fn account_text(devices: &Devices, config: &Config, plan: &Plan) -> Result<String, Failure> {
+/// The ops of a training step, with their costs.
+fn step_ops(plan: &Plan) -> Result<Vec<OpCost>, PlanError> {
     let program = plan.program();
-    let ops = match program.entry(StepProgram::TRAIN) {
-        Some(entry) => ops(program, entry).map_err(PlanError::from)?,
-        None => Vec::new(),
-    };
-    let account = account(devices, config, plan)?;
-    Ok(as_text(config, plan, &ops, None, None) + &account::as_text(&account))
+    program.entry(StepProgram::TRAIN).map_or(Ok(Vec::new()), |entry| Ok(ops(program, entry)?))
 }
 
 fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde_json::Value {
@@ -221,39 +215,32 @@ fn as_text(
     let flops = plan.step_flops;
     let line = |name: &str, flops: u128, text: &str| beside(&format!("  {name:<10} {:<12} ", per_token(flops)), text);
     let several = plan.layout.mesh.ranks() > 1;
-    let plural = |n: usize, more: &'static str| if n == 1 { "" } else { more };
     let preset = |path: &str| config.preset_of(path).map_or(String::new(), |name| format!(" (preset {name})"));
+    let (exact, rounded) = (thousands(plan.parameters), units::count(plan.parameters));
+    let active = match plan.active_parameters == plan.parameters {
+        true => String::new(),
+        false => format!(", {} of them active for a token", units::count(plan.active_parameters)),
+    };
+    let layers = counted(model.layers, "layer");
+    let (heads, kv_heads) = (counted(model.heads, "head"), counted(model.kv_heads, "kv head"));
+    let [sequences, micro] = [config.batches().largest(), train.micro_batch].map(|n| counted(n, "sequence"));
+    let (tokens, steps) = (thousands(plan.tokens_per_step), config.accumulation_steps());
+    let plural = if steps == 1 { "" } else { "es" };
+    let found = config.micro_batch_found().map_or(String::new(), |how| format!(" ({how})"));
+    let policy = format!("{}{}", config.precision.policy, preset("precision.policy"));
     [
         wrapped(
             &format!(
-                "{}: {} parameters ({}{}), {}, dim {}, {}, {}",
-                model.architecture,
-                thousands(plan.parameters),
-                units::count(plan.parameters),
-                match plan.active_parameters == plan.parameters {
-                    true => String::new(),
-                    false => format!(", {} of them active for a token", units::count(plan.active_parameters)),
-                },
-                counted(model.layers, "layer"),
-                model.dim,
-                counted(model.heads, "head"),
-                counted(model.kv_heads, "kv head")
+                "{}: {exact} parameters ({rounded}{active}), {layers}, dim {}, {heads}, {kv_heads}",
+                model.architecture, model.dim,
             ),
             "  ",
         ),
         wrapped(
             &format!(
-                "step: {} × {} tokens{} = {} tokens, in {} micro-batch{} of {}{}; {}{}; {}",
-                counted(config.batches().largest(), "sequence"),
+                "step: {sequences} × {} tokens{} = {tokens} tokens, in {steps} micro-batch{plural} of {micro}{found}; {policy}; {}",
                 train.seq,
                 preset("train.seq"),
-                thousands(plan.tokens_per_step),
-                config.accumulation_steps(),
-                plural(config.accumulation_steps(), "es"),
-                counted(train.micro_batch, "sequence"),
-                config.micro_batch_found().map_or(String::new(), |how| format!(" ({how})")),
-                config.precision.policy,
-                preset("precision.policy"),
                 plan.device,
             ),
             "  ",
@@ -396,19 +383,11 @@ pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
     let header: Vec<&str> = ["layer"].into_iter().chain(names.iter().copied()).collect();
     let p = &breakdown.peak;
     let layer = p.layer.map_or(String::new(), |l| format!(" of layer {l}"));
-    let peak = format!(
-        "  peak: {} live in {}, micro-batch {}, at {}{layer}",
-        units::bytes(p.live_bytes),
-        p.segment,
-        p.micro_batch,
-        p.op
-    );
-    format!(
-        "memory breakdown: one arena\n{}\n{}\nmemory by layer (temporary buffers are shared by all)\n{}",
-        table(&["class", "size", "share", "~bytes"], &classes),
-        wrapped(&peak, "    "),
-        table(&header, &rows)
-    )
+    let (live, segment, m) = (units::bytes(p.live_bytes), p.segment, p.micro_batch);
+    let peak = wrapped(&format!("  peak: {live} live in {segment}, micro-batch {m}, at {}{layer}", p.op), "    ");
+    let classes = table(&["class", "size", "share", "~bytes"], &classes);
+    let by_layer = format!("memory by layer (temporary buffers are shared by all)\n{}", table(&header, &rows));
+    format!("memory breakdown: one arena\n{classes}\n{peak}\n{by_layer}")
 }
 
 /// Layers with equal breakdowns as one row: `0 to 15 (each)`.
@@ -444,10 +423,7 @@ fn passes(plan: &Plan) -> String {
             Effect::NumericsChanging => "numerics-changing",
         };
         text.push_str(&format!("\n== after {} ({effect}) ==\n", stage.pass.name));
-        match stage.changed {
-            true => text.push_str(&stage.graph.to_string()),
-            false => text.push_str("changed nothing\n"),
-        }
+        if stage.changed { text.push_str(&stage.graph.to_string()) } else { text.push_str("changed nothing\n") }
     }
     for program in &plan.compiled.programs {
         text.push_str(&format!("\n== program ==\n{program}"));

@@ -30,6 +30,9 @@ pub const INTERRUPTED: u8 = 75;
 /// everybody else such a run has failed like any other.
 pub const RECURS: u8 = 3;
 
+/// What a command gives, or why it does not.
+pub type Result<T, E = Failure> = std::result::Result<T, E>;
+
 /// What to print, and whose fault it was.
 #[derive(Debug, Hint)]
 #[hint(hint.clone())]
@@ -88,9 +91,12 @@ impl Failure {
         ExitCode::from(code)
     }
 
-    /// As told by a rank that is not the first.
+    /// As told by a rank: the first speaks for all, others say who they are.
     pub fn of_rank(self, rank: usize) -> Self {
-        self.about(format!("rank {rank} on host {}", lockstep_exec::comm::processes::host()))
+        match rank {
+            0 => self,
+            _ => self.about(format!("rank {rank} on host {}", lockstep_exec::comm::processes::host())),
+        }
     }
 
     fn new(text: String, hint: Option<String>, code: u8) -> Self {

@@ -1,7 +1,7 @@
 //! `lockstep generate`: text from a trained model, as it comes.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::terminal::printable;
 use lockstep_host::Devices;
 use lockstep_infer::{Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
@@ -48,7 +48,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let Args { temperature, top_k, top_p, seed, .. } = args;
     let sampling = Sampling { temperature, top_k, top_p, seed };
     sampling.check()?;
@@ -100,7 +100,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
     Ok(())
 }
 
-fn prompt(args: &Args) -> Result<String, Failure> {
+fn prompt(args: &Args) -> Result<String> {
     let Some(path) = &args.prompt_file else { return Ok(args.prompt.clone().unwrap_or_default()) };
     let refuse = |cause: String, hint: &str| Failure::request(format!("{}: {cause}", path.display()), hint);
     let bytes =
@@ -139,7 +139,7 @@ impl Screen {
     }
 
     /// Ends the last line and gives the new text. Whoever closes the pipe has seen enough.
-    fn end(mut self) -> Result<String, Failure> {
+    fn end(mut self) -> Result<String> {
         let rest = self.stream.finish();
         self.write(&rest);
         self.text.push_str(&rest);

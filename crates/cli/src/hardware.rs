@@ -1,12 +1,13 @@
 //! `--gpu`, `--cluster`, `--gpus`: hardware of the catalogue, by name.
 
-use crate::failure::Failure;
-use lockstep_config::nearest;
+use crate::failure::{Failure, Result};
+use crate::table::wrapped;
+use lockstep_config::{count, nearest};
 use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
-pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>, Failure> {
+pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Result<Option<Hardware>> {
     let catalogue = lockstep_host::catalogue()?;
     let unknown = |option: &str, name: &str, known: Vec<&str>| {
         let near = nearest(name, known.iter().copied());
@@ -29,6 +30,30 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
             Err(Failure::request(text, format!("give at most {all}")))
         }
         _ => Ok(Some(found)),
+    }
+}
+
+/// Tokens of a run, as a user gives them.
+pub fn tokens(text: &str) -> Result<u64> {
+    let wrong = || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
+    count(text).filter(|n| *n > 0).ok_or_else(wrong)
+}
+
+/// A share of the peak that a user gives.
+pub fn mfu(share: f64) -> Result<f64> {
+    match share > 0.0 && share <= 1.0 {
+        true => Ok(share),
+        false => {
+            Err(Failure::request(format!("--mfu {share} is no share"), "give a number above 0, up to 1, such as 0.4"))
+        }
+    }
+}
+
+/// Says which figures of the catalogue nobody has verified; nothing where all are.
+pub fn unverified(figures: &[String]) -> String {
+    match figures {
+        [] => String::new(),
+        _ => wrapped(&format!("unverified figures of the catalogue: {}", figures.join(", ")), "  "),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `lockstep launch`: the ranks of a run as processes of this machine.
 
-use crate::failure::{Failure, INTERRUPTED, RECURS};
+use crate::failure::{Failure, INTERRUPTED, RECURS, Result};
 use crate::processes::{ABANDONED, LAUNCHED, SECRET, STOP};
 use crate::{slurm, style, train};
 use lockstep_config::DeviceChoice;
@@ -51,7 +51,7 @@ const CHANGE: &str =
 /// How often processes are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
+pub fn run(mut args: Args) -> Result<ExitCode> {
     let given = args.train.config.set.clone();
     // What is given with --set wins over what a cluster of this name has.
     args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
@@ -96,18 +96,15 @@ pub fn run(mut args: Args) -> Result<ExitCode, Failure> {
 }
 
 /// Refuses what no rank could do, before there are ranks to refuse it.
-pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<(), Failure> {
+pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<()> {
     let found =
         Gpu::check().and_then(|()| if ranks > 1 { check_nccl() } else { Ok(()) }).and_then(|()| Device::count());
     let gpus = found.map_err(ExecError::from)?.saturating_sub(first);
-    match ranks > gpus && !share {
-        true => Err(HostError::FewGpus { host: host(), ranks, gpus }.into()),
-        false => Ok(()),
-    }
+    if ranks > gpus && !share { Err(HostError::FewGpus { host: host(), ranks, gpus }.into()) } else { Ok(()) }
 }
 
 /// Runs this program with these arguments as so many ranks, which end with this process.
-pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode, Failure> {
+pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode> {
     let end = Team::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
     if let Some(failure) = &end.failed {
         tell(&format!("error: {failure}"));
@@ -151,7 +148,7 @@ struct End {
 
 impl Team {
     /// Starts this program again with these arguments, once for every rank.
-    fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self, Failure> {
+    fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self> {
         // Free now; should somebody else take it before rank 0 does, that tells the others of another.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let secret = JobSecret::random()?.to_hex();
@@ -175,7 +172,7 @@ impl Team {
     }
 
     /// Waits for all. A signal is passed on to them: they stop after the same step.
-    fn wait(mut self, signals: &AtomicBool) -> Result<End, Failure> {
+    fn wait(mut self, signals: &AtomicBool) -> Result<End> {
         let mut asked_to_stop = false;
         let (mut deadline, mut first_ended): (Option<Instant>, Option<Instant>) = (None, None);
         while self.ended.iter().any(Option::is_none) {

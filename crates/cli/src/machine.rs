@@ -1,7 +1,7 @@
 //! `bench --save` and `bench --learn`: this machine's profile; `explain --analyze`: what it predicted beside what was measured.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{table, wrapped};
 use lockstep_host::{Devices, Prediction, write_machine};
 use lockstep_ir::units::counted;
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::Instant;
 
 /// Measures this machine, and saves that under a name.
-pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
+pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<()> {
     let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if name.is_empty() || name.starts_with('.') || !name.chars().all(legal) {
         return Err(Failure::request(
@@ -43,7 +43,7 @@ pub fn save(name: &str, device: &str, ranks: &[usize]) -> Result<(), Failure> {
 }
 
 /// Adds what a run measured to this machine's profile.
-pub fn learn(run: &Path) -> Result<(), Failure> {
+pub fn learn(run: &Path) -> Result<()> {
     let learned = learn_from(&Devices::new(), run)?;
     let mut out = std::io::stdout().lock();
     writeln!(out, "{} times by op and size added to {}", learned.points, learned.file.display())?;
@@ -58,7 +58,7 @@ pub fn beside(prediction: &Prediction, measured_s: f64) -> String {
 }
 
 /// Predicted beside measured of a run.
-pub fn show_analysis(run: &Path, format: Format) -> Result<(), Failure> {
+pub fn show_analysis(run: &Path, format: Format) -> Result<()> {
     let analysis = analyze(run)?;
     let learn = "adds the measured times to this machine's profile";
     let text = || analysis_text(&analysis) + &format!("lockstep bench --learn {} {learn}\n", run.display());

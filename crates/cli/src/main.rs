@@ -110,18 +110,10 @@ fn main() -> ExitCode {
         return failure::Failure::refused(unusable).report();
     }
     let result = match command {
-        Command::Train(args) => {
-            return train::run(args).unwrap_or_else(|failure| failure.report());
-        }
-        Command::Bench(args) => {
-            return bench::run(args).unwrap_or_else(|failure| failure.report());
-        }
-        Command::Launch(args) => {
-            return launch::run(args).unwrap_or_else(|failure| failure.report());
-        }
-        Command::Verify(args) => {
-            return verify::run(args).unwrap_or_else(|failure| failure.report());
-        }
+        Command::Train(args) => return reported(train::run(args)),
+        Command::Bench(args) => return reported(bench::run(args)),
+        Command::Launch(args) => return reported(launch::run(args)),
+        Command::Verify(args) => return reported(verify::run(args)),
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Watch(args) => watch::run(&args),
@@ -140,8 +132,9 @@ fn main() -> ExitCode {
         Command::Completions(args) => manual::completions(args, &mut Cli::command()),
         Command::Man(args) => manual::man(args, Cli::command()),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
-    }
+    reported(result.map(|()| ExitCode::SUCCESS))
+}
+
+fn reported(result: failure::Result<ExitCode>) -> ExitCode {
+    result.unwrap_or_else(|failure| failure.report())
 }

@@ -1,6 +1,6 @@
 //! `lockstep completions` and `lockstep man`: what shells and manuals know of the commands.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use clap::Command;
 use clap_complete::Shell;
 use std::io::Write;
@@ -20,14 +20,14 @@ pub struct ManArgs {
     out: Option<PathBuf>,
 }
 
-pub fn completions(args: CompletionArgs, command: &mut Command) -> Result<(), Failure> {
+pub fn completions(args: CompletionArgs, command: &mut Command) -> Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, command, "lockstep", &mut script);
     std::io::stdout().write_all(&script)?;
     Ok(())
 }
 
-pub fn man(args: ManArgs, command: Command) -> Result<(), Failure> {
+pub fn man(args: ManArgs, command: Command) -> Result<()> {
     let Some(folder) = args.out else {
         let mut page = Vec::new();
         clap_mangen::Man::new(command).render(&mut page)?;

@@ -1,6 +1,6 @@
 //! `lockstep metrics`: what a run has recorded at each step.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::table;
 use crate::terminal::{escaped, printable};
 use clap::ValueEnum;
@@ -32,7 +32,7 @@ enum MetricsFormat {
     Json,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let metrics = open(&args.run)?;
     if metrics.skipped() > 0 {
         let skipped = metrics.skipped();
@@ -79,7 +79,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// The metrics of a run directory.
-pub fn open(run: &Path) -> Result<MetricColumns, Failure> {
+pub fn open(run: &Path) -> Result<MetricColumns> {
     let path = run.join("metrics.jsonl");
     let metrics = MetricColumns::open(&path).map_err(|error| {
         let hint = match error.kind() {

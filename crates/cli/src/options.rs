@@ -1,6 +1,6 @@
 //! Options that several commands have, and warnings.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::style;
 use clap::ValueEnum;
 use serde_json::Value;
@@ -55,7 +55,7 @@ pub enum Format {
 
 impl Format {
     /// Prints a result in this form.
-    pub fn print(self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) -> Result<(), Failure> {
+    pub fn print(self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) -> Result<()> {
         let text = match self {
             Format::Text => text(),
             Format::Json => format!("{:#}\n", json()),

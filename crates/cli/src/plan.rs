@@ -10,11 +10,10 @@ mod scaling;
 mod walk;
 mod write;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::wrapped;
 use crate::{ConfigArgs, Format, hardware};
-use lockstep_config::count;
 use lockstep_exec::cpu;
 use lockstep_host::Devices;
 use lockstep_plan::{PlanError, Room, SearchRequest, SearchResult, Target, search};
@@ -94,7 +93,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.gpus == Some(0) {
         return Err(Failure::request("--gpus 0 trains nothing", "give a number from 1"));
     }
@@ -120,12 +119,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         return measure::show(&config_args, &devices, &config, room.as_ref(), args.format);
     }
     let found = named.ok_or_else(|| Failure::request("plan needs to know for what", "add --cluster or --gpu"))?;
-    let tokens = match &args.tokens {
-        None => None,
-        Some(text) => Some(count(text).filter(|n| *n > 0).ok_or_else(|| {
-            Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T")
-        })?),
-    };
+    let tokens = args.tokens.as_deref().map(hardware::tokens).transpose()?;
     let config = Target::on_gpus(config_args.load()?);
     let gpus = args.gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let devices = Devices::of(&config);

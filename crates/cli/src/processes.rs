@@ -1,6 +1,6 @@
 //! How a process finds the others of its run: by the variables that whoever started it has set.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::terminal::printable;
 use lockstep_cuda::{Device, Gpu};
 use lockstep_exec::ExecError;
@@ -52,12 +52,12 @@ pub struct ProcessPlace {
 }
 
 /// Where this process stands among others; `None` if it is alone.
-pub fn place() -> Result<Option<ProcessPlace>, Failure> {
+pub fn place() -> Result<Option<ProcessPlace>> {
     find(&|name| std::env::var(name).ok())
 }
 
-fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>, Failure> {
-    let number = |name: &str| -> Result<Option<usize>, Failure> {
+fn find(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<ProcessPlace>> {
+    let number = |name: &str| -> Result<Option<usize>> {
         let wrong = |value: &str| {
             let what = if value.is_empty() { "is set and empty" } else { "is no number" };
             Failure::request(format!("{name}={} {what}", printable(value)), "unset it, or set it right")
@@ -173,7 +173,7 @@ fn local(get: &dyn Fn(&str) -> Option<String>, here: &str, all: &str) -> Option<
 impl ProcessPlace {
     /// How it joins the others, and how long it waits for them. They share the run directory `dir`; where there is none, the folder
     /// that they were started in.
-    pub fn start(&self, timeout: Duration, dir: Option<&Path>, waiting: Waiting) -> Result<Start, Failure> {
+    pub fn start(&self, timeout: Duration, dir: Option<&Path>, waiting: Waiting) -> Result<Start> {
         let ProcessPlace { rank, ranks, address, mpi, secret, job, .. } = self.clone();
         let path = match dir {
             Some(dir) => dir.join(BOARD),
@@ -200,7 +200,7 @@ impl ProcessPlace {
 }
 
 /// The version and a checksum of this binary.
-fn build() -> Result<String, Failure> {
+fn build() -> Result<String> {
     let mut file = std::fs::File::open("/proc/self/exe").or_else(|_| std::fs::File::open(std::env::current_exe()?))?;
     let (mut hasher, mut chunk) = (Xxh3::new(), vec![0; 1 << 20]);
     loop {
@@ -213,7 +213,7 @@ fn build() -> Result<String, Failure> {
 }
 
 /// Sets `stop` when whoever launched this process asks for it, or is gone. Gives what ends the waiting for other processes.
-pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<Waiting, Failure> {
+pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<Waiting> {
     let waiting = Waiting { stop: Some(stop.clone()), abandoned: None };
     if std::env::var_os(LAUNCHED).is_none() {
         return Ok(waiting);
@@ -237,7 +237,7 @@ pub fn is_launched() -> bool {
 }
 
 /// Ends this process when whoever launched it is gone.
-pub fn end_with_launcher() -> Result<(), Failure> {
+pub fn end_with_launcher() -> Result<()> {
     if std::env::var_os(LAUNCHED).is_some() {
         std::thread::Builder::new().name("lockstep-launcher".into()).spawn(move || {
             let mut word = [STOP];
@@ -249,7 +249,7 @@ pub fn end_with_launcher() -> Result<(), Failure> {
 }
 
 /// The last that a process does: MPI ends with all ranks together, or where something failed is left to whoever started it.
-pub fn end_well<T>(result: Result<T, Failure>) -> Result<T, Failure> {
+pub fn end_well<T>(result: Result<T>) -> Result<T> {
     match end_mpi(result.is_ok()) {
         Err(reason) if result.is_ok() => {
             Err(Failure::run(reason, "the run itself has ended well; LOCKSTEP_MPI_LIBRARY=none does without MPI"))

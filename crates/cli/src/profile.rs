@@ -1,8 +1,8 @@
 //! Where the time of steps went: a table, and a Chrome trace in a file.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::table;
-use crate::timeline::wrote;
+use crate::timeline::write_file;
 use lockstep_train::{OpTime, Profile};
 use std::path::Path;
 
@@ -21,9 +21,7 @@ pub fn as_text(profile: &Profile) -> String {
 }
 
 /// Writes the trace, and says so.
-pub fn write_trace(profile: &Profile, path: &Path) -> Result<(), Failure> {
-    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder");
-    std::fs::write(path, profile.trace.to_string()).map_err(failed)?;
-    wrote("Chrome trace, for Perfetto or chrome://tracing", path);
-    Ok(())
+pub fn write_trace(profile: &Profile, path: &Path) -> Result<()> {
+    let what = "Chrome trace, for Perfetto or chrome://tracing";
+    write_file(path, profile.trace.to_string(), what, "check the folder")
 }

@@ -2,7 +2,7 @@
 
 use crate::explain::compare::placed;
 use crate::explain::forecast::Predicted;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::wrapped;
 use crate::train::on_interrupt;
@@ -53,7 +53,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 /// Lines of a process that has failed that are shown.
 const LINES_SHOWN: usize = 12;
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let config = args.config.load()?;
     let run_dir = args.config.run_dir(args.run_dir.clone());
     let stop = on_interrupt()?;
@@ -164,7 +164,7 @@ impl List<'_> {
     }
 
     /// Tries something, and says what came of it and how long it took. Gives nothing where it found a fault.
-    fn prove<T>(&mut self, what: &str, f: impl FnOnce() -> Result<(String, T), Failure>) -> Result<Option<T>, Failure> {
+    fn prove<T>(&mut self, what: &str, f: impl FnOnce() -> Result<(String, T)>) -> Result<Option<T>> {
         if self.stop.load(Ordering::SeqCst) {
             return Err(Failure::run("interrupted", "rehearse again; nothing of the real run was touched"));
         }
@@ -213,7 +213,7 @@ struct Small<'a> {
 }
 
 impl Small<'_> {
-    fn go(&self, list: &mut List<'_>) -> Result<(), Failure> {
+    fn go(&self, list: &mut List<'_>) -> Result<()> {
         let Some((run, config, killed)) = list.prove("train, save, kill", || self.train_and_kill())? else {
             return Ok(());
         };
@@ -275,7 +275,7 @@ impl Small<'_> {
 
     /// Trains in a process that is killed once it has saved a checkpoint. Gives the run, its config, and the steps it was seen to
     /// have done.
-    fn train_and_kill(&self) -> Result<(String, (PathBuf, Config, u64)), Failure> {
+    fn train_and_kill(&self) -> Result<(String, (PathBuf, Config, u64))> {
         for attempt in 0..TRIES {
             let (config, changed) = self.data.small_run(STEPS << (2 * attempt));
             let file = self.write(&config, "small.toml")?;
@@ -319,7 +319,7 @@ impl Small<'_> {
     }
 
     /// Writes a config as it is resolved.
-    fn write(&self, config: &Config, name: &str) -> Result<PathBuf, Failure> {
+    fn write(&self, config: &Config, name: &str) -> Result<PathBuf> {
         let mut config = config.clone();
         // The real run's is not touched.
         config.checkpoint.mirror =
@@ -330,7 +330,7 @@ impl Small<'_> {
     }
 
     /// Starts a training process of its own.
-    fn start(&self, config: &Path, run: &Path) -> Result<Child, Failure> {
+    fn start(&self, config: &Path, run: &Path) -> Result<Child> {
         let log = File::create(self.work.join("train.log"))?;
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("train").arg(config).arg("--run-dir").arg(run).arg("--quiet");
@@ -338,7 +338,7 @@ impl Small<'_> {
     }
 
     /// Says what a process said that has failed.
-    fn require_success(&self, status: ExitStatus) -> Result<(), Failure> {
+    fn require_success(&self, status: ExitStatus) -> Result<()> {
         if status.success() {
             return Ok(());
         }
@@ -383,15 +383,9 @@ fn cost(config: &Config, plan: &Plan, predicted: Option<&Predicted>) -> RunCost 
             let (step_s, speed) = (predicted.forecast.step_s, predicted.forecast.tokens_per_s);
             let (seconds, ranks) = (tokens as f64 / speed, plan.layout.mesh.ranks() as u64);
             let hours = seconds / 3600.0 * ranks as f64;
-            text.push_str(&format!(
-                "; predicted {} a step, {} tokens/s, {:.1} days on {} × {}: {} GPU-hours",
-                units::seconds(step_s),
-                units::count(speed as u64),
-                seconds / 86_400.0,
-                thousands(ranks),
-                predicted.place(),
-                thousands(hours.round() as u64)
-            ));
+            let (step, rate, days) = (units::seconds(step_s), units::count(speed as u64), seconds / 86_400.0);
+            let (on, used) = (format!("{} × {}", thousands(ranks), predicted.place()), thousands(hours.round() as u64));
+            text += &format!("; predicted {step} a step, {rate} tokens/s, {days:.1} days on {on}: {used} GPU-hours");
             value["step_s"] = json!(step_s);
             value["tokens_per_s"] = json!(speed);
             value["days"] = json!(seconds / 86_400.0);

@@ -1,7 +1,7 @@
 //! `lockstep report`: runs as one file, for a colleague or an appendix.
 
 use crate::drawing::escaped;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::timeline::{memory_picture, wrote};
 use crate::watch::run_dirs;
 use crate::{explain, machine};
@@ -24,7 +24,7 @@ pub struct Args {
     output: PathBuf,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let runs = run_dirs(&args.runs)?;
     let mut more = String::from("<section class=\"more\" aria-label=\"how the runs were made\">");
     for run in &runs {
@@ -52,7 +52,7 @@ fn preformatted(text: &str) -> String {
 /// What the plan says of a run: the account of a step, memory over time, the pipeline. A machine that cannot plan the run has
 /// nothing to say of it.
 fn planned(name: &str, run: &Path) -> String {
-    let made = || -> Result<String, Failure> {
+    let made = || -> Result<String> {
         let config = read_config(&run.join("run.toml"))?;
         let devices = Devices::of(&config);
         let config = settled(&devices, &config, Some(run), &mut |_, _| {})?;

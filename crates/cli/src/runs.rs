@@ -1,7 +1,7 @@
 //! `lockstep runs`: the runs of a folder; `lockstep diff`: what differs between two.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::table;
 use crate::terminal::escaped;
 use lockstep_config::{Config, schema};
@@ -35,7 +35,7 @@ pub struct DiffArgs {
     format: Format,
 }
 
-pub fn list(args: &RunsArgs) -> Result<(), Failure> {
+pub fn list(args: &RunsArgs) -> Result<()> {
     let found = runs(&args.dir)?;
     for run in &found {
         crate::warn(&special_files(&run.path));
@@ -105,7 +105,7 @@ struct Said {
     metrics: Vec<Value>,
 }
 
-fn said(run: &Path) -> Result<Said, Failure> {
+fn said(run: &Path) -> Result<Said> {
     let read = |name: &str| read_file(&run.join(name));
     let text = read("run.toml").map_err(|error| {
         Failure::request(
@@ -121,7 +121,7 @@ fn said(run: &Path) -> Result<Said, Failure> {
     })
 }
 
-pub fn diff(args: &DiffArgs) -> Result<(), Failure> {
+pub fn diff(args: &DiffArgs) -> Result<()> {
     let (a, b) = (said(&args.first)?, said(&args.second)?);
     let mut found = Vec::new();
     let mut compare = |of, what: &str, values: [Value; 2]| {
@@ -157,7 +157,7 @@ pub fn diff(args: &DiffArgs) -> Result<(), Failure> {
     show(args, &found)
 }
 
-fn show(args: &DiffArgs, found: &[Difference]) -> Result<(), Failure> {
+fn show(args: &DiffArgs, found: &[Difference]) -> Result<()> {
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {
         let value = |d: &Difference| json!({ "of": d.of, "what": d.what, "first": d.values[0], "second": d.values[1] });

@@ -3,7 +3,7 @@
 //! A job that is about to reach its time limit gets a signal, saves a checkpoint and ends with exit code 75. Its script then puts it
 //! back into the queue; in a chain, the next job goes on instead.
 
-use crate::failure::{Failure, INTERRUPTED};
+use crate::failure::{Failure, INTERRUPTED, Result};
 use crate::shell::shell_quoted;
 use crate::{hardware, train};
 use lockstep_config::{ClusterConfig, Config};
@@ -41,7 +41,7 @@ pub struct Args {
 
 impl Args {
     /// What the named cluster has, as an override of the config file.
-    pub fn cluster_overrides(&self) -> Result<Vec<String>, Failure> {
+    pub fn cluster_overrides(&self) -> Result<Vec<String>> {
         let found = hardware::named(None, self.cluster.as_deref(), None)?;
         Ok(found.iter().map(|found| format!("cluster.gpus_per_node={}", found.cluster.gpus_per_node)).collect())
     }
@@ -56,7 +56,7 @@ impl Args {
 }
 
 /// Submits a run, or prints the script.
-pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -> Result<(), Failure> {
+pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -> Result<()> {
     config.require_data()?;
     let dir = &train.run_dir();
     let only_show = std::mem::take(&mut train.dry_run);
@@ -123,7 +123,7 @@ fn chain(jobs: u32, script: &Path) -> String {
 }
 
 /// Calls sbatch and gives the number of the job.
-fn submitted(command: &mut Command) -> Result<String, Failure> {
+fn submitted(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).output().map_err(|e| {
         Failure::request(
             format!("sbatch cannot be started: {e}"),
@@ -174,7 +174,7 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn of(config: &'a Config, ranks: usize, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self, Failure> {
+    fn of(config: &'a Config, ranks: usize, train: &train::Args, dir: &Path, requeue: bool) -> Result<Self> {
         let cluster = &config.cluster;
         let Some(time) = cluster.time.as_deref() else {
             return Err(Failure::request(
@@ -241,7 +241,7 @@ impl<'a> Job<'a> {
     }
 
     /// The script, unless what it asks for cannot be written there.
-    fn script(&self) -> Result<String, Failure> {
+    fn script(&self) -> Result<String> {
         let Self { cluster, name, nodes, ranks, time, command, log, requeue } = self;
         let per_node = ranks / nodes;
         let mut asks = vec![

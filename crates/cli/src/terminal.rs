@@ -30,10 +30,7 @@ fn escaped_but<'a>(text: &'a str, kept: &str) -> Cow<'a, str> {
 
 fn tame(text: &str) -> Cow<'_, str> {
     let wild = |c: char| c.is_control() && c != '\n' && c != '\t';
-    match text.contains(wild) {
-        true => Cow::Owned(text.replace(wild, "\u{fffd}")),
-        false => Cow::Borrowed(text),
-    }
+    if text.contains(wild) { Cow::Owned(text.replace(wild, "\u{fffd}")) } else { Cow::Borrowed(text) }
 }
 
 #[cfg(test)]

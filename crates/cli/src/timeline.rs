@@ -2,7 +2,9 @@
 
 mod svg;
 
-use crate::failure::Failure;
+pub use svg::draw as memory_picture;
+
+use crate::failure::{Failure, Result};
 use lockstep_ir::program::Class;
 use lockstep_ir::units::trace_span;
 use lockstep_plan::{Clock, Mark, MemoryTimeline};
@@ -18,7 +20,7 @@ pub struct TimelineFile {
 
 impl TimelineFile {
     /// Refuses names that do not say which kind of file is wanted.
-    pub fn new(path: &Path) -> Result<Self, Failure> {
+    pub fn new(path: &Path) -> Result<Self> {
         let picture = match path.extension().and_then(|e| e.to_str()) {
             Some("svg") => true,
             Some("json") => false,
@@ -31,25 +33,31 @@ impl TimelineFile {
     }
 
     /// Writes a timeline; `suffix` goes behind the file's name.
-    pub fn write(&self, suffix: &str, title: &str, timeline: &MemoryTimeline) -> Result<(), Failure> {
+    pub fn write(&self, suffix: &str, title: &str, timeline: &MemoryTimeline) -> Result<()> {
         let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
         let extension = if self.picture { "svg" } else { "json" };
         let path = self.path.with_file_name(format!("{stem}{suffix}.{extension}"));
-        let text = match self.picture {
-            true => svg::draw(title, timeline),
-            false => trace(title, timeline).to_string(),
-        };
-        let failed =
-            |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --timeline");
-        std::fs::write(&path, text).map_err(failed)?;
-        wrote("memory over time", &path);
-        Ok(())
+        let text = if self.picture { svg::draw(title, timeline) } else { trace(title, timeline).to_string() };
+        write_file(&path, text, "memory over time", "check the folder of --timeline")
     }
 }
 
-/// The picture of a timeline, as SVG.
-pub fn memory_picture(title: &str, timeline: &MemoryTimeline) -> String {
-    svg::draw(title, timeline)
+/// Refuses a file of another kind for an option; `usual` is a name that it could have.
+pub fn require_extension<'a>(option: &str, path: &'a Path, usual: &str) -> Result<&'a Path> {
+    let wanted = Path::new(usual).extension().unwrap_or_default();
+    if path.extension() == Some(wanted) {
+        return Ok(path);
+    }
+    let (path, wanted) = (path.display(), wanted.display());
+    let article = if usual.ends_with("svg") { "an" } else { "a" };
+    Err(Failure::request(format!("{option} {path} is not {article} .{wanted}"), format!("name it {usual}")))
+}
+
+/// Writes a file, and says what it has.
+pub fn write_file(path: &Path, text: String, what: &str, hint: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|e| Failure::run(format!("cannot write {}: {e}", path.display()), hint))?;
+    wrote(what, path);
+    Ok(())
 }
 
 /// Says on stderr which file has what; the result of the command is on stdout.

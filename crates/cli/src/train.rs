@@ -1,6 +1,6 @@
 //! `lockstep train`.
 
-use crate::failure::{Failure, INTERRUPTED};
+use crate::failure::{Failure, INTERRUPTED, Result};
 use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
@@ -91,19 +91,19 @@ impl RunSource {
     }
 
     /// The config, with its warnings shown.
-    pub fn load(&self) -> Result<Config, Failure> {
+    pub fn load(&self) -> Result<Config> {
         self.refuse_changed()?;
         Ok(self.args().load()?)
     }
 
     /// As `load`, where another process says what the user should know.
-    pub fn load_quietly(&self) -> Result<Config, Failure> {
+    pub fn load_quietly(&self) -> Result<Config> {
         self.refuse_changed()?;
         Ok(self.args().load_quietly()?)
     }
 
     /// A run that was changed on its way has no config that is its own from the first step to the last.
-    fn refuse_changed(&self) -> Result<(), Failure> {
+    fn refuse_changed(&self) -> Result<()> {
         let Some(run) = &self.from else { return Ok(()) };
         if !run.join("run.toml").is_file() {
             let text = format!("{} is no run directory", run.display());
@@ -173,15 +173,14 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
 }
 
 /// Trains; where other processes were started for the same run, as one rank of it.
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
+pub fn run(args: Args) -> Result<ExitCode> {
     // A run that is not started needs no others.
     let place = if args.dry_run { None } else { processes::place()? };
     let rank = place.as_ref().map_or(0, |place| place.rank);
-    let result = run_rank(args, place).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
-    processes::end_well(result)
+    processes::end_well(run_rank(args, place).map_err(|failure| failure.of_rank(rank)))
 }
 
-fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode, Failure> {
+fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
     let dir = args.run_dir();
     let config = args.config.load_quietly();
@@ -258,7 +257,7 @@ fn follow(
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
-) -> Result<ExitCode, Failure> {
+) -> Result<ExitCode> {
     let mut show = |event: Event<'_>| match event {
         Event::Preparing(progress) if progress.waiting => {
             processes::say(place.rank, "waiting for rank 0, which prepares the data");
@@ -270,7 +269,7 @@ fn follow(
 }
 
 /// Prints where the time of the profiled steps went, and writes their trace.
-fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> Result<(), Failure> {
+fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> Result<()> {
     let (first, last) = (steps.start(), steps.end());
     let Some(profile) = &outcome.profile else {
         let text = format!("warning: no step from {first} to {last} was taken: nothing to profile");
@@ -285,7 +284,7 @@ fn show_profile(steps: &RangeInclusive<u64>, outcome: &Outcome, dir: &Path) -> R
 
 /// A flag that an interrupt sets. Ctrl-C a second time ends the process at once; what is on the disk stays whole. Schedulers send other
 /// signals more than once and mean the same. Where the caller has SIGHUP ignored (`nohup`), it stays ignored.
-pub fn on_interrupt() -> Result<Arc<AtomicBool>, Failure> {
+pub fn on_interrupt() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let hangup = (ignored_signals() >> (SIGHUP - 1) & 1 == 0).then_some(SIGHUP);
     let before = Arc::new(AtomicBool::new(false));

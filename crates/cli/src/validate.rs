@@ -4,7 +4,7 @@ mod plot;
 mod proposed;
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::style::heading;
 use crate::table::{table, wrapped};
@@ -65,8 +65,8 @@ fn framework(name: &str) -> Result<Peer, String> {
     Peer::named(name).ok_or_else(|| format!("known are {}", names.join(", ")))
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
-    let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>, Failure>>()?;
+pub fn run(args: Args) -> Result<()> {
+    let files = args.files.iter().map(|path| read(path)).collect::<Result<Vec<File>>>()?;
     let catalogue = lockstep_host::catalogue().map_err(|error| Failure::refused(&error))?;
     let mut constants = match &args.constants {
         None => Constants::builtin(),
@@ -96,14 +96,9 @@ pub fn run(args: Args) -> Result<(), Failure> {
         std::fs::write(path, found.constants.to_toml()).map_err(|error| {
             Failure::run(format!("cannot write {}: {error}", path.display()), "choose another file for --fit")
         })?;
-        fitted = Some(format!(
-            "fitted {} constants to {} clean rows: mean |log error| {:.4} → {:.4}; table in {}",
-            found.constants.fitted().count(),
-            found.rows,
-            found.loss.0,
-            found.loss.1,
-            path.display()
-        ));
+        let (count, rows, (before, after)) = (found.constants.fitted().count(), found.rows, found.loss);
+        let errors = format!("mean |log error| {before:.4} → {after:.4}");
+        fitted = Some(format!("fitted {count} constants to {rows} clean rows: {errors}; table in {}", path.display()));
         constants = found.constants;
     }
     let proposed = match args.search {
@@ -193,12 +188,12 @@ fn stem(path: &Path) -> String {
     path.file_stem().map_or_else(|| path.display().to_string(), |stem| stem.to_string_lossy().into_owned())
 }
 
-fn read(path: &Path) -> Result<File, Failure> {
+fn read(path: &Path) -> Result<File> {
     let text = text_of(path, "give the path of a file of rows that can be read")?;
     Ok(File { name: path.display().to_string(), text })
 }
 
-fn text_of(path: &Path, hint: &str) -> Result<String, Failure> {
+fn text_of(path: &Path, hint: &str) -> Result<String> {
     std::fs::read_to_string(path)
         .map_err(|error| Failure::request(format!("cannot read {}: {error}", path.display()), hint))
 }
@@ -209,7 +204,7 @@ struct Factors {
 }
 
 impl Factors {
-    fn named(named: &[String], cases: &[Case], files: &[String]) -> Result<Self, Failure> {
+    fn named(named: &[String], cases: &[Case], files: &[String]) -> Result<Self> {
         let mut rows = Vec::new();
         for text in named {
             let wrong = |why: &str| {
@@ -233,7 +228,7 @@ impl Factors {
         (case.row.source.clone(), case.hardware.gpu.name.clone())
     }
 
-    fn learn(&self, cases: &[Case], predictions: &[Prediction]) -> Result<BTreeMap<(String, String), f64>, Failure> {
+    fn learn(&self, cases: &[Case], predictions: &[Prediction]) -> Result<BTreeMap<(String, String), f64>> {
         let factor = |&i: &usize| {
             let measured = cases[i].row.measured.and_then(|m| m.step_s);
             Some((Self::key(&cases[i]), measured? / predictions[i].step_s?))

@@ -1,11 +1,11 @@
 //! `lockstep verify`: layouts against one rank, by running both.
 
 use crate::explain::compare::{parse, split};
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::processes::{self, ProcessPlace};
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format, launch};
-use lockstep_config::{Config, DeviceChoice, legal};
+use lockstep_config::{Config, DeviceChoice, ModelConfig, TrainConfig, legal};
 use lockstep_exec::comm::processes::Waiting;
 use lockstep_host::{Devices, Processes};
 use lockstep_ir::units::thousands;
@@ -140,13 +140,13 @@ fn kinds(config: &Config) -> Vec<Layout> {
     KINDS.iter().filter_map(named).collect()
 }
 
-pub fn run(args: Args) -> Result<ExitCode, Failure> {
+pub fn run(args: Args) -> Result<ExitCode> {
     let place = processes::place()?;
     if let Some(place) = &place {
         processes::end_with_launcher()?;
-        let of_rank = |failure: Failure| if place.rank == 0 { failure } else { failure.of_rank(place.rank) };
         let result = Check::new(&args, Some(place)).and_then(|check| check.run(&args, Some(place)));
-        return processes::end_well(result.map(|()| ExitCode::SUCCESS).map_err(of_rank));
+        let result = result.map_err(|failure| failure.of_rank(place.rank));
+        return processes::end_well(result.map(|()| ExitCode::SUCCESS));
     }
     let check = Check::new(&args, None)?;
     if !args.processes {
@@ -193,7 +193,7 @@ struct Check {
 
 impl Check {
     /// What these arguments ask for; where this is one of several processes, of layouts of as many ranks. Whoever is asked first warns.
-    fn new(args: &Args, place: Option<&ProcessPlace>) -> Result<Self, Failure> {
+    fn new(args: &Args, place: Option<&ProcessPlace>) -> Result<Self> {
         let aloud = place.is_none_or(|place| place.rank == 0 && !processes::is_launched());
         let config = if aloud { args.config.load()? } else { args.config.load_quietly()? };
         let processes = place.map(|place| place.ranks);
@@ -241,7 +241,7 @@ impl Check {
     }
 
     /// Runs it; of several processes the first prints.
-    fn run(&self, args: &Args, place: Option<&ProcessPlace>) -> Result<(), Failure> {
+    fn run(&self, args: &Args, place: Option<&ProcessPlace>) -> Result<()> {
         let Self { config, layouts, smaller } = self;
         let (first, text) = (place.is_none_or(|place| place.rank == 0), args.format == Format::Text);
         let devices = match place {
@@ -287,22 +287,13 @@ impl Check {
 
     /// The model, the batch and where it runs.
     fn about(&self, args: &Args, devices: &Devices) -> String {
-        let (config, m) = (&self.config, &self.config.model);
+        let ModelConfig { layers, dim, heads, kv_heads, ffn, vocab_size, .. } = &self.config.model;
+        let TrainConfig { global_batch, seq, micro_batch, device, .. } = &self.config.train;
+        let (policy, steps) = (self.config.precision.policy, args.steps);
+        let processes = devices.processes_summary().map_or(String::new(), |summary| format!(", {summary}"));
         let about = format!(
-            "{} layers, dim {}, {} heads, {} kv heads, ffn {}, vocabulary {}; {} sequences of {} tokens, {} at a time, {}, {} steps on {}{}",
-            m.layers,
-            m.dim,
-            m.heads,
-            m.kv_heads,
-            m.ffn,
-            m.vocab_size,
-            config.train.global_batch,
-            config.train.seq,
-            config.train.micro_batch,
-            config.precision.policy,
-            args.steps,
-            config.train.device,
-            devices.processes_summary().map_or(String::new(), |summary| format!(", {summary}"))
+            "{layers} layers, dim {dim}, {heads} heads, {kv_heads} kv heads, ffn {ffn}, vocabulary {vocab_size}; {global_batch} \
+             sequences of {seq} tokens, {micro_batch} at a time, {policy}, {steps} steps on {device}{processes}"
         );
         let smaller = match self.smaller.is_empty() {
             true => String::new(),
@@ -314,7 +305,7 @@ impl Check {
 
 /// The config with micro-batches that all data-parallel layouts can share the batch in: a layout is checked for its sums, and
 /// those take any accumulation.
-pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config, Failure> {
+pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config> {
     let all = match given {
         [] => kinds(&config),
         _ => split(given).iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?,
@@ -330,12 +321,12 @@ pub(crate) fn divided(mut config: Config, given: &[String]) -> Result<Config, Fa
 }
 
 /// The layouts that were named, checked.
-pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
+pub(crate) fn named(given: &[String], config: &Config) -> Result<Vec<Layout>> {
     split(given).iter().map(|text| fit(parse(text)?, config)).collect()
 }
 
 /// The layouts that were asked for, checked; or all kinds that fit.
-fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
+fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>> {
     let extents = config.extents();
     let own = config.layout();
     if given.is_empty() && own.mesh.ranks() > 1 {
@@ -347,7 +338,7 @@ fn layouts(given: &[String], config: &Config) -> Result<Vec<Layout>, Failure> {
     named(given, config)
 }
 
-fn fit(layout: Layout, config: &Config) -> Result<Layout, Failure> {
+fn fit(layout: Layout, config: &Config) -> Result<Layout> {
     match legal::check(&layout, &config.extents()).first() {
         None => Ok(layout),
         Some(refusal) => Err(Failure::refused(refusal).about(layout)),

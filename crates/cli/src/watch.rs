@@ -1,6 +1,6 @@
 //! `lockstep watch`: a live page of runs.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::runs::special_files;
 use lockstep_telemetry::{RunPage, random_text};
 use std::io::Write;
@@ -20,7 +20,7 @@ pub struct Args {
     port: u16,
 }
 
-pub fn run(args: &Args) -> Result<(), Failure> {
+pub fn run(args: &Args) -> Result<()> {
     let runs = run_dirs(&args.runs)?;
     let listener = TcpListener::bind((args.host, args.port)).map_err(|error| {
         let hint = "give another --port (0 takes a free one), or a --host of this machine";
@@ -45,7 +45,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// The run directories that are named, and those in folders that are none.
-pub fn run_dirs(named: &[PathBuf]) -> Result<Vec<PathBuf>, Failure> {
+pub fn run_dirs(named: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let is_run = |dir: &Path| dir.join("metrics.jsonl").exists() || dir.join("run.toml").exists();
     let mut found = Vec::new();
     for dir in named {

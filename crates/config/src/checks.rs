@@ -1,10 +1,8 @@
-//! Rules between keys: derived defaults, what must divide what, and sizes that later arithmetic can hold.
+//! Rules between keys: what must divide what, what goes together, and sizes that later arithmetic can hold.
 
 use crate::architecture::{Architecture, Features};
-use crate::conflict::{Conflict, Derived};
-use crate::declare::Key;
+use crate::conflict::Conflict;
 use crate::experts;
-use crate::kind::MAX_BATCH;
 use crate::legal::{self, Extents};
 use crate::optimizers::OptimizerName;
 use crate::rules;
@@ -12,160 +10,17 @@ use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
 use crate::words::{AttentionMethod, RecomputePolicy};
-use lockstep_ir::units::thousands;
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
-/// As many key and value heads as query heads.
-pub(crate) fn default_kv_heads(values: &Values) -> Derived {
-    Ok(values.count("model.heads").map(Value::Count))
-}
-
-/// The width divided among the heads.
-pub(crate) fn default_head_dim(values: &Values) -> Derived {
-    let (Some(dim), Some(heads)) = (values.count("model.dim"), values.count("model.heads")) else {
-        return Ok(None);
-    };
-    if dim % heads == 0 {
-        return Ok(Some(Value::Count(dim / heads)));
-    }
-    Err(Conflict::new(
-        &["model.heads", "model.dim"],
-        format!("model.heads = {heads} does not divide model.dim = {dim}"),
-        format!("{} heads divide it; or set model.head_dim", near_divisors(dim, heads)),
-    ))
-}
-
 /// What the model's architecture has.
-fn features(values: &Values) -> Features {
+pub(crate) fn features(values: &Values) -> Features {
     values.word::<Architecture>("model.architecture").map_or(Features::LLAMA, Architecture::features)
 }
 
-/// Four times the width, as GPT-2 has it; other families have no usual one.
-pub(crate) fn default_ffn(values: &Values) -> Derived {
-    Ok(values.count("model.dim").filter(|_| features(values).gpt2_block).map(|dim| Value::Count(4 * dim)))
-}
-
-/// As Mixtral has it.
-pub(crate) fn default_top_k(values: &Values) -> Derived {
-    Ok(values.count("model.experts").map(|experts| Value::Count(experts.min(2))))
-}
-
-/// One, where there are shared experts.
-pub(crate) fn default_shared_experts(values: &Values) -> Derived {
-    Ok(features(values).shared_experts.then_some(Value::Count(1)))
-}
-
-/// An expert is as wide as the block that it takes the place of.
-pub(crate) fn default_expert_ffn(values: &Values) -> Derived {
-    Ok(values.count("model.ffn").filter(|_| values.count("model.experts").is_some()).map(Value::Count))
-}
-
-/// As many as GPT-2 has, where positions are learned.
-pub(crate) fn default_positions(values: &Values) -> Derived {
-    Ok(features(values).learned_positions.then_some(Value::Count(1024)))
-}
-
-/// GPT-2's head is tied.
-pub(crate) fn default_tied(values: &Values) -> Derived {
-    Ok(Some(Value::Bool(features(values).gpt2_block)))
-}
-
-/// No accumulation. Where data-parallel ranks do not divide the batch, [`layout_conflicts`] says so.
-pub(crate) fn default_micro_batch(values: &Values) -> Derived {
-    let (Some(global), Some(ranks)) = (values.count("train.global_batch"), data_parallel_ranks(values)) else {
-        return Ok(None);
-    };
-    Ok(Some(Value::Count(if global % ranks == 0 { global / ranks } else { 1 })))
-}
-
 /// Ranks that have sequences of their own.
-fn data_parallel_ranks(values: &Values) -> Option<u64> {
+pub(crate) fn data_parallel_ranks(values: &Values) -> Option<u64> {
     let [dp, replicas, ep] = ["parallel.dp", "parallel.dp_replicate", "parallel.ep"].map(|path| values.count(path));
     dp?.checked_mul(replicas?)?.checked_mul(ep?)
-}
-
-/// The most that a batch given in tokens may be moved to become whole sequences.
-const MOST_ROUNDING: f64 = 0.05;
-
-/// A batch given in tokens, as sequences; and what to say where these are not that many tokens. "4M tokens" of sequences of 8192 are
-/// 512 of them: the power of two that people mean, else the nearest multiple.
-pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<(Value, Option<String>), Conflict> {
-    let seq = values.count("train.seq").unwrap_or(1);
-    let conflict = |text: String, hint: String| Conflict::new(&[key.path, "train.seq"], text, hint);
-    let (below, rest) = (tokens / seq, tokens % seq);
-    let binary =
-        [(1_000_000, 1 << 20), (1000, 1 << 10)].into_iter().find(|(decimal, _)| tokens.is_multiple_of(*decimal));
-    let binary = binary.and_then(|(decimal, binary)| (tokens / decimal).checked_mul(binary));
-    let nearest = below + u64::from(rest >= seq - rest);
-    let count = match binary.filter(|tokens| tokens.is_multiple_of(seq)) {
-        _ if rest == 0 => below,
-        Some(tokens) => tokens / seq,
-        None => nearest,
-    };
-    let taken = count.saturating_mul(seq);
-    if count == 0 || taken.abs_diff(tokens) as f64 > MOST_ROUNDING * tokens as f64 {
-        let near = [below, below.saturating_add(1)].into_iter().filter(|&n| n > 0);
-        let near: Vec<_> =
-            near.filter_map(|n| Some(format!("\"{} tokens\" ({n} × {seq})", n.checked_mul(seq)?))).collect();
-        return Err(conflict(
-            format!("{} = {tokens} tokens is not a whole number of sequences of train.seq = {seq}", key.path),
-            format!("use {}", near.join(" or ")),
-        ));
-    }
-    if count > MAX_BATCH {
-        return Err(conflict(
-            format!("{} = {tokens} tokens is {count} sequences, which is out of range", key.path),
-            format!("give at most {MAX_BATCH} sequences"),
-        ));
-    }
-    let note = (taken != tokens).then(|| {
-        let [asked, taken] = [tokens, taken].map(thousands);
-        format!("{} = {asked} tokens: {taken} are taken, {count} sequences of train.seq = {seq}", key.path)
-    });
-    Ok((Value::Count(count), note))
-}
-
-/// A ramp with all its batches as sequences, each larger than the one before; and what to say of them.
-pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<(Value, Vec<String>), Conflict> {
-    let mut before = values.count("train.global_batch");
-    let (mut counted, mut notes) = (Vec::new(), Vec::new());
-    for (tokens, batch) in stages {
-        let batch = match batch {
-            Value::Tokens(tokens) => {
-                let (batch, note) = sequences(key, *tokens, values)?;
-                notes.extend(note);
-                batch
-            }
-            batch => batch.clone(),
-        };
-        if let (Some(last), Value::Count(count)) = (before, &batch) {
-            if *count <= last {
-                return Err(Conflict::new(
-                    &[key.path, "train.global_batch"],
-                    format!(
-                        "{}: {count} sequences from {tokens} tokens on are not more than the {last} before",
-                        key.path
-                    ),
-                    "let every size be larger than the one before; the first is train.global_batch",
-                ));
-            }
-            before = Some(*count);
-        }
-        counted.push((*tokens, batch));
-    }
-    Ok((Value::Ramp(counted), notes))
-}
-
-/// 64 sequences; in a short run a quarter of what is trained on between two validations. The same for every layout.
-pub(crate) fn default_validation_sequences(values: &Values) -> Derived {
-    const USUAL: u64 = 64;
-    let count = |path: &str| values.count(path);
-    let sequences = || {
-        let (steps, every) = (count("train.steps")?, count("train.validate_every")?);
-        let between = if every == 0 { steps } else { every.min(steps) };
-        Some((between.saturating_mul(count("train.global_batch")?) / 4).clamp(1, USUAL))
-    };
-    Ok(Some(Value::Count(sequences().unwrap_or(USUAL))))
 }
 
 /// Every rule that complete values must keep. A rule is silent where a key it needs has no value yet.
@@ -198,41 +53,38 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
 
 fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
-    (heads % kv_heads != 0).then(|| {
-        Conflict::new(
-            &["model.kv_heads", "model.heads"],
-            format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}"),
-            format!("{} kv heads divide it", near_divisors(heads, kv_heads)),
-        )
-    })
+    Conflict::when(
+        heads % kv_heads != 0,
+        &["model.kv_heads", "model.heads"],
+        format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}"),
+        format!("{} kv heads divide it", near_divisors(heads, kv_heads)),
+    )
 }
 
 fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     let head_dim = values.count("model.head_dim")?;
-    (head_dim % 2 != 0 && !features(values).learned_positions).then(|| {
-        Conflict::new(
-            &["model.head_dim", "model.heads", "model.dim"],
-            format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
-            "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
-        )
-    })
+    Conflict::when(
+        head_dim % 2 != 0 && !features(values).learned_positions,
+        &["model.head_dim", "model.heads", "model.dim"],
+        format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
+        "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
+    )
 }
 
 fn sliding_windows_are_of_their_architectures(values: &Values) -> Option<Conflict> {
     let (window, architecture) =
         (values.count("model.sliding_window")?, values.word::<Architecture>("model.architecture")?);
-    (!architecture.features().sliding_window).then(|| {
-        Conflict::new(
-            &["model.sliding_window", "model.architecture"],
-            format!(
-                "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
-            ),
-            format!(
-                "use model.architecture = {}: llama with a sliding window; or remove model.sliding_window",
-                Architecture::listed(|features| features.sliding_window)
-            ),
-        )
-    })
+    Conflict::when(
+        !architecture.features().sliding_window,
+        &["model.sliding_window", "model.architecture"],
+        format!(
+            "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
+        ),
+        format!(
+            "use model.architecture = {}: llama with a sliding window; or remove model.sliding_window",
+            Architecture::listed(|features| features.sliding_window)
+        ),
+    )
 }
 
 fn experts_are_of_their_architectures(values: &Values) -> Option<Conflict> {
@@ -264,13 +116,12 @@ fn tokens_go_to_experts_that_there_are(values: &Values) -> Option<Conflict> {
         }
     }
     let (experts, top) = (experts?, values.count("model.experts_per_token")?);
-    (top > experts).then(|| {
-        Conflict::new(
-            &["model.experts_per_token", "model.experts"],
-            format!("model.experts_per_token = {top} is more than model.experts = {experts}"),
-            format!("choose at most {experts}"),
-        )
-    })
+    Conflict::when(
+        top > experts,
+        &["model.experts_per_token", "model.experts"],
+        format!("model.experts_per_token = {top} is more than model.experts = {experts}"),
+        format!("choose at most {experts}"),
+    )
 }
 
 /// Keys that say something about a part which the model does not have.
@@ -309,13 +160,12 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
 
 fn sequences_have_positions(values: &Values) -> Option<Conflict> {
     let (seq, positions) = (values.count("train.seq")?, values.count("model.positions")?);
-    (seq > positions && features(values).learned_positions).then(|| {
-        Conflict::new(
-            &["train.seq", "model.positions"],
-            format!("train.seq = {seq} is more than the {positions} rows of model.positions"),
-            format!("choose at most {positions} tokens per sequence, or more positions"),
-        )
-    })
+    Conflict::when(
+        seq > positions && features(values).learned_positions,
+        &["train.seq", "model.positions"],
+        format!("train.seq = {seq} is more than the {positions} rows of model.positions"),
+        format!("choose at most {positions} tokens per sequence, or more positions"),
+    )
 }
 
 /// Why the layout does not fit the model and the batch; nothing where a key it needs has no value yet.
@@ -409,13 +259,12 @@ fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
     let experts = count("model.experts").unwrap_or(1).saturating_add(count("model.shared_experts").unwrap_or(0));
     let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
     let parameters = (2 * vocab? + positions) * dim? + layers? * (attention + 3 * experts.saturating_mul(dim? * ffn));
-    (parameters > MAX_PARAMETERS).then(|| {
-        Conflict::new(
-            &MODEL_SIZES,
-            format!("the model would have {parameters} parameters"),
-            "at most 2^48 are accepted; check model.vocab_size, layers, dim, heads, head_dim and ffn",
-        )
-    })
+    Conflict::when(
+        parameters > MAX_PARAMETERS,
+        &MODEL_SIZES,
+        format!("the model would have {parameters} parameters"),
+        "at most 2^48 are accepted; check model.vocab_size, layers, dim, heads, head_dim and ffn",
+    )
 }
 
 /// Past this many elements, byte counts of activations leave 64 bits.
@@ -432,13 +281,12 @@ fn activations_can_be_counted(values: &Values) -> Option<Conflict> {
     let ffn = values.count("model.expert_ffn").map(u128::from).or(ffn)?;
     let width = vocab? + layers? * (dim? + heads? * head_dim? + top * ffn + weights);
     let elements = u128::from(seq) * u128::from(micro) * width;
-    (elements > MAX_ACTIVATIONS).then(|| {
-        Conflict::new(
-            &[&["train.micro_batch", "train.global_batch", "train.seq"], &MODEL_SIZES[..]].concat(),
-            format!("one micro-batch of {micro} sequences of {seq} tokens would have {elements} activations"),
-            "at most 2^56 are accepted; lower train.micro_batch or train.seq",
-        )
-    })
+    Conflict::when(
+        elements > MAX_ACTIVATIONS,
+        &[&["train.micro_batch", "train.global_batch", "train.seq"], &MODEL_SIZES[..]].concat(),
+        format!("one micro-batch of {micro} sequences of {seq} tokens would have {elements} activations"),
+        "at most 2^56 are accepted; lower train.micro_batch or train.seq",
+    )
 }
 
 /// The most tokens a run may read.
@@ -471,13 +319,12 @@ fn prompts_go_with_the_rest(values: &Values) -> Option<Conflict> {
             "name the field with the prompt, and in data.text_field the one with what comes after it",
         ));
     }
-    (values.switch("train.noise_scale") == Some(true)).then(|| {
-        Conflict::new(
-            &["train.noise_scale", "data.prompt_field"],
-            "train.noise_scale is not measured where data.prompt_field leaves some targets out".into(),
-            "leave out one of the two",
-        )
-    })
+    Conflict::when(
+        values.switch("train.noise_scale") == Some(true),
+        &["train.noise_scale", "data.prompt_field"],
+        "train.noise_scale is not measured where data.prompt_field leaves some targets out",
+        "leave out one of the two",
+    )
 }
 
 fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
@@ -506,13 +353,12 @@ fn data_have_one_form(values: &Values) -> Option<Conflict> {
     else {
         return None;
     };
-    (!paths.is_empty() && !corpora.is_empty()).then(|| {
-        Conflict::new(
-            &["data.paths", "data.corpora"],
-            "data.paths and data.corpora are both given".into(),
-            "list the paths as a corpus of their own, with a name and a weight",
-        )
-    })
+    Conflict::when(
+        !paths.is_empty() && !corpora.is_empty(),
+        &["data.paths", "data.corpora"],
+        "data.paths and data.corpora are both given",
+        "list the paths as a corpus of their own, with a name and a weight",
+    )
 }
 
 fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
@@ -529,33 +375,24 @@ fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
 
 /// Nothing is fetched: what is read are files and folders.
 pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
-    let is_address = |text: &&String| text.contains("://");
-    let refuse = |key: &'static str, address: &str, names: &str, hint: &str| {
-        Some(Conflict::new(&[key], format!("{address}: this is an address, and {key} names {names}"), hint))
-    };
     let copy = "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder";
-    if let Some(Value::Texts(paths)) = values.get("data.paths")
-        && let Some(address) = paths.iter().find(is_address)
-    {
-        return refuse("data.paths", address, "files and folders", copy);
-    }
-    if let Some(Value::Corpora(corpora)) = values.get("data.corpora")
-        && let Some(address) = corpora.iter().flat_map(|corpus| &corpus.paths).find(is_address)
-    {
-        return refuse("data.corpora", address, "files and folders", copy);
-    }
-    if let Some(Value::Text(address)) = values.get("data.tokenizer")
-        && is_address(&address)
-    {
-        return refuse("data.tokenizer", address, "a file", FETCH_TOKENIZER);
-    }
-    if let Some(Value::Text(address)) = values.get("train.init_from")
-        && is_address(&address)
-    {
-        let hint = "copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it";
-        return refuse("train.init_from", address, "a folder", hint);
-    }
-    None
+    let fetch = "copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it";
+    let keys = [
+        ("data.paths", "files and folders", copy),
+        ("data.corpora", "files and folders", copy),
+        ("data.tokenizer", "a file", FETCH_TOKENIZER),
+        ("train.init_from", "a folder", fetch),
+    ];
+    keys.into_iter().find_map(|(key, names, hint)| {
+        let given: Vec<&String> = match values.get(key)? {
+            Value::Text(text) => vec![text],
+            Value::Texts(texts) => texts.iter().collect(),
+            Value::Corpora(corpora) => corpora.iter().flat_map(|corpus| &corpus.paths).collect(),
+            _ => return None,
+        };
+        let address = given.into_iter().find(|text| text.contains("://"))?;
+        Some(Conflict::new(&[key], format!("{address}: this is an address, and {key} names {names}"), hint))
+    })
 }
 
 /// How a tokenizer comes onto this machine.
@@ -593,14 +430,11 @@ fn model(values: &Values, name: &str) -> Option<u128> {
 }
 
 /// The divisors of `n` on either side of `wanted`, as text: `4 or 6`.
-fn near_divisors(n: u64, wanted: u64) -> String {
-    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
-    let mut divisors: Vec<u64> = small.flat_map(|d| [d, n / d]).collect();
-    divisors.sort_unstable();
-    divisors.dedup();
-    let above = divisors.partition_point(|&d| d < wanted);
+pub(crate) fn near_divisors(n: u64, wanted: u64) -> String {
+    let divisors = legal::divisors(n as usize);
+    let above = divisors.partition_point(|&d| (d as u64) < wanted);
     let near = divisors[above.saturating_sub(1)..(above + 1).min(divisors.len())].iter();
-    near.map(u64::to_string).collect::<Vec<_>>().join(" or ")
+    near.map(usize::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 #[cfg(test)]

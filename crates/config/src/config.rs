@@ -6,14 +6,15 @@ use std::path::{Path, PathBuf};
 
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
+use crate::declare::Key;
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{Inherited, NotInherited};
 use crate::legal::Extents;
 use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
-use crate::schema::{self, Config};
+use crate::schema::{self, Config, KEYS};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::{Bytes, CorpusConfig, SaveEvery};
+use crate::value::{Bytes, CorpusConfig, SaveEvery, Value};
 use crate::words::{AttentionMethod, LayoutSource, RecomputePolicy};
 use crate::written::Change;
 
@@ -152,6 +153,12 @@ impl Config {
         }
     }
 
+    /// The switches of a table that are on, by name.
+    pub fn switched_on(&self, table: &str) -> Vec<&'static str> {
+        let on = |key: &&Key| schema::value_of(self, key) == Some(Value::Bool(true));
+        KEYS.iter().filter(|key| key.table == table).filter(on).map(|key| key.name).collect()
+    }
+
     /// Whether `train.micro_batch` was not given, so that another default may take its place.
     pub fn micro_batch_is_default(&self) -> bool {
         matches!(self.provenance.origins.get(MICRO_BATCH), Some(Origin::Default))
@@ -217,10 +224,7 @@ impl Config {
 
     /// Ranks of the run; none where it is to be planned for as many processes as there are.
     pub fn ranks(&self) -> Option<usize> {
-        match self.plans_layout() {
-            true => self.parallel.ranks,
-            false => Some(self.layout().mesh.ranks()),
-        }
+        if self.plans_layout() { self.parallel.ranks } else { Some(self.layout().mesh.ranks()) }
     }
 
     /// The folder of the config file.

@@ -36,13 +36,12 @@ pub(crate) fn parts_are_of_their_architectures(values: &Values) -> Option<Confli
 
 pub(crate) fn some_layers_have_experts(values: &Values) -> Option<Conflict> {
     let (layers, dense) = (values.count("model.layers")?, values.count("model.dense_layers")?);
-    (dense >= layers).then(|| {
-        Conflict::new(
-            &["model.dense_layers", "model.layers"],
-            format!("model.dense_layers = {dense} leaves none of model.layers = {layers} with experts"),
-            format!("choose at most {}", layers - 1),
-        )
-    })
+    Conflict::when(
+        dense >= layers,
+        &["model.dense_layers", "model.layers"],
+        format!("model.dense_layers = {dense} leaves none of model.layers = {layers} with experts"),
+        format!("choose at most {}", layers - 1),
+    )
 }
 
 pub(crate) fn groups_hold_the_chosen(values: &Values) -> Option<Conflict> {

@@ -430,7 +430,7 @@ fn quotient(n: usize, d: usize) -> Option<usize> {
 }
 
 /// The divisors of `n`, in ascending order.
-fn divisors(n: usize) -> Vec<usize> {
+pub fn divisors(n: usize) -> Vec<usize> {
     let small = (1..).take_while(|d| *d <= n / d).filter(|d| n.is_multiple_of(*d));
     let mut divisors: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
     divisors.sort_unstable();

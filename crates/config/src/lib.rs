@@ -21,6 +21,7 @@ mod checks;
 mod config;
 mod conflict;
 mod declare;
+mod defaults;
 mod document;
 mod error;
 mod experts;

@@ -10,10 +10,7 @@ pub(crate) struct Quantity<'a> {
 /// Reads digits, an optional decimal fraction, an optional K, M, B or T, and an optional unit word.
 /// `None` when the text has another form, is not a whole number, or passes 2⁶⁴.
 pub(crate) fn parse(text: &str) -> Option<Quantity<'_>> {
-    let text = text.trim();
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (digits, rest) = text.split_at(end);
-    let rest = rest.trim_start();
+    let (digits, rest) = number_and_rest(text);
     let word_end = rest.find(char::is_whitespace).unwrap_or(rest.len());
     let (word, after) = rest.split_at(word_end);
     let after = after.trim_start();
@@ -35,10 +32,8 @@ pub fn count(text: &str) -> Option<u64> {
 /// A size in bytes: a number, which may have a decimal fraction, and its unit. `None` when the text has another form or
 /// passes 2⁶⁴.
 pub fn bytes(text: &str) -> Option<u64> {
-    let text = text.trim();
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (digits, unit) = text.split_at(end);
-    let unit: u128 = match unit.trim_start() {
+    let (digits, unit) = number_and_rest(text);
+    let unit: u128 = match unit {
         "B" => 1,
         "KB" => 1_000,
         "MB" => 1_000_000,
@@ -53,6 +48,14 @@ pub fn bytes(text: &str) -> Option<u64> {
     // A millionth of a unit is fine enough.
     let millionths = scaled(digits, 6)?;
     u64::try_from(u128::from(millionths) * unit / 1_000_000).ok()
+}
+
+/// Digits with a decimal point, and what comes after them.
+fn number_and_rest(text: &str) -> (&str, &str) {
+    let text = text.trim();
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (digits, rest) = text.split_at(end);
+    (digits, rest.trim_start())
 }
 
 fn suffix_power(word: &str) -> Option<u32> {

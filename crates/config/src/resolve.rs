@@ -8,6 +8,7 @@ use toml::de::DeValue;
 use crate::checks;
 use crate::conflict::Conflict;
 use crate::declare::{Default, Key};
+use crate::defaults;
 use crate::document::{Document, Given};
 use crate::error::{ConfigError, Location, Problem};
 use crate::inherit::{self, Inherited, NotInherited};
@@ -177,9 +178,7 @@ impl Layers<'_> {
             if let (true, Some(ours)) = (inherit::is_shape(path), ours.filter(|ours| *ours != given.value)) {
                 let blamed = match &place {
                     GivenAt::Preset(preset) => format!("model.preset = \"{preset}\" has {path} = {ours}, which"),
-                    GivenAt::InitFrom | GivenAt::File { .. } | GivenAt::Override(_) | GivenAt::Change(_) => {
-                        format!("{path} = {ours}")
-                    }
+                    _ => format!("{path} = {ours}"),
                 };
                 let problem = Problem::new(
                     format!("{blamed} contradicts the weights of train.init_from: {} in {name}", given.value),
@@ -187,7 +186,7 @@ impl Layers<'_> {
                 );
                 let place = match place {
                     GivenAt::Preset(_) => self.places.get("model.preset").cloned(),
-                    GivenAt::InitFrom | GivenAt::File { .. } | GivenAt::Override(_) | GivenAt::Change(_) => Some(place),
+                    _ => Some(place),
                 };
                 return Err(ConfigError::new(problem, self.locate(place)));
             }
@@ -228,12 +227,12 @@ impl Layers<'_> {
         for key in KEYS {
             let filled = match (self.values.get(key.path), &key.default) {
                 (Some(Value::Tokens(tokens)), _) => {
-                    checks::sequences(key, *tokens, &self.values).map(|(value, note)| {
+                    defaults::sequences(key, *tokens, &self.values).map(|(value, note)| {
                         self.warnings.extend(note);
                         Some(value)
                     })
                 }
-                (Some(Value::Ramp(stages)), _) => checks::ramp(key, stages, &self.values).map(|(value, notes)| {
+                (Some(Value::Ramp(stages)), _) => defaults::ramp(key, stages, &self.values).map(|(value, notes)| {
                     self.warnings.extend(notes);
                     Some(value)
                 }),

@@ -58,13 +58,12 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
     let key =
         ["precision.loss_scale", "precision.growth_interval"].into_iter().find(|key| values.get(key).is_some())?;
     let (value, policy) = (values.get(key)?, values.get("precision.policy")?);
-    (!is_fp16(values)).then(|| {
-        Conflict::new(
-            &[key, "precision.policy"],
-            format!("{key} = {value} is given, and precision.policy = {policy} has no loss scale"),
-            format!("remove {key}, or choose precision.policy = \"fp16\""),
-        )
-    })
+    Conflict::when(
+        !is_fp16(values),
+        &[key, "precision.policy"],
+        format!("{key} = {value} is given, and precision.policy = {policy} has no loss scale"),
+        format!("remove {key}, or choose precision.policy = \"fp16\""),
+    )
 }
 
 /// Scales of fp8 are those of a micro-batch, so its results depend on how a batch is cut.
@@ -117,24 +116,22 @@ pub(crate) fn shorten_decay(values: &mut Values) -> Option<String> {
 pub(crate) fn decay_steps_have_a_schedule(values: &Values) -> Option<Conflict> {
     let decay = values.count("optimizer.decay_steps")?;
     let given = values.get("optimizer.schedule")?;
-    (schedule(values) != Some(LrSchedule::Wsd)).then(|| {
-        Conflict::new(
-            &["optimizer.decay_steps", "optimizer.schedule"],
-            format!("optimizer.decay_steps = {decay} is given, and optimizer.schedule = {given} does not read it"),
-            "remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"",
-        )
-    })
+    Conflict::when(
+        schedule(values) != Some(LrSchedule::Wsd),
+        &["optimizer.decay_steps", "optimizer.schedule"],
+        format!("optimizer.decay_steps = {decay} is given, and optimizer.schedule = {given} does not read it"),
+        "remove optimizer.decay_steps, or choose optimizer.schedule = \"wsd\"",
+    )
 }
 
 pub(crate) fn constant_rates_do_not_fall(values: &Values) -> Option<Conflict> {
     let ratio = values.get("optimizer.min_lr_ratio")?;
-    (schedule(values) == Some(LrSchedule::Constant)).then(|| {
-        Conflict::new(
-            &["optimizer.min_lr_ratio", "optimizer.schedule"],
-            format!("optimizer.min_lr_ratio = {ratio} is given, and optimizer.schedule = \"constant\" does not fall"),
-            "remove optimizer.min_lr_ratio, or choose another optimizer.schedule",
-        )
-    })
+    Conflict::when(
+        schedule(values) == Some(LrSchedule::Constant),
+        &["optimizer.min_lr_ratio", "optimizer.schedule"],
+        format!("optimizer.min_lr_ratio = {ratio} is given, and optimizer.schedule = \"constant\" does not fall"),
+        "remove optimizer.min_lr_ratio, or choose another optimizer.schedule",
+    )
 }
 
 /// A constant that the optimizer does not read is a mistake.

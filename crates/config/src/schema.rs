@@ -4,10 +4,10 @@
 //! A default may be derived from keys that have a fixed default, and from others that stand above it.
 
 use crate::architecture::{self, Architecture};
-use crate::checks;
 use crate::declare::Default::{Derived, DerivedOrRequired, Fixed, OfOptimizer, Required, Unset};
 use crate::declare::Effect::{Changeable, Conduct, Trajectory};
 use crate::declare::{Key, name, tables};
+use crate::defaults;
 use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, CountOrAuto, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences,
     Size, Text, Texts,
@@ -61,15 +61,15 @@ tables! {
             finds ["num_attention_heads", "n_heads", "n_head", "num_heads"];
         /// How many key and value heads; fewer than query heads is grouped-query attention (GQA), one is multi-query attention
         /// (MQA). It divides the query heads.
-        kv_heads: usize = Count(1, EXTENT), Derived("model.heads", checks::default_kv_heads), Trajectory,
+        kv_heads: usize = Count(1, EXTENT), Derived("model.heads", defaults::kv_heads), Trajectory,
             finds ["GQA", "grouped-query attention", "grouped query attention", "MQA", "multi-query attention",
                 "num_key_value_heads", "n_kv_heads", "num_query_groups"];
         /// Width of one head; even where RoPE rotates pairs.
-        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", checks::default_head_dim), Trajectory,
+        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", defaults::head_dim), Trajectory,
             finds ["d_head", "kv_channels"];
         /// Hidden width of the feed-forward block (MLP).
         ffn: usize =
-            Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", checks::default_ffn), Trajectory,
+            Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", defaults::ffn), Trajectory,
             finds ["intermediate_size", "d_ff", "ffn_hidden_size", "feed-forward", "MLP", "hidden_dim"];
         /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, deepseek and dots1 have: how many experts take the place of the
         /// feed-forward block of every layer.
@@ -77,17 +77,17 @@ tables! {
             finds ["MoE", "mixture of experts", "num_experts", "num_local_experts", "n_routed_experts"];
         /// Top-k: how many experts the router chooses for a token.
         experts_per_token: Option<usize> =
-            Count(1, EXTENT), Derived("2 with model.experts, else not set", checks::default_top_k), Trajectory,
+            Count(1, EXTENT), Derived("2 with model.experts, else not set", defaults::top_k), Trajectory,
             finds ["top_k", "top-k", "num_experts_per_tok", "moe_router_topk", "router"];
         /// Hidden width of one expert.
         expert_ffn: Option<usize> =
-            Count(1, EXTENT), Derived("model.ffn with model.experts, else not set", checks::default_expert_ffn), Trajectory,
+            Count(1, EXTENT), Derived("model.ffn with model.experts, else not set", defaults::expert_ffn), Trajectory,
             finds ["moe_intermediate_size", "moe_ffn_hidden_size"];
         /// Whether the weights of a token's experts are divided by their sum.
         norm_topk: bool = Bool, Fixed("true"), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
         /// Experts that every token goes to besides, of deepseek and dots1: one MLP as wide as all of them.
         shared_experts: Option<usize> =
-            Count(1, EXTENT), Derived("1 for deepseek and dots1, else not set", checks::default_shared_experts), Trajectory,
+            Count(1, EXTENT), Derived("1 for deepseek and dots1, else not set", defaults::shared_experts), Trajectory,
             finds ["n_shared_experts", "shared expert"];
         /// How many first layers of a deepseek or dots1 model have a feed-forward block of model.ffn and no experts.
         dense_layers: usize = Count(0, EXTENT), Fixed("0"), Trajectory,
@@ -115,7 +115,7 @@ tables! {
             finds ["router_z_loss_coef", "moe_z_loss_coeff", "z loss"];
         /// Learned position embeddings, which gpt2 has instead of RoPE: the longest sequence.
         positions: Option<usize> =
-            Count(1, EXTENT), Derived("1024 for gpt2, else not set", checks::default_positions), Trajectory,
+            Count(1, EXTENT), Derived("1024 for gpt2, else not set", defaults::positions), Trajectory,
             finds ["max_position_embeddings", "n_positions", "learned positions", "position embeddings"];
         /// Base of the rotary position embeddings (RoPE); gpt2, which has none, does not look at it.
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory,
@@ -134,7 +134,7 @@ tables! {
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory,
             finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
         /// Whether the output head uses the embedding's weights.
-        tied_embeddings: bool = Bool, Derived("true for gpt2, else false", checks::default_tied), Trajectory,
+        tied_embeddings: bool = Bool, Derived("true for gpt2, else false", defaults::tied), Trajectory,
             finds ["tie_word_embeddings", "weight tying", "tied weights"];
         /// Probability of dropout behind gpt2's embedding and in front of every addition to the residual stream; attention
         /// weights are not dropped. The same mask on every layout.
@@ -208,7 +208,7 @@ tables! {
         /// `parallel.dp_replicate`), it divides the global batch; the quotient is the number of gradient accumulation steps. Where the whole batch does not fit the memory, the default
         /// is the largest size that does.
         micro_batch: usize =
-            Sequences(BATCH), Derived("train.global_batch / data-parallel ranks, or the largest that fits", checks::default_micro_batch), Conduct,
+            Sequences(BATCH), Derived("train.global_batch / data-parallel ranks, or the largest that fits", defaults::micro_batch), Conduct,
             finds ["gradient accumulation", "gradient_accumulation_steps", "accumulation", "micro_batch_size",
                 "per_device_train_batch_size", "local_batch_size", "OOM", "out of memory"];
         /// Seed of the initial weights and the data order.
@@ -233,7 +233,7 @@ tables! {
         /// The most sequences that one validation reads; 0 skips validation. In a short run the default is a quarter of
         /// the sequences that are trained on from one validation to the next, so that validation stays a small part of it.
         validation_sequences: usize =
-            Count(0, BATCH), Derived("64, less in a short run", checks::default_validation_sequences), Conduct,
+            Count(0, BATCH), Derived("64, less in a short run", defaults::validation_sequences), Conduct,
             finds ["eval_iters", "validation batches", "skip validation"];
         /// What computes: the CPU, an NVIDIA GPU, or a GPU where one is found.
         device: DeviceChoice = Choice(DeviceChoice::WORDS), Fixed("\"auto\""), Conduct,

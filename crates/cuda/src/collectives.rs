@@ -3,7 +3,7 @@
 use crate::CudaError;
 use crate::kernels::{Block, Launcher, Value, args};
 use lockstep_exec::comm::{Collective, Order, Piece};
-use lockstep_ir::DType;
+use lockstep_ir::{DType, Movement};
 
 /// Words that a kernel takes: of each tensor two sizes and two addresses per rank.
 const WORDS: usize = 448;
@@ -12,6 +12,9 @@ const BLOCK: Block = Block { threads: THREADS, shared: 0 };
 /// Blocks that fill any device; more elements are taken in turns.
 const BLOCKS: usize = 2048;
 
+/// The name of a kernel for elements of a type.
+type KernelOf = fn(DType) -> Result<&'static str, CudaError>;
+
 /// Queues a collective of ranks whose pieces these are, in the order of the group.
 ///
 /// # Safety
@@ -19,25 +22,24 @@ const BLOCKS: usize = 2048;
 /// ranks have pieces of the same sizes and types, and sums are of types that can be added.
 pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Result<(), CudaError> {
     let (n, first) = (ranks.len(), ranks.first().map_or(&[][..], |pieces| pieces));
-    if kind == Collective::Shift {
-        for (rank, p) in (0..n).flat_map(|rank| (0..first.len()).map(move |p| (rank, p))) {
-            let (from, to) = (ranks[(rank + n - 1) % n][p].input, ranks[rank][p].output);
-            // SAFETY: the caller vouches for the pieces, which are apart.
-            unsafe { on.stream.copy(to as u64, from as u64, first[p].bytes())? };
-        }
-        return Ok(());
-    }
-    if kind == Collective::AllToAll {
-        for (to, from) in (0..n).flat_map(|to| (0..n).map(move |from| (to, from))) {
-            for (p, piece) in first.iter().enumerate() {
-                let bytes = piece.bytes();
-                let (input, output) = (ranks[from][p].input as u64, ranks[to][p].output as u64);
-                // SAFETY: as above.
-                unsafe { on.stream.copy(output + (from * bytes) as u64, input + (to * bytes) as u64, bytes)? };
+    // The kernel, and the code by which it knows what it does.
+    let (kernel, code): (KernelOf, i32) = match kind.movement() {
+        Movement::SumsWhole => (adding, 0),
+        Movement::SumsParts => (adding, 1),
+        Movement::Gathers => (copying, 2),
+        Movement::Copies(rule) => {
+            for (to, from) in (0..n).flat_map(|to| (0..n).map(move |from| (to, from))) {
+                let Some(part) = rule(n, from, to) else { continue };
+                for (p, piece) in first.iter().enumerate() {
+                    let (input, output) = (ranks[from][p].input as u64, ranks[to][p].output as u64);
+                    let at = |start: u64, part: usize| start + (part * piece.bytes()) as u64;
+                    // SAFETY: the caller vouches for the pieces, which are apart.
+                    unsafe { on.stream.copy(at(output, part.output), at(input, part.input), piece.bytes())? };
+                }
             }
+            return Ok(());
         }
-        return Ok(());
-    }
+    };
     let at_a_time = WORDS / (2 + 2 * n);
     if at_a_time == 0 {
         return Err(CudaError::Internal(format!("{kind} of {n} ranks on one device")));
@@ -51,15 +53,9 @@ pub unsafe fn queue(on: Launcher, kind: Collective, ranks: &[Vec<Piece>]) -> Res
                 let outputs = ranks.iter().map(move |pieces| pieces[p].output as u64);
                 [first[p].rows as u64, first[p].elements as u64].into_iter().chain(inputs).chain(outputs)
             });
-            let parts = if kind == Collective::AllReduce { 1 } else { n };
+            let [.., parts] = kind.parts(n);
             let largest = batch.iter().map(|&p| first[p].rows * first[p].elements * parts).max().unwrap_or(0);
-            let dtype = first[batch[0]].dtype;
-            let (name, code) = match kind {
-                Collective::AllReduce => (adding(dtype)?, 0i32),
-                Collective::ReduceScatter => (adding(dtype)?, 1),
-                Collective::AllGather => (copying(dtype)?, 2),
-                Collective::Shift | Collective::AllToAll => unreachable!("{kind} is copies"),
-            };
+            let name = kernel(first[batch[0]].dtype)?;
             let (members, zigzag) = (n as i32, i32::from(first[batch[0]].order == Order::ZigZag));
             let args: &[_] = if kind.sums() { args![code, members, zigzag] } else { args![members, zigzag] };
             // SAFETY: the caller vouches for the pieces; the words are the kernel's struct.

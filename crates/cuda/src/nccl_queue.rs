@@ -21,6 +21,7 @@ use lockstep_exec::comm::{
     Action, Collective, CommError, CommunicationCall, CommunicationQueue, Communicator, Connection, Enqueued, Piece,
     ProgramPlace, RankGroup,
 };
+use lockstep_ir::Movement;
 use lockstep_ir::program::Slot;
 use members::Members;
 use std::collections::{BTreeMap, VecDeque};
@@ -172,18 +173,17 @@ impl NcclQueue {
             // Two numbers have one sum.
             let ours = |p: &Piece| SumType::of(p.dtype).is_none() || (group.queue.ordered && n > 2);
             let (ours, theirs): (Vec<Piece>, Vec<Piece>) = pieces.iter().partition(|p| kind.sums() && ours(p));
-            match kind {
-                Collective::Shift => group.shift(&theirs),
-                Collective::AllToAll => group.all_to_all(&theirs),
-                Collective::AllGather => group.gather(&theirs),
-                Collective::AllReduce => {
+            match kind.movement() {
+                Movement::Copies(rule) => group.copies(&theirs, rule),
+                Movement::Gathers => group.gather(&theirs),
+                Movement::SumsWhole => {
                     group.all_reduce(&theirs)?;
                     match ours.iter().map(Piece::bytes).sum::<usize>() <= SMALL {
                         true => group.add_whole(&ours),
                         false => group.add_slices(&ours),
                     }
                 }
-                Collective::ReduceScatter => {
+                Movement::SumsParts => {
                     group.reduce_scatter(&theirs)?;
                     group.add_parts(&ours)
                 }

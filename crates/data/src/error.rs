@@ -6,6 +6,9 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
+/// What reading data gives, or why it does not.
+pub type Result<T, E = DataError> = std::result::Result<T, E>;
+
 /// Why data could not be prepared, opened or sampled.
 #[derive(Debug, Error, Hint)]
 pub enum DataError {

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use lockstep_ir::counter;
 
-use crate::DataError;
 use crate::cut::PIECE_BYTES;
 use crate::scan::{Form, SourceFile};
+use crate::{DataError, Result};
 
 /// One side of the division of a data set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ enum TextRule {
 
 impl HoldOut {
     /// Holds out `fraction` of the pieces of text, by count, but at least one and never all; and of the records.
-    pub(crate) fn choose(fraction: f64, seed: u64, files: &[SourceFile]) -> Result<Self, DataError> {
+    pub(crate) fn choose(fraction: f64, seed: u64, files: &[SourceFile]) -> Result<Self> {
         if !(0.0..1.0).contains(&fraction) {
             return Err(DataError::Fraction { value: fraction });
         }
@@ -74,10 +74,7 @@ impl HoldOut {
         let group = (guess.saturating_sub(1)..=guess + 1).rev().find(|&group| first_of(group) <= ordinal).unwrap_or(0);
         let (first, next) = (first_of(group), first_of(group + 1));
         let held = first + counter::bits(self.record_key, group) % (next - first).max(1);
-        match ordinal == held.max(1) {
-            true => Split::Validation,
-            false => Split::Train,
-        }
+        if ordinal == held.max(1) { Split::Validation } else { Split::Train }
     }
 
     /// The split of byte `offset` of a file of text, and the byte where the split next changes or the file ends.
@@ -107,7 +104,7 @@ pub(crate) fn pieces(file: &SourceFile) -> u64 {
     if file.form == Form::Text { file.bytes.div_ceil(PIECE_BYTES) } else { 0 }
 }
 
-fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<TextRule, DataError> {
+fn hold_out_tail(fraction: f64, path: &Path, bytes: u64) -> Result<TextRule> {
     if bytes < 2 {
         return Err(DataError::TooSmallToHoldOut { path: path.to_owned() });
     }

@@ -17,7 +17,7 @@ use crate::scan::sample_blocks;
 use crate::shard::Width;
 use crate::stop::{NEVER, go_on};
 use crate::token_file::check_range;
-use crate::{DataError, DataHint, DataSetting, Document, Origin, PrepareSpec, TokenFile};
+use crate::{DataError, DataHint, DataSetting, Document, Origin, PrepareSpec, Result, TokenFile};
 
 pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 pub(crate) const VERSION: u64 = 1;
@@ -76,7 +76,7 @@ struct Indexed {
 
 /// The `.idx` files that a spec names, in order, where it names Megatron's files: by `.idx`, by `.bin`, by what both begin with, or as
 /// a folder that is searched for the extension `idx`. None where it names text.
-pub fn token_files(spec: &PrepareSpec) -> Result<Option<Vec<PathBuf>>, DataError> {
+pub fn token_files(spec: &PrepareSpec) -> Result<Option<Vec<PathBuf>>> {
     let wanted = spec.extensions.iter().any(|extension| extension.trim_start_matches('.').eq_ignore_ascii_case("idx"));
     let (mut files, mut text) = (Vec::new(), None);
     for path in &spec.paths {
@@ -127,7 +127,7 @@ pub(crate) type Divided = (Vec<Arc<dyn TokenFile>>, Vec<Arc<dyn TokenFile>>);
 
 /// Opens pairs of files, named by their `.idx`, and holds out the last of all their documents. Samples of the tokens must be below
 /// `vocabulary`.
-pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) -> Result<Divided, DataError> {
+pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) -> Result<Divided> {
     if !(0.0..1.0).contains(&fraction) {
         return Err(DataError::Fraction { value: fraction });
     }
@@ -181,13 +181,13 @@ pub(crate) fn open_divided(files: &[PathBuf], fraction: f64, vocabulary: u32) ->
 
 impl IndexedTokens {
     /// All documents of a pair of files, named by its `.idx`.
-    pub fn open(index: &Path) -> Result<Self, DataError> {
+    pub fn open(index: &Path) -> Result<Self> {
         let file = Arc::new(Indexed::open(index)?);
         let documents = 0..file.documents();
         IndexedTokens::part(file, 0, documents)
     }
 
-    fn part(file: Arc<Indexed>, ordinal: u64, documents: Range<u64>) -> Result<Self, DataError> {
+    fn part(file: Arc<Indexed>, ordinal: u64, documents: Range<u64>) -> Result<Self> {
         let tokens = file.start(documents.start)..file.start(documents.end);
         if tokens.end > file.tokens() || tokens.start > tokens.end {
             return Err(file.damaged("the document table is not in order"));
@@ -268,7 +268,7 @@ impl TokenFile for IndexedTokens {
     }
 
     /// The index: there is no hash of the tokens.
-    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()> {
         self.file.check(stop, read)
     }
 
@@ -283,7 +283,7 @@ impl TokenFile for IndexedTokens {
 
 impl Indexed {
     /// Opens both files, and checks that they belong together; an index under 64 MiB in full.
-    fn open(index_path: &Path) -> Result<Self, DataError> {
+    fn open(index_path: &Path) -> Result<Self> {
         let bin_path = index_path.with_extension("bin");
         let index = map(index_path, &bin_path)?;
         let refuse = |problem: String, hint| Err(DataError::source(index_path, problem, hint));
@@ -349,7 +349,7 @@ impl Indexed {
     }
 
     /// Refuses an index whose sequences do not follow each other, or whose documents do not.
-    fn check(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+    fn check(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()> {
         let width = self.width as u64;
         let mut next = 0u64;
         for sequence in 0..self.sequences {
@@ -427,7 +427,7 @@ fn index_bytes(sequences: u64, entries: u64) -> Option<u64> {
 }
 
 /// A file of a pair, mapped into memory.
-fn map(path: &Path, other: &Path) -> Result<Mmap, DataError> {
+fn map(path: &Path, other: &Path) -> Result<Mmap> {
     let unreadable = |cause| DataError::unreadable(path, cause);
     let file = File::open(path).map_err(|cause| match cause.kind() {
         io::ErrorKind::NotFound => {

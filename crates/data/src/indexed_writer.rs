@@ -9,7 +9,7 @@ use crate::indexed::{HEADER_BYTES, MAGIC, VERSION};
 use crate::new_file::{NewFile, sync_folder};
 use crate::shard::Width;
 use crate::stop::go_on;
-use crate::{DataError, Document, TokenStream};
+use crate::{DataError, Document, Result, TokenStream};
 
 /// Tokens that are written between two looks at whether to go on.
 const PIECE: u64 = 1 << 20;
@@ -40,7 +40,7 @@ pub fn export(
     name: &str,
     stop: &AtomicBool,
     progress: &mut dyn FnMut(u64),
-) -> Result<ExportedTokens, DataError> {
+) -> Result<ExportedTokens> {
     fs::create_dir_all(folder).map_err(|cause| DataError::unwritable(folder, cause))?;
     let (width, code) = if vocabulary < LARGE_VOCABULARY { (Width::Two, 8u8) } else { (Width::Four, 4) };
     let mut bin = Out::create(folder, &format!("{name}.bin"))?;
@@ -111,15 +111,15 @@ fn each_start(tokens: &TokenStream, mut visit: impl FnMut(u64)) {
 struct Out(BufWriter<NewFile>);
 
 impl Out {
-    fn create(folder: &Path, name: &str) -> Result<Self, DataError> {
+    fn create(folder: &Path, name: &str) -> Result<Self> {
         Ok(Out(BufWriter::with_capacity(1 << 20, NewFile::create(folder, name)?)))
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.0.write_all(bytes).map_err(|cause| DataError::unwritable(self.0.get_ref().target(), cause))
     }
 
-    fn publish(self) -> Result<PathBuf, DataError> {
+    fn publish(self) -> Result<PathBuf> {
         let target = self.0.get_ref().target().to_owned();
         let new = self.0.into_inner().map_err(|error| DataError::unwritable(&target, error.into_error()))?;
         new.sync()?;

@@ -39,7 +39,7 @@ mod token_file;
 mod tokenizer;
 mod workers;
 
-pub use error::{DataError, DataHint, DataSetting, ShardFault};
+pub use error::{DataError, DataHint, DataSetting, Result, ShardFault};
 pub use indexed::{IndexedTokens, token_files};
 pub use indexed_writer::{ExportedTokens, export};
 pub use prepare::{

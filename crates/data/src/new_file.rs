@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::DataError;
+use crate::{DataError, Result};
 
 /// A file under a temporary name in its final folder, removed on drop unless it was published.
 ///
@@ -19,7 +19,7 @@ pub(crate) struct NewFile {
 
 impl NewFile {
     /// Starts the file `folder/name`.
-    pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, DataError> {
+    pub(crate) fn create(folder: &Path, name: &str) -> Result<Self> {
         let target = folder.join(name);
         let temporary = temporary_path(folder, name);
         let file = File::create(&temporary).map_err(|cause| DataError::unwritable(&target, cause))?;
@@ -32,12 +32,12 @@ impl NewFile {
     }
 
     /// Brings the contents to the disk.
-    pub(crate) fn sync(&self) -> Result<(), DataError> {
+    pub(crate) fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|cause| DataError::unwritable(&self.target, cause))
     }
 
     /// Gives the file its name, replacing what had it before. The name is on the disk once the folder is synced.
-    pub(crate) fn publish(mut self) -> Result<(), DataError> {
+    pub(crate) fn publish(mut self) -> Result<()> {
         fs::rename(&self.temporary, &self.target).map_err(|cause| DataError::unwritable(&self.target, cause))?;
         self.published = true;
         Ok(())
@@ -64,7 +64,7 @@ impl Drop for NewFile {
 }
 
 /// Removes a file that may not be there, and makes that last.
-pub(crate) fn remove_if_present(path: &Path) -> Result<(), DataError> {
+pub(crate) fn remove_if_present(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Ok(()) => sync_folder_of(path),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -78,7 +78,7 @@ pub(crate) fn temporary_path(folder: &Path, name: &str) -> PathBuf {
 }
 
 /// A rename is on the disk only once its folder is.
-fn sync_folder_of(path: &Path) -> Result<(), DataError> {
+fn sync_folder_of(path: &Path) -> Result<()> {
     let folder = match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
@@ -87,6 +87,6 @@ fn sync_folder_of(path: &Path) -> Result<(), DataError> {
 }
 
 /// Brings the names in a folder to the disk.
-pub(crate) fn sync_folder(folder: &Path) -> Result<(), DataError> {
+pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
     File::open(folder).and_then(|opened| opened.sync_all()).map_err(|cause| DataError::unwritable(folder, cause))
 }

@@ -13,7 +13,7 @@ use crate::shard::Width;
 use crate::shard_writer::{ShardSummary, ShardWriter};
 use crate::source::Cursor;
 use crate::workers::Tokenised;
-use crate::{DataError, Shard, TokenFile};
+use crate::{DataError, Result, Shard, TokenFile};
 
 /// The folder of parts, inside the folder that the data set will be in.
 const FOLDER: &str = ".partial";
@@ -45,7 +45,7 @@ pub(crate) struct Partial {
 
 impl Partial {
     /// Opens the folder and takes over the parts that belong to the same `key`; removes what else is there.
-    pub(crate) fn open(out: &Path, key: u64) -> Result<Self, DataError> {
+    pub(crate) fn open(out: &Path, key: u64) -> Result<Self> {
         let folder = out.join(FOLDER);
         fs::create_dir_all(&folder).map_err(|cause| DataError::unwritable(&folder, cause))?;
         let mut this = Partial { folder, out: out.to_owned(), key, parts: Vec::new() };
@@ -73,7 +73,7 @@ impl Partial {
     }
 
     /// A finished shard, before it takes its place.
-    pub(crate) fn shard(&self, summary: &ShardSummary) -> Result<Shard, DataError> {
+    pub(crate) fn shard(&self, summary: &ShardSummary) -> Result<Shard> {
         Shard::open(&self.folder.join(&summary.file))
     }
 
@@ -82,7 +82,7 @@ impl Partial {
         self.folder.join(DATA_JSON).exists()
     }
 
-    fn remove_others(&self) -> Result<(), DataError> {
+    fn remove_others(&self) -> Result<()> {
         let keep_all = self.installing() && !self.parts.is_empty();
         let ours = format!(".{}.tmp", std::process::id());
         for name in names(&self.folder)? {
@@ -100,14 +100,14 @@ impl Partial {
     }
 
     /// Starts the next part.
-    pub(crate) fn begin(&self, width: Width, validation: bool, prompts: bool) -> Result<PartWriter, DataError> {
+    pub(crate) fn begin(&self, width: Width, validation: bool, prompts: bool) -> Result<PartWriter> {
         let create = |split| ShardWriter::create(&self.folder, &shard_name(split, self.parts.len()), width, prompts);
         let validation = if validation { Some(create(Split::Validation)?) } else { None };
         Ok(PartWriter { train: create(Split::Train)?, validation, after: None, input_bytes: 0 })
     }
 
     /// Brings a part to the disk; from then on it need not be made again.
-    pub(crate) fn finish(&mut self, part: PartWriter, at: Cursor) -> Result<(), DataError> {
+    pub(crate) fn finish(&mut self, part: PartWriter, at: Cursor) -> Result<()> {
         let (train_file, train) = part.train.finish()?;
         let (validation_file, validation) = part.validation.map(ShardWriter::finish).transpose()?.unzip();
         let after = part.after.unwrap_or(at);
@@ -123,7 +123,7 @@ impl Partial {
     }
 
     /// Writes a file of the data set.
-    pub(crate) fn write(&self, name: &str, contents: &[u8]) -> Result<(), DataError> {
+    pub(crate) fn write(&self, name: &str, contents: &[u8]) -> Result<()> {
         let mut new = NewFile::create(&self.folder, name)?;
         new.write_all(contents).map_err(|cause| DataError::unwritable(&self.out.join(name), cause))?;
         new.sync()?;
@@ -134,7 +134,7 @@ impl Partial {
     ///
     /// An old `data.json` goes first and the new one comes last, so that none ever stands beside shards it does not
     /// describe. Interrupted at any point, the same call completes it.
-    pub(crate) fn install(self, has_tokenizer: bool) -> Result<(), DataError> {
+    pub(crate) fn install(self, has_tokenizer: bool) -> Result<()> {
         remove_if_present(&self.out.join(DATA_JSON))?;
         let is_part = |name: &str| name.starts_with("part-");
         let shards = self.parts.iter().flat_map(|part| [Some(&part.train), part.validation.as_ref()]);
@@ -157,12 +157,12 @@ impl Partial {
         self.discard()
     }
 
-    fn move_out(&self, name: &str) -> Result<(), DataError> {
+    fn move_out(&self, name: &str) -> Result<()> {
         let target = self.out.join(name);
         fs::rename(self.folder.join(name), &target).map_err(|cause| DataError::unwritable(&target, cause))
     }
 
-    fn discard(&self) -> Result<(), DataError> {
+    fn discard(&self) -> Result<()> {
         fs::remove_dir_all(&self.folder).map_err(|cause| DataError::unwritable(&self.folder, cause))
     }
 }
@@ -185,7 +185,7 @@ pub(crate) struct PartWriter {
 
 impl PartWriter {
     /// Appends a unit.
-    pub(crate) fn append(&mut self, unit: &Tokenised) -> Result<(), DataError> {
+    pub(crate) fn append(&mut self, unit: &Tokenised) -> Result<()> {
         self.after = Some(unit.after);
         self.input_bytes = unit.input_bytes;
         if unit.tokens.is_empty() {
@@ -226,7 +226,7 @@ fn shard_name(split: Split, index: usize) -> String {
 }
 
 /// What is directly in a folder, by name.
-fn names(folder: &Path) -> Result<Vec<String>, DataError> {
+fn names(folder: &Path) -> Result<Vec<String>> {
     let read = || -> io::Result<Vec<String>> {
         fs::read_dir(folder)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
     };

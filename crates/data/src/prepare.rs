@@ -16,7 +16,7 @@ use crate::scan::{Form, Found, SourceFile, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
 use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
-use crate::{DataError, DataHint, DataSetting, PrepareSpec, Prepared, ShardSummary, SplitSummary, Tokenizer};
+use crate::{DataError, DataHint, DataSetting, PrepareSpec, Prepared, Result, ShardSummary, SplitSummary, Tokenizer};
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
@@ -54,7 +54,7 @@ pub struct Progress {
 }
 
 /// Prepares with all cores; see [`prepare_with`].
-pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Prepared, DataError> {
+pub fn prepare(spec: &PrepareSpec, out: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Prepared> {
     prepare_with(spec, out, &PrepareOptions::default(), progress)
 }
 
@@ -76,7 +76,7 @@ pub fn prepare_with(
     out: &Path,
     options: &PrepareOptions<'_>,
     progress: &mut dyn FnMut(Progress),
-) -> Result<Prepared, DataError> {
+) -> Result<Prepared> {
     let found = scan(spec, out, options.stop)?;
     require_records(spec, &found)?;
     // Before it is read: a file that changes meanwhile is then told from what was read.
@@ -103,7 +103,7 @@ pub fn prepare_with(
 }
 
 /// Refuses text without fields where the spec names one for prompts.
-fn require_records(spec: &PrepareSpec, found: &Found) -> Result<(), DataError> {
+fn require_records(spec: &PrepareSpec, found: &Found) -> Result<()> {
     let Some(field) = &spec.prompt_field else { return Ok(()) };
     match found.files.iter().find(|file| file.form == Form::Text) {
         None => Ok(()),
@@ -119,12 +119,12 @@ fn require_records(spec: &PrepareSpec, found: &Found) -> Result<(), DataError> {
 }
 
 /// Whether `prepared` is what preparing `spec` now would give, by the lengths and samples of the content of the files.
-pub fn is_current(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool, DataError> {
+pub fn is_current(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool> {
     Ok(spec.reads_alike(prepared.spec()) && is_same_text(spec, prepared, stop)?)
 }
 
 /// Whether the text that `spec` names now is what was prepared, by the same marks.
-pub fn is_same_text(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool, DataError> {
+pub fn is_same_text(spec: &PrepareSpec, prepared: &Prepared, stop: &AtomicBool) -> Result<bool> {
     prepared.is_of(&scan(spec, prepared.folder(), stop)?, stop)
 }
 
@@ -138,7 +138,7 @@ pub struct Survey {
 }
 
 /// Looks for the text of `spec`, to be prepared in `out`, and reads none of it.
-pub fn survey(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Survey, DataError> {
+pub fn survey(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Survey> {
     let found = scan(spec, out, stop)?;
     Ok(Survey { files: found.files.len() as u64, bytes: found.files.iter().map(|file| file.bytes).sum() })
 }
@@ -156,7 +156,7 @@ pub struct Excerpt {
 
 /// The first files of a spec, up to about so many bytes of them and one at least; samples of every file were read, so each can be.
 /// Of one file that is longer, its beginning is copied into the folder `to`, where it is text or lines; others are taken whole.
-pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &AtomicBool) -> Result<Excerpt, DataError> {
+pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &AtomicBool) -> Result<Excerpt> {
     let found = scan(spec, out, stop)?;
     require_records(spec, &found)?;
     found.content(stop)?;
@@ -178,7 +178,7 @@ pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &Atom
 }
 
 /// Copies the beginning of a file, up to the end of a line.
-fn beginning(path: &Path, to: &Path, most: u64) -> Result<PathBuf, DataError> {
+fn beginning(path: &Path, to: &Path, most: u64) -> Result<PathBuf> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(|cause| DataError::unreadable(path, cause))?;
     file.take(most).read_to_end(&mut bytes).map_err(|cause| DataError::unreadable(path, cause))?;
@@ -202,7 +202,7 @@ struct Task<'a> {
 
 impl Task<'_> {
     /// Makes the parts that are not there yet.
-    fn write_parts(&self, partial: &mut Partial, progress: &mut dyn FnMut(Progress)) -> Result<(), DataError> {
+    fn write_parts(&self, partial: &mut Partial, progress: &mut dyn FnMut(Progress)) -> Result<()> {
         let total = Progress {
             bytes_total: self.found.files.iter().map(|file| file.bytes).sum(),
             files_total: self.found.files.len() as u64,
@@ -225,7 +225,7 @@ impl Task<'_> {
             let mut workers = Workers::start(scope, self.options.threads.max(1), &queue, work);
             let mut part = None;
             // An error of reading waits until what comes before it is tokenised: that may have an earlier one.
-            let mut end: Option<Result<(), DataError>> = None;
+            let mut end: Option<Result<()>> = None;
             loop {
                 while end.is_none() && workers.has_room() {
                     go_on(stop)?;
@@ -265,7 +265,7 @@ impl Task<'_> {
     }
 
     /// Writes what stands beside the shards, `data.json` last.
-    fn describe(&self, partial: &Partial) -> Result<(), DataError> {
+    fn describe(&self, partial: &Partial) -> Result<()> {
         partial.write(FILES_JSONL, &files_jsonl(self.found))?;
         if let Some(source) = self.tokenizer.source() {
             partial.write(TOKENIZER_JSON, source)?;
@@ -275,7 +275,7 @@ impl Task<'_> {
             Ok(ShardSummary { sampled: (!shard.is_verified()).then(|| hexadecimal(shard.sampled())), ..summary })
         };
         let summaries = |of: fn(&Part) -> Option<&ShardSummary>| {
-            partial.parts.iter().filter_map(of).cloned().map(sampled).collect::<Result<Vec<_>, DataError>>()
+            partial.parts.iter().filter_map(of).cloned().map(sampled).collect::<Result<Vec<_>>>()
         };
         let description = Description {
             format: Description::FORMAT,
@@ -301,7 +301,7 @@ impl Task<'_> {
 }
 
 /// A number that differs where other parts would come out.
-fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions<'_>) -> Result<u64, DataError> {
+fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions<'_>) -> Result<u64> {
     let spec = serde_json::to_vec(spec).map_err(|error| DataError::unwritable(Path::new(DATA_JSON), error.into()))?;
     let mut hasher = Xxh3::new();
     hasher.update(&Description::FORMAT.to_le_bytes());
@@ -312,7 +312,7 @@ fn key(spec: &PrepareSpec, found: &Found, options: &PrepareOptions<'_>) -> Resul
 }
 
 /// Keeps other processes out of a folder until it is dropped; waits for one that is there.
-fn lock(folder: &Path, stop: &AtomicBool, waiting: &mut dyn FnMut()) -> Result<File, DataError> {
+fn lock(folder: &Path, stop: &AtomicBool, waiting: &mut dyn FnMut()) -> Result<File> {
     let opened = File::open(folder).map_err(|cause| DataError::unreadable(folder, cause))?;
     loop {
         match opened.try_lock() {

@@ -12,7 +12,7 @@ use crate::indexed::open_divided;
 use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal};
 use crate::scan::Found;
 use crate::{
-    DataError, PrepareSpec, Shard, ShardFault, ShardSummary, TokenFile, TokenStream, Tokenizer, TokenizerSpec,
+    DataError, PrepareSpec, Result, Shard, ShardFault, ShardSummary, TokenFile, TokenStream, Tokenizer, TokenizerSpec,
 };
 
 /// A complete folder of prepared data, its shards open.
@@ -31,7 +31,7 @@ impl Prepared {
     /// documents are held out. Their tokenizer is the one that the spec names.
     ///
     /// An index under 64 MiB is checked in full, of the tokens only samples are.
-    pub fn in_place(spec: &PrepareSpec, files: &[PathBuf]) -> Result<Self, DataError> {
+    pub fn in_place(spec: &PrepareSpec, files: &[PathBuf]) -> Result<Self> {
         let tokenizer = Tokenizer::open(&spec.tokenizer)?;
         let (train, validation) = open_divided(files, spec.validation_fraction, tokenizer.vocabulary())?;
         let summary = |parts: &[Arc<dyn TokenFile>]| {
@@ -76,7 +76,7 @@ impl Prepared {
     ///
     /// Checks that the shards are those of `data.json`. The tokens of large shards are not read; [`Shard::verify`]
     /// does that.
-    pub fn open(folder: &Path) -> Result<Option<Self>, DataError> {
+    pub fn open(folder: &Path) -> Result<Option<Self>> {
         match folder.join(DATA_JSON).try_exists() {
             Ok(true) => Prepared::load(folder).map(Some),
             Ok(false) => Ok(None),
@@ -85,7 +85,7 @@ impl Prepared {
     }
 
     /// Opens a folder that has a `data.json`.
-    pub(crate) fn load(folder: &Path) -> Result<Self, DataError> {
+    pub(crate) fn load(folder: &Path) -> Result<Self> {
         let description = Description::read(folder)?;
         let train = open_described(folder, &description.train)?;
         let validation = match &description.validation {
@@ -151,7 +151,7 @@ impl Prepared {
     }
 
     /// The tokenizer that made the tokens, from its copy in the folder; of tokens that are read in place, from where it is.
-    pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
         match &self.spec().tokenizer {
             spec if self.is_in_place() => Tokenizer::open(spec),
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
@@ -164,7 +164,7 @@ impl Prepared {
     }
 
     /// The files that were read, in order: what the `file` of an [`Origin`](crate::Origin) counts.
-    pub fn sources(&self) -> Result<Vec<PathBuf>, DataError> {
+    pub fn sources(&self) -> Result<Vec<PathBuf>> {
         if let Some(files) = &self.in_place {
             return Ok(files.clone());
         }
@@ -188,7 +188,7 @@ impl Prepared {
 
     /// Whether this is the text that was read. Data that were prepared before content was looked at know it by its paths and
     /// lengths.
-    pub(crate) fn is_of(&self, found: &Found, stop: &AtomicBool) -> Result<bool, DataError> {
+    pub(crate) fn is_of(&self, found: &Found, stop: &AtomicBool) -> Result<bool> {
         match &self.description.content {
             Some(content) => Ok(*content == hexadecimal(found.content(stop)?)),
             None => Ok(self.description.listing == found.listing()),
@@ -259,7 +259,7 @@ pub(crate) struct Description {
 impl Description {
     pub(crate) const FORMAT: u32 = 2;
 
-    fn read(folder: &Path) -> Result<Self, DataError> {
+    fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(DATA_JSON);
         let text = fs::read(&path).map_err(|cause| DataError::unreadable(&path, cause))?;
         let refuse = |cause| DataError::Description { path: path.clone(), cause };
@@ -282,7 +282,7 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a [u8]) -> Result<T, String> {
     serde_json::from_slice(text).map_err(|error| format!("not a description of prepared data: {error}"))
 }
 
-fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStream>, DataError> {
+fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStream>> {
     let refuse = |cause: &str| DataError::Description { path: folder.join(DATA_JSON), cause: cause.to_owned() };
     if summary.shards.is_empty() {
         return Err(refuse("not a description of prepared data: a split has no shards"));

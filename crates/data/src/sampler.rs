@@ -5,7 +5,7 @@ use std::sync::Arc;
 use lockstep_ir::counter;
 
 use crate::mix::MixSchedule;
-use crate::{DataError, Document, TokenStream};
+use crate::{DataError, Document, Result, TokenStream};
 
 /// Cuts token streams into sequences and puts them in order.
 ///
@@ -67,18 +67,18 @@ enum Order {
 
 impl Sampler {
     /// Samples of one corpus in an order that `seed` and the epoch choose.
-    pub fn new(tokens: impl Into<Arc<TokenStream>>, seq: usize, seed: u64) -> Result<Self, DataError> {
+    pub fn new(tokens: impl Into<Arc<TokenStream>>, seq: usize, seed: u64) -> Result<Self> {
         let order = Order::Shuffled { key: counter::key(seed, "data order") };
         Sampler::build(vec![(Corpus::alone(tokens.into()), order)], seq)
     }
 
     /// Samples of one corpus as they are stored, the same in every epoch; for validation.
-    pub fn in_order(tokens: impl Into<Arc<TokenStream>>, seq: usize) -> Result<Self, DataError> {
+    pub fn in_order(tokens: impl Into<Arc<TokenStream>>, seq: usize) -> Result<Self> {
         Sampler::build(vec![(Corpus::alone(tokens.into()), Order::AsStored)], seq)
     }
 
     /// Samples of several corpora by weight, each in an order that `seed`, its name and its epoch choose.
-    pub fn mixed(corpora: Vec<Corpus>, seq: usize, seed: u64) -> Result<Self, DataError> {
+    pub fn mixed(corpora: Vec<Corpus>, seq: usize, seed: u64) -> Result<Self> {
         let shuffled = |corpus: Corpus| {
             let key = counter::key(seed, &format!("data order of {}", corpus.name));
             (corpus, Order::Shuffled { key })
@@ -87,11 +87,11 @@ impl Sampler {
     }
 
     /// Samples of several corpora by weight, each as it is stored.
-    pub fn mixed_in_order(corpora: Vec<Corpus>, seq: usize) -> Result<Self, DataError> {
+    pub fn mixed_in_order(corpora: Vec<Corpus>, seq: usize) -> Result<Self> {
         Sampler::build(corpora.into_iter().map(|corpus| (corpus, Order::AsStored)).collect(), seq)
     }
 
-    fn build(corpora: Vec<(Corpus, Order)>, seq: usize) -> Result<Self, DataError> {
+    fn build(corpora: Vec<(Corpus, Order)>, seq: usize) -> Result<Self> {
         let seq = seq as u64;
         let (mut built, mut changes) = (Vec::new(), Vec::new());
         for (corpus, order) in corpora {
@@ -145,10 +145,7 @@ impl Sampler {
         let (mut low, mut high) = (0, self.sequences());
         while low < high {
             let middle = high - (high - low) / 2;
-            match fits(middle) {
-                true => low = middle,
-                false => high = middle - 1,
-            }
+            if fits(middle) { low = middle } else { high = middle - 1 }
         }
         low
     }

@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::output::{DATA_JSON, TRAIN_SHARD, is_output};
 use crate::stop::go_on;
-use crate::{DataError, PrepareSpec};
+use crate::{DataError, PrepareSpec, Result};
 
 /// Folders that hold what tools made, not what people wrote.
 const SKIPPED_FOLDERS: [&str; 3] = ["target", "node_modules", "runs"];
@@ -112,7 +112,7 @@ impl SourceFile {
     }
 
     /// Refuses a compressed file where text is expected: its bytes would be trained on.
-    fn refuse_compressed(&self, begins: &[u8; 6]) -> Result<(), DataError> {
+    fn refuse_compressed(&self, begins: &[u8; 6]) -> Result<()> {
         let Some((name, _)) = COMPRESSED.iter().find(|(_, magic)| begins.starts_with(magic)) else { return Ok(()) };
         match self.form {
             form if form.is_plain() => Err(DataError::source(
@@ -153,7 +153,7 @@ pub(crate) fn sample_blocks(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
 impl Found {
     /// A number that differs where other text would be read, by the forms, lengths and samples of the content of all files in
     /// order. Where they are and what they are called does not matter.
-    pub(crate) fn content(&self, stop: &AtomicBool) -> Result<u64, DataError> {
+    pub(crate) fn content(&self, stop: &AtomicBool) -> Result<u64> {
         let mut hasher = Xxh3::new();
         for file in &self.files {
             go_on(stop)?;
@@ -192,7 +192,7 @@ impl Found {
 ///
 /// A file that is reached twice counts once, so that overlapping paths do not put the same text into both splits. What
 /// an earlier `prepare` left in `out` is not text, nor is what other runs and preparations left in their folders.
-pub(crate) fn scan(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Found, DataError> {
+pub(crate) fn scan(spec: &PrepareSpec, out: &Path, stop: &AtomicBool) -> Result<Found> {
     if spec.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
@@ -224,7 +224,7 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn root(&mut self, path: &Path) -> Result<(), DataError> {
+    fn root(&mut self, path: &Path) -> Result<()> {
         if path.to_str().is_none() {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
@@ -242,7 +242,7 @@ impl Walk<'_> {
     }
 
     /// A folder that Lockstep made is left out; of one that the spec itself names, what Lockstep made in it.
-    fn folder(&mut self, folder: &Path, named: bool) -> Result<(), DataError> {
+    fn folder(&mut self, folder: &Path, named: bool) -> Result<()> {
         let entries = sorted_entries(folder).map_err(|cause| DataError::unreadable(folder, cause))?;
         let has = |name: &&str| entries.iter().any(|(entry, kind)| kind.is_file() && entry == name);
         let is_made = MARKERS.iter().any(|files| files.iter().all(has));
@@ -270,7 +270,7 @@ impl Walk<'_> {
         self.extensions.is_empty() || self.extensions.iter().any(|extension| has_extension(path, extension))
     }
 
-    fn file(&mut self, path: &Path) -> Result<(), DataError> {
+    fn file(&mut self, path: &Path) -> Result<()> {
         go_on(self.stop)?;
         let unreadable = |cause| DataError::unreadable(path, cause);
         if !self.seen.insert(path.canonicalize().map_err(unreadable)?) {

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::scan::sample_blocks;
 use crate::stop::{NEVER, go_on};
 use crate::token_file::check_range;
-use crate::{DataError, Document, Origin, ShardFault, TokenFile};
+use crate::{DataError, Document, Origin, Result, ShardFault, TokenFile};
 
 pub(crate) const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 8] = *b"LKSHARD1";
@@ -57,7 +57,7 @@ pub struct Shard {
 
 impl Shard {
     /// Opens a shard and checks its header against the file's length; a payload under 64 MiB is verified as well.
-    pub fn open(path: &Path) -> Result<Self, DataError> {
+    pub fn open(path: &Path) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(path, cause);
         let fault = |fault| DataError::shard(path, fault);
 
@@ -88,7 +88,7 @@ impl Shard {
     }
 
     /// Reads everything, compares its hash with the header's and checks the document table.
-    pub fn verify(&self) -> Result<(), DataError> {
+    pub fn verify(&self) -> Result<()> {
         self.verify_with(&NEVER, &mut |_| ())
     }
 
@@ -154,7 +154,7 @@ impl TokenFile for Shard {
         (self.map.len() - HEADER_BYTES) as u64
     }
 
-    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()> {
         let mut hasher = Xxh3::new();
         for piece in self.map[HEADER_BYTES..].chunks(VERIFY_PIECE_BYTES) {
             go_on(stop)?;

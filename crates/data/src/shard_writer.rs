@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::new_file::NewFile;
 use crate::output::hexadecimal;
 use crate::shard::{HEADER_BYTES, Header, Width, entry_bytes};
-use crate::{DataError, Origin};
+use crate::{DataError, Origin, Result};
 
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -49,7 +49,7 @@ pub(crate) struct ShardWriter {
 
 impl ShardWriter {
     /// Starts the shard `folder/name`.
-    pub(crate) fn create(folder: &Path, name: &str, width: Width, prompts: bool) -> Result<Self, DataError> {
+    pub(crate) fn create(folder: &Path, name: &str, width: Width, prompts: bool) -> Result<Self> {
         let out = BufWriter::with_capacity(BUFFER_BYTES, NewFile::create(folder, name)?);
         let mut writer = ShardWriter {
             out,
@@ -79,7 +79,7 @@ impl ShardWriter {
     }
 
     /// Appends tokens, as bytes of the shard's width, that `text_bytes` bytes of text became.
-    pub(crate) fn tokens(&mut self, tokens: &[u8], text_bytes: u64) -> Result<(), DataError> {
+    pub(crate) fn tokens(&mut self, tokens: &[u8], text_bytes: u64) -> Result<()> {
         self.hasher.update(tokens);
         self.tokens += (tokens.len() / self.width as usize) as u64;
         self.bytes += text_bytes;
@@ -102,7 +102,7 @@ impl ShardWriter {
     }
 
     /// Writes table and header and brings everything to the disk, still under the temporary name.
-    pub(crate) fn finish(mut self) -> Result<(NewFile, ShardSummary), DataError> {
+    pub(crate) fn finish(mut self) -> Result<(NewFile, ShardSummary)> {
         let table = std::mem::take(&mut self.table);
         self.hasher.update(&table);
         self.write(&table)?;
@@ -133,7 +133,7 @@ impl ShardWriter {
         Ok((new, summary))
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<(), DataError> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write_all(bytes).map_err(|cause| DataError::unwritable(self.out.get_ref().target(), cause))
     }
 }

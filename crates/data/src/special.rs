@@ -1,6 +1,6 @@
 //! Special tokens that stand in text: they are tokenised as ordinary text there.
 
-use crate::{DataError, Prepared};
+use crate::{Prepared, Result};
 use std::collections::BTreeSet;
 
 /// Tokens that are looked at: so many places, evenly over the training tokens, so many at each.
@@ -21,7 +21,7 @@ pub struct SpecialInText {
 impl Prepared {
     /// Special tokens of the tokenizer that training text spells out, by samples of it: up to a million tokens are looked at. None where
     /// there are none, and for tokens that others made.
-    pub fn special_in_text(&self) -> Result<Option<SpecialInText>, DataError> {
+    pub fn special_in_text(&self) -> Result<Option<SpecialInText>> {
         let (tokenizer, stream) = (self.tokenizer()?, self.train());
         let special = tokenizer.special_tokens();
         if self.is_in_place() || special.is_empty() || stream.is_empty() {

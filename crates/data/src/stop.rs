@@ -2,15 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::DataError;
+use crate::{DataError, Result};
 
 /// What stops nothing.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// An error once the caller asks to stop.
-pub(crate) fn go_on(stop: &AtomicBool) -> Result<(), DataError> {
-    match stop.load(Ordering::Relaxed) {
-        true => Err(DataError::Interrupted),
-        false => Ok(()),
-    }
+pub(crate) fn go_on(stop: &AtomicBool) -> Result<()> {
+    if stop.load(Ordering::Relaxed) { Err(DataError::Interrupted) } else { Ok(()) }
 }

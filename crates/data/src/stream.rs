@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use lockstep_ir::op::IGNORED_TARGET;
 
 use crate::token_file::check_range;
-use crate::{DataError, Document, Shard, TokenFile};
+use crate::{Document, Result, Shard, TokenFile};
 
 /// Files of tokens end to end. Where one ends and the next begins cannot be told from the tokens: a sequence may span both.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ impl TokenStream {
     }
 
     /// Reads every shard and compares its hash with its header's, as [`TokenFile::verify_with`] does.
-    pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError> {
+    pub fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()> {
         self.shards.iter().try_for_each(|shard| shard.verify_with(stop, read))
     }
 

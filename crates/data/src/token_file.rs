@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use crate::DataError;
+use crate::Result;
 
 /// Tokens on the disk, in documents: a [`Shard`](crate::Shard), or a part of Megatron's files
 /// ([`IndexedTokens`](crate::IndexedTokens)).
@@ -42,10 +42,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
         let (mut low, mut high) = (0, self.documents());
         while low < high {
             let middle = low + (high - low) / 2;
-            match self.start_of(middle) < offset {
-                true => low = middle + 1,
-                false => high = middle,
-            }
+            if self.start_of(middle) < offset { low = middle + 1 } else { high = middle }
         }
         low
     }
@@ -67,7 +64,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
 
     /// Checks what can be checked: the hash and the document table. `read` hears of the bytes of every piece, some milliseconds
     /// apart; `stop` ends it with [`DataError::Interrupted`].
-    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<(), DataError>;
+    fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()>;
 
     /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
     ///

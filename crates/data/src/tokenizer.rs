@@ -14,7 +14,7 @@ use crate::guard::caught;
 use crate::output::hexadecimal;
 use crate::shard::Width;
 use crate::stop::{NEVER, go_on};
-use crate::{BYTE_VOCABULARY, DataError, DataHint, DataSetting, EOS_BYTE};
+use crate::{BYTE_VOCABULARY, DataError, DataHint, DataSetting, EOS_BYTE, Result};
 
 /// The largest `tokenizer.json` that is read; the largest in use have about 35 MB.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -46,7 +46,7 @@ pub enum TokenizerSpec {
 
 impl TokenizerSpec {
     /// The tokenizer in a file, as the file is now.
-    pub fn file(path: &Path, end_token: Option<String>) -> Result<Self, DataError> {
+    pub fn file(path: &Path, end_token: Option<String>) -> Result<Self> {
         if path.to_str().is_none() {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
@@ -95,7 +95,7 @@ enum Model {
 
 impl Tokenizer {
     /// Loads the tokenizer that `spec` names, which must not have changed since.
-    pub fn open(spec: &TokenizerSpec) -> Result<Self, DataError> {
+    pub fn open(spec: &TokenizerSpec) -> Result<Self> {
         match spec {
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
             TokenizerSpec::File { path, xxh3, end_token, begin_token } => {
@@ -109,7 +109,7 @@ impl Tokenizer {
     }
 
     /// The same, whose documents begin with a token of its vocabulary.
-    pub fn with_bos(mut self, token: Option<&str>) -> Result<Self, DataError> {
+    pub fn with_bos(mut self, token: Option<&str>) -> Result<Self> {
         self.bos = match (token, &self.model) {
             (None, _) | (_, Model::Bytes) => None,
             (Some(token), Model::File { path, tokenizer, .. }) => {
@@ -123,7 +123,7 @@ impl Tokenizer {
     }
 
     /// The tokenizer of a `tokenizer.json` that was read from `path`.
-    pub fn of_json(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
+    pub fn of_json(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self> {
         Tokenizer::parse(path, source, end_token)
     }
 
@@ -132,7 +132,7 @@ impl Tokenizer {
         Tokenizer { model: Model::Bytes, eos: EOS_BYTE.into(), bos: None, vocabulary: BYTE_VOCABULARY }
     }
 
-    fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self, DataError> {
+    fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self> {
         let refuse = |cause: String| not_a_tokenizer(path, &cause);
         let mut tokenizer = load(path, &source)?;
         // Padding and truncation are for batches of sentences, and text is never to stand for a special token.
@@ -214,13 +214,7 @@ impl Tokenizer {
 
     /// Appends the tokens of a text that stands behind `context`, each as the bytes of [`width`](Self::width). Memory grows with
     /// the result only: long text is tokenised in stretches.
-    pub(crate) fn encode(
-        &self,
-        context: &str,
-        text: &str,
-        tokens: &mut Vec<u8>,
-        stop: &AtomicBool,
-    ) -> Result<(), DataError> {
+    pub(crate) fn encode(&self, context: &str, text: &str, tokens: &mut Vec<u8>, stop: &AtomicBool) -> Result<()> {
         if self.is_bytes() {
             tokens.extend(text.as_bytes());
             return Ok(());
@@ -261,7 +255,7 @@ impl Tokenizer {
     }
 
     /// The tokens of a stretch as they are in a text where it stands behind `context`.
-    fn ids_behind(&self, context: &str, stretch: &str) -> Result<Vec<u32>, DataError> {
+    fn ids_behind(&self, context: &str, stretch: &str) -> Result<Vec<u32>> {
         if !context.is_empty() {
             let alone = self.ids(context)?;
             let mut both = self.ids(&[context, stretch].concat())?;
@@ -272,7 +266,7 @@ impl Tokenizer {
         self.ids(stretch)
     }
 
-    fn ids(&self, text: &str) -> Result<Vec<u32>, DataError> {
+    fn ids(&self, text: &str) -> Result<Vec<u32>> {
         let Model::File { path, tokenizer, .. } = &self.model else { return Ok(text.bytes().map(u32::from).collect()) };
         let refuse = |cause: String| {
             let problem = format!("it cannot make tokens of a text: {cause}");
@@ -289,7 +283,7 @@ impl Tokenizer {
     }
 
     /// The tokens of a text.
-    pub fn tokens(&self, text: &str) -> Result<Vec<u32>, DataError> {
+    pub fn tokens(&self, text: &str) -> Result<Vec<u32>> {
         let mut bytes = Vec::new();
         self.encode("", text, &mut bytes, &NEVER)?;
         let token = |b: &[u8]| b.iter().rev().fold(0, |token, byte| token << 8 | u32::from(*byte));
@@ -316,7 +310,7 @@ pub struct TokenNames(Box<tokenizers::Tokenizer>);
 
 impl TokenNames {
     /// Those of a `tokenizer.json` that was read from `path`.
-    pub fn of_json(path: &Path, source: &[u8]) -> Result<Self, DataError> {
+    pub fn of_json(path: &Path, source: &[u8]) -> Result<Self> {
         Ok(TokenNames(Box::new(load(path, source)?)))
     }
 
@@ -336,7 +330,7 @@ impl TokenNames {
     }
 }
 
-fn load(path: &Path, source: &[u8]) -> Result<tokenizers::Tokenizer, DataError> {
+fn load(path: &Path, source: &[u8]) -> Result<tokenizers::Tokenizer> {
     // The library promises errors, but a file made up to hurt may still meet a panic in it.
     caught(|| tokenizers::Tokenizer::from_bytes(source))
         .ok_or_else(|| not_a_tokenizer(path, "the library that reads it gave up"))?
@@ -365,7 +359,7 @@ impl fmt::Debug for Tokenizer {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, DataError> {
+fn read(path: &Path) -> Result<Vec<u8>> {
     let unreadable = |cause| DataError::unreadable(path, cause);
     let file = File::open(path).map_err(unreadable)?;
     let mut bytes = Vec::new();

@@ -15,7 +15,7 @@ use crate::holdout::Split;
 use crate::scan::SourceFile;
 use crate::source::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit};
 use crate::stop::go_on;
-use crate::{DataError, DataHint, DataSetting, Origin, Tokenizer};
+use crate::{DataError, DataHint, DataSetting, Origin, Result, Tokenizer};
 
 /// Units with about this much text are handed to a thread at once.
 const BATCH_BYTES: usize = 256 << 10;
@@ -52,7 +52,7 @@ pub(crate) struct Work<'a> {
 type Job = (u64, Vec<Unit>);
 
 /// The results of a batch and its number.
-type Done = (u64, Vec<Result<Tokenised, DataError>>);
+type Done = (u64, Vec<Result<Tokenised>>);
 
 /// Where the threads get their work from.
 pub(crate) type Queue = Mutex<Option<Receiver<Job>>>;
@@ -67,7 +67,7 @@ pub(crate) struct Workers {
     /// Text bytes of each batch that was sent and not taken back.
     in_flight: BTreeMap<u64, usize>,
     sent: u64,
-    early: BTreeMap<u64, Vec<Result<Tokenised, DataError>>>,
+    early: BTreeMap<u64, Vec<Result<Tokenised>>>,
 }
 
 impl Workers {
@@ -132,7 +132,7 @@ impl Workers {
     }
 
     /// The results of the oldest batch that was sent; none if all have been taken.
-    pub(crate) fn take(&mut self) -> Option<Vec<Result<Tokenised, DataError>>> {
+    pub(crate) fn take(&mut self) -> Option<Vec<Result<Tokenised>>> {
         let (&oldest, _) = self.in_flight.first_key_value()?;
         loop {
             if let Some(results) = self.early.remove(&oldest) {
@@ -155,7 +155,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
+fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised> {
     // What waits when the work is interrupted is not worked on.
     go_on(work.stop)?;
     let Unit { content, context, split, origin, begins, ends, offset, after, input_bytes } = unit;
@@ -166,7 +166,7 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised, DataError> {
         tokenizer.width().append(&[bos], &mut tokens);
     }
     // A prompt is tokenised on its own, as it will be when the model is asked to go on.
-    let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize, DataError> {
+    let mut completion = |before: &str, text: &str, tokens: &mut Vec<u8>| -> Result<usize> {
         tokenizer.encode("", before, tokens, work.stop)?;
         // A BOS token stands before the prompt; where there is none, it is predicted like the text.
         prompt = if before.is_empty() { 0 } else { (tokens.len() / tokenizer.width() as usize) as u64 };

@@ -1,11 +1,11 @@
 //! The devices of this machine: what planning must know of them, how a program gets there, what they tell of themselves.
 
-use crate::HostError;
 use crate::device::{CpuDevice, CudaDevice, HostDevice};
 use crate::error::exec_hint;
 use crate::hardware::profile_of;
 use crate::peak::{self, Peak};
 use crate::processes::{Processes, Team};
+use crate::{HostError, Result};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, Gpu, LibraryName, NOT_FOUND};
@@ -83,7 +83,7 @@ impl Devices {
     }
 
     /// The GPU of this process.
-    fn gpu(&self) -> Result<Arc<Gpu>, HostError> {
+    fn gpu(&self) -> Result<Arc<Gpu>> {
         let mut gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gpu) = gpu.as_ref() {
             return Ok(gpu.clone());
@@ -95,7 +95,7 @@ impl Devices {
 
     /// The plan as the device runs it fastest: compiled again where some matmuls are measured to be faster with what they can fuse
     /// into their epilogue. Timed once and cached, before an arena takes the memory; where nothing is timed the plan stays as it is.
-    pub fn tuned(&self, config: &Config, plan: Plan) -> Result<Plan, HostError> {
+    pub fn tuned(&self, config: &Config, plan: Plan) -> Result<Plan> {
         let matmuls = fusable_matmuls(&plan.compiled.programs);
         let faster = match plan.target {
             // Of several processes the first times them: all run one program.
@@ -112,7 +112,7 @@ impl Devices {
     }
 
     /// What a kind of device is here. Opens a GPU.
-    pub fn device(&self, target: Target) -> Result<Box<dyn HostDevice>, HostError> {
+    pub fn device(&self, target: Target) -> Result<Box<dyn HostDevice>> {
         Ok(match target {
             Target::Cpu => Box::new(CpuDevice { nodes: self.nodes() }),
             Target::Cuda { deterministic } => {
@@ -124,12 +124,12 @@ impl Devices {
     }
 
     /// What computes, as the system or the driver calls it.
-    pub fn processor(&self, target: Target) -> Result<String, HostError> {
+    pub fn processor(&self, target: Target) -> Result<String> {
         Ok(self.device(target)?.processor())
     }
 
     /// Measures the peak of the CPU again, for all runs from now on.
-    pub fn renew_cpu_peak(&self, compute: DType) -> Result<Peak, HostError> {
+    pub fn renew_cpu_peak(&self, compute: DType) -> Result<Peak> {
         Ok(peak::renew_cpu(&self.processor(Target::Cpu)?, compute)?)
     }
 
@@ -140,7 +140,7 @@ impl Devices {
     }
 
     /// What the MFU of a plan is a share of: the peaks of all GPUs, or of the CPUs of all hosts.
-    pub fn matmul_peak(&self, plan: &Plan) -> Result<Peak, HostError> {
+    pub fn matmul_peak(&self, plan: &Plan) -> Result<Peak> {
         let device = self.device(plan.target)?;
         let peak = device.peak(plan.precision.compute)?;
         Ok(Peak { flops_per_s: peak.flops_per_s * device.count() as f64, ..peak })
@@ -152,7 +152,7 @@ impl Devices {
     }
 
     /// Bytes of the arenas of all ranks, which must be free.
-    pub fn require_memory(&self, config: &Config, plan: &Plan) -> Result<u64, HostError> {
+    pub fn require_memory(&self, config: &Config, plan: &Plan) -> Result<u64> {
         let available = self.device(plan.target)?.available_bytes()?;
         // A profile or a GPU that cannot be told leaves FLOPs to go by.
         let processor = self.processor(plan.target).unwrap_or_default();
@@ -164,7 +164,7 @@ impl Devices {
 
     /// Whether host memory has room for snapshots of all ranks, beside their arenas where those are there too. All processes find the
     /// same.
-    pub fn room_for_snapshot(&self, plan: &Plan) -> Result<bool, HostError> {
+    pub fn room_for_snapshot(&self, plan: &Plan) -> Result<bool> {
         let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
         let free = self.device(Target::Cpu)?.available_bytes()?;
         self.team().all("snapshot", free.is_none_or(|free| arenas + plan.checkpoint_bytes() <= free))
@@ -201,7 +201,7 @@ impl Devices {
         programs: Vec<StepProgram>,
         threads: usize,
         timeout: Duration,
-    ) -> Result<Box<dyn World>, HostError> {
+    ) -> Result<Box<dyn World>> {
         let ranks = programs.first().map_or(0, |p| p.mesh.ranks());
         if let Some(processes) = self.processes.as_ref().filter(|_| ranks > 1) {
             let comm = processes.comm().clone();

@@ -5,6 +5,9 @@ use lockstep_plan::PlanError;
 use lockstep_rundir::RunDirError;
 use lockstep_sim::SimError;
 
+/// What a machine gives, or why it does not.
+pub type Result<T, E = HostError> = std::result::Result<T, E>;
+
 /// Why a machine cannot do what it is asked for, or its processes cannot do it together.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum HostError {

@@ -1,6 +1,6 @@
 //! Which process takes which GPU.
 
-use crate::HostError;
+use crate::{HostError, Result};
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_cuda::{CudaError, Device, Gpu, LibraryName, NOT_FOUND, check_nccl};
 use lockstep_exec::ExecError;
@@ -38,7 +38,7 @@ pub(crate) fn seats(
     comm: &ProcessCommunicator,
     config: &Config,
     local: Option<usize>,
-) -> Result<Result<GpuOfRank, Option<String>>, HostError> {
+) -> Result<Result<GpuOfRank, Option<String>>> {
     let members = comm.members();
     let hosts: Vec<&str> = members.iter().map(|member| member.host.as_str()).collect();
     let before = hosts[..comm.rank()].iter().filter(|host| **host == hosts[comm.rank()]).count();
@@ -88,7 +88,7 @@ fn find(first: usize, local: usize) -> Told {
     })
 }
 
-fn settle(all: &[Told], hosts: &[&str], rank: usize) -> Result<Result<GpuOfRank, Option<String>>, HostError> {
+fn settle(all: &[Told], hosts: &[&str], rank: usize) -> Result<Result<GpuOfRank, Option<String>>> {
     let mut taken = BTreeSet::new();
     for (other, told) in all.iter().enumerate() {
         let host = hosts[other];

@@ -1,6 +1,6 @@
 //! The user's hardware files: entries added to the catalogue, and profiles of machines that were measured.
 
-use crate::HostError;
+use crate::Result;
 use lockstep_rundir::RunDirError;
 use lockstep_sim::{Catalogue, MachineProfile, SimError};
 use std::fs;
@@ -38,18 +38,15 @@ fn files(folder: Option<PathBuf>) -> Vec<PathBuf> {
 pub fn catalogue() -> Result<Catalogue, SimError> {
     let mut catalogue = Catalogue::builtin();
     for path in files(catalogue_folder()) {
-        let text = fs::read_to_string(&path).map_err(|error| SimError::File {
-            file: path.display().to_string(),
-            reason: error.to_string(),
-            hint: "make it readable, or move it out of the folder".into(),
-        })?;
-        catalogue.add(&path.display().to_string(), &text)?;
+        let (name, hint) = (path.display().to_string(), "make it readable, or move it out of the folder");
+        let text = fs::read_to_string(&path).map_err(|error| SimError::file(&name, error.to_string(), hint))?;
+        catalogue.add(&name, &text)?;
     }
     Ok(catalogue)
 }
 
 /// The profile that was last saved for what computes here, and its file.
-pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>, HostError> {
+pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>> {
     let mut latest: Option<(PathBuf, MachineProfile)> = None;
     for path in files(machines_folder()) {
         let text = fs::read_to_string(&path).map_err(|e| RunDirError::io("read", &path, e))?;
@@ -63,14 +60,12 @@ pub fn profile_of(processor: &str) -> Result<Option<(PathBuf, MachineProfile)>, 
 }
 
 /// Writes a profile into the folder of profiles, and says where.
-pub fn write_machine(profile: &MachineProfile) -> Result<PathBuf, HostError> {
-    let folder = machines_folder().ok_or_else(|| SimError::File {
-        file: format!("{}.toml", profile.name),
-        reason: "there is no home folder to save it in".to_owned(),
-        hint: "set LOCKSTEP_MACHINES to a folder".to_owned(),
-    })?;
+pub fn write_machine(profile: &MachineProfile) -> Result<PathBuf> {
+    let (file, hint) = (format!("{}.toml", profile.name), "set LOCKSTEP_MACHINES to a folder");
+    let homeless = || SimError::file(&file, "there is no home folder to save it in", hint);
+    let folder = machines_folder().ok_or_else(homeless)?;
     fs::create_dir_all(&folder).map_err(|e| RunDirError::io("create", &folder, e))?;
-    let path = folder.join(format!("{}.toml", profile.name));
+    let path = folder.join(file);
     write_profile(&path, profile)?;
     Ok(path)
 }

@@ -14,7 +14,7 @@ mod processes;
 
 pub use device::HostDevice;
 pub use devices::Devices;
-pub use error::HostError;
+pub use error::{HostError, Result};
 pub use gpus::SHARES as SHARES_GPUS;
 pub use hardware::{catalogue, catalogue_folder, machines_folder, profile_of, write_machine, write_profile};
 pub use peak::{Peak, date};

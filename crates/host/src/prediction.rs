@@ -1,6 +1,6 @@
 //! How long a step takes, said before it runs: by this machine's profile or the catalogue.
 
-use crate::{Devices, HostError, catalogue, profile_of};
+use crate::{Devices, Result, catalogue, profile_of};
 use lockstep_plan::{Plan, Rates, TimedWork};
 use lockstep_sim::{Forecast, Hardware, MachineProfile};
 use serde::{Deserialize, Serialize};
@@ -21,13 +21,13 @@ pub struct Prediction {
 }
 
 /// This machine's profile of the device that a plan is for.
-pub fn machine_profile(devices: &Devices, plan: &Plan) -> Result<Option<MachineProfile>, HostError> {
+pub fn machine_profile(devices: &Devices, plan: &Plan) -> Result<Option<MachineProfile>> {
     Ok(profile_of(&devices.processor(plan.target)?)?.map(|(_, profile)| profile))
 }
 
 /// How long a step of a plan takes on what it was planned for: by this machine's profile, or by the catalogue where that has the GPU.
 /// None where neither is known.
-pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, HostError> {
+pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>> {
     if let Some(profile) = machine_profile(devices, plan)? {
         return predict_by(&profile, plan).map(Some);
     }
@@ -41,11 +41,11 @@ pub fn predict(devices: &Devices, plan: &Plan) -> Result<Option<Prediction>, Hos
 }
 
 /// How long a step of a plan takes, by a profile.
-pub fn predict_by(profile: &MachineProfile, plan: &Plan) -> Result<Prediction, HostError> {
+pub fn predict_by(profile: &MachineProfile, plan: &Plan) -> Result<Prediction> {
     predict_at(Rates::Measured(profile), format!("profile {}", profile.name), plan)
 }
 
-fn predict_at(rates: Rates, by: String, plan: &Plan) -> Result<Prediction, HostError> {
+fn predict_at(rates: Rates, by: String, plan: &Plan) -> Result<Prediction> {
     let predict = |work: &TimedWork| {
         let (unmeasured, measured_as_run) = (work.unmeasured.clone(), work.measured_as_run);
         Ok(Prediction { by, measured_as_run, unmeasured, forecast: work.forecast(&plan.asked())? })

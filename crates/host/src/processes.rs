@@ -5,8 +5,8 @@
 //!
 //! The first process writes the run directory, and publishes a checkpoint when all have written their parts.
 
-use crate::HostError;
 use crate::gpus::{self, GpuOfRank};
+use crate::{HostError, Result};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};
@@ -33,7 +33,7 @@ pub struct Processes {
 impl Processes {
     /// Finds the others. There must be as many as the config has ranks, unless its layout is planned for as many as there are. They agree on who takes which GPU: `local`
     /// is where this one stands on its host, if whoever started it says so.
-    pub fn join(start: &Start, config: &Config, local: Option<usize>) -> Result<Self, HostError> {
+    pub fn join(start: &Start, config: &Config, local: Option<usize>) -> Result<Self> {
         let (layout, processes) = (config.layout(), start.ranks);
         let ranks = config.ranks().unwrap_or(processes);
         if ranks != processes {
@@ -131,7 +131,7 @@ impl Processes {
 
     /// Every process gives some bytes, and all get everybody's, by rank. They say for what, so that ranks which are elsewhere in the
     /// program do not take one thing for another.
-    fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>, HostError> {
+    fn exchange(&self, op: &'static str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let place = ProgramPlace::outside(op);
         self.comm.at(place);
         let named = [op.as_bytes(), &[0], mine].concat();
@@ -159,7 +159,7 @@ impl<'a> Team<'a> {
     }
 
     /// Refuses processes that do not have the same text for `what`; the error names both sides of the first difference.
-    pub fn agree(self, what: &'static str, mine: &str) -> Result<(), HostError> {
+    pub fn agree(self, what: &'static str, mine: &str) -> Result<()> {
         let Some(processes) = self.0 else { return Ok(()) };
         let all = processes.exchange(what, mine.as_bytes())?;
         let Some(rank) = all.iter().position(|text| *text != all[0]) else { return Ok(()) };
@@ -171,7 +171,7 @@ impl<'a> Team<'a> {
 
     /// Refuses processes that were told different things, by config, options `given` as the user spelled them, or variables: the error
     /// names what differs, with both values.
-    pub fn agree_on_start(self, config: &Config, given: &[(String, String)]) -> Result<(), HostError> {
+    pub fn agree_on_start(self, config: &Config, given: &[(String, String)]) -> Result<()> {
         let Some(processes) = self.0 else { return Ok(()) };
         let mine = serde_json::to_vec(&told(config, given)).unwrap_or_default();
         let all = processes.exchange("start", &mine)?;
@@ -202,18 +202,18 @@ impl<'a> Team<'a> {
     }
 
     /// Whether something holds for all.
-    pub fn all(self, op: &'static str, mine: bool) -> Result<bool, HostError> {
+    pub fn all(self, op: &'static str, mine: bool) -> Result<bool> {
         let Some(processes) = self.0 else { return Ok(mine) };
         Ok(processes.exchange(op, &[u8::from(mine)])?.iter().all(|theirs| theirs[..] == [1]))
     }
 
     /// Waits until all are here.
-    pub fn meet(self, op: &'static str) -> Result<(), HostError> {
+    pub fn meet(self, op: &'static str) -> Result<()> {
         self.0.map_or(Ok(()), |processes| processes.exchange(op, &[]).map(|_| ()))
     }
 
     /// Refuses a folder that the processes do not share: the first leaves a file there, and the others must find it.
-    pub fn require_shared(self, folder: &Path) -> Result<(), HostError> {
+    pub fn require_shared(self, folder: &Path) -> Result<()> {
         let Some(processes) = self.0 else { return Ok(()) };
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
         let path = folder.join(SHARED);
@@ -339,7 +339,7 @@ impl<'a> StopSignal<'a> {
     }
 
     /// Looks whether any process was asked to stop. All must look at the same points.
-    pub fn look(&self) -> Result<bool, HostError> {
+    pub fn look(&self) -> Result<bool> {
         let Some(processes) = self.team.0 else { return Ok(self.asked.load(Ordering::SeqCst)) };
         if !self.agreed.load(Ordering::SeqCst) {
             let mine = u8::from(self.asked.load(Ordering::SeqCst));

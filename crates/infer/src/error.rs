@@ -8,6 +8,9 @@ use lockstep_plan::PlanError;
 use lockstep_rundir::RunDirError;
 use std::path::PathBuf;
 
+/// What a model gives, or why it does not.
+pub type Result<T, E = InferError> = std::result::Result<T, E>;
+
 /// Why a model, its data or its tokenizer cannot be used.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum InferError {

@@ -2,7 +2,7 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, TextScore, counted};
 use crate::tasks::Request;
-use crate::{InferError, RunData, RunTokenizer, Trained, state};
+use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
 use lockstep_config::Config;
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
@@ -118,7 +118,7 @@ pub fn evaluate(
     text: &Text,
     seq: Option<usize>,
     show: &mut dyn FnMut(EvaluateProgress<'_>),
-) -> Result<Evaluation, InferError> {
+) -> Result<Evaluation> {
     let config = &trained.config;
     let tokenizer = trained.tokenizer()?;
     let seq = seq.unwrap_or(config.train.seq).max(1);
@@ -165,7 +165,7 @@ pub fn evaluate(
 }
 
 /// The tokenizer of a model for preparing text in a folder of its own.
-fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec, InferError> {
+fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> Result<TokenizerSpec> {
     let Some(json) = tokenizer.source() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| RunDirError::io("write", &path, e))?;
@@ -211,7 +211,7 @@ enum Material {
 
 impl Material {
     /// The validation text of the run that a checkpoint belongs to.
-    fn validation(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self, InferError> {
+    fn validation(trained: &Trained, seq: usize, warn: &mut dyn FnMut(&str)) -> Result<Self> {
         let missing = || InferError::NoValidationText { dir: trained.data.clone() };
         let data = RunData::open(&trained.config, &trained.data)?.ok_or_else(missing)?;
         let of_run = trained.checkpoint().map(|checkpoint| &checkpoint.state["data"]);
@@ -264,13 +264,7 @@ pub(crate) struct Model {
 
 impl Model {
     /// For what is cut into sequences of `seq` tokens; `misses` says whether it tells what greedy decoding gives.
-    pub(crate) fn load(
-        devices: &Devices,
-        trained: &Trained,
-        seq: usize,
-        cut: Cut,
-        misses: bool,
-    ) -> Result<Self, InferError> {
+    pub(crate) fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut, misses: bool) -> Result<Self> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
@@ -287,11 +281,7 @@ impl Model {
     }
 
     /// Calls `scored` with each text.
-    pub(crate) fn score_texts(
-        &mut self,
-        texts: &[Request],
-        scored: &mut dyn FnMut(TextScore),
-    ) -> Result<(), InferError> {
+    pub(crate) fn score_texts(&mut self, texts: &[Request], scored: &mut dyn FnMut(TextScore)) -> Result<()> {
         let Some(feed) = &mut self.whole else { return Ok(()) };
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
@@ -299,7 +289,7 @@ impl Model {
     }
 
     /// Scores every sequence.
-    fn score(&mut self, material: &Material, cut: Cut, scored: &mut dyn FnMut(Scored<'_>)) -> Result<(), InferError> {
+    fn score(&mut self, material: &Material, cut: Cut, scored: &mut dyn FnMut(Scored<'_>)) -> Result<()> {
         // An interrupt ends the process at once: nothing is lost.
         let never = AtomicBool::new(false);
         let executor = self.executor.as_mut();

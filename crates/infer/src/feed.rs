@@ -1,7 +1,7 @@
 //! Sequences into a program's inputs, losses out of it.
 
-use crate::InferError;
 use crate::tasks::Request;
+use crate::{InferError, Result};
 use lockstep_compile::{MISSES, ROWS_BEYOND};
 use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
@@ -282,7 +282,7 @@ impl Feed {
     }
 
     /// Refuses losses that are not finite because rows found no place with their experts.
-    fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<(), InferError> {
+    fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<()> {
         if self.beyond.is_empty() || losses(bytes).all(f64::is_finite) {
             return Ok(());
         }
@@ -290,10 +290,7 @@ impl Feed {
         for name in &self.beyond {
             rows += losses(&executor.read(name, 0)?).sum::<f64>();
         }
-        match rows > 0.0 {
-            true => Err(InferError::EvaluationBound { rows: rows as u64, bound: self.bound }),
-            false => Ok(()),
-        }
+        if rows > 0.0 { Err(InferError::EvaluationBound { rows: rows as u64, bound: self.bound }) } else { Ok(()) }
     }
 
     /// Reads a micro-batch and gives it to an executor: the sequences from `first` on, and the `last` one again where there are no
@@ -305,7 +302,7 @@ impl Feed {
         data: &dyn Sequences,
         first: u64,
         last: u64,
-    ) -> Result<u64, InferError> {
+    ) -> Result<u64> {
         let mut read = std::mem::take(&mut self.read);
         let result = self.reading.read(&mut read, data, first, last);
         let given = result.map_err(InferError::from).and_then(|()| self.give(executor, micro_batch, &read, last));
@@ -320,7 +317,7 @@ impl Feed {
         micro_batch: usize,
         read: &MicroBatch,
         last: u64,
-    ) -> Result<u64, InferError> {
+    ) -> Result<u64> {
         let seq = self.seq();
         for (place, row) in self.reading.rows.iter().enumerate() {
             let (from, to) = (place * seq..(place + 1) * seq, row.sequence * seq..(row.sequence + 1) * seq);
@@ -344,7 +341,7 @@ impl Feed {
     }
 
     /// Gives the buffers to an executor.
-    fn send(&mut self, executor: &mut dyn Executor, micro_batch: usize) -> Result<(), InferError> {
+    fn send(&mut self, executor: &mut dyn Executor, micro_batch: usize) -> Result<()> {
         let any = |wanted: fn(&Row) -> bool| self.reading.rows.iter().any(wanted);
         let numbers = [
             Some(&self.tokens).filter(|_| any(|row| row.tokens)),
@@ -370,7 +367,7 @@ impl Feed {
         texts: &[Request],
         stop: &AtomicBool,
         scored: &mut dyn FnMut(TextScore),
-    ) -> Result<bool, InferError> {
+    ) -> Result<bool> {
         for texts in texts.chunks(self.batch()) {
             if stop.load(Ordering::SeqCst) {
                 return Ok(false);
@@ -415,7 +412,7 @@ impl Feed {
         data: &dyn Sequences,
         stop: &AtomicBool,
         scored: &mut dyn FnMut(Scored<'_>),
-    ) -> Result<bool, InferError> {
+    ) -> Result<bool> {
         let mut first = 0;
         while first < sequences {
             if stop.load(Ordering::SeqCst) {

@@ -1,7 +1,7 @@
 //! Text from a model: a loaded generation program, and the loop from prompt to last token.
 
 use crate::state::{self, Weights};
-use crate::{InferError, RunTokenizer, Sampling};
+use crate::{InferError, Result, RunTokenizer, Sampling};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_host::Devices;
@@ -23,7 +23,7 @@ pub struct Generator {
 
 impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
-    pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self, InferError> {
+    pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self> {
         let (program, threads) = generation_program(devices, config, context)?;
         let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
@@ -53,7 +53,7 @@ impl Generator {
     }
 
     /// Reads tokens and gives the logits of the token after them.
-    pub fn read(&mut self, tokens: &[u32]) -> Result<&[f32], InferError> {
+    pub fn read(&mut self, tokens: &[u32]) -> Result<&[f32]> {
         let all = self.position + tokens.len();
         if tokens.is_empty() {
             return Err(InferError::EmptyPrompt);
@@ -70,7 +70,7 @@ impl Generator {
         Ok(&self.logits)
     }
 
-    fn call(&mut self, entry: &'static str, tokens: &[u32], room: usize) -> Result<(), InferError> {
+    fn call(&mut self, entry: &'static str, tokens: &[u32], room: usize) -> Result<()> {
         // What stands behind the tokens is not looked at.
         let padding = std::iter::repeat_n(&0, room - tokens.len());
         self.bytes.clear();
@@ -134,7 +134,7 @@ pub fn generate(
     max_tokens: usize,
     sampling: &Sampling,
     listen: &mut dyn FnMut(u32) -> ControlFlow<()>,
-) -> Result<Generated, InferError> {
+) -> Result<Generated> {
     sampling.check()?;
     generator.forget();
     if prompt.is_empty() {

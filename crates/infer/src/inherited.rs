@@ -1,6 +1,6 @@
 //! What the weights decide that `train.init_from` names: the shape of the model, and its tokenizer.
 
-use crate::InferError;
+use crate::Result;
 use crate::hf::{self, quoted};
 use crate::trained::{TOKENIZER, Trained};
 use lockstep_checkpoint::list;
@@ -32,7 +32,7 @@ pub fn inherited(folder: &Path) -> Result<Option<Inherited>, NotInherited> {
 }
 
 /// Those of a run directory or a checkpoint. Its weights are not read.
-fn keys(folder: &Path) -> Result<Inherited, InferError> {
+fn keys(folder: &Path) -> Result<Inherited> {
     let config = Trained::config_at(folder)?;
     // Its own copy of the tokenizer counts, where it has one.
     let checkpoint = match folder.join("checkpoints").is_dir() {

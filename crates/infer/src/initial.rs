@@ -3,7 +3,7 @@
 use crate::hf::{self, HfFolder, Kept};
 use crate::state::MODEL;
 use crate::trained::{TOKENIZER, Trained};
-use crate::{InferError, Part, RunTokenizer};
+use crate::{Part, Result, RunTokenizer};
 use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
 use lockstep_config::Config;
 use lockstep_rundir::RunDirError;
@@ -28,7 +28,7 @@ enum Origin {
 
 impl InitialWeights {
     /// Opens what `train.init_from` names and checks that every tensor of the model is there, in its shape, and no other.
-    pub fn open(config: &Config) -> Result<Option<Self>, InferError> {
+    pub fn open(config: &Config) -> Result<Option<Self>> {
         let Some(path) = config.init_from() else { return Ok(None) };
         let model = &config.model;
         let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
@@ -56,15 +56,8 @@ impl InitialWeights {
         // Of the same shape, and yet not the same model: a longer context, say, or a mistake.
         let differences = config.differences(&theirs);
         let differences = differences.iter().filter(|d| lockstep_model::hf::matters(model, d.path));
-        warnings.extend(differences.map(|d| {
-            format!(
-                "the weights in {} were made with {} = {}, the config has {}",
-                path.display(),
-                d.path,
-                d.theirs,
-                d.ours
-            )
-        }));
+        let made = format!("the weights in {} were made with", path.display());
+        warnings.extend(differences.map(|d| format!("{made} {} = {}, the config has {}", d.path, d.theirs, d.ours)));
         Ok(Some(Self { path, warnings, origin, copies }))
     }
 
@@ -74,7 +67,7 @@ impl InitialWeights {
     }
 
     /// What came beside them, where that is about the tokens of this tokenizer.
-    pub fn kept(&self, tokenizer: &RunTokenizer) -> Result<Kept, InferError> {
+    pub fn kept(&self, tokenizer: &RunTokenizer) -> Result<Kept> {
         Ok(match &self.origin {
             Origin::Checkpoint(loaded) => {
                 Kept::of_checkpoint(loaded).with_tokenizer(loaded.attachment(TOKENIZER), tokenizer)

@@ -19,7 +19,7 @@ mod text;
 mod trained;
 
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data, way};
-pub use error::InferError;
+pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ATTACHMENT, ExportOptions, Exported, Imported, Kept, export, export_problem, import};

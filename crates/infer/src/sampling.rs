@@ -1,6 +1,6 @@
 //! From logits to the next token.
 
-use crate::InferError;
+use crate::{InferError, Result};
 use lockstep_ir::counter;
 
 /// How the next token is drawn. A token is a pure function of the logits, the seed and its position in the text.
@@ -18,7 +18,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// Refuses what cannot be meant.
-    pub fn check(&self) -> Result<(), InferError> {
+    pub fn check(&self) -> Result<()> {
         let wrong = |option, value: String, hint| Err(InferError::Sampling { option, value, hint });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return wrong("temperature", self.temperature.to_string(), "0 is greedy decoding, 1 samples as trained");

@@ -3,7 +3,7 @@
 //! Parameters are f32 master weights under Hugging Face names, so that a checkpoint does not depend on how a
 //! program packs or rounds them.
 
-use crate::InferError;
+use crate::Result;
 use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorCopy, TensorGroup, TensorRef, TensorSource};
 use lockstep_exec::Executor;
 use lockstep_exec::initial::{Initial, InitialPart};
@@ -105,7 +105,7 @@ pub enum Weights<'a> {
 }
 
 /// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
-pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, seed: u64) -> Result<(), InferError> {
+pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, seed: u64) -> Result<()> {
     initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
     match weights {
         Weights::Initial => Ok(()),
@@ -121,7 +121,7 @@ pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, s
 }
 
 /// Writes zeros into every moment of the optimizer.
-pub fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<(), InferError> {
+pub fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<()> {
     for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Moment { .. }))) {
         executor.write(&tensor.name, 0, &vec![0; tensor.whole.bytes() as usize])?;
     }
@@ -129,12 +129,12 @@ pub fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<
 }
 
 /// Writes every constant of a program.
-pub fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<(), InferError> {
+pub fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<()> {
     initialise(tensors, executor, false, seed)
 }
 
 /// Writes constants, and where asked for the initial value of every parameter.
-fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<(), InferError> {
+fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool, seed: u64) -> Result<()> {
     for tensor in tensors {
         let columns = |shape: &[usize]| shape.last().copied().unwrap_or(1);
         let own = (tensor.name.as_str(), tensor.whole.dtype);
@@ -162,7 +162,7 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
 
 /// Writes a checkpoint's tensors into the executor, having checked every name, type and shape. One tensor of the program is in
 /// memory at a time.
-pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<(), InferError> {
+pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<()> {
     let mut data: Vec<u8> = Vec::new();
     for (group, name, tensor, part) in stored(tensors) {
         let view = checkpoint.tensor(group, &name)?;
@@ -191,7 +191,7 @@ pub fn start_from(
     tensors: &[Tensor],
     executor: &mut dyn Executor,
     (source, copies): (TensorSource<'_>, &[TensorCopy]),
-) -> Result<(), InferError> {
+) -> Result<()> {
     let mut data: Vec<u8> = Vec::new();
     for (_, name, tensor, part) in stored(tensors).into_iter().filter(|(group, ..)| *group == MODEL) {
         if part.start == 0 {
@@ -212,7 +212,7 @@ pub fn start_from(
 }
 
 /// Writes the f32 values of a stored tensor, and those of the parameter whose master weights it holds. They are rounded in place.
-fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<(), InferError> {
+fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<()> {
     let parameter = match &tensor.role {
         Role::State(State::Master { of }) => tensors.iter().find(|t| t.value == *of),
         _ => None,

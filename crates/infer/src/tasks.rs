@@ -9,7 +9,7 @@ pub use score::{ItemScore, TaskReport, TaskScores};
 
 use crate::evaluate::Model;
 use crate::feed::TextScore;
-use crate::{EvaluateProgress, InferError, Trained};
+use crate::{EvaluateProgress, Result, Trained};
 use lockstep_host::Devices;
 use lockstep_plan::{Cut, check_positions};
 pub use read::Request;
@@ -32,7 +32,7 @@ pub fn evaluate_tasks(
     files: &[TaskFile],
     seq: Option<usize>,
     show: &mut dyn FnMut(EvaluateProgress<'_>),
-) -> Result<TaskEvaluation, InferError> {
+) -> Result<TaskEvaluation> {
     let config = &trained.config;
     let tokenizer = trained.tokenizer()?;
     let most = seq.unwrap_or(config.train.seq).max(1);
@@ -62,7 +62,7 @@ pub struct TaskRequests {
 
 impl TaskRequests {
     /// Texts are cut from the left so that a model that reads `seq` tokens can predict their end.
-    pub fn new(files: &[TaskFile], tokenizer: &crate::RunTokenizer, seq: usize) -> Result<Self, InferError> {
+    pub fn new(files: &[TaskFile], tokenizer: &crate::RunTokenizer, seq: usize) -> Result<Self> {
         let mut rows = Vec::new();
         for file in files {
             file.requests(tokenizer, seq, &mut rows)?;
@@ -76,7 +76,7 @@ impl TaskRequests {
     }
 
     /// What the scores of all texts say.
-    pub fn reports(&self, files: &[TaskFile], scores: &[TextScore]) -> Result<Vec<TaskReport>, InferError> {
+    pub fn reports(&self, files: &[TaskFile], scores: &[TextScore]) -> Result<Vec<TaskReport>> {
         let mut left = scores;
         files.iter().map(|file| TaskReport::new(file, &mut left)).collect()
     }

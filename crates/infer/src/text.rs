@@ -1,6 +1,6 @@
 //! Between text and tokens, for whoever talks to a trained model.
 
-use crate::InferError;
+use crate::{InferError, Result};
 use lockstep_config::Config;
 use lockstep_data::{DataError, Tokenizer, TokenizerSpec};
 use std::ops::Deref;
@@ -26,7 +26,7 @@ impl Deref for RunTokenizer {
 
 impl RunTokenizer {
     /// The tokenizer that a config names, where it is now. A trained model has its own: [`Trained::tokenizer`](crate::Trained::tokenizer).
-    pub fn of(config: &Config) -> Result<Self, InferError> {
+    pub fn of(config: &Config) -> Result<Self> {
         let tokenizer = Tokenizer::open(&tokenizer_spec(config)?)?;
         require_vocabulary(config, tokenizer.vocabulary())?;
         Ok(tokenizer.into())
@@ -83,7 +83,7 @@ pub fn unused_vocabulary(config: &Config, tokenizer: &RunTokenizer) -> Option<(S
 }
 
 /// Refuses a model that has no embedding for some token.
-pub fn require_vocabulary(config: &Config, needed: u32) -> Result<(), InferError> {
+pub fn require_vocabulary(config: &Config, needed: u32) -> Result<()> {
     let vocab = config.model.vocab_size;
     if vocab >= needed as usize {
         return Ok(());

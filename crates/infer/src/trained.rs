@@ -3,7 +3,7 @@
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
 use crate::text::require_vocabulary;
-use crate::{InferError, RunData, RunTokenizer, Weights, data_folder};
+use crate::{InferError, Result, RunData, RunTokenizer, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
 use lockstep_config::{Config, DeviceChoice};
 use lockstep_rundir::{RunDirError, read_config};
@@ -30,7 +30,7 @@ enum Model {
 
 impl Trained {
     /// Opens the latest whole checkpoint of a run directory, the checkpoint in a folder, or a Hugging Face model as it is.
-    pub fn open(path: &Path) -> Result<Self, InferError> {
+    pub fn open(path: &Path) -> Result<Self> {
         let mut trained = Self::find(path)?;
         // What a GPU has trained, any machine can use.
         if trained.config.train.device == DeviceChoice::Cuda {
@@ -77,7 +77,7 @@ impl Trained {
     }
 
     /// What came beside the weights of the Hugging Face model that it is, or was made from.
-    pub fn kept(&self) -> Result<Kept, InferError> {
+    pub fn kept(&self) -> Result<Kept> {
         match &self.model {
             Model::Checkpoint(checkpoint) => Ok(Kept::of_checkpoint(checkpoint)),
             Model::Folder(weights) => Kept::of_folder(weights.path()),
@@ -85,7 +85,7 @@ impl Trained {
     }
 
     /// Tokens that end a text: the EOS token of its tokenizer, and those that a Hugging Face model names.
-    pub fn end_tokens(&self, tokenizer: &RunTokenizer) -> Result<Vec<u32>, InferError> {
+    pub fn end_tokens(&self, tokenizer: &RunTokenizer) -> Result<Vec<u32>> {
         let mut tokens = self.kept()?.end_tokens();
         if !tokens.contains(&tokenizer.eos()) {
             tokens.push(tokenizer.eos());
@@ -95,7 +95,7 @@ impl Trained {
 
     /// Its tokenizer: the one that was saved with the checkpoint, or else the one beside the run's data. Only where there is
     /// neither does the path that the config names count.
-    pub fn tokenizer(&self) -> Result<RunTokenizer, InferError> {
+    pub fn tokenizer(&self) -> Result<RunTokenizer> {
         let config = &self.config;
         let Some(path) = config.tokenizer_path() else {
             if let Model::Folder(weights) = &self.model {
@@ -127,7 +127,7 @@ impl Trained {
     }
 
     /// The config of a run directory or a checkpoint, without a look at the weights where `run.toml` has it.
-    pub fn config_at(path: &Path) -> Result<Config, InferError> {
+    pub fn config_at(path: &Path) -> Result<Config> {
         let runs = [Some(path), path.parent().and_then(Path::parent).filter(|_| path.join("manifest.json").exists())];
         match runs.into_iter().flatten().map(|run| run.join("run.toml")).find(|file| file.exists()) {
             Some(file) => Ok(read_config(&file)?),
@@ -135,7 +135,7 @@ impl Trained {
         }
     }
 
-    fn find(path: &Path) -> Result<Self, InferError> {
+    fn find(path: &Path) -> Result<Self> {
         let run_config = path.join("run.toml");
         if path.join("manifest.json").exists() {
             let checkpoint = open(path)?;
@@ -161,10 +161,7 @@ impl Trained {
             let hint = "train it first, or wait: one is saved every checkpoint.every steps".into();
             return Err(InferError::Unusable { problem, hint });
         };
-        let config = match run_config.exists() {
-            true => read_config(&run_config)?,
-            false => config_of(&checkpoint)?,
-        };
+        let config = if run_config.exists() { read_config(&run_config)? } else { config_of(&checkpoint)? };
         let data = data_of(&config, &checkpoint, path);
         Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
     }
@@ -182,7 +179,7 @@ fn data_of(config: &Config, checkpoint: &Loaded, run: &Path) -> PathBuf {
     }
 }
 
-fn config_of(checkpoint: &Loaded) -> Result<Config, InferError> {
+fn config_of(checkpoint: &Loaded) -> Result<Config> {
     let manifest = checkpoint.path.join("manifest.json").display().to_string();
     let Some(text) = checkpoint.state["config"].as_str() else {
         let hint = "name the run directory instead of the checkpoint".into();

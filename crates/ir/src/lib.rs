@@ -37,7 +37,7 @@ pub mod units;
 pub mod verify;
 pub mod walk;
 
-pub use collective::Collective;
+pub use collective::{Collective, CopiedPart, Movement};
 pub use dtype::DType;
 pub use f8::F8;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};

@@ -100,10 +100,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
     let x = side.wanted(&mut g, x)?;
     let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
     let n = g.op(Op::rms_norm(eps), &[x, w], "n")?[0];
-    let head = match m.tied_embeddings {
-        true => table,
-        false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),
-    };
+    let head = if m.tied_embeddings { table } else { matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]) };
     let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
     side.finish(&mut g, logits)?;
     Ok(g)

@@ -5,7 +5,7 @@ use crate::fit::{policies_of, sent_bytes};
 use crate::formulas::{Formula, formulas};
 use crate::plan::{hardware_flops, prepare, training_context};
 use crate::projections::{Projection, projections};
-use crate::{Machine, Plan, PlanError, groups};
+use crate::{Machine, Plan, Result, groups};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::account;
@@ -83,7 +83,7 @@ pub struct Scaling {
 }
 
 /// Compiles a planned config under every policy and at twice every extent.
-pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Account, PlanError> {
+pub fn account(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Account> {
     let (mut context, _) = training_context(machine, config);
     context.optimizer.groups = groups::resolve(config, &plan.forward)?;
     // Scaling has nothing to do with the rest.
@@ -107,12 +107,7 @@ fn largest(programs: &[StepProgram]) -> Option<&StepProgram> {
     programs.iter().max_by_key(|p| p.arena_bytes)
 }
 
-fn policies(
-    config: &Config,
-    plan: &Plan,
-    estimator: &Estimator,
-    none: &[StepProgram],
-) -> Result<Vec<PolicyCost>, PlanError> {
+fn policies(config: &Config, plan: &Plan, estimator: &Estimator, none: &[StepProgram]) -> Result<Vec<PolicyCost>> {
     let mut all = policies_of(config);
     let own = match config.recompute.policy {
         policy @ (RecomputePolicy::List | RecomputePolicy::Budget) => {
@@ -161,7 +156,7 @@ fn policies(
 }
 
 /// Both choices of what becomes of gathered parameters; none where nothing is gathered.
-fn reshard(plan: &Plan, context: &Context) -> Result<Vec<ReshardCost>, PlanError> {
+fn reshard(plan: &Plan, context: &Context) -> Result<Vec<ReshardCost>> {
     let choices: &[bool] = if plan.layout.zero == 3 { &[true, false] } else { &[] };
     let mut costs = Vec::new();
     for &reshard_after_forward in choices {
@@ -204,7 +199,7 @@ fn doubled(config: &Config, extent: &str) -> Config {
     config
 }
 
-fn scaling(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Vec<Scaling>, PlanError> {
+fn scaling(machine: &dyn Machine, config: &Config, plan: &Plan) -> Result<Vec<Scaling>> {
     let mut rows = Vec::new();
     for extent in ["batch", "sequence", "width", "depth"] {
         let config = doubled(config, extent);

@@ -1,6 +1,6 @@
 //! Which kind of device a config runs on, and what planning must know of the machine that has it.
 
-use crate::PlanError;
+use crate::{PlanError, Result};
 use lockstep_compile::Precision;
 use lockstep_config::{Config, DeviceChoice, PrecisionPolicy};
 use lockstep_ir::DeviceProfile;
@@ -57,7 +57,7 @@ impl Target {
     }
 
     /// Refuses what the device does not do.
-    pub fn check(self, config: &Config) -> Result<(), PlanError> {
+    pub fn check(self, config: &Config) -> Result<()> {
         let what = match self {
             Target::Cpu => return Ok(()),
             Target::Cuda { .. } => match config.precision.policy {

@@ -4,6 +4,9 @@ use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::{TypeError, units};
 
+/// What planning gives, or why it does not.
+pub type Result<T, E = PlanError> = std::result::Result<T, E>;
+
 /// Why a config has no program, or one that does not fit.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum PlanError {

@@ -1,7 +1,7 @@
 //! One config, compiled and simulated: what layouts are compared by.
 
 use crate::plan::{hardware_flops, prepare, settle_policy};
-use crate::{Machine, PlanError};
+use crate::{Machine, Result};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
@@ -60,11 +60,9 @@ impl Rates<'_> {
                 measured_as_run: false,
             },
             Rates::Measured(profile) => {
-                let measured = profile.measured(ranks, threads).ok_or_else(|| SimError::File {
-                    file: format!("{}.toml", profile.name),
-                    reason: "it has no [[setting]]".into(),
-                    hint: "measure again: lockstep bench --save NAME".into(),
-                })?;
+                let (file, hint) = (format!("{}.toml", profile.name), "measure again: lockstep bench --save NAME");
+                let measured = profile.measured(ranks, threads);
+                let measured = measured.ok_or_else(|| SimError::file(file, "it has no [[setting]]", hint))?;
                 let (placed, unmeasured) = work.measured(&measured, &framework);
                 TimedWork {
                     placed,
@@ -113,7 +111,7 @@ impl Evaluated {
 }
 
 /// Compiles a config and simulates a step of it. The programs are those that [`crate::plan`] makes, which also verifies them.
-pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<Evaluated, PlanError> {
+pub fn evaluate(machine: &dyn Machine, config: &Config, rates: Rates) -> Result<Evaluated> {
     let (forward, mut context, threads) = prepare(machine, config, lockstep_model::build_form)?;
     settle_policy(config, &forward, &mut context)?;
     let estimator = Estimator::new(&forward, &context)?;
@@ -131,7 +129,7 @@ pub(crate) fn evaluated(
     estimator: &Estimator,
     programs: &[StepProgram],
     forecast: impl FnOnce(&Asked) -> Result<Forecast, SimError>,
-) -> Result<Evaluated, PlanError> {
+) -> Result<Evaluated> {
     let micro_batches = context.layout.micro_batches as f64;
     let asked = Asked {
         tokens: (config.batches().largest() * config.train.seq) as u64,

@@ -3,9 +3,9 @@
 
 use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
-use crate::{Machine, PlanError};
+use crate::{Machine, PlanError, Result};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, RecomputePolicy};
+use lockstep_config::{Config, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -98,13 +98,13 @@ pub(crate) struct Estimate {
 
 impl Estimate {
     /// Under the config's own recompute policy.
-    pub(crate) fn of(machine: &dyn Machine, config: &Config) -> Result<Self, PlanError> {
+    pub(crate) fn of(machine: &dyn Machine, config: &Config) -> Result<Self> {
         let (forward, mut context, _) = prepare(machine, config, lockstep_model::build_form)?;
         settle_policy(config, &forward, &mut context)?;
         Self::under(&Estimator::new(&forward, &context)?, context.recompute.clone())
     }
 
-    pub(crate) fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self, PlanError> {
+    pub(crate) fn under(estimator: &Estimator, recompute: Recompute) -> Result<Self> {
         let programs = estimator.programs(recompute)?;
         let stages = programs.iter().map(account::memory).collect();
         Ok(Self { programs, stages })
@@ -117,7 +117,7 @@ impl Estimate {
 }
 
 /// Whether a config fits; a budget that cannot be kept does not.
-fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool, PlanError> {
+fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool> {
     match Estimate::of(machine, config) {
         Ok(found) => Ok(room.verdict(&found.stages, config.layout().mesh.ranks()).fits),
         Err(PlanError::OverBudget { .. }) => Ok(false),
@@ -127,12 +127,7 @@ fn fits(machine: &dyn Machine, config: &Config, room: &Room) -> Result<bool, Pla
 
 /// The divisors of a number, from the largest.
 pub(crate) fn divisors(n: usize) -> Vec<usize> {
-    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
-    let mut all: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
-    all.sort_unstable();
-    all.dedup();
-    all.reverse();
-    all
+    legal::divisors(n).into_iter().rev().collect()
 }
 
 /// The micro-batches that may take the place of the config's own, from the largest: its divisors, as far as a step has not too
@@ -144,16 +139,13 @@ fn micro_batches(config: &Config) -> Vec<usize> {
 }
 
 /// The largest micro-batch that fits, of those that divide the config's own; `None` where none does.
-fn largest_divisor(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Option<usize>, PlanError> {
+fn largest_divisor(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Option<usize>> {
     let sizes = micro_batches(config);
     // A smaller micro-batch never needs more.
     let (mut from, mut to) = (0, sizes.len());
     while from < to {
         let middle = (from + to) / 2;
-        match fits(machine, &with_micro_batch(config, sizes[middle]), room)? {
-            true => to = middle,
-            false => from = middle + 1,
-        }
+        if fits(machine, &with_micro_batch(config, sizes[middle]), room)? { to = middle } else { from = middle + 1 }
     }
     Ok(sizes.get(from).copied())
 }
@@ -167,7 +159,7 @@ pub fn with_micro_batch(config: &Config, sequences: usize) -> Config {
 
 /// The config with the default of `train.micro_batch` that fits: the whole batch of a rank, or where that does not fit, the
 /// largest divisor that does; where none does, the least. A given value stays.
-pub fn with_fitting_micro_batch(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Config, PlanError> {
+pub fn with_fitting_micro_batch(machine: &dyn Machine, config: &Config, room: &Room) -> Result<Config> {
     if !config.micro_batch_is_default() || config.train.micro_batch == 1 || fits(machine, config, room)? {
         return Ok(config.clone());
     }
@@ -203,11 +195,7 @@ const MOST_SEQUENCES: usize = 1 << 16;
 
 /// The largest micro-batch that fits so many bytes of each rank, under every recompute policy: with as many micro-batches in a step as
 /// the config has, whatever batch that makes, and of those that divide the config's own batch.
-pub fn largest_micro_batches(
-    machine: &dyn Machine,
-    config: &Config,
-    bytes: u64,
-) -> Result<Vec<LargestMicroBatch>, PlanError> {
+pub fn largest_micro_batches(machine: &dyn Machine, config: &Config, bytes: u64) -> Result<Vec<LargestMicroBatch>> {
     let mut sizes = Sizes { machine, config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };
     let mut rows = Vec::new();
     for (name, recompute) in policies_of(config) {
@@ -238,7 +226,7 @@ fn largest_dividing(
     recompute: &Recompute,
     most: Option<usize>,
     bytes: u64,
-) -> Result<Option<usize>, PlanError> {
+) -> Result<Option<usize>> {
     let Some(most) = most else { return Ok(None) };
     let batch = config.train.micro_batch * config.accumulation_steps();
     let few = |size: &usize| batch / size <= MOST_MICRO_BATCHES;
@@ -254,7 +242,7 @@ fn largest_dividing(
 
 /// The largest size that fits, where one sequence does. Arenas grow in a line, nearly: it is followed to a guess, and the guess
 /// put right by halves.
-fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64, PlanError>) -> Result<usize, PlanError> {
+fn largest(bytes: u64, one: u64, arena: &mut dyn FnMut(usize) -> Result<u64>) -> Result<usize> {
     let (mut fits, mut known) = (1, one);
     let mut over = None;
     let each = arena(2)?.saturating_sub(one).max(1);
@@ -285,7 +273,7 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate, PlanError> {
+    fn estimate(&mut self, sequences: usize, recompute: &Recompute) -> Result<Estimate> {
         if !self.estimators.contains_key(&sequences) {
             let mut config = with_micro_batch(self.config, sequences);
             config.train.global_batch = config.round() * self.micro_batches;
@@ -328,7 +316,7 @@ pub fn layout_costs(
     config: &Config,
     layouts: &[Layout],
     room: Option<&Room>,
-) -> Result<Vec<LayoutCost>, PlanError> {
+) -> Result<Vec<LayoutCost>> {
     let mut rows = Vec::new();
     for layout in layouts {
         let config = config.at(layout);
@@ -370,7 +358,7 @@ pub fn length_costs(
     config: &Config,
     lengths: &[usize],
     room: Option<&Room>,
-) -> Result<Vec<LengthCost>, PlanError> {
+) -> Result<Vec<LengthCost>> {
     let mut rows = Vec::new();
     for &seq in lengths {
         let mut config = config.clone();

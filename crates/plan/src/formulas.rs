@@ -1,7 +1,7 @@
 //! Analytical formulas of the literature beside what the program has. They are written from the config alone, so that a program which
 //! strays from them, or a formula which forgets a term, shows.
 
-use crate::{Plan, PlanError};
+use crate::{Plan, Result};
 use lockstep_config::{
     AttentionMethod, Config, Features, GradientPrecision, ModelConfig, OptimizerName, PrecisionPolicy,
 };
@@ -35,7 +35,7 @@ pub(crate) fn formulas(
     derived: &Graph,
     none: &[StepProgram],
     full_flops: f64,
-) -> Result<Vec<Formula>, PlanError> {
+) -> Result<Vec<Formula>> {
     let m = &config.model;
     let layer = LayerFlops::of(derived, m.dense_layers)?;
     let Sizes { d, q, kv, ffn, layers, dense, wide, products, experts, top, shared, .. } = Sizes::of(m);

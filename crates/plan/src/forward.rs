@@ -1,8 +1,8 @@
 //! Programs without a training step: text from a model, and the loss of text.
 
-use crate::PlanError;
 use crate::device::{Machine, Target, threads};
 use crate::plan::training_context;
+use crate::{PlanError, Result};
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_ir::{DType, Layout, StepProgram};
@@ -21,7 +21,7 @@ pub struct Cut {
 }
 
 /// Refuses texts that are longer than the positions which a model has learned.
-pub fn check_positions(config: &Config, tokens: usize) -> Result<(), PlanError> {
+pub fn check_positions(config: &Config, tokens: usize) -> Result<()> {
     match config.model.positions {
         Some(positions) if tokens > positions => Err(PlanError::Positions { tokens, positions }),
         _ => Ok(()),
@@ -38,11 +38,7 @@ fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
 }
 
 /// The program with the entries `prefill` and `decode`, and the threads it was compiled for.
-pub fn generation_program(
-    machine: &dyn Machine,
-    config: &Config,
-    context: usize,
-) -> Result<(StepProgram, usize), PlanError> {
+pub fn generation_program(machine: &dyn Machine, config: &Config, context: usize) -> Result<(StepProgram, usize)> {
     check_positions(config, context)?;
     let (compile_context, threads) = forward_context(machine, config);
     let graph = |positions| build_form(&config.model, Form::NextToken { batch: 1, positions, context });
@@ -59,7 +55,7 @@ pub fn evaluation_program(
     (batch, seq): (usize, usize),
     cut: Cut,
     misses: bool,
-) -> Result<(StepProgram, usize), PlanError> {
+) -> Result<(StepProgram, usize)> {
     let (mut context, threads) = forward_context(machine, config);
     context.steps.misses = misses;
     let model = ModelConfig { dropout: 0.0, ..config.model.clone() };

@@ -1,13 +1,13 @@
 //! Which parameters a group of the optimizer means.
 
-use crate::PlanError;
+use crate::{PlanError, Result};
 use lockstep_compile::ParameterGroup;
 use lockstep_config::Config;
 use lockstep_ir::Graph;
 use std::collections::BTreeMap;
 
 /// The group of every parameter that is in one, by the name of its value.
-pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String, ParameterGroup>, PlanError> {
+pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String, ParameterGroup>> {
     let groups = &config.optimizer.groups;
     let group_of = |name: &String| groups.iter().position(|group| matches(&group.pattern, name));
     let mut resolved = BTreeMap::new();
@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    fn groups(text: &str) -> Result<BTreeMap<String, ParameterGroup>, PlanError> {
+    fn groups(text: &str) -> Result<BTreeMap<String, ParameterGroup>> {
         let text = format!("[model]\nvocab_size = 8\nlayers = 2\ndim = 4\nheads = 2\nffn = 8\n{text}");
         let config = Config::parse(&text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
         let form = Form::Loss { batch: 1, seq: 4, context: 4, documents: false };

@@ -102,10 +102,7 @@ impl LossLaw {
         let (mut low, mut high) = (1.0f64, 1e40f64);
         for _ in 0..200 {
             let middle = (low * high).sqrt();
-            match self.loss(self.best(middle)) > loss {
-                true => low = middle,
-                false => high = middle,
-            }
+            if self.loss(self.best(middle)) > loss { low = middle } else { high = middle }
         }
         Some((low * high).sqrt())
     }

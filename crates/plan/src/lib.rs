@@ -29,7 +29,7 @@ mod ways;
 
 pub use account::{Account, PolicyCost, ReshardCost, Scaling, account};
 pub use device::{Machine, Target};
-pub use error::{NoLayout, PlanError};
+pub use error::{NoLayout, PlanError, Result};
 pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
     LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,

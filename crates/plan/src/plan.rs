@@ -3,7 +3,7 @@
 use crate::device::{Machine, Target, threads};
 use crate::fit::Room;
 use crate::ways::ways_to_fit;
-use crate::{PlanError, Rates, groups};
+use crate::{PlanError, Rates, Result, groups};
 use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Stays, Steps, compile, fit,
     fp8_layers,
@@ -73,7 +73,7 @@ impl Plan {
         config: &Config,
         available: Option<u64>,
         rates: Option<Rates<'_>>,
-    ) -> Result<u64, PlanError> {
+    ) -> Result<u64> {
         let (ranks, total) = (self.layout.mesh.ranks(), self.arena_bytes());
         match available {
             Some(available) if total > available => {
@@ -124,7 +124,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
 }
 
 /// Settles what only the layers can tell: whether a list of ops is one, and what a budget allows.
-pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<(), PlanError> {
+pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Context) -> Result<()> {
     let listed = matches!(context.recompute, Recompute::Ops(_));
     if !listed && config.recompute.budget.is_none() {
         return Ok(());
@@ -148,11 +148,7 @@ pub(crate) fn settle_policy(config: &Config, forward: &Graph, context: &mut Cont
 }
 
 /// A config's forward graph, for the micro-batches of all data-parallel ranks, and what its passes need to know.
-pub(crate) fn prepare(
-    machine: &dyn Machine,
-    config: &Config,
-    build: ModelBuilder,
-) -> Result<(Graph, Context, usize), PlanError> {
+pub(crate) fn prepare(machine: &dyn Machine, config: &Config, build: ModelBuilder) -> Result<(Graph, Context, usize)> {
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.round(), seq, context: seq, documents };
@@ -173,14 +169,14 @@ fn active_parameters(forward: &Graph, config: &Config) -> u64 {
 }
 
 /// Elements of all parameters of a config's model.
-pub fn parameters(config: &Config) -> Result<u64, PlanError> {
+pub fn parameters(config: &Config) -> Result<u64> {
     let form = Form::Loss { batch: 1, seq: config.train.seq, context: config.train.seq, documents: false };
     let forward = lockstep_model::build_form(&config.model, form)?;
     Ok(forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum())
 }
 
 /// FLOPs that the hardware is asked for in a step, on all ranks.
-pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128, PlanError> {
+pub(crate) fn hardware_flops(programs: &[StepProgram]) -> Result<u128> {
     let mut sum = 0;
     for program in programs {
         if let Some(entry) = program.entry(StepProgram::TRAIN) {
@@ -209,27 +205,22 @@ pub(crate) fn optimizer(config: &Config) -> Optimizer {
 }
 
 /// Compiles a config for a machine.
-pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan, PlanError> {
+pub fn plan(machine: &dyn Machine, config: &Config) -> Result<Plan> {
     plan_with(machine, config, lockstep_model::build_form)
 }
 
 /// The same for an architecture of the caller's own, whatever the config names.
-pub fn plan_with(machine: &dyn Machine, config: &Config, build: ModelBuilder) -> Result<Plan, PlanError> {
+pub fn plan_with(machine: &dyn Machine, config: &Config, build: ModelBuilder) -> Result<Plan> {
     plan_for(machine, config, build, Vec::new())
 }
 
 /// The same for a device that has measured which matmuls are faster with what they can fuse into their epilogue (see
 /// [`lockstep_compile::fusable_matmuls`]).
-pub fn plan_measured(machine: &dyn Machine, config: &Config, faster: Vec<FusedMatmul>) -> Result<Plan, PlanError> {
+pub fn plan_measured(machine: &dyn Machine, config: &Config, faster: Vec<FusedMatmul>) -> Result<Plan> {
     plan_for(machine, config, lockstep_model::build_form, faster)
 }
 
-fn plan_for(
-    machine: &dyn Machine,
-    config: &Config,
-    build: ModelBuilder,
-    faster: Vec<FusedMatmul>,
-) -> Result<Plan, PlanError> {
+fn plan_for(machine: &dyn Machine, config: &Config, build: ModelBuilder, faster: Vec<FusedMatmul>) -> Result<Plan> {
     check_numbers(config)?;
     let target = Target::of(machine, config);
     target.check(config)?;
@@ -303,7 +294,7 @@ fn precision(config: &Config) -> Precision {
 pub(crate) const MOST_MICRO_BATCHES: usize = 1 << 16;
 
 /// Refuses numbers that fp32 cannot hold and schedules that no machine can.
-fn check_numbers(config: &Config) -> Result<(), PlanError> {
+fn check_numbers(config: &Config) -> Result<()> {
     let o = &config.optimizer;
     let positive = |x: f32| x > 0.0 && x.is_finite();
     let below_one = |x: f64| (x as f32) < 1.0;

@@ -1,7 +1,7 @@
 //! Parameters and model FLOPs by projection: what each matrix of the model has and costs. Both are read off the model's graphs, so
 //! that they sum to all parameters and to all model FLOPs; what no rule here knows is a line of its own.
 
-use crate::{Plan, PlanError};
+use crate::{Plan, Result};
 use lockstep_ir::graph::{Source, State};
 use lockstep_ir::{Axis, Graph, Op, TensorType, ValueId};
 use serde::Serialize;
@@ -82,11 +82,7 @@ impl Kind {
 type Sums = BTreeMap<Kind, (u64, u64, u128)>;
 
 /// The projections of a plan, of which `derived` is the graph with its gradients.
-pub(crate) fn projections(
-    plan: &Plan,
-    derived: &Graph,
-    experts_per_token: usize,
-) -> Result<Vec<Projection>, PlanError> {
+pub(crate) fn projections(plan: &Plan, derived: &Graph, experts_per_token: usize) -> Result<Vec<Projection>> {
     let mut sums = Sums::new();
     parameters(&plan.forward, experts_per_token, &mut sums);
     flops(derived, plan.layout.micro_batches as u128, &mut sums)?;
@@ -169,7 +165,7 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
     }
 }
 
-fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<(), PlanError> {
+fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<()> {
     let routed = layers_of_experts(derived);
     // Bytes of weights, by value.
     let quantised = derived.nodes.iter().filter(|node| matches!(node.op, Op::Quantise { weight: true, .. }));

@@ -4,7 +4,7 @@
 //! It is a walk and not a search: the steps that the lectures take by hand, with every size compiled.
 
 use crate::parallel::in_parallel;
-use crate::{Evaluated, Machine, NoLayout, PlanError, Rates, Room, evaluate, with_micro_batch};
+use crate::{Evaluated, Machine, NoLayout, PlanError, Rates, Result, Room, evaluate, with_micro_batch};
 use lockstep_config::{Config, RecomputePolicy, legal};
 use lockstep_ir::units::counted;
 use lockstep_sim::Hardware;
@@ -87,7 +87,7 @@ pub fn recipe(
     hardware: &Hardware,
     room: &Room,
     progress: &(dyn Fn(usize, usize) + Sync),
-) -> Result<Recipe, PlanError> {
+) -> Result<Recipe> {
     let mut config = config.clone();
     config.train.batch_ramp.clear();
     (config.recompute.ops, config.recompute.budget) = (Vec::new(), None);
@@ -102,7 +102,7 @@ pub fn recipe(
         least.recompute.policy = RecomputePolicy::Full;
         let found = try_one(&least)?;
         let fits = room.verdict(&found.stages, gpus).fits;
-        let layout = layout_text(&candidate);
+        let layout = candidate.layout().to_string();
         rungs.push(RecipeRung { layout, why, memory_bytes: found.memory().total_bytes, fits });
         if fits {
             base = Some(candidate);
@@ -131,7 +131,7 @@ pub fn recipe(
         (0..).map(|i| 1 << i).take_while(|size| *size <= each).filter(|s| each.is_multiple_of(*s)).collect();
     let all: Vec<(usize, RecomputePolicy)> =
         POLICIES.iter().flat_map(|policy| sizes.iter().map(|size| (*size, *policy))).collect();
-    let found: Vec<Mutex<Option<Result<Evaluated, PlanError>>>> = all.iter().map(|_| Mutex::new(None)).collect();
+    let found: Vec<Mutex<Option<Result<Evaluated>>>> = all.iter().map(|_| Mutex::new(None)).collect();
     // Beyond the first size that does not fit nothing is looked for.
     let over: [Mutex<usize>; 3] = std::array::from_fn(|_| Mutex::new(usize::MAX));
     let one = |i: usize| {
@@ -201,10 +201,6 @@ pub fn recipe(
 
 fn rank_of(policy: RecomputePolicy) -> usize {
     POLICIES.iter().position(|known| *known == policy).unwrap_or(0)
-}
-
-fn layout_text(config: &Config) -> String {
-    config.layout().to_string()
 }
 
 /// The ways to shard in the order in which they are tried, as far as they divide the model, the batch and the GPUs.

@@ -173,10 +173,7 @@ fn young(mtbf: f64, save: f64) -> f64 {
 /// Daly's: to higher order.
 fn daly(mtbf: f64, save: f64) -> f64 {
     let ratio = save / (2.0 * mtbf);
-    match ratio < 1.0 {
-        true => young(mtbf, save) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - save,
-        false => mtbf,
-    }
+    if ratio < 1.0 { young(mtbf, save) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - save } else { mtbf }
 }
 
 /// Where the derivative of the whole time is zero: 1 − τ/M = exp(−(τ + δ)/M), whose left side falls faster than its right.
@@ -186,10 +183,7 @@ fn exact(mtbf: f64, save: f64) -> f64 {
     for _ in 0..200 {
         let middle = 0.5 * (low + high);
         // 1 − exp(−x) without the loss of digits.
-        match -(-(middle + save)).exp_m1() > middle {
-            true => low = middle,
-            false => high = middle,
-        }
+        if -(-(middle + save)).exp_m1() > middle { low = middle } else { high = middle }
     }
     0.5 * (low + high) * mtbf
 }

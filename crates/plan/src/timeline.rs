@@ -1,6 +1,6 @@
 //! Memory over the first steps, as planned; a run gives the same form.
 
-use crate::PlanError;
+use crate::Result;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Arg, Class, Instr};
@@ -184,11 +184,7 @@ const MOST: usize = 1 << 18;
 
 /// The timeline of the first `steps` steps as planned: every step is the same. With an accelerator and the type of matmuls,
 /// in seconds.
-pub fn planned_timeline(
-    program: &StepProgram,
-    steps: usize,
-    gpu: Option<(&GpuSpec, DType)>,
-) -> Result<MemoryTimeline, PlanError> {
+pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<(&GpuSpec, DType)>) -> Result<MemoryTimeline> {
     let mut marks = Vec::new();
     let mut left_out = 0;
     if let Some(entry) = program.entry(StepProgram::TRAIN) {

@@ -6,7 +6,7 @@ use crate::device::threads;
 use crate::fit::{Estimate, Room, divisors, with_micro_batch};
 use crate::parallel::in_parallel;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
-use crate::{FittingChange, Machine, MoreRanks, NearestMiss, PlanError, Rates, WaysToFit};
+use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
 use lockstep_config::{Bytes, Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
 use lockstep_ir::{MeshAxis, StepProgram, units};
@@ -24,12 +24,7 @@ const SHOWN: usize = 3;
 const MOST_RANKS: usize = 1 << 14;
 
 /// The cheapest changes that let a config fit. Without rates, time is FLOPs alone.
-pub fn ways_to_fit(
-    machine: &dyn Machine,
-    config: &Config,
-    room: &Room,
-    rates: Option<Rates<'_>>,
-) -> Result<WaysToFit, PlanError> {
+pub fn ways_to_fit(machine: &dyn Machine, config: &Config, room: &Room, rates: Option<Rates<'_>>) -> Result<WaysToFit> {
     let before = Estimate::of(machine, config)?;
     let search = Search { machine, config, room, rates, ranks: config.layout().mesh.ranks() };
     let whole = search.step(config, &before.programs)?;
@@ -46,10 +41,7 @@ pub fn ways_to_fit(
         changes.extend(search.cheapest(&mut more, whole, needed_bytes));
         changes.truncate(SHOWN);
     }
-    let nearest = match changes.is_empty() {
-        true => search.nearest(&found),
-        false => None,
-    };
+    let nearest = if changes.is_empty() { search.nearest(&found) } else { None };
     Ok(WaysToFit { basis: basis(rates), needed_bytes, changes, nearest })
 }
 
@@ -78,7 +70,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Seconds of a step, or without rates the FLOPs of a rank.
-    fn step(&self, config: &Config, programs: &[StepProgram]) -> Result<f64, PlanError> {
+    fn step(&self, config: &Config, programs: &[StepProgram]) -> Result<f64> {
         match self.rates {
             Some(rates) => Ok(rates.step_s(programs, self.ranks, threads(self.machine, config, self.ranks))?),
             None => Ok(hardware_flops(programs)? as f64 / self.ranks as f64),
@@ -114,14 +106,14 @@ impl Search<'_> {
 
     /// One way to shard: under every policy the largest micro-batch that fits. Steps of very many micro-batches, which take long to
     /// place, are looked at only where no others fit.
-    fn arrangement(&self, config: &Config) -> Result<Findings, PlanError> {
+    fn arrangement(&self, config: &Config) -> Result<Findings> {
         let few = sizes(config, USUAL_MICRO_BATCHES);
         let found = self.sized(config, &few)?;
         let all = sizes(config, MOST_MICRO_BATCHES);
         if found.fitting.is_empty() && all.len() > few.len() { self.sized(config, &all) } else { Ok(found) }
     }
 
-    fn sized(&self, config: &Config, sizes: &[usize]) -> Result<Findings, PlanError> {
+    fn sized(&self, config: &Config, sizes: &[usize]) -> Result<Findings> {
         let mut findings = Findings::default();
         let mut estimators: BTreeMap<usize, Estimator> = BTreeMap::new();
         let mut policies = policies(config);
@@ -170,7 +162,7 @@ impl Search<'_> {
     }
 
     /// As little recomputation as lets it fit, in the given layout.
-    fn budget(&self, config: &Config, estimator: &Estimator) -> Result<Option<Tried>, PlanError> {
+    fn budget(&self, config: &Config, estimator: &Estimator) -> Result<Option<Tried>> {
         let ranks = if self.room.shared { self.ranks as u64 } else { 1 };
         // A whole number of MiB, as a person would write it.
         let budget = (self.room.bytes / ranks) >> 20 << 20;

@@ -3,7 +3,7 @@
 //! A change is a layer over the config of the run. The schema says of every key whether a run may take on another
 //! value.
 
-use crate::RunDirError;
+use crate::{Result, RunDirError};
 use lockstep_checkpoint::Loaded;
 use lockstep_config::{Change, Config, Difference};
 use lockstep_telemetry::read_file;
@@ -71,7 +71,7 @@ pub(crate) fn written(changes: &[Change]) -> String {
     file.unwrap_or_default() + "\n"
 }
 
-fn read(dir: &Path) -> Result<Vec<Change>, RunDirError> {
+fn read(dir: &Path) -> Result<Vec<Change>> {
     let path = dir.join(CHANGES);
     let text = match read_file(&path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -92,7 +92,7 @@ pub fn resume_plan(
     checkpoint: Option<&Loaded>,
     goes_back: bool,
     new: &[String],
-) -> Result<ResumePlan, RunDirError> {
+) -> Result<ResumePlan> {
     let Some(checkpoint) = checkpoint else {
         return match new.is_empty() {
             true => Ok(ResumePlan {

@@ -1,6 +1,6 @@
 //! The checkpoints of a run, for whoever looks for one.
 
-use crate::RunDirError;
+use crate::{Result, RunDirError};
 use lockstep_checkpoint::{list, looks_whole};
 use lockstep_telemetry::each_line;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ pub struct CheckpointSummary {
 }
 
 /// The checkpoints of a run directory, by ascending step.
-pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, RunDirError> {
+pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>> {
     let folder = run.join("checkpoints");
     if !folder.exists() && !run.join("run.toml").exists() {
         return Err(RunDirError::NotTrained { path: run.to_owned() });
@@ -51,7 +51,7 @@ pub fn checkpoints(run: &Path) -> Result<Vec<CheckpointSummary>, RunDirError> {
 }
 
 /// The objects of a file of lines of a run directory, such as `events.jsonl`; none where there is no such file.
-pub fn lines<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Vec<T>, RunDirError> {
+pub fn lines<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Vec<T>> {
     let mut found = Vec::new();
     match each_line(path, &mut |line| found.extend(serde_json::from_slice(line).ok())) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(RunDirError::io("read", path, error)),

@@ -2,6 +2,9 @@ use lockstep_checkpoint::{CheckpointError, WeightsFolder};
 use lockstep_config::{ConfigError, Difference};
 use std::path::{Path, PathBuf};
 
+/// What a run directory gives, or why it does not.
+pub type Result<T, E = RunDirError> = std::result::Result<T, E>;
+
 /// Why a run directory cannot be used as it is asked for.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum RunDirError {

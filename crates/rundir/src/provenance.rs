@@ -1,7 +1,7 @@
 //! What a run was started with: a line of `starts.jsonl` for every start, and the config file as it was given.
 
 use crate::checkpoints::lines;
-use crate::{Changed, RunDirError};
+use crate::{Changed, Result};
 use lockstep_telemetry::open_file;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -172,7 +172,7 @@ pub(crate) fn tail(path: &Path) -> Vec<Value> {
 }
 
 /// The starts of a run, in order.
-pub fn starts(run: &Path) -> Result<Vec<RunStart>, RunDirError> {
+pub fn starts(run: &Path) -> Result<Vec<RunStart>> {
     let path = run.join(STARTS);
     // A torn last line is dropped.
     lines(&path)

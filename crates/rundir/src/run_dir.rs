@@ -1,11 +1,11 @@
 //! A run directory: the resolved config, the plan, metrics, events, prepared data and checkpoints.
 
-use crate::RunDirError;
 use crate::changes::{self, CHANGES};
 use crate::provenance::{GIVEN, RunStart, STARTS};
+use crate::{Result, RunDirError};
 use lockstep_checkpoint::list;
-use lockstep_config::Change;
-use lockstep_telemetry::{FailedSink, SinkChoice, Sinks, each_line, refuse_special};
+use lockstep_config::{Change, Config};
+use lockstep_telemetry::{FailedSink, SINKS, Sinks, each_line, refuse_special};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -24,26 +24,15 @@ pub struct RunDir {
 }
 
 /// Files and folders of a run.
-const OURS: [&str; 14] = [
-    CONFIG,
-    PLAN,
-    CHANGES,
-    ROLL_BACKS,
-    METRICS,
-    EVENTS,
-    FAILURES,
-    MEASURED,
-    Sinks::CSV,
-    Sinks::TENSORBOARD,
-    "data",
-    CHECKPOINTS,
-    STARTS,
-    GIVEN,
-];
+fn ours() -> impl Iterator<Item = &'static str> {
+    records().chain(["data", CHECKPOINTS])
+}
 
 /// Those that say what a run was, without its weights and its data.
-const RECORDS: [&str; 11] =
-    [CONFIG, PLAN, CHANGES, ROLL_BACKS, METRICS, EVENTS, FAILURES, MEASURED, Sinks::CSV, STARTS, GIVEN];
+fn records() -> impl Iterator<Item = &'static str> {
+    let files = [CONFIG, PLAN, CHANGES, ROLL_BACKS, METRICS, EVENTS, FAILURES, MEASURED, STARTS, GIVEN];
+    files.into_iter().chain(SINKS.iter().map(|sink| sink.name))
+}
 
 const CHECKPOINTS: &str = "checkpoints";
 
@@ -56,7 +45,7 @@ pub struct Aside {
 impl Aside {
     /// Moves it back over what a failed start has made since. Best effort: whatever cannot be moved stays where it is.
     pub fn undo(self) {
-        for name in OURS.iter().filter(|name| self.to.join(name).exists()) {
+        for name in ours().filter(|name| self.to.join(name).exists()) {
             let place = self.from.join(name);
             let _ = if place.is_dir() { fs::remove_dir_all(&place) } else { fs::remove_file(&place) };
             let _ = fs::rename(self.to.join(name), place);
@@ -79,10 +68,10 @@ const LOCK: &str = ".lock";
 
 impl RunDir {
     /// Opens or makes a run directory.
-    pub fn open(path: &Path) -> Result<Self, RunDirError> {
+    pub fn open(path: &Path) -> Result<Self> {
         fs::create_dir_all(path).map_err(|e| RunDirError::io("create", path, e))?;
         // Whatever is read or written here must end.
-        for file in OURS.iter().chain([&LOCK]).map(|name| path.join(name)) {
+        for file in ours().chain([LOCK]).map(|name| path.join(name)) {
             match refuse_special(&file) {
                 Err(e) if e.kind() != ErrorKind::NotFound => return Err(RunDirError::io("use", &file, e)),
                 _ => {}
@@ -114,9 +103,8 @@ impl RunDir {
     }
 
     /// Moves a run that is here (our own files, nothing else) into a folder `old-1`, `old-2` … inside.
-    pub fn set_aside(&self) -> Result<Aside, RunDirError> {
-        let ours = OURS.map(|name| self.path.join(name));
-        let moved: Vec<PathBuf> = ours.into_iter().filter(|p| p.exists()).collect();
+    pub fn set_aside(&self) -> Result<Aside> {
+        let moved: Vec<PathBuf> = ours().map(|name| self.path.join(name)).filter(|p| p.exists()).collect();
         let aside = Aside { from: self.path.clone(), to: self.free_folder() };
         if moved.is_empty() {
             return Ok(aside);
@@ -136,7 +124,7 @@ impl RunDir {
 
     /// Moves the checkpoints after `step` into a folder `old-1`, `old-2` … inside, with a copy of what else tells of the run,
     /// so that the folder is a run directory of its own. Gives their steps, and the folder if there were any.
-    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>), RunDirError> {
+    pub fn set_later_aside(&self, step: u64) -> Result<(Vec<u64>, Option<PathBuf>)> {
         if self.lock.is_none() {
             return Ok((Vec::new(), None));
         }
@@ -148,28 +136,15 @@ impl RunDir {
         let aside = self.free_folder();
         let to = aside.join(CHECKPOINTS);
         fs::create_dir_all(&to).map_err(|e| RunDirError::io("create", &to, e))?;
-        for from in RECORDS.map(|name| self.path.join(name)).iter().filter(|p| p.exists()) {
-            let copy = aside.join(from.file_name().unwrap_or_default());
-            fs::copy(from, copy).map_err(|e| RunDirError::io("copy", from, e))?;
+        for name in records().filter(|name| self.path.join(name).exists()) {
+            copy(&self.path.join(name), &aside.join(name))?;
         }
-        self.copy_event_files(&aside)?;
         // The latest goes first: whatever stops this, the run is one that could have been.
         for (_, from) in later.iter().rev() {
             let name = from.file_name().unwrap_or_default();
             fs::rename(from, to.join(name)).map_err(|e| RunDirError::io("move", from, e))?;
         }
         Ok((later.into_iter().map(|(saved, _)| saved).collect(), Some(aside)))
-    }
-
-    fn copy_event_files(&self, to: &Path) -> Result<(), RunDirError> {
-        let (from, to) = (self.path.join(Sinks::TENSORBOARD), to.join(Sinks::TENSORBOARD));
-        let Ok(files) = fs::read_dir(&from) else { return Ok(()) };
-        fs::create_dir(&to).map_err(|e| RunDirError::io("create", &to, e))?;
-        for file in files {
-            let file = file.map_err(|e| RunDirError::io("read", &from, e))?;
-            fs::copy(file.path(), to.join(file.file_name())).map_err(|e| RunDirError::io("copy", &file.path(), e))?;
-        }
-        Ok(())
     }
 
     /// Writes `run.toml`, `plan.json` and `changes.json`, cuts `metrics.jsonl` back to `written`, and opens the logs of a run that goes
@@ -181,7 +156,7 @@ impl RunDir {
         plan: &Value,
         step: u64,
         written: u64,
-    ) -> Result<Vec<(u64, u64)>, RunDirError> {
+    ) -> Result<Vec<(u64, u64)>> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -209,13 +184,13 @@ impl RunDir {
         Ok(gaps)
     }
 
-    fn open_log(&self, name: &str) -> Result<File, RunDirError> {
+    fn open_log(&self, name: &str) -> Result<File> {
         let path = self.path.join(name);
         OpenOptions::new().create(true).append(true).open(&path).map_err(|e| RunDirError::io("open", &path, e))
     }
 
     /// Writes `roll_backs.json`, where there are any or the file is there.
-    pub fn roll_backs(&self, any: bool, text: &str) -> Result<(), RunDirError> {
+    pub fn roll_backs(&self, any: bool, text: &str) -> Result<()> {
         if self.lock.is_none() || !(any || self.path.join(ROLL_BACKS).exists()) {
             return Ok(());
         }
@@ -223,7 +198,7 @@ impl RunDir {
     }
 
     /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
-    pub fn go_back(&mut self, choice: SinkChoice, step: u64) -> Result<Vec<FailedSink>, RunDirError> {
+    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<FailedSink>> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
@@ -231,11 +206,11 @@ impl RunDir {
         let text = self.read(METRICS, |line| is_up_to(line, step))?.unwrap_or_default();
         self.replace(METRICS, &text)?;
         self.metrics = Some(self.open_log(METRICS)?);
-        Ok(self.open_sinks(choice, step))
+        Ok(self.open_sinks(config, step))
     }
 
     /// Some of the whole lines of one of its files; none where there is no such file.
-    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>, RunDirError> {
+    fn read(&self, name: &str, is_kept: impl Fn(&[u8]) -> bool) -> Result<Option<Vec<u8>>> {
         let (path, mut text) = (self.path.join(name), Vec::new());
         let mut add = |line: &[u8]| {
             if is_kept(line) {
@@ -250,7 +225,7 @@ impl RunDir {
     }
 
     /// Adds a line to `starts.jsonl`, and keeps the config file as it was given in `given.toml`.
-    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<(), RunDirError> {
+    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<()> {
         if self.lock.is_none() {
             return Ok(());
         }
@@ -264,31 +239,31 @@ impl RunDir {
     }
 
     /// Writes `measured.json`.
-    pub fn measured(&self, measured: &impl Serialize) -> Result<(), RunDirError> {
+    pub fn measured(&self, measured: &impl Serialize) -> Result<()> {
         if self.lock.is_none() {
             return Ok(());
         }
         self.replace(MEASURED, format!("{:#}\n", json!(measured)).as_bytes())
     }
 
-    /// Opens what else takes metrics, from the step after `step` on. Gives what could not be opened.
-    pub fn open_sinks(&mut self, choice: SinkChoice, step: u64) -> Vec<FailedSink> {
+    /// Opens what else takes metrics by the config, from the step after `step` on. Gives what could not be opened.
+    pub fn open_sinks(&mut self, config: &Config, step: u64) -> Vec<FailedSink> {
         if self.lock.is_none() {
             return Vec::new();
         }
-        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, choice);
+        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, &config.switched_on("telemetry"));
         self.sinks = sinks;
         failed
     }
 
     /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back those that have failed.
-    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>, RunDirError> {
+    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>> {
         let line = append(&self.path, METRICS, &mut self.metrics, metrics)?;
         Ok(line.map(|line| self.sinks.write(line.trim_end())).unwrap_or_default())
     }
 
     /// Adds a line to `events.jsonl`, with the time.
-    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<(), RunDirError> {
+    pub fn event(&mut self, kind: &str, mut fields: Value) -> Result<()> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         fields["event"] = json!(kind);
         fields["unix_s"] = json!((now * 1e3).round() / 1e3);
@@ -296,7 +271,7 @@ impl RunDir {
     }
 
     /// Writes a file so that it is either the old or the new one, never half.
-    fn replace(&self, name: &str, data: &[u8]) -> Result<(), RunDirError> {
+    fn replace(&self, name: &str, data: &[u8]) -> Result<()> {
         let path = self.path.join(name);
         let temporary = self.path.join(format!(".{name}.new"));
         let write = || {
@@ -313,13 +288,22 @@ impl RunDir {
     }
 }
 
+/// Copies a file, or a folder with the files in it.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    if !from.is_dir() {
+        return fs::copy(from, to).map(|_| ()).map_err(|e| RunDirError::io("copy", from, e));
+    }
+    fs::create_dir(to).map_err(|e| RunDirError::io("create", to, e))?;
+    let read = |e| RunDirError::io("read", from, e);
+    for file in fs::read_dir(from).map_err(read)? {
+        let file = file.map_err(read)?;
+        copy(&file.path(), &to.join(file.file_name()))?;
+    }
+    Ok(())
+}
+
 /// Adds a line to a file that is open, and gives it.
-fn append(
-    dir: &Path,
-    name: &str,
-    file: &mut Option<File>,
-    line: &impl Serialize,
-) -> Result<Option<String>, RunDirError> {
+fn append(dir: &Path, name: &str, file: &mut Option<File>, line: &impl Serialize) -> Result<Option<String>> {
     let Some(file) = file else { return Ok(None) };
     let mut text = serde_json::to_string(line).map_err(|e| RunDirError::io("write", &dir.join(name), e.into()))?;
     text.push('\n');
@@ -362,6 +346,16 @@ mod tests {
         let kept = dir.read(METRICS, |line| is_up_to(line, 2)).unwrap();
         assert_eq!(kept.unwrap(), b"{\"step\":1}\n{\"step\":2}\n");
         assert!(dir.read(EVENTS, |_| true).unwrap().is_none());
+    }
+
+    #[test]
+    fn every_sink_has_a_switch_and_every_switch_a_sink() {
+        let mut switches: Vec<_> =
+            lockstep_config::schema().iter().filter_map(|key| key.path.strip_prefix("telemetry.")).collect();
+        let mut sinks: Vec<_> = SINKS.iter().map(|sink| sink.key).collect();
+        switches.sort_unstable();
+        sinks.sort_unstable();
+        assert_eq!(switches, sinks);
     }
 
     #[test]

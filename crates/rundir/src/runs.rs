@@ -1,8 +1,8 @@
 //! The runs of a folder, for whoever looks for one.
 
-use crate::RunDirError;
 use crate::checkpoints::lines;
 use crate::provenance::{RunStart, starts, tail};
+use crate::{Result, RunDirError};
 use lockstep_config::Config;
 use lockstep_telemetry::{open_file, refuse_special};
 use serde::Serialize;
@@ -85,7 +85,7 @@ impl std::fmt::Display for RunState {
 const DEPTH: usize = 3;
 
 /// The runs in a folder and in its folders, by name; the folder itself, if it is one.
-pub fn runs(dir: &Path) -> Result<Vec<RunSummary>, RunDirError> {
+pub fn runs(dir: &Path) -> Result<Vec<RunSummary>> {
     let mut found = Vec::new();
     look(dir, DEPTH, &mut found).map_err(|e| RunDirError::io("list", dir, e))?;
     found.sort();
@@ -170,7 +170,7 @@ fn hours(events: &[Value], step: u64, pace: f64) -> f64 {
 }
 
 /// The config of a run directory, at `path`; what is not a regular file is refused.
-pub fn read_config(path: &Path) -> Result<Config, RunDirError> {
+pub fn read_config(path: &Path) -> Result<Config> {
     refuse_special(path).map_err(|e| RunDirError::io("read", path, e))?;
     Ok(Config::load(path, &[])?)
 }

@@ -1,7 +1,7 @@
 //! The constants of the cost model: one table, `data/constants.toml`. A constant may hold for one framework, family of GPUs or fabric
 //! alone; where it has no value of its own, that for all holds. A fit varies values in memory ([`Constants::set`]).
 
-use crate::{Framework, Hardware, SimError};
+use crate::{Framework, Hardware, Result, SimError};
 use serde::{Deserialize, Serialize};
 
 /// The most constants that may be fitted.
@@ -52,9 +52,9 @@ struct ConstantsFile {
     constant: Vec<Constant>,
 }
 
-/// From `field = "term"` for every term: [`Terms`], and how it is looked up.
+/// From `field = "term", neutral value` for every term: [`Terms`], and how it is looked up.
 macro_rules! terms {
-    ($($(#[$doc:meta])* $field:ident = $name:literal,)*) => {
+    ($($(#[$doc:meta])* $field:ident = $name:literal, $neutral:literal;)*) => {
         /// The constants that hold for one framework on one kind of hardware.
         #[derive(Clone, Copy, Debug, PartialEq)]
         pub struct Terms {
@@ -64,6 +64,9 @@ macro_rules! terms {
         impl Terms {
             /// The terms, as the table names them.
             pub const NAMES: &[&str] = &[$($name,)*];
+
+            /// Those of kernels that reach their bounds, and a host that takes no time.
+            pub const NEUTRAL: Terms = Terms { $($field: $neutral,)* };
         }
 
         impl Constants {
@@ -80,73 +83,73 @@ macro_rules! terms {
 
 terms! {
     /// Share of the peak that large aligned matmuls reach.
-    matmul_efficiency = "matmul.efficiency",
+    matmul_efficiency = "matmul.efficiency", 1.0;
     /// How many times a matmul's operands and results are moved.
-    matmul_bytes = "matmul.bytes",
+    matmul_bytes = "matmul.bytes", 1.0;
     /// The share that fp8 matmuls reach of their peak, beside what 16-bit ones reach of theirs.
-    matmul_fp8 = "matmul.fp8",
+    matmul_fp8 = "matmul.fp8", 1.0;
     /// How much of the loss of a last wave of tiles that is not full is felt: 0 none, 1 all.
-    matmul_waves = "matmul.waves",
+    matmul_waves = "matmul.waves", 0.0;
     /// Share of the rate that is lost where extents are no multiple of 8, half of it where they are none of 64.
-    matmul_misaligned = "matmul.misaligned",
+    matmul_misaligned = "matmul.misaligned", 0.0;
     /// Share of the memory bandwidth that kernels reach.
-    memory_efficiency = "memory.efficiency",
+    memory_efficiency = "memory.efficiency", 1.0;
     /// How many times elementwise ops move the bytes that fused kernels would.
-    elementwise_passes = "elementwise.passes",
+    elementwise_passes = "elementwise.passes", 1.0;
     /// Share of the peak that causal fused attention reaches in the forward pass, with heads of 128.
-    attention_efficiency = "attention.efficiency",
+    attention_efficiency = "attention.efficiency", 1.0;
     /// The same in backward, beside forward.
-    attention_backward = "attention.backward",
+    attention_backward = "attention.backward", 1.0;
     /// The same with heads of 64, beside heads of 128.
-    attention_narrow = "attention.narrow",
+    attention_narrow = "attention.narrow", 1.0;
     /// How many times unfused attention moves the scores that its ops name.
-    scores_passes = "scores.passes",
+    scores_passes = "scores.passes", 1.0;
     /// Bytes moved per logit besides matmuls.
-    logits_bytes = "logits.bytes",
+    logits_bytes = "logits.bytes", 0.0;
     /// Bytes moved per weight and micro-batch to add its gradient, besides the matmul.
-    gradient_bytes = "gradient.bytes",
+    gradient_bytes = "gradient.bytes", 0.0;
     /// How many times the optimizer's bytes are moved.
-    optimizer_passes = "optimizer.passes",
+    optimizer_passes = "optimizer.passes", 1.0;
     /// Seconds from the end of a kernel to the start of the next.
-    kernel_gap = "kernel.gap",
+    kernel_gap = "kernel.gap", 0.0;
     /// Seconds of the host per kernel.
-    host_op = "host.op",
+    host_op = "host.op", 0.0;
     /// Seconds of the host per collective.
-    host_collective = "host.collective",
+    host_collective = "host.collective", 0.0;
     /// Seconds of the host per collective and rank of it, where a pipeline goes over several nodes.
-    host_crowd = "host.crowd",
+    host_crowd = "host.crowd", 0.0;
     /// Seconds of the host per message between stages.
-    host_message = "host.message",
+    host_message = "host.message", 0.0;
     /// Seconds of a step that nothing else explains: data, logging, launching the optimizer.
-    host_step = "host.step",
+    host_step = "host.step", 0.0;
     /// Sharpness of the maximum of host time and GPU time of a layer: the exponent of a norm.
-    host_sharpness = "host.sharpness",
+    host_sharpness = "host.sharpness", 1.0;
     /// Seconds until a collective moves its first byte.
-    collective_launch = "collective.launch",
+    collective_launch = "collective.launch", 0.0;
     /// Share of the link's rate that collectives inside a node reach.
-    link_efficiency = "link.efficiency",
+    link_efficiency = "link.efficiency", 1.0;
     /// Seconds per rank of a ring inside a node.
-    link_hop = "link.hop",
+    link_hop = "link.hop", 0.0;
     /// How many times faster an all-reduce inside a node is than its two halves: the switch adds.
-    link_all_reduce = "link.all_reduce",
+    link_all_reduce = "link.all_reduce", 1.0;
     /// Share of the adapters' rate that collectives between nodes reach.
-    fabric_efficiency = "fabric.efficiency",
+    fabric_efficiency = "fabric.efficiency", 1.0;
     /// Seconds per rank of a ring that crosses nodes.
-    fabric_hop = "fabric.hop",
+    fabric_hop = "fabric.hop", 0.0;
     /// Share of the rate that messages between stages reach.
-    message_efficiency = "message.efficiency",
+    message_efficiency = "message.efficiency", 1.0;
     /// Of time in which collectives overlap with kernels, the share by which both together take longer.
-    overlap_cost = "overlap.cost",
+    overlap_cost = "overlap.cost", 0.0;
     /// Bytes beside those of parameters, per byte of them.
-    memory_parameters = "memory.parameters",
+    memory_parameters = "memory.parameters", 0.0;
     /// How many times the bytes of saved activations are taken.
-    memory_saved = "memory.saved",
+    memory_saved = "memory.saved", 1.0;
     /// Bytes per logit of a micro-batch that are held at a time.
-    memory_logits = "memory.logits",
+    memory_logits = "memory.logits", 0.0;
     /// Bytes that are held whatever the program.
-    memory_fixed = "memory.fixed",
+    memory_fixed = "memory.fixed", 0.0;
     /// Bytes of temporaries of a sharded update, per byte of parameters.
-    memory_update = "memory.update",
+    memory_update = "memory.update", 0.0;
 }
 
 impl Constants {
@@ -157,12 +160,8 @@ impl Constants {
     }
 
     /// Those of a data file.
-    pub fn parse(file: &str, text: &str) -> Result<Self, SimError> {
-        let refuse = |reason: String| SimError::File {
-            file: file.to_owned(),
-            reason,
-            hint: "write it as validate --fit writes it".into(),
-        };
+    pub fn parse(file: &str, text: &str) -> Result<Self> {
+        let refuse = |reason: String| SimError::file(file, reason, "write it as validate --fit writes it");
         let parsed: ConstantsFile =
             toml::from_str(text).map_err(|error| refuse(error.to_string().trim_end().to_owned()))?;
         let all = parsed.constant;

@@ -2,7 +2,7 @@
 //!
 //! Once all stages are in step, what repeats is left out.
 
-use crate::SimError;
+use crate::{Result, SimError};
 use std::ops::Range;
 
 /// Something in a segment that other stages take part in.
@@ -122,7 +122,7 @@ pub fn run_repeating(
     segments: &[Vec<SegmentTime>],
     channels: &[Channel],
     repetitions: &[Repetition],
-) -> Result<Outcome, SimError> {
+) -> Result<Outcome> {
     let alike = repetitions.iter().all(|r| r.micro_batches == repetitions[0].micro_batches);
     let most = repetitions.iter().map(|r| r.count).min().filter(|_| alike && repetitions.len() == slots.len());
     // What a slot waits for is at most so many periods back: a micro-batch passes all stages there and back.
@@ -168,12 +168,7 @@ fn steady(ends: &[Vec<f64>], repetitions: &[Repetition], left_out: usize, reach:
 }
 
 /// Runs the slots of all stages: each is the index of one of its segments. With `record`, says when each ended.
-pub fn run(
-    slots: &[&[usize]],
-    segments: &[Vec<SegmentTime>],
-    channels: &[Channel],
-    record: bool,
-) -> Result<Outcome, SimError> {
+pub fn run(slots: &[&[usize]], segments: &[Vec<SegmentTime>], channels: &[Channel], record: bool) -> Result<Outcome> {
     let runner = |_| Runner { slot: 0, point: 0, start: 0.0, late: 0.0, waited: 0.0, counted: false, meetings: 0 };
     let mut runners: Vec<Runner> = slots.iter().map(runner).collect();
     let queue = |channel: &Channel| Messages { channel: *channel, arrivals: Vec::new(), taken: Vec::new() };

@@ -3,7 +3,7 @@
 use crate::place::{Mark, Placed};
 use crate::work::{Demand, TimeClass};
 use crate::workload::Workload;
-use crate::{Constants, Framework, Hardware, SimError, Terms};
+use crate::{Constants, Framework, Hardware, Result, Terms};
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::Stream;
 use serde::{Deserialize, Serialize};
@@ -90,14 +90,14 @@ pub fn simulate(
     hardware: &Hardware,
     framework: &Framework,
     constants: &Constants,
-) -> Result<Forecast, SimError> {
+) -> Result<Forecast> {
     let work = Workload::new(programs, entry, framework)?;
     work.on(hardware, framework).forecast(asked, hardware, &constants.terms(framework, hardware))
 }
 
 impl Placed<'_> {
     /// The whole forecast under some constants.
-    pub fn forecast(&self, asked: &Asked, hardware: &Hardware, terms: &Terms) -> Result<Forecast, SimError> {
+    pub fn forecast(&self, asked: &Asked, hardware: &Hardware, terms: &Terms) -> Result<Forecast> {
         let priced = self.priced(terms, None);
         let outcome = self.run(&priced)?;
         let step_s = outcome.total + terms.host_step;

@@ -1,7 +1,7 @@
 //! What other frameworks do otherwise, as data: the same programs are priced with it. What was fitted stands in the table of
 //! constants, under the framework's name.
 
-use crate::SimError;
+use crate::{Result, SimError};
 use serde::{Deserialize, Serialize};
 
 /// A framework's way of running a step.
@@ -37,12 +37,9 @@ impl Framework {
     }
 
     /// Those of a data file.
-    pub fn parse(file: &str, text: &str) -> Result<Vec<Self>, SimError> {
-        let parsed: FrameworkFile = toml::from_str(text).map_err(|error| SimError::File {
-            file: file.to_owned(),
-            reason: error.to_string().trim_end().to_owned(),
-            hint: "write it as entries of [[framework]]".into(),
-        })?;
+    pub fn parse(file: &str, text: &str) -> Result<Vec<Self>> {
+        let refuse = |reason: &str| SimError::file(file, reason, "write it as entries of [[framework]]");
+        let parsed: FrameworkFile = toml::from_str(text).map_err(|error| refuse(error.to_string().trim_end()))?;
         Ok(parsed.framework)
     }
 

@@ -3,7 +3,7 @@
 //!
 //! The files `data/gpus.toml` and `data/clusters.toml` are part of the program; a user's own file has the same form.
 
-use crate::SimError;
+use crate::{Result, SimError};
 use lockstep_ir::DType;
 use serde::{Deserialize, Serialize};
 
@@ -137,9 +137,8 @@ impl Catalogue {
     }
 
     /// Adds what a data file has; an entry of a known name replaces it.
-    pub fn add(&mut self, file: &str, text: &str) -> Result<(), SimError> {
-        let refuse =
-            |reason: String, hint: &str| SimError::File { file: file.to_owned(), reason, hint: hint.to_owned() };
+    pub fn add(&mut self, file: &str, text: &str) -> Result<()> {
+        let refuse = |reason: String, hint: &str| SimError::file(file, reason, hint);
         let parsed: CatalogueFile = toml::from_str(text).map_err(|error| {
             refuse(
                 error.to_string().trim_end().to_owned(),

@@ -33,6 +33,16 @@ pub use workload::Workload;
 
 use lockstep_ir::TypeError;
 
+/// What a prediction gives, or why it does not.
+pub type Result<T, E = SimError> = std::result::Result<T, E>;
+
+impl SimError {
+    /// What is wrong with a data file, and what to do.
+    pub fn file(file: impl Into<String>, reason: impl Into<String>, hint: impl Into<String>) -> Self {
+        SimError::File { file: file.into(), reason: reason.into(), hint: hint.into() }
+    }
+}
+
 /// Why programs cannot be simulated.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, lockstep_ir::Hint)]
 pub enum SimError {

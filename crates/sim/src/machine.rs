@@ -222,42 +222,7 @@ impl Setting {
     /// The terms of the cost model that are left where kernels and collectives are measured: no host, which a CPU does not have
     /// beside it and a CUDA graph does not wait for.
     pub fn terms(&self) -> Terms {
-        Terms {
-            matmul_efficiency: 1.0,
-            matmul_bytes: 1.0,
-            matmul_fp8: 1.0,
-            matmul_waves: 0.0,
-            matmul_misaligned: 0.0,
-            memory_efficiency: 1.0,
-            elementwise_passes: 1.0,
-            attention_efficiency: 1.0,
-            attention_backward: 1.0,
-            attention_narrow: 1.0,
-            scores_passes: 1.0,
-            logits_bytes: 0.0,
-            gradient_bytes: 0.0,
-            optimizer_passes: 1.0,
-            kernel_gap: self.kernel_gap_s,
-            host_op: 0.0,
-            host_collective: 0.0,
-            host_crowd: 0.0,
-            host_message: 0.0,
-            host_step: 0.0,
-            host_sharpness: 1.0,
-            collective_launch: 0.0,
-            link_efficiency: 1.0,
-            link_hop: 0.0,
-            link_all_reduce: 1.0,
-            fabric_efficiency: 1.0,
-            fabric_hop: 0.0,
-            message_efficiency: 1.0,
-            overlap_cost: self.overlap_cost,
-            memory_parameters: 0.0,
-            memory_saved: 1.0,
-            memory_logits: 0.0,
-            memory_fixed: 0.0,
-            memory_update: 0.0,
-        }
+        Terms { kernel_gap: self.kernel_gap_s, overlap_cost: self.overlap_cost, ..Terms::NEUTRAL }
     }
 }
 

@@ -4,7 +4,7 @@ use crate::events::{self, Channel, Outcome, Point, SegmentTime};
 use crate::price::{AtPeak, Site};
 use crate::work::{Demand, Kernel};
 use crate::workload::{BESIDE, Code, Kind, RoleWork, Run, Wire, Workload};
-use crate::{Framework, Hardware, MeasuredTimes, SimError, Terms};
+use crate::{Framework, Hardware, MeasuredTimes, Result, Terms};
 use lockstep_ir::program::Stream;
 use std::collections::BTreeSet;
 
@@ -77,7 +77,7 @@ impl Workload {
 
 impl<'a> Placed<'a> {
     /// Seconds of a step under some constants, the host's time of a step included.
-    pub fn price(&self, terms: &Terms) -> Result<f64, SimError> {
+    pub fn price(&self, terms: &Terms) -> Result<f64> {
         let priced = self.priced(terms, None);
         let slots = self.slots();
         let Priced { segments, channels, .. } = &priced;
@@ -95,7 +95,7 @@ impl<'a> Placed<'a> {
     }
 
     /// Runs every slot, and says when each ended.
-    pub(crate) fn run(&self, priced: &Priced) -> Result<Outcome, SimError> {
+    pub(crate) fn run(&self, priced: &Priced) -> Result<Outcome> {
         events::run(&self.slots(), &priced.segments, &priced.channels, true)
     }
 

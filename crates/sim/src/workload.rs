@@ -2,7 +2,7 @@
 
 use crate::events::Repetition;
 use crate::work::{Demand, Kernel, meets};
-use crate::{Framework, SimError};
+use crate::{Framework, Result, SimError};
 use lockstep_ir::program::{Lifetime, Segment, StepProgram, Stream};
 use lockstep_ir::{Collective, Mesh, TypeError};
 use std::collections::BTreeMap;
@@ -108,7 +108,7 @@ impl<T: Ord + Clone> Interned<T> {
 
 impl Workload {
     /// The work of an entry of the programs of all stages, as a framework runs it.
-    pub fn new(programs: &[StepProgram], entry: &str, framework: &Framework) -> Result<Self, SimError> {
+    pub fn new(programs: &[StepProgram], entry: &str, framework: &Framework) -> Result<Self> {
         let Some(first) = programs.first() else { return Err(SimError::NoEntry(entry.to_owned())) };
         let mut wires: BTreeMap<(usize, usize, u32), usize> = BTreeMap::new();
         let mut all: Vec<Wire> = Vec::new();

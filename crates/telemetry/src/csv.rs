@@ -43,10 +43,7 @@ fn fmt_write(line: &mut String, text: std::fmt::Arguments<'_>) -> std::fmt::Resu
 
 /// A name as a field: in quotes where it has a comma, a quote or a line break.
 fn quoted(name: &str) -> String {
-    match name.contains([',', '"', '\n', '\r']) {
-        true => format!("\"{}\"", name.replace('"', "\"\"")),
-        false => name.to_owned(),
-    }
+    if name.contains([',', '"', '\n', '\r']) { format!("\"{}\"", name.replace('"', "\"\"")) } else { name.to_owned() }
 }
 
 /// A file of CSV that grows with `metrics.jsonl`. A key that comes later than others is a new last column, for which the file is

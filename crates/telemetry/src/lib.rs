@@ -19,4 +19,4 @@ pub use files::{MOST_LINE_BYTES, each_line, open_file, read_file, refuse_special
 pub use keys::unit;
 pub use page::{RunPage, random_text};
 pub use scalars::each_scalar;
-pub use sinks::{FailedSink, SinkChoice, Sinks};
+pub use sinks::{FailedSink, SINKS, SinkSpec, Sinks};

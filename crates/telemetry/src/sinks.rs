@@ -1,23 +1,49 @@
 //! Where lines of metrics go besides `metrics.jsonl`.
+//!
+//! A sink is a row of [`SINKS`], a file of its own, and the switch of `[telemetry]` in the config that has its key.
 
 use crate::csv::CsvFile;
 use crate::event_file::EventFile;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// Every sink.
+pub static SINKS: &[SinkSpec] = &[
+    SinkSpec {
+        key: "tensorboard",
+        name: "tensorboard",
+        open: |opening| Ok(Box::new(EventFile::create(&opening.place, opening.step)?)),
+    },
+    SinkSpec {
+        key: "csv",
+        name: "metrics.csv",
+        open: |opening| Ok(Box::new(CsvFile::open(opening.place, opening.metrics.to_owned())?)),
+    },
+];
+
+/// A kind of sink.
+pub struct SinkSpec {
+    /// The switch of `[telemetry]` that turns it on.
+    pub key: &'static str,
+    /// Its file or folder in a run directory.
+    pub name: &'static str,
+    open: fn(Opening) -> io::Result<Box<dyn Sink>>,
+}
+
+/// What a sink is opened with.
+struct Opening<'a> {
+    /// Its file or folder.
+    place: PathBuf,
+    /// `metrics.jsonl`, which has lines up to `step`.
+    metrics: &'a Path,
+    /// The step after which the run goes on.
+    step: u64,
+}
 
 /// Something that takes lines of metrics.
 pub(crate) trait Sink {
     /// Adds a line.
     fn write(&mut self, line: &str) -> io::Result<()>;
-}
-
-/// Which sinks a run has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SinkChoice {
-    /// Event files in the folder `tensorboard`.
-    pub tensorboard: bool,
-    /// `metrics.csv`.
-    pub csv: bool,
 }
 
 /// The open sinks of a run. One that fails is not written to any more.
@@ -34,25 +60,14 @@ pub struct FailedSink {
 }
 
 impl Sinks {
-    /// Name of the folder of event files in a run directory.
-    pub const TENSORBOARD: &'static str = "tensorboard";
-    /// Name of the CSV file in a run directory.
-    pub const CSV: &'static str = "metrics.csv";
-
-    /// Opens the sinks of a run that goes on after `step`, up to which `metrics` has lines.
-    pub fn open(dir: &Path, metrics: &Path, step: u64, choice: SinkChoice) -> (Self, Vec<FailedSink>) {
+    /// Opens the sinks with these keys, of a run that goes on after `step`, up to which `metrics` has lines.
+    pub fn open(dir: &Path, metrics: &Path, step: u64, keys: &[&str]) -> (Self, Vec<FailedSink>) {
         let (mut sinks, mut failed) = (Self::default(), Vec::new());
-        let mut add = |name: &'static str, sink: io::Result<Box<dyn Sink>>| match sink {
-            Ok(sink) => sinks.0.push((name, sink)),
-            Err(error) => failed.push(FailedSink { name, error }),
-        };
-        if choice.tensorboard {
-            let file = EventFile::create(&dir.join(Self::TENSORBOARD), step);
-            add(Self::TENSORBOARD, file.map(|file| Box::new(file) as Box<dyn Sink>));
-        }
-        if choice.csv {
-            let file = CsvFile::open(dir.join(Self::CSV), metrics.to_owned());
-            add(Self::CSV, file.map(|file| Box::new(file) as Box<dyn Sink>));
+        for spec in SINKS.iter().filter(|spec| keys.contains(&spec.key)) {
+            match (spec.open)(Opening { place: dir.join(spec.name), metrics, step }) {
+                Ok(sink) => sinks.0.push((spec.name, sink)),
+                Err(error) => failed.push(FailedSink { name: spec.name, error }),
+            }
         }
         (sinks, failed)
     }
@@ -88,8 +103,7 @@ mod tests {
     fn a_sink_that_fails_is_told_of_once_and_the_others_go_on() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let (mut sinks, failed) =
-            Sinks::open(folder.path(), &path("metrics.jsonl"), 0, SinkChoice { tensorboard: false, csv: true });
+        let (mut sinks, failed) = Sinks::open(folder.path(), &path("metrics.jsonl"), 0, &["csv"]);
         assert!(failed.is_empty());
         sinks.0.insert(0, ("full", Box::new(Full(2))));
         let mut told = Vec::new();
@@ -110,7 +124,7 @@ mod tests {
         let metrics = folder.path().join("metrics.jsonl");
         let mut text = "{\"step\":1,\"loss\":2.5}\n".to_owned();
         std::fs::write(&metrics, &text).unwrap();
-        let (mut sinks, _) = Sinks::open(folder.path(), &metrics, 1, SinkChoice { tensorboard: false, csv: true });
+        let (mut sinks, _) = Sinks::open(folder.path(), &metrics, 1, &["csv"]);
         for line in
             ["{\"step\":2,\"loss\":2.25}", "{\"step\":3,\"loss\":2,\"val_loss\":2.5}", "{\"step\":4,\"loss\":null}"]
         {
@@ -118,7 +132,7 @@ mod tests {
             std::fs::write(&metrics, &text).unwrap();
             assert!(sinks.write(line).is_empty());
         }
-        let csv = std::fs::read_to_string(folder.path().join(Sinks::CSV)).unwrap();
+        let csv = std::fs::read_to_string(folder.path().join("metrics.csv")).unwrap();
         assert_eq!(csv, "step,loss,val_loss\n1,2.5,\n2,2.25,\n3,2,2.5\n4,,\n");
     }
 }

@@ -1,6 +1,6 @@
 //! Predicted beside measured: what a run said before it began against what its steps took, and what a profile learns from it.
 
-use crate::{StepMetrics, TrainError, Unmeasured};
+use crate::{Result, StepMetrics, TrainError, Unmeasured};
 use lockstep_exec::Timing;
 use lockstep_host::{Devices, Prediction, profile_of, write_profile};
 use lockstep_plan::{Plan, Target};
@@ -26,7 +26,7 @@ pub(crate) struct MeasuredStep {
 
 impl MeasuredStep {
     /// What the timed instructions of a step say.
-    pub fn new(devices: &Devices, plan: &Plan, step: u64, timings: Vec<Timing>) -> Result<Self, TrainError> {
+    pub fn new(devices: &Devices, plan: &Plan, step: u64, timings: Vec<Timing>) -> Result<Self> {
         let processor = devices.processor(plan.target)?;
         let (ranks, threads) = shared_by(plan);
         let known = profile_of(&processor)?.and_then(|(_, p)| Some(p.measured(ranks, threads)?.setting.clone()));
@@ -51,7 +51,7 @@ pub(crate) fn observed(
     plan: &Plan,
     setting: &Setting,
     steps: &[Vec<Timing>],
-) -> Result<(Vec<Table>, BTreeMap<String, f64>), TrainError> {
+) -> Result<(Vec<Table>, BTreeMap<String, f64>)> {
     let sample = |t: &Timing| Sample { segment: t.slot.segment, instr: t.instr, seconds: t.seconds };
     let samples: Vec<Sample> = steps.iter().flatten().map(sample).collect();
     let (tables, mut classes) = observe(plan.program(), setting, &samples)?;
@@ -112,7 +112,7 @@ fn unmeasured(file: &Path, what: Unmeasured) -> TrainError {
     TrainError::Unmeasured { file: file.to_owned(), what }
 }
 
-fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError> {
+fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>> {
     match read_file(path) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(RunDirError::io("read", path, e).into()),
@@ -123,7 +123,7 @@ fn json<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<Option<T>, TrainError
 }
 
 /// Reads what a run predicted and what it measured.
-pub fn analyze(run: &Path) -> Result<Analysis, TrainError> {
+pub fn analyze(run: &Path) -> Result<Analysis> {
     let plan = run.join("plan.json");
     let written: Value = json(&plan)?.ok_or_else(|| {
         unusable(&plan, "there is no such file", "name the directory of a run that train has written")
@@ -186,7 +186,7 @@ pub struct Learned {
 }
 
 /// Adds what a run measured to the profile of the machine that it ran on, which is this one.
-pub fn learn(devices: &Devices, run: &Path) -> Result<Learned, TrainError> {
+pub fn learn(devices: &Devices, run: &Path) -> Result<Learned> {
     let path = run.join(MEASURED);
     let measured: MeasuredStep = json(&path)?.ok_or_else(|| unmeasured(&path, Unmeasured::Times))?;
     let found = MachineProfile::parse(&path.display().to_string(), &measured.points)?;

@@ -1,6 +1,6 @@
 //! `parallel.layout = "auto"`: the layout that a run begins with is searched for, and stays while there are as many ranks.
 
-use crate::TrainError;
+use crate::{Result, TrainError};
 use lockstep_config::{Bytes, Config, DeviceChoice, PLANNED, RecomputePolicy, legal};
 use lockstep_exec::cpu;
 use lockstep_host::{Devices, catalogue};
@@ -32,7 +32,7 @@ pub(crate) fn with_layout(
     config: &Config,
     dir: Option<&Path>,
     heard: &mut dyn FnMut(u64, u64),
-) -> Result<Config, TrainError> {
+) -> Result<Config> {
     if !config.plans_layout() {
         return Ok(config.clone());
     }
@@ -70,12 +70,7 @@ fn begun(config: &Config, dir: Option<&Path>, ranks: usize) -> Option<Found> {
     keeps.then(|| Found::new(&choice, "as the run began".into()))
 }
 
-fn searched(
-    devices: &Devices,
-    config: &Config,
-    ranks: usize,
-    heard: &mut dyn FnMut(u64, u64),
-) -> Result<Found, TrainError> {
+fn searched(devices: &Devices, config: &Config, ranks: usize, heard: &mut dyn FnMut(u64, u64)) -> Result<Found> {
     let (target, config) = on_target(devices, config, ranks);
     let hardware = hardware(devices, target, ranks)?;
     let room = devices.room(&config);
@@ -128,7 +123,7 @@ fn on_target(devices: &Devices, config: &Config, ranks: usize) -> (Target, Confi
 
 /// What steps are timed by: the GPU of the catalogue, or a CPU whose cores the ranks of a host share. Of a CPU nothing is measured
 /// here: layouts are compared by the same figures on all machines.
-fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware, TrainError> {
+fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware> {
     let local = ranks / devices.nodes();
     let mut hardware = match target {
         Target::Cuda { .. } => {

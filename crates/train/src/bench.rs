@@ -3,7 +3,7 @@
 use crate::compare::fill_all;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError, observed_timeline};
+use crate::{Result, Session, TrainError, observed_timeline};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_exec::ExecError;
 use lockstep_host::{Devices, Prediction, predict};
@@ -119,7 +119,7 @@ impl GpuMemory {
 }
 
 /// Measures a step.
-pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult, TrainError> {
+pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<BenchResult> {
     let mut start = Instant::now();
     let config = &spec.config;
     let plan = devices.tuned(config, plan(devices, config)?)?;
@@ -191,10 +191,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     times.sort_by(f64::total_cmp);
     let (step_s, quartile_s) = (times[times.len() / 2], times[times.len() / 4]);
     let step = steps.len() as u64 + 1;
-    let timings = match spec.profile {
-        true => Some(session.executor().profile(StepProgram::TRAIN)?),
-        false => None,
-    };
+    let timings = if spec.profile { Some(session.executor().profile(StepProgram::TRAIN)?) } else { None };
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
     let peak_gib = device.peak_bytes()? as f64 / (1u64 << 30) as f64;
@@ -251,11 +248,7 @@ pub struct Determinism {
 }
 
 /// Measures a step the usual way, then deterministic, that one twice.
-pub fn bench_deterministic(
-    devices: &Devices,
-    spec: &BenchSpec,
-    show: &mut dyn FnMut(&str),
-) -> Result<Determinism, TrainError> {
+pub fn bench_deterministic(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&str)) -> Result<Determinism> {
     let [usual, deterministic] = [false, true].map(|deterministic| {
         let mut spec = spec.clone();
         spec.config.train.deterministic = deterministic;

@@ -6,7 +6,7 @@
 use crate::analysis::{observed, shared_by};
 use crate::compare::fill_all;
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError};
+use crate::{Result, Session};
 use lockstep_config::Config;
 use lockstep_exec::comm::{Collective, rates};
 use lockstep_exec::{ExecError, cpu};
@@ -91,7 +91,7 @@ const LEAST: usize = 2;
 const SIZES: [usize; 5] = [1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26];
 
 impl CalibrationModel {
-    fn config(&self, device: &str, precision: &str, ranks: usize, threads: usize) -> Result<Config, TrainError> {
+    fn config(&self, device: &str, precision: &str, ranks: usize, threads: usize) -> Result<Config> {
         let CalibrationModel { architecture, layers, dim, heads, kv_heads, ffn, vocab, seq, batch } = self;
         let text = format!(
             "[model]\narchitecture = \"{architecture}\"\nlayers = {layers}\ndim = {dim}\nheads = {heads}\nkv_heads = {kv_heads}\nffn = {ffn}\nvocab_size = {vocab}\n\
@@ -115,7 +115,7 @@ pub fn measure_machine(
     devices: &Devices,
     spec: &CalibrationSpec,
     show: &mut dyn FnMut(&str, usize, usize),
-) -> Result<MachineProfile, TrainError> {
+) -> Result<MachineProfile> {
     let first = LARGE[0].config(&spec.device, "bf16", 1, cpu::cores())?;
     let target = Target::of(devices, &first);
     let saved = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -162,7 +162,7 @@ fn blank(
     ranks: usize,
     threads: usize,
     precisions: &[(&str, DType)],
-) -> Result<Setting, TrainError> {
+) -> Result<Setting> {
     let device = devices.device(target)?;
     let (mut flops_per_s, mut bytes_per_s) = (BTreeMap::new(), 0.0);
     for (_, dtype) in precisions {
@@ -179,7 +179,7 @@ fn blank(
 }
 
 /// Times the steps of a config, and adds what its kernels took.
-fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Steps, TrainError> {
+fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Steps> {
     let plan = devices.tuned(config, plan(devices, config)?)?;
     let mut session = Session::new(devices, config, &plan)?;
     fill_all(&mut session, config, &plan)?;
@@ -208,7 +208,7 @@ fn time(devices: &Devices, config: &Config, setting: &mut Setting) -> Result<Ste
 }
 
 /// Seconds of a step. A GPU has the next one queued when this one ends, as in training.
-fn step_seconds(session: &mut Session, scalars: &dyn Fn() -> StepScalars) -> Result<f64, TrainError> {
+fn step_seconds(session: &mut Session, scalars: &dyn Fn() -> StepScalars) -> Result<f64> {
     const QUEUED: usize = 4;
     let begun = Instant::now();
     let mut current = session.queue_run(scalars())?;
@@ -227,13 +227,13 @@ fn step_seconds(session: &mut Session, scalars: &dyn Fn() -> StepScalars) -> Res
     Ok(ends[0].elapsed().as_secs_f64() / QUEUED as f64)
 }
 
-fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
+fn collectives(ranks: usize) -> Result<Vec<Table>> {
     let table = |kind: Collective| {
         let point = |bytes: usize| {
             let seconds = rates::seconds(ranks, kind, bytes).map_err(ExecError::from)?;
             Ok(Point { size: vec![ranks as f64, bytes as f64], seconds })
         };
-        let points = SIZES.into_iter().map(point).collect::<Result<_, TrainError>>()?;
+        let points = SIZES.into_iter().map(point).collect::<Result<_>>()?;
         Ok(Table { op: kind.name().to_owned(), dtype: DType::F32, family: Family::Together, points })
     };
     Collective::ALL.into_iter().map(table).collect()
@@ -242,7 +242,7 @@ fn collectives(ranks: usize) -> Result<Vec<Table>, TrainError> {
 /// Finds how steps differ from the sum of their kernels, each timed by itself. On a CPU it is a factor. A GPU that is kept busy
 /// lowers its clock, which kernels that compute feel more than those that read and write; and between kernels there is a gap, or
 /// less than the clock around each adds to it.
-fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(), TrainError> {
+fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<()> {
     let price = |setting: &Setting, plan: &Plan| {
         let work = Workload::new(&plan.compiled.programs, StepProgram::TRAIN, &Framework::lockstep())?;
         let on = MeasuredTimes { name: "", setting, factor: 1.0, exact: true };

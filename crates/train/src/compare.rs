@@ -19,7 +19,7 @@ pub use judge::{Comparison, Criterion, OwnChoices, Promise};
 pub use shrink::shrink;
 
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError};
+use crate::{Result, Session};
 use judge::{Found, judge};
 use lockstep_config::Config;
 use lockstep_exec::{ExecError, copy};
@@ -96,7 +96,7 @@ pub fn compare(
     layouts: &[Layout],
     steps: usize,
     show: &mut dyn FnMut(&Comparison),
-) -> Result<Vec<Comparison>, TrainError> {
+) -> Result<Vec<Comparison>> {
     // A layout is checked for its sums, and those take any number of micro-batches.
     let mut config = config.clone();
     config.train.batch_ramp.clear();
@@ -137,7 +137,7 @@ pub fn compare(
 }
 
 /// The plans of all layouts.
-fn plan_all(devices: &Devices, configs: &[Config]) -> Result<Vec<Plan>, TrainError> {
+fn plan_all(devices: &Devices, configs: &[Config]) -> Result<Vec<Plan>> {
     let plans: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = configs.iter().map(|config| scope.spawn(|| plan(devices, config))).collect();
         threads.into_iter().map(|thread| thread.join()).collect()
@@ -164,7 +164,7 @@ struct Task<'a> {
 
 /// How many of these runs go on at the same time. A GPU that has memory for several waits less for the host then; on the CPU one run has
 /// all cores, and processes do the same in the same order.
-fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
+fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize> {
     let Some(Task { plan, .. }) = tasks.first().filter(|_| devices.processes().is_none()) else { return Ok(1) };
     let device = devices.device(plan.target)?;
     let free = device.available_bytes()?.unwrap_or(0);
@@ -177,12 +177,7 @@ fn at_once(devices: &Devices, tasks: &[Task]) -> Result<usize, TrainError> {
 }
 
 /// Runs the tasks; `done` hears of them in their order.
-fn follow_all(
-    devices: &Devices,
-    tasks: &[Task],
-    single: &Trace,
-    done: &mut dyn FnMut(usize, Found),
-) -> Result<(), TrainError> {
+fn follow_all(devices: &Devices, tasks: &[Task], single: &Trace, done: &mut dyn FnMut(usize, Found)) -> Result<()> {
     let next = AtomicUsize::new(0);
     let (sender, receiver) = mpsc::channel();
     let work = |sender: mpsc::Sender<_>| {
@@ -215,7 +210,7 @@ fn follow_all(
 }
 
 /// Runs one rank from the state that it has.
-fn trace(mut run: Run, steps: usize) -> Result<Trace, TrainError> {
+fn trace(mut run: Run, steps: usize) -> Result<Trace> {
     let (config, spare) = (run.config, &mut Spare::default());
     let mut starts = vec![run.states(is_kept, spare)?];
     let mut all = Vec::new();
@@ -230,7 +225,7 @@ fn trace(mut run: Run, steps: usize) -> Result<Trace, TrainError> {
 }
 
 /// Runs a task, and again with one rank's choices where some flipped though only rounding differs.
-fn follow_routed(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found, TrainError> {
+fn follow_routed(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found> {
     let found = follow(devices, task, single, spare)?;
     if task.replays || task.promise == Promise::Identical || found.flipped() == 0 {
         return Ok(found);
@@ -241,7 +236,7 @@ fn follow_routed(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spa
 }
 
 /// Runs each of one rank's steps from the state that it had before.
-fn follow(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found, TrainError> {
+fn follow(devices: &Devices, task: &Task, single: &Trace, spare: &mut Spare) -> Result<Found> {
     let mut run = Run::new(devices, task.config, task.plan, false)?;
     let mut found = Found::new(task.promise);
     for (step, start) in single.starts.iter().enumerate() {
@@ -275,18 +270,15 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Loads a config; `draws` says whether parameters get their initial values, which others write else.
-    fn new(devices: &Devices, config: &'a Config, plan: &'a Plan, draws: bool) -> Result<Self, TrainError> {
-        let session = match draws {
-            true => Session::new(devices, config, plan)?,
-            false => Session::blank(devices, config, plan)?,
-        };
+    fn new(devices: &Devices, config: &'a Config, plan: &'a Plan, draws: bool) -> Result<Self> {
+        let session = if draws { Session::new(devices, config, plan)? } else { Session::blank(devices, config, plan)? };
         let positions = config.round() * config.train.seq;
         let routers = replay::routers(session.tensors());
         Ok(Self { session, config, plan, positions, routers })
     }
 
     /// Runs a step; where its program replays, with these choices.
-    fn step(&mut self, step: usize, replayed: Option<&Choices>, spare: &mut Spare) -> Result<Step, TrainError> {
+    fn step(&mut self, step: usize, replayed: Option<&Choices>, spare: &mut Spare) -> Result<Step> {
         let config = self.config;
         for m in 0..self.plan.layout.micro_batches {
             fill(&mut self.session, config, step as u64, m, m * self.positions, self.positions)?;
@@ -302,7 +294,7 @@ impl<'a> Run<'a> {
     }
 
     /// Adds where the tokens of a micro-batch went.
-    fn read_choices(&mut self, micro_batch: usize, chosen: &mut Choices) -> Result<(), TrainError> {
+    fn read_choices(&mut self, micro_batch: usize, chosen: &mut Choices) -> Result<()> {
         for (name, chosen) in self.routers.iter().zip(chosen) {
             let bytes = self.session.executor().read(name, micro_batch)?;
             chosen.extend(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)));
@@ -311,7 +303,7 @@ impl<'a> Run<'a> {
     }
 
     /// Says where the tokens of a micro-batch go, whose first is this one of all that the choices are of.
-    fn replay(&mut self, chosen: Option<&Choices>, micro_batch: usize, first: usize) -> Result<(), TrainError> {
+    fn replay(&mut self, chosen: Option<&Choices>, micro_batch: usize, first: usize) -> Result<()> {
         let tokens = self.config.train.global_batch * self.config.train.seq;
         for (name, chosen) in self.routers.iter().zip(chosen.into_iter().flatten()) {
             let each = chosen.len() / tokens;
@@ -323,7 +315,7 @@ impl<'a> Run<'a> {
     }
 
     /// The sum of losses over the same sequences in every layout: as many micro-batches of one rank as a layout has ranks that share them.
-    fn evaluate(&mut self, replayed: Option<&Choices>) -> Result<Evaluated, TrainError> {
+    fn evaluate(&mut self, replayed: Option<&Choices>) -> Result<Evaluated> {
         let (mut loss, mut chosen) = (0.0, vec![Vec::new(); self.routers.len()]);
         let (config, positions) = (self.config, self.positions);
         for first in (0..config.train.global_batch).step_by(config.round()) {
@@ -337,7 +329,7 @@ impl<'a> Run<'a> {
         Ok(Evaluated { loss, chosen })
     }
 
-    fn write(&mut self, states: &[Stored]) -> Result<(), TrainError> {
+    fn write(&mut self, states: &[Stored]) -> Result<()> {
         let known = self.session.tensors().iter().filter(|t| is_kept(t)).count();
         if known != states.len() {
             let text = format!("one rank has {} states, a layout of the same model {known}", states.len());
@@ -347,7 +339,7 @@ impl<'a> Run<'a> {
     }
 
     /// The gradient of every parameter: the sum over its uses lives in the accumulator of the first.
-    fn gradients(&mut self, spare: &mut Spare) -> Result<Vec<Stored>, TrainError> {
+    fn gradients(&mut self, spare: &mut Spare) -> Result<Vec<Stored>> {
         let mut first: BTreeMap<ValueId, ValueId> = BTreeMap::new();
         for tensor in self.session.tensors() {
             if let Role::State(State::Gradient { of }) = tensor.role {
@@ -358,7 +350,7 @@ impl<'a> Run<'a> {
     }
 
     /// Some of the states, whole.
-    fn states(&mut self, wanted: impl Fn(&Tensor) -> bool, spare: &mut Spare) -> Result<Vec<Stored>, TrainError> {
+    fn states(&mut self, wanted: impl Fn(&Tensor) -> bool, spare: &mut Spare) -> Result<Vec<Stored>> {
         let mut result = Vec::new();
         for tensor in self.session.tensors().iter().filter(|t| wanted(t)) {
             let Role::State(state) = &tensor.role else { continue };
@@ -381,7 +373,7 @@ fn is_kept(tensor: &Tensor) -> bool {
 }
 
 /// Writes random tokens to all micro-batches of the first step.
-pub(crate) fn fill_all(session: &mut Session, config: &Config, plan: &Plan) -> Result<(), TrainError> {
+pub(crate) fn fill_all(session: &mut Session, config: &Config, plan: &Plan) -> Result<()> {
     let positions = config.round() * config.train.seq;
     (0..plan.layout.micro_batches).try_for_each(|m| fill(session, config, 0, m, m * positions, positions))
 }
@@ -394,7 +386,7 @@ fn fill(
     micro_batch: usize,
     first: usize,
     positions: usize,
-) -> Result<(), TrainError> {
+) -> Result<()> {
     let seq = config.train.seq;
     for name in [names::TOKENS, names::TARGETS] {
         let key = counter::key(step, name);

@@ -1,7 +1,7 @@
 //! What a run would do, without doing any of it.
 
 use crate::run::resume;
-use crate::{RunOptions, TrainError, settled};
+use crate::{Result, RunOptions, settled};
 use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_host::Devices;
@@ -57,12 +57,7 @@ pub enum DryData {
 
 /// Resolves, checks and plans a run as [`run`](crate::run()) would, and refuses what it would refuse: the config, the
 /// checkpoint, the paths of the data, the memory. Writes nothing and computes nothing.
-pub fn dry_run(
-    devices: &Devices,
-    config: &Config,
-    options: &RunOptions,
-    stop: &AtomicBool,
-) -> Result<DryRun, TrainError> {
+pub fn dry_run(devices: &Devices, config: &Config, options: &RunOptions, stop: &AtomicBool) -> Result<DryRun> {
     config.require_data()?;
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut |_, _| {})?;
     let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options)?;

@@ -12,6 +12,9 @@ use lockstep_rundir::RunDirError;
 use lockstep_sim::SimError;
 use std::path::PathBuf;
 
+/// What training gives, or why it does not.
+pub type Result<T, E = TrainError> = std::result::Result<T, E>;
+
 /// Why a run did not start or did not finish. Nothing that was saved is lost by any of these.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
 pub enum TrainError {

@@ -12,6 +12,9 @@ use lockstep_rundir::{Changed, Overruled};
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// Hears of a run's events.
+pub type Show<'a> = &'a mut dyn FnMut(Event<'_>);
+
 /// What happens in a run, for whoever shows it.
 #[derive(Debug)]
 pub enum Event<'a> {

@@ -1,6 +1,6 @@
 //! Where the time of steps goes: by op against its roofline bound, and every instruction as a Chrome trace.
 
-use crate::TrainError;
+use crate::Result;
 use lockstep_exec::Timing;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::units::trace_span;
@@ -42,11 +42,7 @@ pub(crate) struct ProfiledStep {
 }
 
 /// Sums up steps, beside the measured peaks of matmul (FLOP per second) and memory (bytes per second).
-pub(crate) fn profile(
-    plan: &Plan,
-    steps: &[ProfiledStep],
-    (matmul, bandwidth): (f64, f64),
-) -> Result<Profile, TrainError> {
+pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], (matmul, bandwidth): (f64, f64)) -> Result<Profile> {
     let program = plan.program();
     let mut ops: Vec<OpTime> = Vec::new();
     let streams = Stream::ALL.into_iter().filter(|stream| program.uses(*stream));
@@ -90,7 +86,7 @@ pub(crate) fn profile(
     Ok(Profile { steps: steps.len(), ops, trace: Value::Array(trace) })
 }
 
-fn roofline(instr: &Instr, matmul: f64, bandwidth: f64) -> Result<f64, TrainError> {
+fn roofline(instr: &Instr, matmul: f64, bandwidth: f64) -> Result<f64> {
     let cost = instr.cost().map_err(PlanError::from)?;
     Ok((cost.flops.causal as f64 / matmul).max(cost.bytes as f64 / bandwidth))
 }

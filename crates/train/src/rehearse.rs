@@ -5,7 +5,7 @@
 
 use crate::event::Event;
 use crate::run::{look_at_disk, places};
-use crate::{TrainError, shrink};
+use crate::{Result, TrainError, shrink};
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DeviceChoice, SaveEvery};
 use lockstep_data::{Excerpt, excerpt};
@@ -43,7 +43,7 @@ impl RehearsalData {
         work: &Path,
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self> {
         let folder = data_folder(config, run_dir);
         let started = list(&run_dir.join("checkpoints")).is_ok_and(|there| !there.is_empty());
         let existing = if started { Existing::Keep } else { Existing::Refresh };
@@ -85,7 +85,7 @@ impl RehearsalData {
     }
 
     /// Refuses a run that is to validate and has nothing to validate on. Says what there is.
-    pub fn validation(&self, config: &Config) -> Result<String, TrainError> {
+    pub fn validation(&self, config: &Config) -> Result<String> {
         let (seq, most) = (config.train.seq, config.train.validation_sequences as u64);
         let asked = config.data.validation_fraction > 0.0
             || config.is_given("train.validate_every")
@@ -161,7 +161,7 @@ pub fn other_layout(config: &Config) -> Config {
 }
 
 /// Refuses a tokenizer that is not the model's: tokens that the model has no embedding for, or far fewer tokens than it has.
-pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
+pub fn check_tokenizer(config: &Config) -> Result<String> {
     // Shared data have a copy, which is what a run reads where the file is gone.
     let gone = config.tokenizer_path().is_some_and(|path| !path.exists());
     let shared = match config.prepared_dir().filter(|_| gone) {
@@ -181,7 +181,7 @@ pub fn check_tokenizer(config: &Config) -> Result<String, TrainError> {
 }
 
 /// Opens what else a run begins with: tasks, weights. None where there is nothing.
-pub fn check_beginnings(config: &Config) -> Result<Option<String>, TrainError> {
+pub fn check_beginnings(config: &Config) -> Result<Option<String>> {
     let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
     let weights = InitialWeights::open(config)?;
     let mut found = Vec::new();
@@ -196,12 +196,7 @@ pub fn check_beginnings(config: &Config) -> Result<Option<String>, TrainError> {
 
 /// Refuses places for checkpoints that cannot be written, or that one of `bytes` does not fit into; says what there is. Leaves nothing
 /// behind.
-pub fn check_places(
-    config: &Config,
-    run_dir: &Path,
-    bytes: u64,
-    warn: &mut dyn FnMut(&str),
-) -> Result<String, TrainError> {
+pub fn check_places(config: &Config, run_dir: &Path, bytes: u64, warn: &mut dyn FnMut(&str)) -> Result<String> {
     let places = places(config, run_dir);
     for place in &places {
         let there = existing(place);

@@ -18,13 +18,13 @@ use self::evaluate::Evaluations;
 use self::status::RunStatus;
 use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
 use crate::profile::{Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::slow_rank::{Slow, SlowRanks};
-use crate::{TrainError, settled};
+use crate::{Result, TrainError, settled};
 use lockstep_checkpoint::list;
 use lockstep_config::{Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
@@ -90,10 +90,7 @@ pub struct Outcome {
 impl Outcome {
     /// Interrupted while data were prepared or checked: the run is where its last checkpoint left it.
     fn before_the_first_step(options: &RunOptions, steps: u64) -> Self {
-        let last = match options.fresh {
-            true => None,
-            false => list(&options.dir.join("checkpoints")).unwrap_or_default().pop(),
-        };
+        let last = if options.fresh { None } else { list(&options.dir.join("checkpoints")).unwrap_or_default().pop() };
         Self {
             step: last.as_ref().map_or(0, |(step, _)| *step),
             steps,
@@ -113,13 +110,7 @@ const LOOK_EVERY: u64 = 16;
 ///
 /// Where ranks are processes, all of them call this with the same config and options. They stop after the same step, whichever of
 /// them is asked to; the first writes the run directory.
-pub fn run(
-    devices: &Devices,
-    config: &Config,
-    options: &RunOptions,
-    stop: &AtomicBool,
-    show: &mut dyn FnMut(Event),
-) -> Result<Outcome, TrainError> {
+pub fn run(devices: &Devices, config: &Config, options: &RunOptions, stop: &AtomicBool, show: Show) -> Result<Outcome> {
     run_here(devices, config, options, stop, show).inspect_err(|error| {
         // What all find out by themselves needs no telling.
         if !matches!(error, TrainError::Host(error) if error.is_known_to_all()) {
@@ -133,8 +124,8 @@ fn run_here(
     config: &Config,
     options: &RunOptions,
     stop: &AtomicBool,
-    show: &mut dyn FnMut(Event),
-) -> Result<Outcome, TrainError> {
+    show: Show,
+) -> Result<Outcome> {
     let team = devices.team();
     config.require_data()?;
     team.agree_on_start(config, &options.given)?;
@@ -228,7 +219,7 @@ struct Profiling {
 }
 
 impl Run<'_> {
-    fn go(mut self, stop: &StopSignal<'_>, show: &mut dyn FnMut(Event)) -> Result<Outcome, TrainError> {
+    fn go(mut self, stop: &StopSignal<'_>, show: Show) -> Result<Outcome> {
         let steps = self.config.train.steps;
         if !self.outcome.finished || self.status.pending.is_some() {
             self.outcome.first_val_loss = self.validate(stop, show)?;
@@ -341,13 +332,13 @@ impl Run<'_> {
     }
 
     /// Writes a line of metrics. A sink that fails is none any more, and that is said once.
-    fn record(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    fn record(&mut self, line: &StepMetrics, show: Show) -> Result<()> {
         let failed = self.dir.metric(line)?;
         start::warn_of_sinks(&mut self.dir, failed, line.step, show)
     }
 
     /// Says which rank all wait for, if one stands out.
-    fn name_slow_rank(&mut self, metrics: &Step, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    fn name_slow_rank(&mut self, metrics: &Step, show: Show) -> Result<()> {
         let Some(processes) = self.devices.team().0 else { return Ok(()) };
         let Some(slow) = self.pace.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
         let Slow { rank, busy_s, others_s, same_stage } = slow;
@@ -363,7 +354,7 @@ impl Run<'_> {
     }
 
     /// Says once that steps are faster than the peak that MFU is a share of: that was measured while the machine was busy.
-    fn name_low_peak(&mut self, line: &StepMetrics, show: &mut dyn FnMut(Event)) {
+    fn name_low_peak(&mut self, line: &StepMetrics, show: Show) {
         self.pace.beyond_peak += u32::from(line.mfu > 1.0);
         if line.mfu > 1.0 && self.pace.beyond_peak == STEPS_BEYOND_PEAK {
             show(Event::Warning(&format!(

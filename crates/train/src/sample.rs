@@ -1,7 +1,7 @@
 //! A short text at the end of a run, so that a number is not all there is to see. It is made when the memory of the training step
 //! is free again, so that it takes no more than was planned.
 
-use crate::TrainError;
+use crate::Result;
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_data::Sampler;
@@ -36,7 +36,7 @@ pub(crate) fn sample(
     parameters: u64,
     data: &Sampler,
     max_tokens: usize,
-) -> Result<Option<Sample>, TrainError> {
+) -> Result<Option<Sample>> {
     let seq = config.train.seq;
     if parameters > LARGEST_MODEL || max_tokens == 0 {
         return Ok(None);

@@ -4,7 +4,7 @@ mod checkpoint;
 #[cfg(test)]
 mod tests;
 
-use crate::TrainError;
+use crate::Result;
 use crate::checkpoint::Saver;
 use crate::noise::Measured;
 use crate::read_ahead::ReadAhead;
@@ -111,20 +111,20 @@ impl QueuedStep {
 
 impl Session {
     /// Loads a plan and gives every parameter its initial value.
-    pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+    pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let mut session = Self::load(devices, config, plan)?;
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
         Ok(session)
     }
 
     /// Loads a plan, whose parameters others write.
-    pub(crate) fn blank(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+    pub(crate) fn blank(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let mut session = Self::load(devices, config, plan)?;
         state::constants(&session.tensors, session.executor.as_mut(), config.train.seed)?;
         Ok(session)
     }
 
-    fn load(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self, TrainError> {
+    fn load(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let total = devices.require_memory(config, plan)?;
         // What one has allocated is not free for the others to see.
         devices.team().meet("load")?;
@@ -173,7 +173,7 @@ impl Session {
     }
 
     /// What loss and gradient norm of the steps that are queued from here on may be; nothing where the config has no spike policy.
-    pub fn limit(&mut self, limits: StepLimits) -> Result<(), TrainError> {
+    pub fn limit(&mut self, limits: StepLimits) -> Result<()> {
         if !self.limits {
             return Ok(());
         }
@@ -182,7 +182,7 @@ impl Session {
 
     /// Has a thread read the samples of `data` that steps will ask for, from `first` on, a step ahead: the next step's are read while
     /// one runs. Gives the bytes that it takes, once.
-    pub fn read_ahead(&mut self, data: &Arc<Sampler>, first: u64) -> Result<u64, TrainError> {
+    pub fn read_ahead(&mut self, data: &Arc<Sampler>, first: u64) -> Result<u64> {
         let ahead = ReadAhead::start(self.feed.reading().clone(), data, first, self.micro_batches)?;
         let bytes = ahead.bytes();
         self.read_ahead = Some(ahead);
@@ -232,7 +232,7 @@ impl Session {
     }
 
     /// One training step on these samples of the global order.
-    pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult, TrainError> {
+    pub fn step(&mut self, data: &Sampler, batch: Batch, scalars: StepScalars) -> Result<StepResult> {
         let queued = self.queue_step(data, batch, &|_| scalars)?;
         self.finish(queued)
     }
@@ -244,7 +244,7 @@ impl Session {
         data: &Sampler,
         batch: Batch,
         scalars: &dyn Fn(u64) -> StepScalars,
-    ) -> Result<QueuedStep, TrainError> {
+    ) -> Result<QueuedStep> {
         let micro_batches = self.load_batch(data, batch)?;
         self.queue_micro_batches(micro_batches, scalars(self.targets))
     }
@@ -255,7 +255,7 @@ impl Session {
     }
 
     /// Gives the executor the inputs of a step, and says in how many micro-batches.
-    fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize, TrainError> {
+    fn load_batch(&mut self, data: &Sampler, batch: Batch) -> Result<usize> {
         let micro_batches = batch.sequences / self.feed.batch();
         let Self { feed, executor, .. } = self;
         let (mut targets, mut waited) = (0, Duration::ZERO);
@@ -279,7 +279,7 @@ impl Session {
     }
 
     /// Waits for a step and gives what came of it. Steps are finished in the order in which they were queued.
-    pub fn finish(&mut self, step: QueuedStep) -> Result<StepResult, TrainError> {
+    pub fn finish(&mut self, step: QueuedStep) -> Result<StepResult> {
         match step.0 {
             Queued::Done(result) => Ok(result),
             Queued::Later { micro_batches, targets, ticket } => {
@@ -294,18 +294,18 @@ impl Session {
     }
 
     /// One training step on the inputs that the executor holds already.
-    pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult, TrainError> {
+    pub fn run_step(&mut self, scalars: StepScalars) -> Result<StepResult> {
         let queued = self.queue_run(scalars)?;
         self.finish(queued)
     }
 
     /// As [`Session::queue_step`], on the inputs that the executor holds already.
-    pub fn queue_run(&mut self, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    pub fn queue_run(&mut self, scalars: StepScalars) -> Result<QueuedStep> {
         self.queue_micro_batches(self.micro_batches, scalars)
     }
 
     /// As [`Session::run_step`], and tells when each instruction ran.
-    pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>), TrainError> {
+    pub fn profile_step(&mut self, scalars: StepScalars) -> Result<(StepResult, Vec<Timing>)> {
         self.profile_micro_batches(self.micro_batches, scalars)
     }
 
@@ -315,7 +315,7 @@ impl Session {
         data: &Sampler,
         batch: Batch,
         scalars: &dyn Fn(u64) -> StepScalars,
-    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
+    ) -> Result<(StepResult, Vec<Timing>)> {
         let micro_batches = self.load_batch(data, batch)?;
         self.profile_micro_batches(micro_batches, scalars(self.targets))
     }
@@ -324,7 +324,7 @@ impl Session {
         &mut self,
         micro_batches: usize,
         mut scalars: StepScalars,
-    ) -> Result<(StepResult, Vec<Timing>), TrainError> {
+    ) -> Result<(StepResult, Vec<Timing>)> {
         let mut narrowings = 0;
         loop {
             self.write_scalars(scalars)?;
@@ -343,11 +343,7 @@ impl Session {
         self.fixed_point && !result.grad_norm.is_finite() && result.loss.is_finite()
     }
 
-    fn queue_micro_batches(
-        &mut self,
-        micro_batches: usize,
-        mut scalars: StepScalars,
-    ) -> Result<QueuedStep, TrainError> {
+    fn queue_micro_batches(&mut self, micro_batches: usize, mut scalars: StepScalars) -> Result<QueuedStep> {
         for _ in 0..NARROWINGS {
             let queued = self.queue_once(micro_batches, scalars)?;
             match &queued.0 {
@@ -358,7 +354,7 @@ impl Session {
         self.queue_once(micro_batches, scalars)
     }
 
-    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep, TrainError> {
+    fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep> {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
         let counted = |name: &str| name == self.feed.loss() || name.starts_with(ROWS_BEYOND);
@@ -369,7 +365,7 @@ impl Session {
         }))
     }
 
-    fn write_scalars(&mut self, scalars: StepScalars) -> Result<(), TrainError> {
+    fn write_scalars(&mut self, scalars: StepScalars) -> Result<()> {
         Ok(self.executor.write(StepScalars::NAME, 0, scalars.to_array().map(f32::to_le_bytes).as_flattened())?)
     }
 
@@ -379,7 +375,7 @@ impl Session {
         micro_batches: usize,
         targets: u64,
         mut read: impl FnMut(&str, usize) -> Result<Cow<'a, [u8]>, ExecError>,
-    ) -> Result<StepResult, TrainError> {
+    ) -> Result<StepResult> {
         let mut sum = 0.0;
         for m in 0..micro_batches {
             losses(&read(self.feed.loss(), m)?).for_each(|loss| sum += loss);
@@ -394,10 +390,7 @@ impl Session {
                 Some(Measured { sequences: sequences as f64, square: (norm * share).powi(2) / ranks as f64 })
             }
         };
-        let loads = match self.loads {
-            true => losses(&read(LOADS, 0)?).collect(),
-            false => Vec::new(),
-        };
+        let loads = if self.loads { losses(&read(LOADS, 0)?).collect() } else { Vec::new() };
         let mut beyond = 0.0;
         for (name, m) in self.feed.beyond().iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
             beyond += losses(&read(name, m)?).sum::<f64>();
@@ -415,7 +408,7 @@ impl Session {
         sequences: u64,
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64),
-    ) -> Result<Option<f64>, TrainError> {
+    ) -> Result<Option<f64>> {
         let (mut sum, mut targets, seq) = (0.0, 0, self.feed.seq());
         let executor = self.executor.as_mut();
         let add = &mut |scored: Scored<'_>| {
@@ -437,7 +430,7 @@ impl Session {
         texts: &[Request],
         stop: &AtomicBool,
         progress: &mut dyn FnMut(u64),
-    ) -> Result<Option<Vec<TextScore>>, TrainError> {
+    ) -> Result<Option<Vec<TextScore>>> {
         let mut scores = Vec::with_capacity(texts.len());
         let executor = self.executor.as_mut();
         let whole = self.feed.score(executor, StepProgram::EVALUATE, texts, stop, &mut |score| {
@@ -455,7 +448,7 @@ fn entry(smaller: &[(usize, String)], micro_batches: usize) -> &str {
 }
 
 /// A norm and the factor on gradients.
-fn stats(name: &str, bytes: &[u8]) -> Result<[f32; 2], TrainError> {
+fn stats(name: &str, bytes: &[u8]) -> Result<[f32; 2]> {
     let ([norm, factor], []) = bytes.as_chunks() else {
         return Err(ExecError::Internal(format!("`{name}` has {} bytes", bytes.len())).into());
     };

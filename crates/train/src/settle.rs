@@ -1,7 +1,7 @@
 //! The keys of a config that are found out when a run begins.
 
-use crate::TrainError;
 use crate::automatic::with_layout;
+use crate::{Result, TrainError};
 use lockstep_config::Config;
 use lockstep_config::legal;
 use lockstep_host::Devices;
@@ -15,7 +15,7 @@ pub fn settled(
     config: &Config,
     dir: Option<&Path>,
     planning: &mut dyn FnMut(u64, u64),
-) -> Result<Config, TrainError> {
+) -> Result<Config> {
     let config = &with_layout(devices, config, dir, planning)?;
     if !config.micro_batch_is_default() {
         return Ok(config.clone());
@@ -28,7 +28,7 @@ pub fn settled(
     Ok(how.map_or_else(|| config.clone(), |how| config.with_default_micro_batch(sequences, &how)))
 }
 
-fn settled_here(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config, TrainError> {
+fn settled_here(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config> {
     let begun = dir.map(|dir| dir.join("run.toml")).filter(|path| path.is_file());
     if let Some(before) = begun.and_then(|path| Config::load(&path, &[]).ok()) {
         let sequences = before.train.micro_batch;

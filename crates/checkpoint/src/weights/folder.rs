@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use safetensors::Dtype as FileDType;
 
 use super::{some_of, tensors};
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::tensor_file::{self, LENGTH_BYTES};
 
 const SINGLE: &str = "model.safetensors";
@@ -52,7 +52,7 @@ impl WeightsFolder {
     }
 
     /// Opens the weights in a folder and checks every header.
-    pub fn open(path: &Path) -> Result<WeightsFolder, CheckpointError> {
+    pub fn open(path: &Path) -> Result<WeightsFolder> {
         let mut folder = WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };
         if path.join(SINGLE).exists() {
             folder.add(SINGLE)?;
@@ -111,14 +111,14 @@ impl WeightsFolder {
     }
 
     /// Reads a JSON file of a folder, which is no larger than a few MB and not a link to somewhere else.
-    pub fn json(path: &Path, name: &str) -> Result<serde_json::Value, CheckpointError> {
+    pub fn json(path: &Path, name: &str) -> Result<serde_json::Value> {
         let wrong = |cause: String| CheckpointError::unfit(&path.join(name), cause, AGAIN);
         serde_json::from_slice(&WeightsFolder::bytes(path, name, MAX_JSON_BYTES)?)
             .map_err(|error| wrong(format!("not the JSON that is expected: {error}")))
     }
 
     /// Reads a file of a folder, of at most so many bytes, which is not a link to somewhere else.
-    pub fn bytes(path: &Path, name: &str, most: u64) -> Result<Vec<u8>, CheckpointError> {
+    pub fn bytes(path: &Path, name: &str, most: u64) -> Result<Vec<u8>> {
         let (file, length) = open_inside(path, name)?;
         if length > most {
             let cause = format!("{length} bytes, more than {most}");
@@ -134,7 +134,7 @@ impl WeightsFolder {
     }
 
     /// Reads elements of a tensor from `start` on.
-    pub(crate) fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+    pub(crate) fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<()> {
         let Some(found) = self.tensors.get(name) else {
             return Err(CheckpointError::unfit(&self.path, format!("no tensor `{}`", name.escape_debug()), AGAIN));
         };
@@ -145,7 +145,7 @@ impl WeightsFolder {
     }
 
     /// Which tensor is in which file.
-    fn index(&self) -> Result<BTreeMap<String, String>, CheckpointError> {
+    fn index(&self) -> Result<BTreeMap<String, String>> {
         let index = WeightsFolder::json(&self.path, INDEX)?;
         let map = index["weight_map"].as_object();
         let map = map.ok_or_else(|| self.wrong(INDEX, "it has no `weight_map`".into(), AGAIN))?;
@@ -161,7 +161,7 @@ impl WeightsFolder {
         Ok(files)
     }
 
-    fn add(&mut self, name: &str) -> Result<(), CheckpointError> {
+    fn add(&mut self, name: &str) -> Result<()> {
         let path = self.path.join(name);
         let (mut file, bytes) = open_inside(&self.path, name)?;
         let wrong = |cause: String| CheckpointError::unfit(&path, cause, AGAIN);
@@ -198,7 +198,7 @@ fn is_plain(name: &str) -> bool {
 
 /// Opens a plain file of `folder` and tells its length. A link may lead to the blobs of a Hugging Face cache that the folder
 /// is a snapshot of, and to nowhere else outside.
-fn open_inside(folder: &Path, name: &str) -> Result<(File, u64), CheckpointError> {
+fn open_inside(folder: &Path, name: &str) -> Result<(File, u64)> {
     let path = folder.join(name);
     let (home, target) = (folder.canonicalize().at("open", folder)?, path.canonicalize().at("open", &path)?);
     // `models--x--y/snapshots/<revision>` and `models--x--y/blobs`.

@@ -18,7 +18,7 @@ use std::path::Path;
 
 use lockstep_ir::DType;
 
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Result};
 use crate::load::Loaded;
 use convert::Float;
 
@@ -76,7 +76,7 @@ impl<'a> TensorSource<'a> {
     }
 
     /// The names of its tensors, ascending.
-    pub fn names(&self) -> Result<Vec<&'a str>, CheckpointError> {
+    pub fn names(&self) -> Result<Vec<&'a str>> {
         match self {
             TensorSource::Checkpoint { loaded, group } => loaded.names(group),
             TensorSource::Folder(folder) => Ok(folder.names().collect()),
@@ -104,7 +104,7 @@ impl<'a> TensorSource<'a> {
     }
 
     /// Reads elements from `start` on.
-    fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<(), CheckpointError> {
+    fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<()> {
         match self {
             TensorSource::Checkpoint { loaded, group } => {
                 loaded.tensor(group, name)?.copy_range(start, bytes);
@@ -116,7 +116,7 @@ impl<'a> TensorSource<'a> {
 
     /// Checks that the source has every tensor that is to be copied, in its shape and in floating-point numbers. `hint` says
     /// what to do where one is missing or of another shape.
-    pub fn check(&self, copies: &[TensorCopy], hint: &str) -> Result<(), CheckpointError> {
+    pub fn check(&self, copies: &[TensorCopy], hint: &str) -> Result<()> {
         let unfit = |cause: String, hint: &str| Err(CheckpointError::unfit(self.path(), cause, hint));
         let missing: Vec<&str> =
             copies.iter().filter(|copy| self.find(&copy.from).is_none()).map(|copy| copy.from.as_str()).collect();
@@ -138,8 +138,8 @@ impl<'a> TensorSource<'a> {
     }
 
     /// Whether two tensors of the source are equal, element by element; false where one is not there.
-    pub fn equal(&self, a: &str, b: &str) -> Result<bool, CheckpointError> {
-        let digest = |name: &str| -> Result<Option<(u128, &[usize])>, CheckpointError> {
+    pub fn equal(&self, a: &str, b: &str) -> Result<bool> {
+        let digest = |name: &str| -> Result<Option<(u128, &[usize])>> {
             let Some((_, Some(_), shape)) = self.find(name) else { return Ok(None) };
             let copy = TensorCopy { from: name.into(), to: name.into(), shape: shape.to_vec(), transposed: false };
             let mut hasher = xxhash_rust::xxh3::Xxh3::new();

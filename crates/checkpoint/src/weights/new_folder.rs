@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::folder;
 use crate::save::write_synced;
 
@@ -19,7 +19,7 @@ pub struct NewFolder {
 
 impl NewFolder {
     /// Begins a folder, in whose place there must be nothing, or an empty folder.
-    pub fn begin(path: &Path) -> Result<NewFolder, CheckpointError> {
+    pub fn begin(path: &Path) -> Result<NewFolder> {
         let whole = std::path::absolute(path).at("find", path)?;
         let (Some(parent), Some(name)) = (whole.parent(), whole.file_name()) else {
             return Err(CheckpointError::unfit(path, "not a place for a folder", "give --out another path"));
@@ -39,12 +39,12 @@ impl NewFolder {
     }
 
     /// Writes a file of it.
-    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
         write_synced(&self.temporary.join(name), |to| to.write_all(bytes))
     }
 
     /// Gives the folder its name.
-    pub fn publish(mut self) -> Result<(), CheckpointError> {
+    pub fn publish(mut self) -> Result<()> {
         folder::sync(&self.temporary)?;
         if self.path.is_dir() {
             fs::remove_dir(&self.path).at("replace", &self.path)?;

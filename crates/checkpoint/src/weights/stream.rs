@@ -3,7 +3,7 @@
 use lockstep_ir::DType;
 
 use super::{TensorCopy, TensorSource};
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Result};
 use crate::tensor_file::CHUNK_BYTES;
 
 /// The most of a transposed tensor that is in memory at a time: smaller ones are read in one go.
@@ -12,12 +12,7 @@ const BLOCK_BYTES: usize = 64 << 20;
 impl TensorSource<'_> {
     /// Reads a tensor that [`check`](TensorSource::check) has passed and gives its elements, as `dtype`, in the order of the result,
     /// chunk by chunk.
-    pub fn stream(
-        &self,
-        copy: &TensorCopy,
-        dtype: DType,
-        give: &mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>,
-    ) -> Result<(), CheckpointError> {
+    pub fn stream(&self, copy: &TensorCopy, dtype: DType, give: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let Some((_, Some(float), _)) = self.find(&copy.from) else {
             return Err(CheckpointError::unfit(self.path(), format!("no tensor `{}`", copy.from), "check the folder"));
         };

@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::convert::Float;
 use super::{TensorCopy, TensorSource};
-use crate::error::{AtPath, CheckpointError};
+use crate::error::{AtPath, CheckpointError, Result};
 use crate::manifest::{FileEntry, Manifest, WHOLE, checksum};
 use crate::save::{About, TemporaryFolder, write_synced};
 use crate::tensor_file;
@@ -28,7 +28,7 @@ pub fn save_copies<'a>(
     copies: &[TensorCopy],
     about: impl Into<About<'a>>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<PathBuf, CheckpointError> {
+) -> Result<PathBuf> {
     let refused = |cause: String| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
     let name = tensor_file::file_name(group).ok_or_else(|| refused(format!("no group can be named {group:?}")))?;
     let shard = Shard::new(copies, DType::F32, None).map_err(refused)?;
@@ -54,7 +54,7 @@ pub fn export(
     dtype: DType,
     most: u64,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<(), CheckpointError> {
+) -> Result<()> {
     let refused = |cause: String| CheckpointError::unfit(folder, cause, "this is a mistake in lockstep");
     let mut copies = copies.to_vec();
     copies.sort_by(|a, b| a.to.cmp(&b.to));
@@ -143,7 +143,7 @@ impl<'a> Shard<'a> {
         source: TensorSource,
         only_finite: bool,
         wrote: &mut dyn FnMut(u64),
-    ) -> Result<String, CheckpointError> {
+    ) -> Result<String> {
         let mut file = File::create_new(path).at("create", path)?;
         let mut hasher = Xxh3::new();
         let mut put = |bytes: &[u8]| {

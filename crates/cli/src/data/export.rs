@@ -2,7 +2,7 @@
 
 use super::inspect::{Inspected, open};
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::table::table;
 use crate::train::on_interrupt;
@@ -27,7 +27,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let Inspected { data, .. } = open(&args.path)?;
     let stop = on_interrupt()?;
     let mut progress = Progress::new(0);

@@ -2,7 +2,7 @@
 
 use super::statistics;
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::options::default_run_dir;
 use crate::shell::shell_quoted;
 use lockstep_config::Config;
@@ -32,7 +32,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     if args.tokens && args.sample.is_none() && args.step.is_none() {
         return Err(Failure::request(
             "--tokens shows the tokens of a sample or a step",
@@ -63,7 +63,7 @@ pub fn run(args: Args) -> Result<(), Failure> {
         _ => None,
     };
     let value = || {
-        let mut json = statistics::as_json(&statistics);
+        let mut json = serde_json::json!(statistics);
         json["sample"] = serde_json::json!(sample);
         json["step"] = serde_json::json!(step);
         json
@@ -93,7 +93,7 @@ pub(super) struct Inspected {
 }
 
 /// Finds the data that a path stands for.
-pub(super) fn open(path: &Path) -> Result<Inspected, Failure> {
+pub(super) fn open(path: &Path) -> Result<Inspected> {
     let missing = |folder: &Path, config: Option<&Path>| {
         let hint = match config {
             Some(file) => {
@@ -173,7 +173,7 @@ struct StepSamples {
 }
 
 impl<'a> Order<'a> {
-    fn new(config: &Config, data: &'a RunData) -> Result<Self, Failure> {
+    fn new(config: &Config, data: &'a RunData) -> Result<Self> {
         let corpora = data.corpora();
         let sources = corpora.iter().map(|corpus| corpus.data.sources()).collect::<Result<_, _>>()?;
         let tokenizers = corpora.iter().map(|corpus| corpus.data.tokenizer()).collect::<Result<_, _>>()?;

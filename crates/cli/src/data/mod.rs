@@ -6,7 +6,7 @@ mod prepare;
 mod statistics;
 mod verify;
 
-use crate::failure::Failure;
+use crate::failure::Result;
 
 #[derive(clap::Subcommand)]
 pub enum Command {
@@ -20,7 +20,7 @@ pub enum Command {
     Export(export::Args),
 }
 
-pub fn run(command: Command) -> Result<(), Failure> {
+pub fn run(command: Command) -> Result<()> {
     match command {
         Command::Prepare(args) => prepare::run(args),
         Command::Inspect(args) => inspect::run(args),

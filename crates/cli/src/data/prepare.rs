@@ -1,7 +1,7 @@
 //! `lockstep data prepare`.
 
 use super::statistics;
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::train::on_interrupt;
 use crate::{ConfigArgs, Format};
@@ -23,7 +23,7 @@ pub struct Args {
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let config = args.config.load()?;
     let run_dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;
@@ -36,5 +36,5 @@ pub fn run(args: Args) -> Result<(), Failure> {
     let (data, folder) = result?;
     crate::warn(&data.warnings()?);
     let statistics = statistics::of(&folder, data.corpora());
-    args.format.print(|| statistics::as_json(&statistics), || statistics::as_text(&statistics))
+    args.format.print(|| serde_json::json!(statistics), || statistics::as_text(&statistics))
 }

@@ -3,8 +3,7 @@
 use crate::table::table;
 use lockstep_data::{SplitSummary, TokenizerSpec};
 use lockstep_infer::RunCorpus;
-use lockstep_ir::units;
-use lockstep_ir::units::thousands;
+use lockstep_ir::units::{self, thousands};
 use serde::Serialize;
 use std::path::Path;
 
@@ -106,11 +105,6 @@ fn mixture(corpora: &[CorpusStatistics], tokens: u64) -> String {
     corpora.iter().map(share).collect::<Vec<_>>().join(", ")
 }
 
-/// For programs.
-pub fn as_json(statistics: &Statistics) -> serde_json::Value {
-    serde_json::json!(statistics)
-}
-
 /// For people.
 pub fn as_text(statistics: &Statistics) -> String {
     let mut rows = Vec::new();
@@ -145,12 +139,7 @@ pub fn as_text(statistics: &Statistics) -> String {
         }
     }
     let bos = statistics.bos_token.map_or(String::new(), |bos| format!(", BOS token {bos}"));
-    format!(
-        "{}\ntokenizer {}, vocabulary {}, EOS token {}{bos}\n{shares}{}",
-        statistics.folder,
-        statistics.tokenizer,
-        thousands(statistics.vocabulary.into()),
-        statistics.eos_token,
-        table(&header, &rows)
-    )
+    let Statistics { folder, tokenizer, eos_token, .. } = statistics;
+    let (vocabulary, table) = (thousands(statistics.vocabulary.into()), table(&header, &rows));
+    format!("{folder}\ntokenizer {tokenizer}, vocabulary {vocabulary}, EOS token {eos_token}{bos}\n{shares}{table}")
 }

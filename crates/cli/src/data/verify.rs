@@ -1,7 +1,7 @@
 //! `lockstep data verify`.
 
 use super::inspect::{Inspected, open};
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::train::on_interrupt;
 use lockstep_ir::units;
@@ -15,7 +15,7 @@ pub struct Args {
     path: PathBuf,
 }
 
-pub fn run(args: Args) -> Result<(), Failure> {
+pub fn run(args: Args) -> Result<()> {
     let Inspected { data, .. } = open(&args.path)?;
     let stop = on_interrupt()?;
     let mut progress = Progress::new(0);

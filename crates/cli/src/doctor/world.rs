@@ -1,7 +1,7 @@
 //! `lockstep doctor --world`: the processes of a job. Who is there, what each has, and what the links between them give.
 
 use crate::Format;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::processes::{self, ProcessPlace};
 use crate::style;
 use crate::table::table;
@@ -30,20 +30,17 @@ const SLOW: f64 = 4.0;
 const PLACE: ProgramPlace = ProgramPlace { op: "doctor", layer: None, micro_batch: 0 };
 
 /// Looks at the processes; where `conformance` names a device, checks how they communicate there.
-pub fn run(conformance: Option<&str>, format: Format) -> Result<(), Failure> {
+pub fn run(conformance: Option<&str>, format: Format) -> Result<()> {
     let Some(place) = processes::place()? else {
         return Err(Failure::request(
             "no other processes were started with this one",
             "start it as `mpirun -n 4 lockstep doctor --world`, or with srun or torchrun",
         ));
     };
-    let rank = place.rank;
-    let result =
-        of_rank(&place, conformance, format).map_err(|failure| if rank == 0 { failure } else { failure.of_rank(rank) });
-    processes::end_well(result)
+    processes::end_well(of_rank(&place, conformance, format).map_err(|failure| failure.of_rank(place.rank)))
 }
 
-fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<(), Failure> {
+fn of_rank(place: &ProcessPlace, conformance: Option<&str>, format: Format) -> Result<()> {
     let start = place.start(TIMEOUT, None, Waiting::default())?;
     let failed = |error: String, hint: Option<String>| {
         Failure::run(error, hint.unwrap_or_else(|| "please report this with the output of `lockstep doctor`".into()))
@@ -264,14 +261,9 @@ impl World {
         let median = rates.get(rates.len() / 2).copied().unwrap_or(0.0);
         let slowest = self.links().into_iter().min_by(|a, b| a.1.bytes_per_s.total_cmp(&b.1.bytes_per_s));
         if let Some((from, link)) = slowest {
-            let rate = link.bytes_per_s;
-            let text = format!(
-                "all ranks reach each other; the slowest link is {from} to {}, {:.2} GB/s, the median {:.2} GB/s",
-                link.to,
-                rate * 1e-9,
-                median * 1e-9
-            );
-            lines.push((rate * SLOW > median, text));
+            let [least, usual] = [link.bytes_per_s, median].map(|rate| format!("{:.2} GB/s", rate * 1e-9));
+            let slowest = format!("the slowest link is {from} to {}, {least}, the median {usual}", link.to);
+            lines.push((link.bytes_per_s * SLOW > median, format!("all ranks reach each other; {slowest}")));
         }
         let clocks = self.ranks[0].links.iter().map(|link| link.clock_ahead_s);
         let (low, high) = clocks.fold((0.0f64, 0.0f64), |(low, high), x| (low.min(x), high.max(x)));

@@ -1,7 +1,7 @@
 //! `lockstep eval --tasks`.
 
 use super::Args;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
@@ -12,7 +12,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-pub fn run(args: &Args, trained: &Trained) -> Result<(), Failure> {
+pub fn run(args: &Args, trained: &Trained) -> Result<()> {
     let files = TaskFile::open_all(&args.tasks, args.limit.map_or(0, |limit| limit as usize))?;
     let mut progress = Progress::new(0);
     let (devices, seq) = (Devices::of(&trained.config), args.seq.map(|seq| seq as usize));

@@ -62,10 +62,7 @@ fn projections(all: &[Projection]) -> String {
 fn policies(policies: &[PolicyCost]) -> String {
     let row = |p: &PolicyCost| {
         let sign = if p.less_than_none_bytes < 0 { "-" } else { "" };
-        let added = match p.added_flops == 0.0 {
-            true => "-".to_owned(),
-            false => units::flops(p.added_flops),
-        };
+        let added = if p.added_flops == 0.0 { "-".to_owned() } else { units::flops(p.added_flops) };
         vec![
             format!("{}{}", p.policy, if p.chosen { " *" } else { "" }),
             units::bytes(p.saved_bytes),

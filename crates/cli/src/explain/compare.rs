@@ -1,7 +1,7 @@
 //! `--fit`, `--layouts` and `--sequence-lengths`: what else would fit, side by side; and the memory that all of it is held against.
 
 use super::lengths;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{columns, table, wrapped};
 use crate::{Format, slurm, verify};
 use lockstep_config::{Config, bytes};
@@ -87,7 +87,7 @@ impl CompareArgs {
         config: &Config,
         gpu: Option<&GpuSpec>,
         room: Option<&Room>,
-    ) -> Result<Option<Shown>, Failure> {
+    ) -> Result<Option<Shown>> {
         if let Some(text) = &self.fit {
             let size = bytes(text).filter(|n| *n > 0).ok_or_else(|| {
                 Failure::request(
@@ -123,10 +123,7 @@ impl CompareArgs {
         for layout in &layouts {
             // Of one number of nodes, all are held against what was free once.
             let at = config.at(layout);
-            let of_its_nodes = match nodes(&at) == nodes(&config) {
-                true => None,
-                false => memory(devices, &at, gpu),
-            };
+            let of_its_nodes = if nodes(&at) == nodes(&config) { None } else { memory(devices, &at, gpu) };
             let room = of_its_nodes.as_ref().or(room);
             rows.extend(layout_costs(devices, &config, std::slice::from_ref(layout), room)?);
         }
@@ -136,7 +133,7 @@ impl CompareArgs {
 }
 
 impl Shown {
-    pub(super) fn print(&self, format: Format) -> Result<(), Failure> {
+    pub(super) fn print(&self, format: Format) -> Result<()> {
         let text = match (self, format) {
             (Shown::Fit { bytes, rows, .. }, Format::Json) => {
                 format!("{:#}\n", json!({ "fit": { "memory_bytes": bytes, "policies": rows } }))
@@ -260,6 +257,6 @@ pub(crate) fn split(arguments: &[String]) -> Vec<String> {
 }
 
 /// A layout from its text, or why not.
-pub(crate) fn parse(text: &str) -> Result<Layout, Failure> {
+pub(crate) fn parse(text: &str) -> Result<Layout> {
     text.parse().map_err(|e| Failure::refused(&e).about(format!("--layouts {text}")))
 }

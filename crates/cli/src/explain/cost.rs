@@ -1,9 +1,9 @@
 //! `--gpu`, `--cluster`, `--gpus`: what a step is planned for; `--tokens`: what a whole run costs.
 
 use super::forecast::Predicted;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::{ConfigArgs, hardware};
-use lockstep_config::{Config, count};
+use lockstep_config::Config;
 use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{DType, units};
 use lockstep_plan::Plan;
@@ -59,7 +59,7 @@ struct Shared {
 
 impl CostArgs {
     /// What was named to plan for.
-    pub(super) fn hardware(&self) -> Result<Option<Hardware>, Failure> {
+    pub(super) fn hardware(&self) -> Result<Option<Hardware>> {
         match hardware::named(self.gpu.as_deref(), self.cluster.as_deref(), self.gpus)? {
             None if self.gpus.is_some() || self.mfu.is_some() => {
                 let option = if self.gpus.is_some() { "--gpus" } else { "--mfu" };
@@ -71,7 +71,7 @@ impl CostArgs {
     }
 
     /// The config, on as many GPUs as were asked for.
-    pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config, Failure> {
+    pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config> {
         let config = args.load()?;
         let ranks = config.layout().mesh.ranks() as u64;
         match self.gpus {
@@ -92,22 +92,11 @@ impl CostArgs {
     }
 
     /// The cost of the run that was asked for.
-    pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>, Failure> {
+    pub(super) fn cost(&self, plan: &Plan, predicted: Option<&Predicted>) -> Result<Option<Cost>> {
         let Some(text) = &self.tokens else { return Ok(None) };
-        let tokens = count(text).filter(|n| *n > 0);
-        let not_a_count =
-            || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
-        let tokens = tokens.ok_or_else(not_a_count)?;
+        let tokens = crate::hardware::tokens(text)?;
         let flops = plan.model_flops_per_token() * tokens as f64;
-        let mfu = match self.mfu {
-            Some(mfu) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(Failure::request(
-                    format!("--mfu {mfu} is no share"),
-                    "give a number above 0, up to 1, such as 0.4",
-                ));
-            }
-            mfu => mfu,
-        };
+        let mfu = self.mfu.map(crate::hardware::mfu).transpose()?;
         let ranks = plan.layout.mesh.ranks() as u64;
         let time = predicted.map(|p| {
             let gpu = p.hardware.gpu.clone();

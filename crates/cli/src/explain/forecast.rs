@@ -1,8 +1,8 @@
 //! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::table::{beside, table, wrapped};
-use crate::timeline::wrote;
+use crate::timeline::write_file;
 use lockstep_config::Config;
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::program::{Arg, Class, Instr, Stream};
@@ -13,7 +13,7 @@ use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
 use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A predicted step.
 pub(crate) struct Predicted {
@@ -28,7 +28,7 @@ pub(crate) struct Predicted {
 }
 
 impl Predicted {
-    pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self, Failure> {
+    pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self> {
         let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
         let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
         let stalls = Stalls::new(config, plan, nodes, predicted.forecast.step_s);
@@ -36,12 +36,12 @@ impl Predicted {
     }
 
     /// By the profile of this machine, where it has one.
-    pub(crate) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>, Failure> {
+    pub(crate) fn here(devices: &Devices, plan: &Plan) -> Result<Option<Self>> {
         let Some(profile) = machine_profile(devices, plan)? else { return Ok(None) };
         Self::by(Rates::Measured(&profile), Some(&profile.name), plan).map(Some)
     }
 
-    fn by(rates: Rates, profile: Option<&str>, plan: &Plan) -> Result<Self, Failure> {
+    fn by(rates: Rates, profile: Option<&str>, plan: &Plan) -> Result<Self> {
         let predict = |work: &TimedWork| {
             let profile = profile.map(|name| (name.to_owned(), work.unmeasured.clone()));
             let (forecast, instructions) = (work.forecast(&plan.asked())?, work.placed.instructions(&work.terms));
@@ -162,11 +162,9 @@ impl Predicted {
     }
 
     /// Writes the step as a Chrome trace: a process per stage; a thread each for segments, kernels, and the streams of overlapping collectives.
-    pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<(), Failure> {
-        let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --trace");
-        std::fs::write(path, self.trace(plan).to_string()).map_err(failed)?;
-        wrote("Chrome trace of the predicted step, for Perfetto or chrome://tracing", path);
-        Ok(())
+    pub(crate) fn write_trace(&self, path: &Path, plan: &Plan) -> Result<()> {
+        let what = "Chrome trace of the predicted step, for Perfetto or chrome://tracing";
+        write_file(path, self.trace(plan).to_string(), what, "check the folder of --trace")
     }
 
     fn trace(&self, plan: &Plan) -> Value {
@@ -279,16 +277,5 @@ pub(crate) fn exact(seconds: f64) -> String {
         s if s >= 0.1 => format!("{:.0} ms", s * 1e3),
         s if s >= 0.01 => format!("{:.1} ms", s * 1e3),
         s => format!("{:.2} ms", s * 1e3),
-    }
-}
-
-/// Where the trace goes; refuses other kinds of files.
-pub(crate) fn file(path: &Path) -> Result<PathBuf, Failure> {
-    match path.extension().is_some_and(|e| e == "json") {
-        true => Ok(path.to_owned()),
-        false => {
-            let text = format!("--trace {} is not a .json", path.display());
-            Err(Failure::request(text, "name it trace.json"))
-        }
     }
 }

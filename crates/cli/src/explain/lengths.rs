@@ -2,9 +2,9 @@
 //! scripts and fonts of its own; its colours follow the viewer's light or dark scheme.
 
 use crate::drawing::{CLASS_COLOURS, byte_scale, line, page, text};
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{table, wrapped};
-use crate::timeline::wrote;
+use crate::timeline::{require_extension, write_file};
 use lockstep_config::{Config, legal};
 use lockstep_host::Devices;
 use lockstep_ir::program::Class;
@@ -29,7 +29,7 @@ pub(super) fn costs(
     config: &Config,
     lengths: &[usize],
     room: Option<&Room>,
-) -> Result<Vec<LengthCost>, Failure> {
+) -> Result<Vec<LengthCost>> {
     let mut lengths = lengths.to_vec();
     lengths.sort_unstable();
     lengths.dedup();
@@ -90,15 +90,9 @@ fn of_a_rank(verdict: &Verdict) -> (u64, String) {
 const SHOWN: [Class; Class::ALL.len()] = Class::ALL;
 
 /// Draws the memory into a file.
-pub(super) fn write(path: &Path, config: &Config, rows: &[LengthCost]) -> Result<(), Failure> {
-    if path.extension().is_none_or(|e| e != "svg") {
-        let text = format!("--plot {} is not an .svg", path.display());
-        return Err(Failure::request(text, "name it lengths.svg"));
-    }
-    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --plot");
-    std::fs::write(path, draw(config, rows)).map_err(failed)?;
-    wrote("memory against sequence length", path);
-    Ok(())
+pub(super) fn write(path: &Path, config: &Config, rows: &[LengthCost]) -> Result<()> {
+    let path = require_extension("--plot", path, "lengths.svg")?;
+    write_file(path, draw(config, rows), "memory against sequence length", "check the folder of --plot")
 }
 
 /// A bar for each length, its classes upon each other.

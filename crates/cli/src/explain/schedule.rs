@@ -3,13 +3,13 @@
 
 use super::forecast::Predicted;
 use crate::drawing::{line, page, text, tick_step};
-use crate::failure::Failure;
-use crate::timeline::wrote;
+use crate::failure::{Failure, Result};
+use crate::timeline::write_file;
 use lockstep_ir::schedule::{PipeSlot, Pipeline, Timeline, Work};
 use lockstep_ir::units;
 use lockstep_plan::Plan;
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The picture, and in it the rows.
 const WIDTH: f64 = 1400.0;
@@ -45,37 +45,23 @@ fn colour(work: Work, chunk: usize, chunks: usize) -> String {
     format!("#{:02x}{:02x}{:02x}", mixed(0), mixed(1), mixed(2))
 }
 
-/// Where the picture goes; refuses other kinds of files.
-pub(super) fn file(path: &Path) -> Result<PathBuf, Failure> {
-    match path.extension().is_some_and(|e| e == "svg") {
-        true => Ok(path.to_owned()),
-        false => {
-            let text = format!("--schedule {} is not an .svg", path.display());
-            Err(Failure::request(text, "name it schedule.svg"))
-        }
-    }
-}
-
 /// Draws the schedule of a plan into a file.
-pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<(), Failure> {
+pub(super) fn write(path: &Path, plan: &Plan, predicted: Option<&Predicted>) -> Result<()> {
     let Some(timeline) = super::layout::timeline(plan) else {
         return Err(Failure::request(
             "--schedule draws the stages of a pipeline, and parallel.pp = 1",
             "add --set parallel.pp=2, or leave out --schedule",
         ));
     };
-    let failed = |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --schedule");
     let drawn = match predicted {
         Some(predicted) => draw(plan, &predicted.pipeline(), Some(&predicted.place())),
         None => draw(plan, &timeline, None),
     };
-    std::fs::write(path, drawn).map_err(failed)?;
-    wrote("pipeline schedule", path);
-    Ok(())
+    write_file(path, drawn, "pipeline schedule", "check the folder of --schedule")
 }
 
 /// The schedule of a plan as SVG; none where there is no pipeline.
-pub(super) fn picture(plan: &Plan) -> Option<String> {
+pub(crate) fn picture(plan: &Plan) -> Option<String> {
     super::layout::timeline(plan).map(|timeline| draw(plan, &timeline, None))
 }
 

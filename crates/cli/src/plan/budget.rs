@@ -1,7 +1,7 @@
 //! `--budget`: what some compute is best spent on, by published scaling laws, and how large its batch may be, by the noise scale of a
 //! run.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::table::{table, wrapped};
 use crate::{Format, hardware};
 use lockstep_config::{Config, presets};
@@ -46,7 +46,7 @@ struct GpuHours {
 
 impl Budget {
     /// From its text: `2M GPU-hours`, `30K GPU-days` or `1e24 FLOPs`.
-    pub(super) fn parse(text: &str, mfu: Option<Mfu>, hardware: Option<&Hardware>) -> Result<Self, Failure> {
+    pub(super) fn parse(text: &str, mfu: Option<Mfu>, hardware: Option<&Hardware>) -> Result<Self> {
         let usual = "write a number and its unit, such as \"2M GPU-hours\", \"500 GPU-days\" or \"1e24 FLOPs\"";
         let (number, unit) = text.trim().rsplit_once(' ').unwrap_or((text, ""));
         let value = number_of(number).filter(|x| *x > 0.0 && x.is_finite());
@@ -61,13 +61,7 @@ impl Budget {
             return Err(Failure::request("--budget in GPU-hours needs to know of which GPU", "add --cluster or --gpu"));
         };
         let (used, mfu_from) = match mfu {
-            Some(Mfu::Given(mfu)) if !(mfu > 0.0 && mfu <= 1.0) => {
-                return Err(Failure::request(
-                    format!("--mfu {mfu} is no share"),
-                    "give a number above 0, up to 1, such as 0.4",
-                ));
-            }
-            Some(Mfu::Given(mfu)) => (mfu, "given"),
+            Some(Mfu::Given(mfu)) => (hardware::mfu(mfu)?, "given"),
             Some(Mfu::Recipe(mfu)) => (mfu, "predicted for the recipe of the config"),
             None => (USUAL_MFU, "assumed: give --mfu, or a config"),
         };
@@ -83,7 +77,7 @@ impl Budget {
         Ok(Self { text: text.to_owned(), flops: hours * 3600.0 * peak * used, gpu_hours: Some(gpu_hours) })
     }
 
-    pub(super) fn show(&self, run: Option<&Path>, format: Format) -> Result<(), Failure> {
+    pub(super) fn show(&self, run: Option<&Path>, format: Format) -> Result<()> {
         let sizes = preset_sizes()?;
         let best = [
             ("Chinchilla approach 2", CHINCHILLA_APPROACH_2.best(self.flops)),
@@ -185,10 +179,7 @@ impl Budget {
         if let Some(noise) = noise {
             text.push_str(&noise.as_text());
         }
-        if let Some(g) = self.gpu_hours.as_ref().filter(|g| !g.unverified.is_empty()) {
-            text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", g.unverified.join(", ")), "  "));
-        }
-        text
+        text + &self.gpu_hours.as_ref().map_or(String::new(), |g| hardware::unverified(&g.unverified))
     }
 }
 
@@ -202,7 +193,7 @@ fn number_of(text: &str) -> Option<f64> {
 }
 
 /// Every preset with its parameters.
-fn preset_sizes() -> Result<Vec<(&'static str, u64)>, Failure> {
+fn preset_sizes() -> Result<Vec<(&'static str, u64)>> {
     let mut all = Vec::new();
     for name in presets() {
         let config = Config::parse(&format!("[model]\npreset = \"{name}\"\n"), "preset", &[])?;
@@ -231,7 +222,7 @@ struct NoiseReport {
 }
 
 impl NoiseReport {
-    fn read(dir: &Path, tokens: u64) -> Result<Self, Failure> {
+    fn read(dir: &Path, tokens: u64) -> Result<Self> {
         let request = |what: &str, hint: &str| Failure::request(format!("--run {}: {what}", dir.display()), hint);
         let config = read_config(&dir.join("run.toml"))
             .map_err(|_| request("it has no run.toml that can be read", "name the directory of a run"))?;

@@ -2,7 +2,7 @@
 //!
 //! Each runs in a process of its own, `lockstep bench train`, so that one that the system kills for its memory ends alone.
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::{ConfigArgs, Format};
@@ -43,7 +43,7 @@ pub(super) fn show(
     config: &Config,
     room: Option<&Room>,
     format: Format,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let ranks = config.round() / config.train.micro_batch;
     let each = config.train.global_batch / ranks;
     let sizes: Vec<usize> = (0..MOST_SIZES).map(|i| 1 << i).filter(|size| each.is_multiple_of(*size)).collect();

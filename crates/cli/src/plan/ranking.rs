@@ -1,5 +1,6 @@
 //! The best layouts as tables, and the keys of the first.
 
+use crate::explain::exact;
 use crate::hardware;
 use crate::table::{table, wrapped};
 use lockstep_ir::program::Class;
@@ -95,15 +96,12 @@ impl Ranking {
     pub(super) fn as_text(&self) -> String {
         let mut text = wrapped(&format!("{} × {}", thousands(self.gpus as u64), hardware::label(&self.hardware)), "  ");
         let counts = self.result.counts;
+        let [legal, too_large, too_slow, small, compiled] =
+            [counts.legal, counts.too_large, counts.too_slow, counts.small, counts.compiled].map(thousands);
         text.push_str(&wrapped(
             &format!(
-                "{} layouts divide model, batch and GPUs; {} do not fit, {} are too slow by a bound ({} small programs compiled), {} were \
-                 compiled whole and simulated",
-                thousands(counts.legal),
-                thousands(counts.too_large),
-                thousands(counts.too_slow),
-                thousands(counts.small),
-                thousands(counts.compiled)
+                "{legal} layouts divide model, batch and GPUs; {too_large} do not fit, {too_slow} are too slow by a bound ({small} small \
+                 programs compiled), {compiled} were compiled whole and simulated"
             ),
             "  ",
         ));
@@ -119,12 +117,7 @@ impl Ranking {
         if let Some(best) = self.result.best.first() {
             text.push_str(&self.memory_and_keys(best));
         }
-        let unverified = self.hardware.unverified();
-        if !unverified.is_empty() {
-            let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
-            text.push_str(&wrapped(&list, "  "));
-        }
-        text
+        text + &hardware::unverified(&self.hardware.unverified())
     }
 
     fn figures(&self) -> String {
@@ -134,7 +127,7 @@ impl Ranking {
             let mut row = vec![
                 (i + 1).to_string(),
                 units::bytes(f.memory_bytes),
-                seconds(f.step_s),
+                exact(f.step_s),
                 thousands(f.tokens_per_s as u64),
                 percent(f.mfu),
                 percent(f.exposed_communication_s / f.step_s),
@@ -201,9 +194,4 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
     ];
     keys.extend(choice.budget.map(|bytes| ("recompute.budget", json!(format!("{} MiB", bytes >> 20)))));
     keys
-}
-
-/// Three digits: `1.23 s`, `45.6 ms`.
-pub(super) fn seconds(seconds: f64) -> String {
-    crate::explain::exact(seconds)
 }

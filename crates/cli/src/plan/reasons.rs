@@ -1,8 +1,8 @@
 //! Why a layout and not another; and what a request that cannot be met could be instead.
 
-use super::ranking::seconds;
 use super::searched;
-use crate::failure::Failure;
+use crate::explain::exact;
+use crate::failure::{Failure, Result};
 use crate::table::{table, wrapped};
 use lockstep_config::legal;
 use lockstep_ir::program::Class;
@@ -12,7 +12,7 @@ use lockstep_plan::{NoLayout, RankedLayout, Rates, Room, SearchRequest, at_layou
 use std::collections::BTreeMap;
 
 /// A time in days: `30d`, `12h`.
-pub(super) fn days(text: &str) -> Result<f64, Failure> {
+pub(super) fn days(text: &str) -> Result<f64> {
     let (number, unit) = text.split_at(text.len() - text.chars().next_back().map_or(0, char::len_utf8));
     let each = match unit {
         "d" => Some(1.0),
@@ -28,7 +28,7 @@ pub(super) fn days(text: &str) -> Result<f64, Failure> {
 }
 
 /// Refuses a deadline that the best layout does not meet, with the number of GPUs that does.
-pub(super) fn meet(asked: &SearchRequest, best: &RankedLayout, tokens: u64, deadline: f64) -> Result<(), Failure> {
+pub(super) fn meet(asked: &SearchRequest, best: &RankedLayout, tokens: u64, deadline: f64) -> Result<()> {
     let takes = |layout: &RankedLayout| tokens as f64 / layout.evaluated.forecast.tokens_per_s / 86_400.0;
     if takes(best) <= deadline {
         return Ok(());
@@ -85,7 +85,7 @@ pub(super) fn nothing_fits(asked: &SearchRequest, why: &NoLayout) -> Failure {
 }
 
 /// What a layout that was asked about costs.
-pub(super) fn why(asked: &SearchRequest, text: &str) -> Result<RankedLayout, Failure> {
+pub(super) fn why(asked: &SearchRequest, text: &str) -> Result<RankedLayout> {
     let layout: Layout = text.parse().map_err(|e| Failure::refused(&e).about(format!("--why {text}")))?;
     let ranks = layout.mesh.ranks();
     if ranks != asked.gpus {
@@ -126,7 +126,7 @@ pub(super) fn compared(best: &RankedLayout, other: &RankedLayout, room: &Room, g
     };
     let signed = |more: f64, text: String| if more < 0.0 { format!("-{text}") } else { format!("+{text}") };
     let mut time = |name: &str, a: f64, b: f64| {
-        rows.push(vec![name.to_owned(), seconds(a), seconds(b), signed(b - a, seconds((b - a).abs()))]);
+        rows.push(vec![name.to_owned(), exact(a), exact(b), signed(b - a, exact((b - a).abs()))]);
     };
     let [a, b] = [best, other].map(|layout| &layout.evaluated.forecast);
     time("step", a.step_s, b.step_s);

@@ -43,25 +43,15 @@ impl Saves {
 
     pub(super) fn as_text(&self) -> String {
         let i = &self.interval;
+        let [work, mtbf, save, young, daly, exact] =
+            [self.seconds, i.mtbf_s, i.save_s, i.young_s, i.daly_s, i.best_s].map(units::seconds);
+        let (steps, lost, bytes) = (thousands(self.steps), 100.0 * self.lost, units::bytes(self.bytes));
+        let fail = format!("{} fail{}", units::counted(self.nodes, "node"), if self.nodes == 1 { "s" } else { "" });
+        let [each, all] = [self.rate.node_bytes_per_s, self.rate.bytes_per_s].map(|rate| rate / 1e9);
         format!(
-            "checkpoint.every = {}: every {} of work, {:.2}% of the time lost. {} every {} (Llama 3's rate); a save of {} \
-             takes {} (assumed {} GB/s per node, {} GB/s in all); Young {}, Daly {}, exact {}",
-            thousands(self.steps),
-            units::seconds(self.seconds),
-            100.0 * self.lost,
-            if self.nodes == 1 {
-                "1 node fails".to_owned()
-            } else {
-                format!("{} nodes fail", thousands(self.nodes as u64))
-            },
-            units::seconds(i.mtbf_s),
-            units::bytes(self.bytes),
-            units::seconds(i.save_s),
-            self.rate.node_bytes_per_s / 1e9,
-            self.rate.bytes_per_s / 1e9,
-            units::seconds(i.young_s),
-            units::seconds(i.daly_s),
-            units::seconds(i.best_s),
+            "checkpoint.every = {steps}: every {work} of work, {lost:.2}% of the time lost. {fail} every {mtbf} (Llama 3's rate); \
+             a save of {bytes} takes {save} (assumed {each} GB/s per node, {all} GB/s in all); Young {young}, Daly {daly}, exact \
+             {exact}"
         )
     }
 }

@@ -2,9 +2,10 @@
 //! what the recipe comes to there.
 
 use super::charts::{Chart, Series, page};
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::table::{table, wrapped};
+use crate::timeline::write_file;
 use crate::{Format, hardware};
 use lockstep_config::Config;
 use lockstep_host::Devices;
@@ -66,7 +67,7 @@ struct Curve {
 const USUAL_TOKENS: u64 = 1_000_000_000;
 
 impl Asked<'_> {
-    pub(super) fn show(&self, html: Option<&Path>, format: Format) -> Result<(), Failure> {
+    pub(super) fn show(&self, html: Option<&Path>, format: Format) -> Result<()> {
         let mut progress = Progress::new(0);
         let counts: Vec<usize> = powers(self.gpus);
         let seq = self.config.train.seq;
@@ -101,10 +102,7 @@ impl Asked<'_> {
         progress.clear();
         if let Some(path) = html {
             let text = self.html(&strong, &weak, &sequence, here.as_ref());
-            let failed =
-                |e| Failure::run(format!("cannot write {}: {e}", path.display()), "check the folder of --html");
-            std::fs::write(path, text).map_err(failed)?;
-            crate::timeline::wrote("plots of scaling", path);
+            write_file(path, text, "plots of scaling", "check the folder of --html")?;
         }
         let value = || {
             json!({
@@ -121,7 +119,7 @@ impl Asked<'_> {
     }
 
     /// What the recipe comes to at a point; where it comes to nothing, that is a gap.
-    fn point(&self, curve: &mut Curve, gpus: usize, seq: usize, batch: usize) -> Result<Option<Recipe>, Failure> {
+    fn point(&self, curve: &mut Curve, gpus: usize, seq: usize, batch: usize) -> Result<Option<Recipe>> {
         let mut config = self.config.clone();
         (config.train.seq, config.train.global_batch) = (seq, batch);
         if let Some(positions) = &mut config.model.positions {
@@ -218,11 +216,7 @@ impl Asked<'_> {
             let header = ["recompute.policy", "micro-batch", "memory", "fits", "tokens/s per GPU"];
             text.push_str(&table(&header, &walked.sizes.iter().map(row).collect::<Vec<_>>()));
         }
-        let unverified = self.hardware.unverified();
-        if !unverified.is_empty() {
-            text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", unverified.join(", ")), "  "));
-        }
-        text
+        text + &hardware::unverified(&self.hardware.unverified())
     }
 
     fn html(&self, strong: &Curve, weak: &Curve, sequence: &Curve, here: Option<&Recipe>) -> String {

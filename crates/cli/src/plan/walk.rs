@@ -1,6 +1,6 @@
 //! `--recipe`: the recipe of the lectures as text, step by step.
 
-use crate::failure::Failure;
+use crate::failure::Result;
 use crate::progress::Progress;
 use crate::table::{table, wrapped};
 use crate::{Format, hardware};
@@ -21,7 +21,7 @@ pub(super) fn show(
     gpus: usize,
     tokens: Option<u64>,
     format: Format,
-) -> Result<(), Failure> {
+) -> Result<()> {
     let progress = Mutex::new(Progress::new(0));
     let walked = recipe(devices, config, gpus, hardware, room, &|done, total| {
         let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
@@ -41,7 +41,7 @@ pub(super) fn show(
 }
 
 /// The MFU that the recipe of a config comes to on so many GPUs, or as many as its layout has ranks.
-pub(super) fn mfu(config: &Config, hardware: &Hardware, gpus: Option<u64>) -> Result<f64, Failure> {
+pub(super) fn mfu(config: &Config, hardware: &Hardware, gpus: Option<u64>) -> Result<f64> {
     let gpus = gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let walked = recipe(&Devices::of(config), config, gpus, hardware, &Room::of(&hardware.gpu), &|_, _| {})?;
     Ok(walked.sizes[walked.chosen].mfu)
@@ -136,11 +136,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
         let gpu_days = thousands((days * recipe.gpus as f64).round() as u64);
         text.push_str(&format!("{} tokens: {days:.1} days, {gpu_days} GPU-days\n", units::count(tokens)));
     }
-    let unverified = hardware.unverified();
-    if !unverified.is_empty() {
-        text.push_str(&wrapped(&format!("unverified figures of the catalogue: {}", unverified.join(", ")), "  "));
-    }
-    text
+    text + &crate::hardware::unverified(&hardware.unverified())
 }
 
 /// Recompute or not: the best of the chosen policy against the best of the others.

@@ -2,13 +2,13 @@
 
 use super::ranking;
 use crate::ConfigArgs;
-use crate::failure::Failure;
+use crate::failure::{Failure, Result};
 use lockstep_config::Config;
 use lockstep_plan::{LayoutChoice, RankedLayout};
 use std::io::Write;
 
 /// Writes the keys that differ from the config's own.
-pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) -> Result<(), Failure> {
+pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) -> Result<()> {
     let path = &args.config;
     let failed = |e: std::io::Error| {
         Failure::run(format!("cannot write {}: {e}", path.display()), "check the file and its folder")

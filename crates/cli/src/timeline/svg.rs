@@ -31,7 +31,8 @@ struct Column {
     bytes: [u64; Class::ALL.len()],
 }
 
-pub(super) fn draw(title: &str, timeline: &MemoryTimeline) -> String {
+/// The picture of a timeline, as SVG.
+pub fn draw(title: &str, timeline: &MemoryTimeline) -> String {
     let end = timeline.marks.last().map_or(1.0, |m| m.end).max(f64::MIN_POSITIVE);
     let x = |time: f64| LEFT + (RIGHT - LEFT) * time / end;
     let (step, top) = byte_scale(timeline.arena_bytes);
@@ -187,13 +188,8 @@ fn phases(svg: &mut String, timeline: &MemoryTimeline, x: &dyn Fn(f64) -> f64) {
         );
     }
     for (i, time) in timeline.phases().into_iter().enumerate() {
-        let label = format!(
-            "{}: {} to {}, takes {}",
-            time.phase.name(),
-            shown(&timeline.clock, time.begins),
-            shown(&timeline.clock, time.ends),
-            shown(&timeline.clock, time.takes)
-        );
+        let [begins, ends, takes] = [time.begins, time.ends, time.takes].map(|time| shown(&timeline.clock, time));
+        let label = format!("{}: {begins} to {ends}, takes {takes}", time.phase.name());
         let (at, y) = (LEFT + 500.0 * (i % 2) as f64, HEIGHT - 38.0 + 22.0 * (i / 2) as f64);
         let class = time.phase as usize;
         let _ = writeln!(

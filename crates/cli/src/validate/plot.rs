@@ -104,14 +104,10 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
     let y = |value: f64| BOTTOM - (BOTTOM - TOP) * scale.share(value);
     let title = format!("{file}: {}, predicted against measured", quantity.name);
     let flagged = points.len() - clean.len();
-    let about = format!(
-        "{} clean rows: error {:.1}% median, {:.1}% mean, {:.1}% 90th percentile{}",
-        errors.rows,
-        100.0 * errors.median,
-        100.0 * errors.mean,
-        100.0 * errors.p90,
-        if flagged > 0 { format!("; {flagged} flagged (circles)") } else { String::new() }
-    );
+    let [median, mean, p90] = [errors.median, errors.mean, errors.p90].map(|error| format!("{:.1}%", 100.0 * error));
+    let flagged = if flagged > 0 { format!("; {flagged} flagged (circles)") } else { String::new() };
+    let rows = errors.rows;
+    let about = format!("{rows} clean rows: error {median} median, {mean} mean, {p90} 90th percentile{flagged}");
     let mut svg = page(SIZE, 20.0, STYLE, &title, &about);
     for tick in scale.ticks() {
         line(&mut svg, "grid", x(tick), TOP, x(tick), BOTTOM);
@@ -135,49 +131,23 @@ fn draw(file: &str, rows: &[&RowReport], quantity: &Quantity) -> Option<String> 
                 true => format!("class=\"point\" fill=\"{}\"", COLOURS[group % COLOURS.len()]),
                 false => "class=\"flagged\"".to_owned(),
             };
-            let said = format!(
-                "{} {} {}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}",
-                row.model,
-                counted(row.gpus, "GPU"),
-                row.layout,
-                unit = quantity.unit
-            );
-            let _ = writeln!(
-                svg,
-                "<circle {look} cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.4\"><title>{}</title></circle>",
-                x(*measured),
-                y(*predicted),
-                escaped(&said)
-            );
+            let (run, unit) = (format!("{} {} {}", row.model, counted(row.gpus, "GPU"), row.layout), quantity.unit);
+            let said = escaped(&format!("{run}: measured {measured:.3} {unit}, predicted {predicted:.3} {unit}"));
+            let place = format!("cx=\"{:.1}\" cy=\"{:.1}\"", x(*measured), y(*predicted));
+            let _ = writeln!(svg, "<circle {look} {place} r=\"3.4\"><title>{said}</title></circle>");
         }
     }
     for (i, group) in groups.iter().enumerate() {
         let at = TOP + 16.0 + 18.0 * i as f64;
-        let _ = writeln!(
-            svg,
-            "<circle fill=\"{}\" cx=\"{}\" cy=\"{}\" r=\"5\"/>",
-            COLOURS[i % COLOURS.len()],
-            LEFT + 14.0,
-            at - 4.0
-        );
+        let (colour, x, y) = (COLOURS[i % COLOURS.len()], LEFT + 14.0, at - 4.0);
+        let _ = writeln!(svg, "<circle fill=\"{colour}\" cx=\"{x}\" cy=\"{y}\" r=\"5\"/>");
         text(&mut svg, "", LEFT + 26.0, at, "start", group);
     }
     line(&mut svg, "axis", LEFT, BOTTOM, RIGHT, BOTTOM);
     line(&mut svg, "axis", LEFT, TOP, LEFT, BOTTOM);
-    text(
-        &mut svg,
-        "",
-        (LEFT + RIGHT) / 2.0,
-        BOTTOM + 42.0,
-        "middle",
-        &format!("measured {}, {}", quantity.name, quantity.unit),
-    );
-    let _ = writeln!(
-        svg,
-        "<text text-anchor=\"middle\" transform=\"translate(24 {:.1}) rotate(-90)\">predicted {}, {}</text>\n</svg>",
-        (TOP + BOTTOM) / 2.0,
-        quantity.name,
-        quantity.unit
-    );
+    let (what, middle) = (format!("{}, {}", quantity.name, quantity.unit), (TOP + BOTTOM) / 2.0);
+    text(&mut svg, "", (LEFT + RIGHT) / 2.0, BOTTOM + 42.0, "middle", &format!("measured {what}"));
+    let place = format!("text-anchor=\"middle\" transform=\"translate(24 {middle:.1}) rotate(-90)\"");
+    let _ = writeln!(svg, "<text {place}>predicted {what}</text>\n</svg>");
     Some(svg)
 }

@@ -18,6 +18,12 @@ const LLAMA: Extents = Extents {
     noise_scale: false,
 };
 
+/// A model whose every extent is this.
+fn all_of_size(n: usize) -> Extents {
+    let (layers, heads, kv_heads, ffn, vocab) = (n, n, n, n, n);
+    Extents { layers, heads, kv_heads, ffn, vocab, seq: n, global_batch: n, micro_batch: n, ..LLAMA }
+}
+
 fn layout(text: &str) -> Layout {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
 }
@@ -49,22 +55,7 @@ fn usual_layouts_fit() {
         assert_eq!(check(&layout(text), &LLAMA), [], "{text}");
         assert_eq!(check(&layout(text), &odd_vocabulary), [], "{text}");
     }
-    let single = Extents {
-        layers: 1,
-        heads: 1,
-        kv_heads: 1,
-        ffn: 1,
-        dense_ffn: None,
-        whole_qk_norm: false,
-        experts: Some(1),
-        vocab: 1,
-        seq: 1,
-        global_batch: 1,
-        micro_batch: 1,
-        gathered_head: Some(1),
-        naive_attention: false,
-        noise_scale: false,
-    };
+    let single = Extents { experts: Some(1), gathered_head: Some(1), ..all_of_size(1) };
     assert_eq!(check(&Layout::single(1), &single), []);
 }
 
@@ -265,23 +256,7 @@ fn zero_needs_dp() {
 fn sizes_of_nothing_are_refused_before_anything_is_divided_by_them() {
     let sizes = MeshAxis::ALL;
     let mesh = sizes.into_iter().fold(lockstep_ir::Mesh::ONE, |mesh, axis| mesh.with(axis, 0));
-    let none = Extents {
-        layers: 0,
-        heads: 0,
-        kv_heads: 0,
-        ffn: 0,
-        dense_ffn: None,
-        whole_qk_norm: false,
-        experts: None,
-        vocab: 0,
-        seq: 0,
-        global_batch: 0,
-        micro_batch: 0,
-        gathered_head: None,
-        naive_attention: false,
-        noise_scale: false,
-    };
-    assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &none).len(), 14);
+    assert_eq!(check(&Layout { mesh, ..Layout::single(1) }, &all_of_size(0)).len(), 14);
     assert_eq!(refused("tp=2", Extents { kv_heads: 0, ..LLAMA }), one("model.kv_heads", "kv_heads = 1"));
 }
 

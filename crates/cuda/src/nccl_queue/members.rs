@@ -6,7 +6,7 @@ use crate::collectives::{self, Sent, add_sent};
 use crate::driver::{ALIGNMENT, Address};
 use crate::nccl::{Ask, NcclComm, SumType};
 use lockstep_exec::comm::{Order, Piece, slice_of};
-use lockstep_ir::DType;
+use lockstep_ir::{CopiedPart, DType};
 
 /// The members of a group, of which this rank is `me` of `n`.
 pub(super) struct Members<'a> {
@@ -62,29 +62,26 @@ impl Members<'_> {
         Ok(pieces.iter().zip(rooms).map(sent).collect())
     }
 
-    pub fn shift(&self, pieces: &[Piece]) -> Result<(), CudaError> {
-        let (next, before) = ((self.me + 1) % self.n, (self.me + self.n - 1) % self.n);
-        let both = |p: &Piece| {
-            let bytes = p.bytes();
-            [
-                Ask::Send { input: p.input as u64, bytes, to: next },
-                Ask::Receive { output: p.output as u64, bytes, from: before },
-            ]
-        };
-        self.ask(&pieces.iter().flat_map(both).collect::<Vec<_>>())
-    }
-
-    pub fn all_to_all(&self, pieces: &[Piece]) -> Result<(), CudaError> {
-        let part = |address: u64, member: usize, bytes: usize| address + (member * bytes) as u64;
+    /// Parts as messages, by the rule of a collective that copies.
+    pub fn copies(
+        &self,
+        pieces: &[Piece],
+        rule: impl Fn(usize, usize, usize) -> Option<CopiedPart>,
+    ) -> Result<(), CudaError> {
+        let (me, n) = (self.me, self.n);
         let mut asks = Vec::new();
         for piece in pieces {
-            let (input, output, bytes) = (piece.input as u64, piece.output as u64, piece.bytes());
+            let bytes = piece.bytes();
+            let input = |part: CopiedPart| piece.input as u64 + (part.input * bytes) as u64;
+            let output = |part: CopiedPart| piece.output as u64 + (part.output * bytes) as u64;
             for other in self.others() {
-                asks.push(Ask::Send { input: part(input, other, bytes), bytes, to: other });
-                asks.push(Ask::Receive { output: part(output, other, bytes), bytes, from: other });
+                asks.extend(rule(n, me, other).map(|part| Ask::Send { input: input(part), bytes, to: other }));
+                asks.extend(rule(n, other, me).map(|part| Ask::Receive { output: output(part), bytes, from: other }));
             }
-            // SAFETY: who enqueues vouches for the piece, whose input and output are apart.
-            unsafe { self.queue.stream.copy(part(output, self.me, bytes), part(input, self.me, bytes), bytes)? };
+            if let Some(part) = rule(n, me, me) {
+                // SAFETY: who enqueues vouches for the piece, whose input and output are apart.
+                unsafe { self.queue.stream.copy(output(part), input(part), bytes)? };
+            }
         }
         self.ask(&asks)
     }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
-use crate::DataError;
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
+use crate::{DataError, Result};
 
 /// Bytes that are passed over at a time on the way to where reading goes on.
 const SKIP_BYTES: u64 = 16 << 20;
@@ -23,7 +23,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    pub(super) fn open(file: &SourceFile, compressed: bool, at: Cursor, stop: &AtomicBool) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, compressed: bool, at: Cursor, stop: &AtomicBool) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
         let mut opened = File::open(&file.path).map_err(unreadable)?;
         let raw = Arc::new(AtomicU64::new(0));
@@ -50,12 +50,7 @@ impl Lines {
         Ok(Lines { reader, raw, compressed })
     }
 
-    pub(super) fn next(
-        &mut self,
-        file: &SourceFile,
-        holdout: &HoldOut,
-        mut at: Cursor,
-    ) -> Result<Option<Unit>, DataError> {
+    pub(super) fn next(&mut self, file: &SourceFile, holdout: &HoldOut, mut at: Cursor) -> Result<Option<Unit>> {
         loop {
             let mut line = Vec::new();
             let read = self.line(&mut line).map_err(|cause| match self.compressed {
@@ -68,10 +63,7 @@ impl Lines {
                 return Err(DataError::record(&file.path, at.records + 1, problem, hint));
             }
             if read == 0 {
-                return match self.raw.load(Ordering::Relaxed) == file.bytes {
-                    true => Ok(None),
-                    false => Err(changed(file)),
-                };
+                return if self.raw.load(Ordering::Relaxed) == file.bytes { Ok(None) } else { Err(changed(file)) };
             }
             if !line.trim_ascii().is_empty() {
                 let raw = self.raw.load(Ordering::Relaxed).min(file.bytes);
@@ -120,6 +112,7 @@ fn damaged(file: &SourceFile, line: u64, cause: &io::Error) -> DataError {
     DataError::record(&file.path, line, problem, "get the file again, or check it with `zstd --test`")
 }
 
-fn changed(file: &SourceFile) -> DataError {
+/// A file that was written to between its listing and its reading.
+pub(super) fn changed(file: &SourceFile) -> DataError {
     DataError::Changed { path: file.path.clone(), bytes: file.bytes }
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::holdout::{self, HoldOut, Split};
 use crate::scan::{Form, Found, SourceFile};
-use crate::{DataError, Origin, Tokenizer};
+use crate::{Origin, Result, Tokenizer};
 use lines::Lines;
 use rows::Rows;
 use text::Text;
@@ -132,7 +132,7 @@ impl<'a> Units<'a> {
     }
 
     /// The next unit; none after the last.
-    pub(crate) fn next(&mut self) -> Result<Option<Unit>, DataError> {
+    pub(crate) fn next(&mut self) -> Result<Option<Unit>> {
         let Reading { found, holdout, fields, tokenizer, stop } = self.reading;
         while let Some(file) = found.files.get(self.at.file as usize) {
             let at = self.at;

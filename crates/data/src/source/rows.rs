@@ -16,7 +16,7 @@ use crate::guard::caught;
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
-use crate::{DataError, DataHint, DataSetting};
+use crate::{DataError, DataHint, DataSetting, Result};
 
 /// Rows that are decoded at a time.
 const BATCH_ROWS: usize = 64;
@@ -30,12 +30,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn open(
-        file: &SourceFile,
-        fields: Fields<'_>,
-        at: Cursor,
-        stop: &AtomicBool,
-    ) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, fields: Fields<'_>, at: Cursor, stop: &AtomicBool) -> Result<Self> {
         let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
         let (pages, begun) = Pages::new(opened);
         let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
@@ -56,7 +51,7 @@ impl Rows {
         Ok(this)
     }
 
-    pub(super) fn next(&mut self, file: &SourceFile, holdout: &HoldOut, at: Cursor) -> Result<Option<Unit>, DataError> {
+    pub(super) fn next(&mut self, file: &SourceFile, holdout: &HoldOut, at: Cursor) -> Result<Option<Unit>> {
         let row = at.records + 1;
         let refuse = |cause: String| damaged_row(file, row, &cause);
         let text = self.text.next(&self.reader).map_err(refuse)?;
@@ -91,12 +86,7 @@ struct Column {
 
 impl Column {
     /// The column of a name; `hint` says where the name comes from.
-    fn find(
-        file: &SourceFile,
-        reader: &SerializedFileReader<Pages>,
-        field: &str,
-        hint: DataHint,
-    ) -> Result<Self, DataError> {
+    fn find(file: &SourceFile, reader: &SerializedFileReader<Pages>, field: &str, hint: DataHint) -> Result<Self> {
         let refuse = |problem: String| DataError::source(&file.path, problem, hint);
         let metadata = reader.metadata();
         let schema = metadata.file_metadata().schema_descr();

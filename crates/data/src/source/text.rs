@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 
+use super::lines::changed;
 use super::{Content, Cursor, Unit};
 use crate::cut::{self, CONTEXT_BYTES, LOOK_AHEAD, PIECE_BYTES};
 use crate::holdout::{HoldOut, Split};
 use crate::scan::SourceFile;
-use crate::{DataError, Origin, Tokenizer};
+use crate::{DataError, Origin, Result, Tokenizer};
 
 /// The most text in one unit, before its end moves to a fitting place.
 const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
@@ -24,7 +25,7 @@ pub(super) struct Text {
 }
 
 impl Text {
-    pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self, DataError> {
+    pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
         let mut reader = File::open(&file.path).map_err(unreadable)?;
         let mut before = vec![0; at.offset.min(CONTEXT_BYTES as u64) as usize];
@@ -40,7 +41,7 @@ impl Text {
         first_piece: u64,
         tokenizer: &Tokenizer,
         at: Cursor,
-    ) -> Result<Option<Unit>, DataError> {
+    ) -> Result<Option<Unit>> {
         if at.offset == file.bytes {
             return self.finish(file);
         }
@@ -63,10 +64,7 @@ impl Text {
         self.reader.read_exact(&mut text[start..]).map_err(|cause| unread(file, cause))?;
 
         let planned = (nominal - at.offset) as usize;
-        let cut = match nominal == file.bytes {
-            true => planned,
-            false => tokenizer.cut(&self.before, &text, planned),
-        };
+        let cut = if nominal == file.bytes { planned } else { tokenizer.cut(&self.before, &text, planned) };
         self.ahead = text.split_off(cut);
         let after = cut::context(&self.before, &text);
         let before = std::mem::replace(&mut self.before, after);
@@ -87,7 +85,7 @@ impl Text {
     }
 
     /// Checks that nothing is left.
-    fn finish(&mut self, file: &SourceFile) -> Result<Option<Unit>, DataError> {
+    fn finish(&mut self, file: &SourceFile) -> Result<Option<Unit>> {
         match self.reader.read(&mut [0]) {
             Ok(0) => Ok(None),
             Ok(_) => Err(changed(file)),
@@ -101,8 +99,4 @@ fn unread(file: &SourceFile, cause: io::Error) -> DataError {
         io::ErrorKind::UnexpectedEof => changed(file),
         _ => DataError::unreadable(&file.path, cause),
     }
-}
-
-fn changed(file: &SourceFile) -> DataError {
-    DataError::Changed { path: file.path.clone(), bytes: file.bytes }
 }

@@ -32,17 +32,13 @@ impl CommunicationCall {
                 let ranks = mesh.group(here, over)[first..first + sharers].to_vec();
                 Action::Together(transfer.collective()?, RankGroup { ranks, channel })
             }
-            Transfer::AllReduce { .. }
-            | Transfer::ReduceScatter { .. }
-            | Transfer::AllGather { .. }
-            | Transfer::Shift { .. }
-            | Transfer::AllToAll { .. } => Action::Together(transfer.collective()?, along(transfer.over())),
             Transfer::Send { stage, tag } => {
                 let message: u64 = instr.inputs.iter().map(|a| a.ty.bytes()).sum();
                 let copies = (program.buffers[instr.workspace?.0].bytes / message.max(1)) as usize;
                 Action::Send { to: peer(stage), tag, copies }
             }
             Transfer::Receive { stage, tag } => Action::Receive { from: peer(stage), tag },
+            _ => Action::Together(transfer.collective()?, along(transfer.over())),
         };
         let at = |arg| At::arg(program, arg, here);
         let (mut pieces, mut padding) = (Vec::new(), Vec::new());
@@ -55,9 +51,10 @@ impl CommunicationCall {
             }
             let of_output = matches!(transfer, Transfer::ReduceScatter { .. } | Transfer::Receive { .. });
             let part = if of_output { &y?.ty } else { &x?.ty };
-            let ranks = match &action {
-                Action::Together(_, group) => group.ranks.len(),
-                Action::Send { .. } | Action::Receive { .. } => 1,
+            // Pieces of the input, where it has several.
+            let (ranks, given) = match &action {
+                Action::Together(kind, group) => (group.ranks.len(), kind.parts(group.ranks.len())[0]),
+                Action::Send { .. } | Action::Receive { .. } => (1, 1),
             };
             let (rows, from, order) = cut(transfer, part);
             let dtype = part.dtype;
@@ -73,8 +70,7 @@ impl CommunicationCall {
                 }));
                 continue;
             }
-            let sent = if let Transfer::AllToAll { .. } = transfer { ranks } else { 1 };
-            let elements = (part.elements() - from) / rows / sent;
+            let elements = (part.elements() - from) / rows / if of_output { 1 } else { given };
             let bytes = elements * dtype.bytes();
             if let (Transfer::ReduceScatter { dim: None, .. }, Some(input), Some(x)) = (transfer, input, x) {
                 padding.push((input, x.ty.bytes() as usize, bytes * ranks));
@@ -152,13 +148,7 @@ fn cut(transfer: Transfer, part: &TensorType) -> (usize, usize, Order) {
         }
         Transfer::AllGather { dim: Some(_), over } => (1, 0, order(over)),
         Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes(), Order::Group),
-        Transfer::AllGather { dim: None, .. }
-        | Transfer::ReduceScatter { dim: None, .. }
-        | Transfer::AllReduce { .. }
-        | Transfer::Shift { .. }
-        | Transfer::AllToAll { .. }
-        | Transfer::Send { .. }
-        | Transfer::Receive { .. } => (1, 0, Order::Group),
+        _ => (1, 0, Order::Group),
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a collective does, whatever carries its bytes: what the members agree on, and what each makes of the inputs of all.
 
 use super::{Collective, CommError, Piece, ProgramPlace, sum};
-use lockstep_ir::units;
+use lockstep_ir::{Movement, units};
 
 /// First element and number of elements of the slice that a member of a group of `members` adds: whole cache lines.
 pub fn slice_of(member: usize, members: usize, piece: &Piece) -> (usize, usize) {
@@ -72,20 +72,20 @@ pub unsafe fn combine(
         // SAFETY: inside the tensors, for which the caller vouches. What may be an input as well is read before it is written, and not
         // written where it is copied.
         unsafe {
-            match kind {
-                Collective::AllReduce => {
+            match kind.movement() {
+                Movement::SumsWhole => {
                     let (start, len) = slice(piece);
                     let at = start * size;
                     sum::sum(piece.dtype, n, |member| input(member, p, at, 0), piece.output.wrapping_add(at), len);
                 }
-                Collective::ReduceScatter => {
+                Movement::SumsParts => {
                     for (row, (whole, part, len)) in in_rows(piece, n, index) {
                         let (whole, part) = (in_whole(row, whole), in_part(row, part));
                         let input = |member| input(member, p, whole, part);
                         sum::sum(piece.dtype, n, input, piece.output.wrapping_add(part), len);
                     }
                 }
-                Collective::AllGather => {
+                Movement::Gathers => {
                     for member in others(index, n).chain([index]) {
                         for (row, (whole, part, len)) in in_rows(piece, n, member) {
                             let (whole, part) = (in_whole(row, whole), in_part(row, part));
@@ -93,11 +93,11 @@ pub unsafe fn combine(
                         }
                     }
                 }
-                Collective::Shift => copy(input((index + n - 1) % n, p, 0, 0), piece.output, bytes),
-                Collective::AllToAll => {
+                Movement::Copies(rule) => {
                     for member in others(index, n).chain([index]) {
-                        let to = piece.output.wrapping_add(member * bytes);
-                        copy(input(member, p, index * bytes, 0), to, bytes);
+                        let Some(part) = rule(n, member, index) else { continue };
+                        let to = piece.output.wrapping_add(part.output * bytes);
+                        copy(input(member, p, part.input * bytes, 0), to, bytes);
                     }
                 }
             }

@@ -12,7 +12,7 @@ pub use rank::{check_rank, rank_connections};
 
 use super::{Action, Collective, CommError, Order, Piece, ProgramPlace, RankGroup, RankGuard, Subject};
 use buffer::Buffer;
-use lockstep_ir::{DType, bf16, counter, f16, fixed};
+use lockstep_ir::{DType, Movement, bf16, counter, f16, fixed};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub(in crate::comm) struct Make<'a> {
     pub apart: Option<usize>,
 }
 
-const KINDS: [Collective; 5] = Collective::ALL;
+const KINDS: [Collective; Collective::ALL.len()] = Collective::ALL;
 const DTYPES: [DType; 6] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::Fixed64, DType::U32];
 
 /// Runs the suite; the error says what is wrong. A run takes about two seconds; communicators need a timeout of some
@@ -184,12 +184,8 @@ impl Job {
 
     /// Elements of what a member gives for piece `p`.
     fn given(&self, p: usize) -> usize {
-        let parts = match self.kind {
-            Collective::ReduceScatter | Collective::AllToAll => self.group.ranks.len(),
-            Collective::AllReduce | Collective::AllGather | Collective::Shift => 1,
-        };
         let (rows, elements, _) = self.pieces[p];
-        rows * elements * parts
+        rows * elements * self.kind.parts(self.group.ranks.len())[0]
     }
 
     /// Some elements of what a member gives for piece `p`.
@@ -209,14 +205,17 @@ impl Job {
         let ((rows, elements, dtype), n) = (self.pieces[p], self.group.ranks.len());
         let piece = self.piece(p, std::ptr::null_mut(), std::ptr::null_mut());
         let all = |range: Range<usize>| (0..n).map(move |member| self.input(any_order, member, p, range.clone()));
-        match self.kind {
-            Collective::AllReduce => sum(dtype, all(0..rows * elements)),
-            Collective::Shift => self.input(any_order, (index + n - 1) % n, p, 0..rows * elements),
-            Collective::AllToAll => {
+        match self.kind.movement() {
+            Movement::SumsWhole => sum(dtype, all(0..rows * elements)),
+            Movement::Copies(rule) => {
                 let part = rows * elements;
-                all(index * part..(index + 1) * part).flatten().collect()
+                let received = (0..n).filter_map(|member| Some((member, rule(n, member, index)?)));
+                let mut parts: Vec<_> = received.map(|(member, part)| (part.output, member, part.input)).collect();
+                parts.sort_unstable();
+                let given = |(_, member, at)| self.input(any_order, member, p, at * part..(at + 1) * part);
+                parts.into_iter().flat_map(given).collect()
             }
-            Collective::ReduceScatter => {
+            Movement::SumsParts => {
                 let mine = (0..rows).flat_map(|row| piece.spans(n, index).map(|(whole, _, len)| (row, whole, len)));
                 let sums = mine.map(|(row, whole, len)| {
                     let start = row * n * elements + whole;
@@ -224,7 +223,7 @@ impl Job {
                 });
                 sums.flatten().collect()
             }
-            Collective::AllGather => {
+            Movement::Gathers => {
                 let mut whole = vec![0; rows * n * elements * dtype.bytes()];
                 for (row, member) in (0..rows).flat_map(|row| (0..n).map(move |member| (row, member))) {
                     for (to, from, len) in piece.spans(n, member) {
@@ -251,27 +250,26 @@ impl Job {
             let any = subject.any_order();
             let (given, expected) = (self.input(any, index, p, 0..self.given(p)), self.expected(any, index, p));
             // In place there is one buffer, the larger one.
-            let apart = matches!(self.kind, Collective::Shift | Collective::AllToAll);
-            let in_place = self.in_place && rows == 1 && !apart;
-            let own = if self.kind == Collective::AllReduce { 0 } else { index * part };
-            let mut output =
-                Buffer::new(subject, if in_place { given.len().max(expected.len()) } else { expected.len() });
+            let in_place = self.in_place && rows == 1;
+            // Where a rank's own part is in it: of the input and of the output. Copies go from one buffer to another.
+            let own = match self.kind.movement() {
+                _ if !in_place => None,
+                Movement::SumsWhole => Some((0, 0)),
+                Movement::SumsParts => Some((0, index * part)),
+                Movement::Gathers => Some((index * part, 0)),
+                Movement::Copies(_) => None,
+            };
+            let length = if own.is_some() { given.len().max(expected.len()) } else { expected.len() };
+            let mut output = Buffer::new(subject, length);
             let mut input = Buffer::new(subject, given.len());
             input.write(0, &given);
             let (mut from, mut to) = (input.pointer(), output.pointer());
-            if in_place {
-                let start = if self.kind == Collective::AllGather { own } else { 0 };
-                output.write(start, &given);
-                let mine = output.pointer().wrapping_add(own);
-                (from, to) = match self.kind {
-                    Collective::AllReduce => (to, to),
-                    Collective::ReduceScatter => (to, mine),
-                    Collective::AllGather => (mine, to),
-                    Collective::Shift | Collective::AllToAll => (from, to),
-                };
+            if let Some((given_at, taken_at)) = own {
+                output.write(given_at, &given);
+                (from, to) = (to.wrapping_add(given_at), to.wrapping_add(taken_at));
             }
             let piece = self.piece(p, from, to);
-            let start = if self.kind == Collective::ReduceScatter && in_place { own } else { 0 };
+            let start = own.map_or(0, |(_, taken_at)| taken_at);
             memory.push((piece, input, output, given, expected, start));
         }
         let pieces: Vec<Piece> = memory.iter().map(|m| m.0).collect();

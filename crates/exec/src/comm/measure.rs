@@ -6,7 +6,7 @@
 use super::{
     Action, Collective, CommError, CommunicationCall, Connection, Memory, Piece, ProgramPlace, RankGroup, Subject,
 };
-use lockstep_ir::{DType, units};
+use lockstep_ir::{DType, Movement, units};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,14 +23,15 @@ pub enum Pattern {
 
 impl Pattern {
     /// All of them.
-    pub const ALL: [Pattern; 6] = [
-        Pattern::Together(Collective::AllReduce),
-        Pattern::Together(Collective::ReduceScatter),
-        Pattern::Together(Collective::AllGather),
-        Pattern::Together(Collective::Shift),
-        Pattern::Together(Collective::AllToAll),
-        Pattern::SendReceive,
-    ];
+    pub const ALL: [Pattern; Collective::ALL.len() + 1] = {
+        let mut all = [Pattern::SendReceive; Collective::ALL.len() + 1];
+        let mut i = 0;
+        while i < Collective::ALL.len() {
+            all[i] = Pattern::Together(Collective::ALL[i]);
+            i += 1;
+        }
+        all
+    };
 
     /// Its name in tables and files.
     pub const fn name(self) -> &'static str {
@@ -42,11 +43,9 @@ impl Pattern {
 
     /// The bytes that each link carries for every byte of the size: bus bandwidth over algorithm bandwidth.
     pub fn bus_factor(self, ranks: usize) -> f64 {
-        let others = (ranks - 1) as f64 / ranks as f64;
         match self {
-            Pattern::Together(Collective::AllReduce) => 2.0 * others,
-            Pattern::Together(Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll) => others,
-            Pattern::Together(Collective::Shift) | Pattern::SendReceive => 1.0,
+            Pattern::Together(kind) => kind.bus_factor(ranks),
+            Pattern::SendReceive => 1.0,
         }
     }
 }
@@ -184,10 +183,13 @@ struct Bench<'a> {
 impl Bench<'_> {
     fn size(&mut self, pattern: Pattern, size: usize, seconds: f64) -> Result<Measured, MeasureError> {
         let ranks = self.ranks;
-        // Elements of one rank's part, and of the whole.
+        // Elements of a piece, and of all that a rank gives or gets.
         let parts = match pattern {
-            Pattern::Together(Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll) => ranks,
-            Pattern::Together(Collective::AllReduce | Collective::Shift) | Pattern::SendReceive => 1,
+            Pattern::Together(kind) => {
+                let [given, taken, _] = kind.parts(ranks);
+                given.max(taken)
+            }
+            Pattern::SendReceive => 1,
         };
         let elements = size.div_ceil(WIDTH * parts);
         let whole = elements * parts;
@@ -264,14 +266,18 @@ impl Bench<'_> {
         let (rank, ranks) = (self.subject.comm().rank(), self.ranks);
         let sum = |element: usize| (0..ranks).map(|other| value(other, element)).sum::<f32>();
         let (count, right): (usize, Box<dyn Fn(usize) -> f32>) = match pattern {
-            Pattern::Together(Collective::AllReduce) => (elements, Box::new(sum)),
-            Pattern::Together(Collective::ReduceScatter) => (elements, Box::new(|i| sum(rank * elements + i))),
-            Pattern::Together(Collective::AllGather) => {
-                (elements * ranks, Box::new(|i| value(i / elements, i % elements)))
-            }
-            Pattern::Together(Collective::Shift) => (elements, Box::new(|i| value((rank + ranks - 1) % ranks, i))),
-            Pattern::Together(Collective::AllToAll) => {
-                (elements * ranks, Box::new(|i| value(i / elements, rank * elements + i % elements)))
+            Pattern::Together(kind) => {
+                let right: Box<dyn Fn(usize) -> f32> = match kind.movement() {
+                    Movement::SumsWhole => Box::new(sum),
+                    Movement::SumsParts => Box::new(|i| sum(rank * elements + i)),
+                    Movement::Gathers => Box::new(|i| value(i / elements, i % elements)),
+                    Movement::Copies(rule) => Box::new(move |i| {
+                        let part = |from: usize| rule(ranks, from, rank).filter(|part| part.output == i / elements);
+                        let sent = (0..ranks).find_map(|from| Some((from, part(from)?.input)));
+                        sent.map_or(f32::NAN, |(from, input)| value(from, input * elements + i % elements))
+                    }),
+                };
+                (elements * kind.parts(ranks)[1], right)
             }
             Pattern::SendReceive => match self.partner() {
                 // What the first of a pair sent has come back.
@@ -343,8 +349,17 @@ mod tests {
     #[test]
     fn bandwidths_are_those_of_nccl_tests() {
         let measured = |pattern| Measured { pattern, bytes: 1 << 20, seconds: 0.5, repeats: 1 };
-        let [sum, scatter, gather, shift, all_to_all, send] =
-            Pattern::ALL.map(|p| measured(p).bus_bytes_per_s(4) / (1 << 21) as f64);
-        assert_eq!([sum, scatter, gather, shift, all_to_all, send], [1.5, 0.75, 0.75, 1.0, 0.75, 1.0]);
+        let expected = [
+            ("all_reduce", 1.5),
+            ("reduce_scatter", 0.75),
+            ("all_gather", 0.75),
+            ("shift", 1.0),
+            ("all_to_all", 0.75),
+            ("send_receive", 1.0),
+        ];
+        for (name, factor) in expected {
+            let pattern = Pattern::ALL.into_iter().find(|pattern| pattern.name() == name).unwrap();
+            assert_eq!(measured(pattern).bus_bytes_per_s(4) / (1 << 21) as f64, factor, "{name}");
+        }
     }
 }

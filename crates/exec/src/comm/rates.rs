@@ -9,15 +9,9 @@ const MOVED: usize = 256 << 20;
 
 /// Median seconds of a collective of so many ranks on a tensor of so many bytes in whole, all of them threads of this process.
 pub fn seconds(ranks: usize, kind: Collective, bytes: usize) -> Result<f64, CommError> {
-    let part = (bytes / 4 / ranks).max(1);
-    let whole = part * ranks;
-    let (given, taken, elements) = match kind {
-        Collective::AllReduce => (whole, whole, whole),
-        Collective::ReduceScatter => (whole, part, part),
-        Collective::AllGather => (part, whole, part),
-        Collective::Shift => (part, part, part),
-        Collective::AllToAll => (whole, whole, part),
-    };
+    let [given, taken, whole] = kind.parts(ranks);
+    let elements = (bytes / 4 / ranks).max(1) * ranks / whole;
+    let (given, taken) = (given * elements, taken * elements);
     let count = (MOVED / bytes.max(1)).clamp(4, 200);
     let action = Action::Together(kind, RankGroup::all(ranks));
     let place = ProgramPlace { op: kind.name(), layer: None, micro_batch: 0 };

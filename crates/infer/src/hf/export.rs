@@ -2,7 +2,7 @@
 
 use super::special::{put_bos_text, put_eos_text, template_bos};
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
-use crate::{InferError, Part, RunTokenizer, Trained};
+use crate::{Part, Result, RunTokenizer, Trained};
 use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_ir::DType;
@@ -47,12 +47,7 @@ pub struct Exported {
 /// `generation_config.json`, weights and tokenizer. What came beside the weights of a Hugging Face model that it was made from
 /// goes out again: its special tokens, how to draw tokens, the template of a chat. Weights pass in chunks. `progress` hears the
 /// bytes written and the bytes in all.
-pub fn export(
-    from: &Path,
-    out: &Path,
-    options: ExportOptions,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<Exported, InferError> {
+pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dyn FnMut(u64, u64)) -> Result<Exported> {
     let trained = Trained::open(from)?;
     let Some(checkpoint) = trained.checkpoint() else {
         return Err(RunDirError::NotTrained { path: from.to_owned() }.into());
@@ -134,7 +129,7 @@ pub fn export_problem(config: &Config) -> Option<String> {
 }
 
 /// The `config.json` of a model, which must read back as the same model.
-fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value, InferError> {
+fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = Config::parse(&again.to_toml(), CONFIG, &[])?;
@@ -154,7 +149,7 @@ fn tokenizer_files(
     tokenizer: &RunTokenizer,
     kept: &Kept,
     context: usize,
-) -> Result<Vec<(&'static str, Vec<u8>)>, InferError> {
+) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
     let (Some(path), Some(bytes)) = (config.tokenizer_path(), tokenizer.source()) else {
         let tokenizer = byte_tokenizer::tokenizer_json();

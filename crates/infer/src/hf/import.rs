@@ -2,7 +2,7 @@
 
 use super::special::SpecialTokens;
 use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, unfit};
-use crate::InferError;
+use crate::Result;
 use lockstep_checkpoint::{About, NewFolder, TensorCopy, TensorSource, WeightsFolder, save_copies};
 use lockstep_config::{Config, Inherited};
 use lockstep_ir::DType;
@@ -31,7 +31,7 @@ const MOST_TOKENIZER_BYTES: u64 = 256 << 20;
 /// tokenizer and `checkpoints/step-00000000`. `train.init_from`, `generate`, `eval` and [`export`](super::export) take it.
 ///
 /// Weights pass in chunks. `progress` hears the bytes written and the bytes in all.
-pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Imported, InferError> {
+pub fn import(folder: &Path, out: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Imported> {
     let FolderModel { folder: theirs, copies, text, warnings } = read_folder(folder)?;
     let config = Config::parse(&text, &out.join("run.toml").display().to_string(), &[])?;
     let (kept, tokenizer) = (Kept::of_folder(folder)?.to_json(), tokenizer_bytes(folder)?);
@@ -69,7 +69,7 @@ pub(crate) struct FolderModel {
 }
 
 /// Reads all of a Hugging Face folder but the weights.
-pub(crate) fn read_folder(path: &Path) -> Result<FolderModel, InferError> {
+pub(crate) fn read_folder(path: &Path) -> Result<FolderModel> {
     let folder = HfFolder::open(path)?;
     // Twice: whether all weights are bf16 can only be asked when it is known which they are.
     let plain = Config::parse(&folder.config.to_toml(), CONFIG, &[])?;
@@ -87,7 +87,7 @@ const BF16: &str = "\n[precision]\npolicy = \"bf16\"\n";
 
 /// The keys of a config that a Hugging Face folder decides: the model, where it has one the tokenizer, by its whole path, and the
 /// precision, where all weights are bf16.
-pub(crate) fn keys(path: &Path) -> Result<Inherited, InferError> {
+pub(crate) fn keys(path: &Path) -> Result<Inherited> {
     let config = lockstep_model::hf::read_config(&WeightsFolder::json(path, CONFIG)?)
         .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
     let tokenizer = path.join(TOKENIZER);
@@ -99,7 +99,7 @@ pub(crate) fn keys(path: &Path) -> Result<Inherited, InferError> {
 }
 
 /// The `[data]` table of a folder with a tokenizer, and what its files contradict each other in.
-fn tokenizer_keys(folder: &Path, name: &str) -> Result<(String, Vec<String>), InferError> {
+fn tokenizer_keys(folder: &Path, name: &str) -> Result<(String, Vec<String>)> {
     let Some(tokenizer) = tokenizer_bytes(folder)? else { return Ok(Default::default()) };
     let SpecialTokens { eos, bos, warnings } = SpecialTokens::read(folder, &tokenizer, &Kept::of_folder(folder)?)?;
     let mut text = format!("\n[data]\ntokenizer = {}\n", quoted(name));
@@ -110,12 +110,12 @@ fn tokenizer_keys(folder: &Path, name: &str) -> Result<(String, Vec<String>), In
 }
 
 /// What the files beside the tokenizer of a folder contradict each other in.
-pub(crate) fn special_warnings(folder: &Path) -> Result<Vec<String>, InferError> {
+pub(crate) fn special_warnings(folder: &Path) -> Result<Vec<String>> {
     Ok(tokenizer_keys(folder, TOKENIZER)?.1)
 }
 
 /// The tokenizer of a folder, if it has one.
-pub(crate) fn tokenizer_bytes(folder: &Path) -> Result<Option<Vec<u8>>, InferError> {
+pub(crate) fn tokenizer_bytes(folder: &Path) -> Result<Option<Vec<u8>>> {
     match folder.join(TOKENIZER).exists() {
         true => Ok(Some(WeightsFolder::bytes(folder, TOKENIZER, MOST_TOKENIZER_BYTES)?)),
         false => Ok(None),

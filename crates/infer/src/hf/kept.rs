@@ -2,7 +2,7 @@
 
 use super::special::{ids_of, put_bos_text, put_eos_id, put_eos_text};
 use super::{CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, unfit};
-use crate::{InferError, RunTokenizer};
+use crate::{Result, RunTokenizer};
 use lockstep_checkpoint::{Loaded, WeightsFolder};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ pub struct Kept(BTreeMap<String, String>);
 
 impl Kept {
     /// Those of a Hugging Face folder.
-    pub fn of_folder(folder: &Path) -> Result<Self, InferError> {
+    pub fn of_folder(folder: &Path) -> Result<Self> {
         let mut files = BTreeMap::new();
         for name in FILES.into_iter().filter(|name| folder.join(name).exists()) {
             let bytes = WeightsFolder::bytes(folder, name, MOST_BYTES)?;

@@ -11,7 +11,7 @@ pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, spec
 pub use import::{Imported, import};
 pub use kept::{ATTACHMENT, Kept};
 
-use crate::{InferError, Part, parts};
+use crate::{Part, Result, parts};
 use lockstep_checkpoint::{CheckpointError, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::ModelConfig;
 use lockstep_model::hf::{self, HfConfig};
@@ -36,7 +36,7 @@ pub(crate) struct HfFolder {
 }
 
 impl HfFolder {
-    pub fn open(path: &Path) -> Result<Self, InferError> {
+    pub fn open(path: &Path) -> Result<Self> {
         if !path.join(CONFIG).exists() {
             let (cause, hint) =
                 ("no config.json", "name the folder of a Hugging Face model, as save_pretrained writes it");
@@ -73,7 +73,7 @@ impl HfFolder {
     }
 
     /// How the tensors of a model are copied from the folder, which must have them all and no others.
-    pub fn copies(&self, model: &ModelConfig, hint: &str) -> Result<Vec<TensorCopy>, InferError> {
+    pub fn copies(&self, model: &ModelConfig, hint: &str) -> Result<Vec<TensorCopy>> {
         let names: BTreeSet<&str> = self.weights.names().collect();
         let prefix = hf::base_prefix(model);
         let theirs = |name: &str| match name.strip_prefix(prefix) {
@@ -122,7 +122,7 @@ pub(crate) fn refuse_others<'a>(
 }
 
 /// The unpacked tensors of a model.
-pub(crate) fn model_parts(model: &ModelConfig) -> Result<Vec<Part>, InferError> {
+pub(crate) fn model_parts(model: &ModelConfig) -> Result<Vec<Part>> {
     let graph = lockstep_model::build(model, 1, 1).map_err(PlanError::from)?;
     Ok(graph.parameters().flat_map(|(_, value, parameter)| parts(parameter, &value.ty)).collect())
 }

@@ -1,6 +1,6 @@
 //! Tasks as files of JSON lines, and their texts as tokens.
 
-use crate::{InferError, RunTokenizer};
+use crate::{InferError, Result, RunTokenizer};
 use serde::Deserialize;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ const MOST_BYTES: u64 = 1 << 30;
 
 impl TaskFile {
     /// Reads a file; of its items the first `most`, where that is not 0.
-    pub fn open(path: &Path, most: usize) -> Result<Self, InferError> {
+    pub fn open(path: &Path, most: usize) -> Result<Self> {
         let unread = |e: std::io::Error| {
             wrong(path, 0, format!("it cannot be read: {e}"), "name a file of a task, in JSON lines")
         };
@@ -82,7 +82,7 @@ impl TaskFile {
     }
 
     /// Opens several, whose names must differ.
-    pub fn open_all(paths: &[PathBuf], most: usize) -> Result<Vec<Self>, InferError> {
+    pub fn open_all(paths: &[PathBuf], most: usize) -> Result<Vec<Self>> {
         let files = paths.iter().map(|path| Self::open(path, most)).collect::<Result<Vec<_>, _>>()?;
         for (index, file) in files.iter().enumerate() {
             if files[..index].iter().any(|other| other.name == file.name) {
@@ -104,7 +104,7 @@ impl TaskFile {
     }
 
     /// Adds the texts of its items.
-    pub fn requests(&self, tokenizer: &RunTokenizer, seq: usize, rows: &mut Vec<Request>) -> Result<(), InferError> {
+    pub fn requests(&self, tokenizer: &RunTokenizer, seq: usize, rows: &mut Vec<Request>) -> Result<()> {
         for item in &self.items {
             for choice in &item.choices {
                 let (context, scored) = encoded(tokenizer, &item.query, &format!("{}{choice}", item.delimiter))?;
@@ -128,7 +128,7 @@ impl TaskItem {
         self.choices.len()
     }
 
-    fn of_line(path: &Path, line: usize, text: &str) -> Result<Self, InferError> {
+    fn of_line(path: &Path, line: usize, text: &str) -> Result<Self> {
         let read: Line = serde_json::from_str(text).map_err(|error| wrong(path, line, error.to_string(), FORMAT))?;
         let Line { query, choices, gold, target, delimiter } = read;
         let delimiter = delimiter.unwrap_or_else(|| " ".to_owned());
@@ -162,7 +162,7 @@ fn place(path: &Path, line: usize) -> String {
 /// The tokens of a context and of what follows it. Spaces at the end of the context belong to what follows, and the tokens of both
 /// are those of the whole text, cut where the context's own tokens end. A context begins with
 /// the BOS token, where there is one. Where there is no context, the text follows it, or else an EOS token.
-fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u32>, Vec<u32>), InferError> {
+fn encoded(tokenizer: &RunTokenizer, query: &str, answer: &str) -> Result<(Vec<u32>, Vec<u32>)> {
     if query.is_empty() {
         return Ok((vec![tokenizer.bos().unwrap_or(tokenizer.eos())], tokenizer.tokens(answer)?));
     }
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
     use lockstep_ir::Hint;
 
-    fn file(text: &str) -> Result<TaskFile, InferError> {
+    fn file(text: &str) -> Result<TaskFile> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a task.jsonl");
         fs::write(&path, text).unwrap();

@@ -1,8 +1,8 @@
 //! From log-likelihoods to accuracies.
 
 use super::read::TaskFile;
-use crate::InferError;
 use crate::feed::TextScore;
+use crate::{InferError, Result};
 use serde::{Deserialize, Serialize};
 
 /// What a task gives: means over its items.
@@ -49,7 +49,7 @@ pub struct TaskReport {
 
 impl TaskReport {
     /// Takes the scores of the file's texts from the front of `scores`.
-    pub(super) fn new(file: &TaskFile, scores: &mut &[TextScore]) -> Result<Self, InferError> {
+    pub(super) fn new(file: &TaskFile, scores: &mut &[TextScore]) -> Result<Self> {
         let mut items = Vec::new();
         for item in &file.items {
             let (own, rest) = scores.split_at(item.texts());

@@ -52,10 +52,7 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     g.enter_layer(None);
     let x = side.wanted(&mut g, x)?;
     let n = norm(&mut g, x, eps, ("final_norm", "transformer.ln_f"), "n")?;
-    let head = match m.tied_embeddings {
-        true => table,
-        false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),
-    };
+    let head = if m.tied_embeddings { table } else { matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]) };
     let logits = g.op(Op::Linear, &[n, head], names::LOGITS)?[0];
     side.finish(&mut g, logits)?;
     Ok(g)

@@ -63,41 +63,30 @@ impl Peer {
     /// Of micro-batches in flight, how many keep what they have gathered over tensor-parallel ranks until backward. Of nanotron's all do
     /// without a pipeline, and all but two with one, which is what its memory shows; others gather again.
     pub fn keeps_gathers(self, in_flight: f64, pp: usize) -> f64 {
-        match self {
-            Peer::Nanotron if pp == 1 => in_flight,
-            Peer::Nanotron => (in_flight - 2.0).max(0.0),
-            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => 0.0,
+        match (self, pp) {
+            (Peer::Nanotron, 1) => in_flight,
+            (Peer::Nanotron, _) => (in_flight - 2.0).max(0.0),
+            _ => 0.0,
         }
     }
 
     /// Whether the memory that its source gives is that of the first pipeline stage; else it is the largest.
     pub fn measures_first_stage(self) -> bool {
-        match self {
-            Peer::Nanotron => true,
-            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
-        }
+        self == Peer::Nanotron
     }
 
     /// Whether its layouts have been swept over, so that what the search proposes for it can be held against what was measured.
     pub fn is_swept(self) -> bool {
-        match self {
-            Peer::Nanotron => true,
-            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
-        }
+        self == Peer::Nanotron
     }
 
     /// Whether it has all that a layout asks for; nothing is known of those that were not swept. nanotron has ZeRO 1, tensor parallelism
     /// that always splits sequences too, and 1F1B.
     pub(super) fn has(self, layout: &Layout) -> bool {
         let size = |axis: MeshAxis| layout.mesh.size(axis);
-        match self {
-            Peer::Nanotron => {
-                let alone = size(MeshAxis::Cp) == 1 && size(MeshAxis::DpReplicate) == 1;
-                let usual = layout.schedule == Schedule::USUAL && layout.zero <= 1;
-                alone && usual && layout.sequence_parallel == (size(MeshAxis::Tp) > 1)
-            }
-            Peer::Megatron2021 | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => false,
-        }
+        let alone = size(MeshAxis::Cp) == 1 && size(MeshAxis::DpReplicate) == 1;
+        let usual = layout.schedule == Schedule::USUAL && layout.zero <= 1;
+        self == Peer::Nanotron && alone && usual && layout.sequence_parallel == (size(MeshAxis::Tp) > 1)
     }
 
     /// Layers of the stages of a row's model on so many ranks; see [`Peer::stages`].
@@ -117,8 +106,7 @@ impl Peer {
     fn stages(self, shape: &PublishedShape, ffn: usize, vocab: usize, pp: usize) -> Result<Option<Vec<usize>>, String> {
         match self {
             Peer::Nanotron if pp > 1 => nanotron_stages(shape, ffn, vocab, pp).map(Some),
-            Peer::Nanotron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => Ok(None),
-            Peer::Megatron2021 | Peer::Megatron => Ok(None),
+            _ => Ok(None),
         }
     }
 }
@@ -247,7 +235,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
         // In fp16 it sums gradients in the type of parameters.
         Peer::Megatron2021 => precision.starts_with("fp16"),
-        Peer::Nanotron | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager => false,
+        _ => false,
     };
     line(format_args!("gradients = \"{}\"", if half_gradients { "bf16" } else { "fp32" }));
     let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };
@@ -256,13 +244,9 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         split.tp, pp, split.dp, split.cp
     ));
     let recompute = row.recompute.to_lowercase();
-    let sequence_parallel = split.tp > 1
-        && match peer {
-            Peer::Megatron2021 => recompute.contains("sequence parallel") && !recompute.contains("no sequence"),
-            Peer::Nanotron | Peer::Megatron | Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => {
-                !recompute.contains("no sequence")
-            }
-        };
+    // Those since 2022 have it unless the row says otherwise.
+    let usual = peer != Peer::Megatron2021 || recompute.contains("sequence parallel");
+    let sequence_parallel = split.tp > 1 && usual && !recompute.contains("no sequence");
     line(format_args!("sequence_parallel = {sequence_parallel}"));
     if split.pp > 1 {
         let chunks = chunks(&notes, layers, split.pp, &mut assumed);

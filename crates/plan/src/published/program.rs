@@ -2,7 +2,7 @@
 
 use super::peer::Described;
 use crate::plan::{prepare, settle_policy};
-use crate::{Machine, PlanError, Target};
+use crate::{Machine, Result, Target};
 use lockstep_compile::{Context, Estimator, Precision, Recompute, Recomputed};
 use lockstep_config::Config;
 use lockstep_ir::{Axis, DeviceProfile, Graph, Op, StepProgram};
@@ -54,7 +54,7 @@ pub fn compile(described: &Described, name: &str) -> Result<(Config, Vec<StepPro
 pub(super) fn built(described: &Described, name: &str) -> Result<Built, String> {
     let first_line = |error: &dyn std::fmt::Display| error.to_string().lines().next().unwrap_or_default().to_owned();
     let config = Config::parse(&described.toml, name, &[]).map_err(|error| first_line(&error))?;
-    let built = || -> Result<Built, PlanError> {
+    let built = || -> Result<Built> {
         let (forward, mut context, _) = prepare(&PeerMachine, &config, lockstep_model::build_form)?;
         settle_policy(&config, &forward, &mut context)?;
         let estimator = Estimator::new(&forward, &context)?;

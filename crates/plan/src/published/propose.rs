@@ -9,7 +9,7 @@ use super::row::{Row, Split};
 use super::stats::quantile;
 use crate::evaluate::evaluated;
 use crate::search::{LayoutChoice, SearchRequest, Trainer, search};
-use crate::{Evaluated, NoLayout, PlanError};
+use crate::{Evaluated, NoLayout, PlanError, Result, Room};
 use lockstep_config::Config;
 use lockstep_ir::{Layout, MeshAxis};
 use lockstep_sim::{Constants, Framework, Hardware, Terms};
@@ -59,7 +59,7 @@ pub fn proposals(
     constants: &Constants,
     threads: usize,
     progress: &dyn Fn(usize, usize),
-) -> Result<Vec<ProposedCell>, PlanError> {
+) -> Result<Vec<ProposedCell>> {
     let mut cells: BTreeMap<String, Vec<&Case>> = BTreeMap::new();
     let swept = |case: &&Case| case.is_clean() && case.peer.is_swept() && case.measured_s().is_some();
     for case in cases.iter().filter(swept) {
@@ -89,7 +89,7 @@ impl Case {
     }
 }
 
-fn proposed(cases: &[&Case], constants: &Constants, threads: usize) -> Result<ProposedCell, PlanError> {
+fn proposed(cases: &[&Case], constants: &Constants, threads: usize) -> Result<ProposedCell> {
     let Case { row, peer, framework, hardware, .. } = cases[0];
     let terms = constants.terms(framework, hardware);
     let trainer = PeerTrainer { row, peer: *peer, framework, hardware, terms };
@@ -104,19 +104,7 @@ fn proposed(cases: &[&Case], constants: &Constants, threads: usize) -> Result<Pr
     let (config, room) = (trainer.config()?, predict::room(&hardware.gpu));
     let mut wanted = PROPOSALS;
     let found = loop {
-        let request = SearchRequest {
-            machine: &PeerMachine,
-            config: &config,
-            gpus: row.gpus,
-            hardware,
-            room: &room,
-            free: true,
-            fixed: &["recompute.policy", "precision.gradients"],
-            trainer: Some(&trainer),
-            wanted,
-            threads,
-        };
-        let found = search(&request, &|_, _| {})?;
+        let found = search(&trainer.request(&config, &room, wanted, threads), &|_, _| {})?;
         let proposal = |choice: &LayoutChoice, predicted_s: f64| {
             let layout = name(&trainer.row_of(choice).split);
             Proposal { measured_s: measured.get(&layout).copied(), layout, predicted_s }
@@ -170,9 +158,25 @@ struct PeerTrainer<'a> {
 
 impl PeerTrainer<'_> {
     /// The run on one GPU, from which layouts are searched.
-    fn config(&self) -> Result<Config, PlanError> {
+    fn config(&self) -> Result<Config> {
         let alone = Split { tp: 1, pp: 1, dp: 1, cp: 1, zero: 0, micro_batch: Some(1), ..self.row.split };
         Ok(self.built(&Row { split: alone, ..self.row.clone() })?.0.config)
+    }
+
+    /// The search for its layouts, as many of the best as are wanted.
+    fn request<'a>(&'a self, config: &'a Config, room: &'a Room, wanted: usize, threads: usize) -> SearchRequest<'a> {
+        SearchRequest {
+            machine: &PeerMachine,
+            config,
+            gpus: self.row.gpus,
+            hardware: self.hardware,
+            room,
+            free: true,
+            fixed: &["recompute.policy", "precision.gradients"],
+            trainer: Some(self),
+            wanted,
+            threads,
+        }
     }
 
     /// A choice as a row of the sweep.
@@ -190,7 +194,7 @@ impl PeerTrainer<'_> {
         Row { split, ..self.row.clone() }
     }
 
-    fn built(&self, row: &Row) -> Result<(Built, Described), PlanError> {
+    fn built(&self, row: &Row) -> Result<(Built, Described)> {
         match describe(row, Some(self.peer)).map_err(refused)? {
             Description::Crashes(_, reason) => Err(refused(reason)),
             Description::Config(described) => Ok((built(&described, "proposal").map_err(refused)?, *described)),
@@ -215,7 +219,7 @@ impl Trainer for PeerTrainer<'_> {
         self.peer.cut(self.row, pp).ok().flatten()
     }
 
-    fn evaluate(&self, choice: &LayoutChoice) -> Result<Evaluated, PlanError> {
+    fn evaluate(&self, choice: &LayoutChoice) -> Result<Evaluated> {
         let row = self.row_of(choice);
         let (built, described) = self.built(&row)?;
         let work = Arc::new(Work::new(&built.programs, &described).map_err(refused)?);
@@ -260,18 +264,7 @@ mod tests {
         let terms = Constants::builtin().terms(framework, hardware);
         let trainer = PeerTrainer { row, peer: *peer, framework, hardware, terms };
         let (config, room) = (trainer.config().unwrap(), predict::room(&hardware.gpu));
-        let request = SearchRequest {
-            machine: &PeerMachine,
-            config: &config,
-            gpus: 16,
-            hardware,
-            room: &room,
-            free: true,
-            fixed: &["recompute.policy", "precision.gradients"],
-            trainer: Some(&trainer),
-            wanted: 5,
-            threads: 2,
-        };
+        let request = trainer.request(&config, &room, 5, 2);
         let found = search(&request, &|_, _| {}).unwrap();
         let all = every_choice(&request);
         assert!(all.len() > 50 && found.counts.legal == all.len() as u64, "{}", all.len());

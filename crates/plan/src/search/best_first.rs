@@ -11,7 +11,7 @@ use super::tally::Tally;
 use super::whole::exact;
 use super::{RankedLayout, SearchRequest, SearchResult};
 use crate::parallel::all_in_parallel;
-use crate::{Evaluated, PlanError};
+use crate::{Evaluated, PlanError, Result};
 use lockstep_compile::balanced_stages;
 use lockstep_config::{GradientPrecision, RecomputePolicy};
 use lockstep_ir::{ContextParallel, Layout, Schedule};
@@ -141,7 +141,7 @@ impl<'a> Search<'a> {
     }
 
     /// All keys, each with the time of the kernels of the most favourable one that splits matrices alike.
-    pub fn begin(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), PlanError> {
+    pub fn begin(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<()> {
         let gpus = self.request.gpus;
         let splits = self.space.splits();
         let (policies, gradients) = (self.space.policies(), self.space.gradients());
@@ -263,7 +263,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn costs_of(&self, choice: &LayoutChoice) -> Result<LayerCosts, PlanError> {
+    fn costs_of(&self, choice: &LayoutChoice) -> Result<LayerCosts> {
         layer_costs(self.request, choice, &self.terms, &self.framework)
     }
 
@@ -272,8 +272,8 @@ impl<'a> Search<'a> {
         &self,
         count: usize,
         progress: &(dyn Fn(u64, u64) + Sync),
-        each: &(dyn Fn(usize) -> Result<T, PlanError> + Sync),
-    ) -> Result<Vec<T>, PlanError> {
+        each: &(dyn Fn(usize) -> Result<T> + Sync),
+    ) -> Result<Vec<T>> {
         let counts = &self.tally.counts;
         let heard = |_| progress(counts.small, counts.compiled);
         all_in_parallel(count, self.request.threads, each, &heard).into_iter().collect()
@@ -286,7 +286,7 @@ impl<'a> Search<'a> {
     }
 
     /// Looks more closely at what may be the fastest; false where nothing is left to do.
-    pub fn round(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<bool, PlanError> {
+    pub fn round(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<bool> {
         let mut nodes = Vec::new();
         while nodes.len() < ROUND && self.queue.peek().is_some_and(|entry| !self.is_done(entry)) {
             let Some(Entry { node, .. }) = self.queue.pop() else { break };
@@ -360,7 +360,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn look(&self, node: &Node) -> Result<Looked, PlanError> {
+    fn look(&self, node: &Node) -> Result<Looked> {
         match *node {
             Node::Key(at) => Ok(Looked::Key(Box::new(self.costs_of(&self.alone(self.keys[at]))?))),
             Node::Pipe { key, pipe } => Ok(Looked::Choices(self.choices(key, pipe))),
@@ -378,7 +378,7 @@ impl<'a> Search<'a> {
     }
 
     /// A choice as its own small program has it.
-    pub(super) fn estimate(&self, choice: &LayoutChoice) -> Result<Bound, PlanError> {
+    pub(super) fn estimate(&self, choice: &LayoutChoice) -> Result<Bound> {
         let (split, pipe, data) = parts(choice);
         let LayoutChoice { micro_batch, recompute, gradients, .. } = *choice;
         let key = Key { split, micro_batch, recompute, gradients, apart: pipe.schedule.separates_weight_grads() };
@@ -453,7 +453,7 @@ impl<'a> Search<'a> {
         self.lists.push(list);
     }
 
-    pub fn end(mut self) -> Result<SearchResult, PlanError> {
+    pub fn end(mut self) -> Result<SearchResult> {
         if self.best.is_empty() {
             return Err(PlanError::NoLayout(Box::new(self.tally.nothing_fits(self.request))));
         }

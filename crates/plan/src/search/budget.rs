@@ -7,7 +7,7 @@ use super::best_first::Search;
 use super::bound::Bound;
 use super::whole::exact;
 use super::{LayoutChoice, RankedLayout, SIMPLER};
-use crate::PlanError;
+use crate::{PlanError, Result};
 use lockstep_config::RecomputePolicy;
 
 /// Choices that are estimated under all policies, and those of them that are compiled under a budget.
@@ -27,7 +27,7 @@ impl Search<'_> {
     }
 
     /// Ranks what is faster under a budget than the best that fits without one.
-    pub fn under_budgets(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), PlanError> {
+    pub fn under_budgets(&mut self, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<()> {
         let searched = self.request.trainer.is_none() && !self.space.is_fixed("recompute.policy");
         let Some(best) = self.best.first().filter(|_| searched) else { return Ok(()) };
         let to_beat = best.evaluated.forecast.step_s * (1.0 - SIMPLER);

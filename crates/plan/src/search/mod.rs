@@ -29,11 +29,11 @@ pub use simple::SIMPLER;
 pub use tally::{Rejection, SearchCounts};
 pub use whole::{at_layout, every_choice};
 
-use crate::PlanError;
+use crate::Result;
 use best_first::Search;
 
 /// Finds the fastest layouts. `progress` hears how many small programs and how many whole ones are compiled.
-pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<SearchResult, PlanError> {
+pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<SearchResult> {
     let mut search = Search::new(request);
     search.begin(progress)?;
     while search.round(progress)? {}

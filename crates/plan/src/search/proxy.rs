@@ -3,7 +3,7 @@
 
 use super::LayoutChoice;
 use crate::plan::{prepare, settle_policy};
-use crate::{PlanError, SearchRequest};
+use crate::{Result, SearchRequest};
 use lockstep_compile::Estimator;
 use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::Schedule;
@@ -102,7 +102,7 @@ pub(super) fn layer_costs(
     choice: &LayoutChoice,
     terms: &Terms,
     framework: &Framework,
-) -> Result<LayerCosts, PlanError> {
+) -> Result<LayerCosts> {
     let config = small(request.config, choice);
     let (forward, mut context, _) = prepare(request.machine, &config, lockstep_model::build_form)?;
     settle_policy(&config, &forward, &mut context)?;

@@ -1,7 +1,7 @@
 //! What a search is asked for, and what it gives.
 
 use super::{LayoutChoice, Rejection, SearchCounts};
-use crate::{Evaluated, Machine, PlanError, Room};
+use crate::{Evaluated, Machine, Result, Room};
 use lockstep_config::Config;
 use lockstep_ir::Layout;
 use lockstep_sim::{Framework, Hardware, Terms};
@@ -68,5 +68,5 @@ pub trait Trainer: Sync {
     fn stages(&self, pp: usize) -> Option<Vec<usize>>;
 
     /// A choice compiled whole and simulated; the bytes of its stages are those that the framework needs.
-    fn evaluate(&self, choice: &LayoutChoice) -> Result<Evaluated, PlanError>;
+    fn evaluate(&self, choice: &LayoutChoice) -> Result<Evaluated>;
 }

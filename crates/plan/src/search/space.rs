@@ -97,7 +97,7 @@ impl<'a> Space<'a> {
     pub fn splits(&self) -> Vec<Split> {
         let p = &self.config.parallel;
         let seq = self.config.train.seq;
-        let sizes = |most: usize| divisors(self.gpus).into_iter().filter(move |n| *n <= most);
+        let sizes = |most: usize| legal::divisors(self.gpus).into_iter().filter(move |n| *n <= most);
         let mut all = Vec::new();
         for cp in self.values("parallel.cp", p.cp, sizes((seq / LEAST_TOKENS).max(1))) {
             let contexts: &[ContextParallel] = if cp == 1 { &[ContextParallel::Ring] } else { &ContextParallel::ALL };
@@ -127,7 +127,7 @@ impl<'a> Space<'a> {
     pub fn pipes(&self, gpus: usize) -> Vec<Pipe> {
         let (p, layers) = (&self.config.parallel, self.config.model.layers);
         let mut all = Vec::new();
-        let sizes = divisors(gpus).into_iter().filter(|pp| *pp <= layers);
+        let sizes = legal::divisors(gpus).into_iter().filter(|pp| *pp <= layers);
         for pp in self.values("parallel.pp", p.pp, sizes) {
             let schedules = Schedule::ALL.into_iter().filter(|s| !dominated(*s));
             let schedules = schedules.filter(|s| pp > 1 || *s == Schedule::USUAL);
@@ -151,7 +151,7 @@ impl<'a> Space<'a> {
     pub fn data(&self, ranks: usize, Split { cp, ep, .. }: Split) -> Vec<Data> {
         let p = &self.config.parallel;
         let mut all = Vec::new();
-        for replicate in self.values("parallel.dp_replicate", p.dp_replicate, divisors(ranks)) {
+        for replicate in self.values("parallel.dp_replicate", p.dp_replicate, legal::divisors(ranks)) {
             if !ranks.is_multiple_of(replicate * ep) {
                 continue;
             }
@@ -314,13 +314,4 @@ impl Pipe {
         let mesh = Mesh::ONE.with(MeshAxis::Pp, self.pp);
         Layout { mesh, schedule: self.schedule, chunks: self.chunks, ..Layout::single(1) }
     }
-}
-
-/// The divisors of a number, from the least.
-pub(super) fn divisors(n: usize) -> Vec<usize> {
-    let small = (1..).take_while(|d| d * d <= n).filter(|d| n.is_multiple_of(*d));
-    let mut all: Vec<usize> = small.flat_map(|d| [d, n / d]).collect();
-    all.sort_unstable();
-    all.dedup();
-    all
 }

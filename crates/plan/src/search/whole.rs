@@ -4,7 +4,7 @@ use super::bound::parts;
 use super::space::Space;
 use super::{LayoutChoice, RankedLayout, SearchRequest};
 use crate::parallel::all_in_parallel;
-use crate::{Evaluated, PlanError, Rates, evaluate};
+use crate::{Evaluated, Rates, Result, evaluate};
 use lockstep_ir::Layout;
 
 /// Every choice that divides, in no order that means anything: what a search without bounds would look at.
@@ -30,7 +30,7 @@ pub fn every_choice(request: &SearchRequest) -> Vec<LayoutChoice> {
 
 /// The fastest that a layout is with any micro-batch, recompute policy and type of gradients that the config leaves open; where
 /// none fits, the one that needs least. None where it does not divide the batch.
-pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<RankedLayout>, PlanError> {
+pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<RankedLayout>> {
     let space = Space::new(request);
     let (split, _, data) = parts(&LayoutChoice { layout: *layout, ..LayoutChoice::of(request.config) });
     let ranks = data.replicate * data.shard * split.ep;
@@ -55,10 +55,7 @@ pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<Rank
     for (choice, evaluated) in all.into_iter().zip(found) {
         let evaluated = evaluated?;
         let verdict = request.room.verdict(&evaluated.stages, request.gpus);
-        let rank = match verdict.fits {
-            true => (false, evaluated.forecast.step_s),
-            false => (true, verdict.planned_bytes as f64),
-        };
+        let rank = if verdict.fits { (false, evaluated.forecast.step_s) } else { (true, verdict.planned_bytes as f64) };
         if best.as_ref().is_none_or(|(known, _)| rank < *known) {
             best = Some((rank, RankedLayout { choice, evaluated }));
         }
@@ -67,7 +64,7 @@ pub fn at_layout(request: &SearchRequest, layout: &Layout) -> Result<Option<Rank
 }
 
 /// A choice compiled whole, and simulated.
-pub(super) fn exact(request: &SearchRequest, choice: &LayoutChoice) -> Result<Evaluated, PlanError> {
+pub(super) fn exact(request: &SearchRequest, choice: &LayoutChoice) -> Result<Evaluated> {
     match request.trainer {
         Some(trainer) => trainer.evaluate(choice),
         None => {

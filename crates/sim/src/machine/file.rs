@@ -1,7 +1,7 @@
 //! A machine's profile as a data file.
 
 use super::{Family, MachineProfile, Point, Setting, Table};
-use crate::SimError;
+use crate::{Result, SimError};
 use lockstep_ir::{Collective, DType, OpKind};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -50,12 +50,8 @@ fn dtype(name: &str) -> Option<DType> {
 
 impl MachineProfile {
     /// Reads a file; what is wrong with it is named by line.
-    pub fn parse(file: &str, text: &str) -> Result<Self, SimError> {
-        let refuse = |reason: String| SimError::File {
-            file: file.to_owned(),
-            reason,
-            hint: "measure it again: lockstep bench --save NAME".into(),
-        };
+    pub fn parse(file: &str, text: &str) -> Result<Self> {
+        let refuse = |reason: String| SimError::file(file, reason, "measure it again: lockstep bench --save NAME");
         let at = |span: std::ops::Range<usize>, reason: String| {
             let line = 1 + text.as_bytes().iter().take(span.start).filter(|b| **b == b'\n').count();
             refuse(format!("line {line}: {reason}"))
@@ -103,18 +99,12 @@ impl MachineProfile {
         let _ = writeln!(text, "saved_unix_s = {}", self.saved_unix_s);
         for s in &self.settings {
             let rates: Vec<String> = s.flops_per_s.iter().map(|(d, rate)| format!("{d} = {:?}", rate / 1e9)).collect();
+            let Setting { ranks, threads, units, slowdown, overlap_cost, .. } = s;
+            let (memory, matmul, gap) = (s.bytes_per_s / 1e9, rates.join(", "), s.kernel_gap_s * 1e6);
             let _ = writeln!(
                 text,
-                "\n[[setting]]\nranks = {}\nthreads = {}\nunits = {}\nmemory_gb_per_s = {:?}\nmatmul_gflops = {{ {} }}\n\
-                 kernel_gap_us = {:?}\nslowdown = {:?}\noverlap_cost = {:?}",
-                s.ranks,
-                s.threads,
-                s.units,
-                s.bytes_per_s / 1e9,
-                rates.join(", "),
-                s.kernel_gap_s * 1e6,
-                s.slowdown,
-                s.overlap_cost,
+                "\n[[setting]]\nranks = {ranks}\nthreads = {threads}\nunits = {units}\nmemory_gb_per_s = {memory:?}\n\
+                 matmul_gflops = {{ {matmul} }}\nkernel_gap_us = {gap:?}\nslowdown = {slowdown:?}\noverlap_cost = {overlap_cost:?}"
             );
             for table in &s.tables {
                 table.write(&mut text);
@@ -125,7 +115,7 @@ impl MachineProfile {
 }
 
 impl TableEntry {
-    fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table, SimError> {
+    fn read(self, at: &dyn Fn(std::ops::Range<usize>, String) -> SimError) -> Result<Table> {
         let (op, span) = (self.op.get_ref().clone(), self.op.span());
         let collective = Collective::ALL.iter().any(|pattern| pattern.name() == op);
         if !collective && !OpKind::ALL.iter().flat_map(|kind| kind.rows()).any(|row| row.name == op) {

@@ -3,7 +3,7 @@
 //! Processes agree on how far their saves are at steps alone.
 
 use super::snapshot::{Snapshot, Writing};
-use crate::TrainError;
+use crate::Result;
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, require_space};
 use lockstep_exec::{ExecError, World};
 use lockstep_ir::Hint;
@@ -149,7 +149,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 impl Saver {
     /// Takes the memory for a snapshot. All processes do this together.
-    pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self, TrainError> {
+    pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self> {
         let snapshot = Snapshot::new(world, tensors)?;
         let processes = world.exchange("save", &[])?.len();
         Ok(Self { snapshot_bytes: snapshot.bytes(), snapshot: Some(snapshot), in_flight: None, processes })
@@ -161,7 +161,7 @@ impl Saver {
     }
 
     /// Copies what the ranks have now and begins to write it, `bytes` on all of them. Nothing else may be under way.
-    pub(crate) fn begin(&mut self, world: &dyn World, request: SaveRequest, bytes: u64) -> Result<(), TrainError> {
+    pub(crate) fn begin(&mut self, world: &dyn World, request: SaveRequest, bytes: u64) -> Result<()> {
         let begun = Instant::now();
         let (Some(mut snapshot), None) = (self.snapshot.take(), &self.in_flight) else {
             return Err(ExecError::Internal("two checkpoints are saved at once".into()).into());
@@ -202,12 +202,7 @@ impl Saver {
     }
 
     /// The draft that the first process begins, for all of them, or why there is none.
-    fn join_draft(
-        &self,
-        world: &dyn World,
-        request: &SaveRequest,
-        bytes: u64,
-    ) -> Result<Result<Draft, SaveFailure>, TrainError> {
+    fn join_draft(&self, world: &dyn World, request: &SaveRequest, bytes: u64) -> Result<Result<Draft, SaveFailure>> {
         let SaveRequest { dir, step, .. } = request;
         if world.process() > 0 {
             let told = first(world.exchange("save", &[])?);
@@ -227,7 +222,7 @@ impl Saver {
     }
 
     /// Looks at the save under way, and says how it ended if it has. All processes look at the same points.
-    pub(crate) fn poll(&mut self, world: &dyn World) -> Result<Option<SaveEnd>, TrainError> {
+    pub(crate) fn poll(&mut self, world: &dyn World) -> Result<Option<SaveEnd>> {
         let Some(mut save) = self.in_flight.take() else { return Ok(None) };
         let (step, begun, stall_s) = (save.request.step, save.begun, save.stall_s);
         let saved = |(path, mirror_failed): Published| {
@@ -303,7 +298,7 @@ impl Saver {
         &self,
         world: &dyn World,
         result: Result<Draft, CheckpointError>,
-    ) -> Result<Result<Option<Draft>, (usize, SaveFailure)>, TrainError> {
+    ) -> Result<Result<Option<Draft>, (usize, SaveFailure)>> {
         let mut draft = None;
         let told = match result {
             Err(error) => SaveFailure::from(error).told(),
@@ -330,11 +325,7 @@ impl Saver {
 
     /// Waits for the save under way, if there is one. `progress` hears the bytes that this process has written and those that it
     /// writes.
-    pub(crate) fn wait(
-        &mut self,
-        world: &dyn World,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Option<SaveEnd>, TrainError> {
+    pub(crate) fn wait(&mut self, world: &dyn World, progress: &mut dyn FnMut(u64, u64)) -> Result<Option<SaveEnd>> {
         loop {
             let end = self.poll(world)?;
             let Some(save) = &self.in_flight else { return Ok(end) };
@@ -360,7 +351,7 @@ impl Drop for Saver {
     }
 }
 
-fn spawn<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>, TrainError> {
+fn spawn<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
     let thread = std::thread::Builder::new().name("lockstep-save".into());
     Ok(thread.spawn(work).map_err(|error| ExecError::Threads(1, error))?)
 }

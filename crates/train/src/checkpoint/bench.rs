@@ -3,7 +3,7 @@
 
 use super::background::{SaveEnd, SaveRequest};
 use crate::schedule::step_scalars;
-use crate::{Session, TrainError};
+use crate::{Result, Session};
 use lockstep_checkpoint::Keep;
 use lockstep_config::Config;
 use lockstep_exec::copy;
@@ -47,7 +47,7 @@ pub fn bench_checkpoint(
     dir: &Path,
     rounds: usize,
     show: &mut dyn FnMut(&str),
-) -> Result<CheckpointBench, TrainError> {
+) -> Result<CheckpointBench> {
     let plan = plan(devices, config)?;
     let mut session = Session::new(devices, config, &plan)?;
     let bytes = plan.checkpoint_bytes();

@@ -1,6 +1,6 @@
 //! `checkpoint.every = "auto"`: the interval that loses the least time, from what the run has measured or what is predicted.
 
-use crate::{StepMetrics, TrainError};
+use crate::{Result, StepMetrics};
 use lockstep_config::{Config, SaveEvery};
 use lockstep_host::{Devices, predict};
 use lockstep_ir::units;
@@ -16,14 +16,14 @@ pub(crate) fn with_checkpoint_interval(
     config: &Config,
     plan: &Plan,
     dir: &Path,
-) -> Result<Option<(Config, String)>, TrainError> {
+) -> Result<Option<(Config, String)>> {
     let SaveEvery::Auto = config.checkpoint.every else { return Ok(None) };
     let (steps, how) = devices.team().told("checkpoint interval", || found(devices, config, plan, dir))?;
     let line = format!("checkpoint.every = {steps}: {how}");
     Ok(Some((config.with_checkpoint_every(steps, &how), line)))
 }
 
-fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<(u64, String), TrainError> {
+fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<(u64, String)> {
     let rate = FailureRate::builtin();
     let nodes = devices.nodes();
     let (step_s, step_by) = match (measured_step(dir), predict(devices, plan)) {
@@ -42,15 +42,11 @@ fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<
     };
     let interval = rate.interval(nodes, save_s);
     let (steps, lost) = interval.steps(step_s);
+    let [work, step, save] = [steps as f64 * step_s, step_s, save_s].map(units::seconds);
+    let (days, plural, lost) = (interval.mtbf_s / 86_400.0, if nodes == 1 { "" } else { "s" }, 100.0 * lost);
     let how = format!(
-        "{} of work, with steps of {} ({step_by}), saves of {} ({save_by}) and a failure in {:.0} days of {nodes} node{} \
-         (published); {:.2}% of the time lost",
-        units::seconds(steps as f64 * step_s),
-        units::seconds(step_s),
-        units::seconds(save_s),
-        interval.mtbf_s / 86_400.0,
-        if nodes == 1 { "" } else { "s" },
-        100.0 * lost
+        "{work} of work, with steps of {step} ({step_by}), saves of {save} ({save_by}) and a failure in {days:.0} days of {nodes} \
+         node{plural} (published); {lost:.2}% of the time lost"
     );
     Ok((steps, how))
 }

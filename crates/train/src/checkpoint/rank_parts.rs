@@ -3,7 +3,7 @@
 //! Opening a checkpoint proves that the slices make up every tensor, and readers see whole tensors. So a run
 //! resumes in any other layout.
 
-use crate::TrainError;
+use crate::Result;
 use lockstep_checkpoint::{Draft, PartRef, Slice, TensorBytes};
 use lockstep_exec::{ExecError, Executor, World};
 use lockstep_infer::state::{self, GROUPS, Part};
@@ -24,7 +24,7 @@ pub(crate) fn write(
     tensors: &[Tensor],
     draft: &Draft,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<(), TrainError> {
+) -> Result<()> {
     let total = state::bytes_of(tensors);
     let (mesh, programs) = (world.mesh(), world.programs());
     let (written, mut done) = (AtomicU64::new(0), 0);
@@ -41,7 +41,7 @@ pub(crate) fn write(
         }
         Ok(())
     };
-    let results: Vec<Result<(), TrainError>> = of_each(world, write_rank, &mut || {
+    let results: Vec<Result<()>> = of_each(world, write_rank, &mut || {
         let now = written.load(Ordering::Relaxed);
         if std::mem::replace(&mut done, now) != now {
             progress(now, total);

@@ -4,7 +4,7 @@
 //! fills the same bytes from there.
 
 use super::rank_parts::{RankPart, of_each, of_rank};
-use crate::TrainError;
+use crate::{Result, TrainError};
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
 use lockstep_exec::{ExecError, Executor, HostBytes, World, cpu};
 use lockstep_infer::state::GROUPS;
@@ -52,7 +52,7 @@ impl Writing {
 
 impl Snapshot {
     /// Takes the memory for what the ranks of this process hold, and touches all of it: the first copy is as fast as the others.
-    pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self, TrainError> {
+    pub(crate) fn new(world: &dyn World, tensors: &[Tensor]) -> Result<Self> {
         let (mesh, programs) = (world.mesh(), world.programs());
         let make = |at: Coordinates, executor: &dyn Executor| {
             let mut end = 0;
@@ -69,7 +69,7 @@ impl Snapshot {
             let bytes = executor.host_memory(end).ok_or(TrainError::NoSnapshot { bytes: end as u64 })?;
             Ok(RankSnapshot { rank, parts, bytes })
         };
-        let ranks = of_each(world, make, &mut || {})?.into_iter().collect::<Result<Vec<_>, TrainError>>()?;
+        let ranks = of_each(world, make, &mut || {})?.into_iter().collect::<Result<Vec<_>>>()?;
         Ok(Self { ranks, whole: mesh.ranks() == 1 })
     }
 
@@ -79,7 +79,7 @@ impl Snapshot {
     }
 
     /// Copies what the ranks have now.
-    pub(crate) fn fill(&mut self, world: &dyn World) -> Result<(), TrainError> {
+    pub(crate) fn fill(&mut self, world: &dyn World) -> Result<()> {
         let mesh = world.mesh();
         let ranks: Vec<_> = self.ranks.iter_mut().map(|rank| (rank.rank, Mutex::new(rank))).collect();
         // Ranks have different shares: one that is done leaves its cores to the others.

@@ -2,9 +2,9 @@
 //! which stay, and where else they go.
 
 use super::{Run, RunOptions};
-use crate::TrainError;
 use crate::checkpoint::{SaveEnd, SaveFailure, SaveRequest};
-use crate::event::Event;
+use crate::event::{Event, Show};
+use crate::{Result, TrainError};
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
 use lockstep_config::Config;
 use lockstep_infer::{ATTACHMENT, InferError, TOKENIZER};
@@ -21,12 +21,7 @@ pub(crate) fn places(config: &Config, run_dir: &Path) -> Vec<PathBuf> {
 }
 
 /// Looks at the disk before a run starts: one checkpoint must fit, and those that stay at a time should.
-pub(crate) fn look_at_disk(
-    places: &[PathBuf],
-    bytes: u64,
-    config: &Config,
-    show: &mut dyn FnMut(Event),
-) -> Result<(), TrainError> {
+pub(crate) fn look_at_disk(places: &[PathBuf], bytes: u64, config: &Config, show: Show) -> Result<()> {
     for (place, dir) in places.iter().enumerate() {
         match require_space(dir, bytes) {
             Err(error) if place == 0 => return Err(error.into()),
@@ -78,7 +73,7 @@ pub(super) struct Checkpoints {
 impl Run<'_> {
     /// Decides whether a checkpoint is due after this step because of the time that has passed. All processes do this before the next
     /// step is queued.
-    pub(super) fn look_at_time(&mut self, step: u64) -> Result<(), TrainError> {
+    pub(super) fn look_at_time(&mut self, step: u64) -> Result<()> {
         let Some(minutes) = self.config.checkpoint.every_minutes else { return Ok(()) };
         let passed =
             self.checkpoints.last.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
@@ -130,7 +125,7 @@ impl Run<'_> {
     }
 
     /// Saves the last step. Where there is a snapshot, steps wait for that one alone, and for the save before it.
-    pub(super) fn save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    pub(super) fn save(&mut self, show: Show) -> Result<()> {
         self.await_save(show)?;
         // What could not be written in the background is written here, or ends the run.
         if self.checkpoints.again || self.session.snapshot_bytes().is_none() {
@@ -142,7 +137,7 @@ impl Run<'_> {
     }
 
     /// Saves the last step while steps wait: in the first place that takes it.
-    pub(super) fn save_now(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    pub(super) fn save_now(&mut self, show: Show) -> Result<()> {
         let (step, mut causes) = (self.outcome.step, Vec::new());
         self.checkpoints.last = Instant::now();
         for place in self.checkpoints.places.clone() {
@@ -160,11 +155,7 @@ impl Run<'_> {
     }
 
     /// Saves the last step in one place, or says why it cannot be.
-    fn save_at(
-        &mut self,
-        request: SaveRequest,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Result<(), SaveFailure>, TrainError> {
+    fn save_at(&mut self, request: SaveRequest, show: Show) -> Result<Result<(), SaveFailure>> {
         let begun = Instant::now();
         let step = request.step;
         let progress = &mut |done, total| show(Event::Saving { done, total });
@@ -198,13 +189,13 @@ impl Run<'_> {
     }
 
     /// Waits for the save under way, if there is one.
-    pub(super) fn await_save(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    pub(super) fn await_save(&mut self, show: Show) -> Result<()> {
         let end = self.session.wait_save(&mut |done, total| show(Event::Saving { done, total }))?;
         end.map_or(Ok(()), |end| self.save_ended(end, show))
     }
 
     /// Tells what came of a save in the background.
-    pub(super) fn save_ended(&mut self, end: SaveEnd, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    pub(super) fn save_ended(&mut self, end: SaveEnd, show: Show) -> Result<()> {
         match end {
             SaveEnd::Saved { step, path, stall_s, save_s, mirror_failed } => {
                 self.saved(step, path, (stall_s, save_s), mirror_failed, show)
@@ -236,8 +227,8 @@ impl Run<'_> {
         path: PathBuf,
         (stall_s, save_s): (f64, f64),
         mirror_failed: Option<String>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<(), TrainError> {
+        show: Show,
+    ) -> Result<()> {
         let [stall_s, save_s] = [stall_s, save_s].map(|seconds| (seconds * 1e6).round() / 1e6);
         self.dir.event("checkpoint", json!({ "step": step, "stall_s": stall_s, "save_s": save_s }))?;
         show(Event::Saved { step, path: &path });

@@ -1,9 +1,9 @@
 //! What a run evaluates between its steps: validation, and tasks.
 
 use super::{LOOK_EVERY, Run};
-use crate::TrainError;
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
+use crate::{Result, TrainError};
 use lockstep_data::Sampler;
 use lockstep_host::StopSignal;
 use lockstep_infer::{InferError, TaskFile, TaskRequests};
@@ -28,12 +28,7 @@ impl Run<'_> {
     }
 
     /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.
-    pub(super) fn score_tasks(
-        &mut self,
-        line: &mut StepMetrics,
-        stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<bool, TrainError> {
+    pub(super) fn score_tasks(&mut self, line: &mut StepMetrics, stop: &StopSignal<'_>, show: Show) -> Result<bool> {
         if !self.scores_tasks(line.step) {
             return Ok(true);
         }
@@ -71,12 +66,7 @@ impl Run<'_> {
 
     /// Validates after a step, and says in its line what came of it: nothing if the run is to stop before that is done. Where experts have too little room for
     /// what is validated, the step, which had enough, is saved first.
-    pub(super) fn validate_after(
-        &mut self,
-        line: &mut StepMetrics,
-        stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<(), TrainError> {
+    pub(super) fn validate_after(&mut self, line: &mut StepMetrics, stop: &StopSignal<'_>, show: Show) -> Result<()> {
         let validated = self.validate(stop, show);
         if let Err(TrainError::Infer(InferError::EvaluationBound { rows, .. })) = validated {
             line.rows_beyond = Some(rows);
@@ -89,11 +79,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    pub(super) fn validate(
-        &mut self,
-        stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Option<f64>, TrainError> {
+    pub(super) fn validate(&mut self, stop: &StopSignal<'_>, show: Show) -> Result<Option<f64>> {
         let Some((sampler, sequences)) = &self.evaluations.samples else { return Ok(None) };
         let seq = self.config.train.seq as u64;
         let total = sequences * seq;

@@ -1,7 +1,7 @@
 //! What a run reads: its data, their tokenizer, and tasks.
 
-use crate::TrainError;
-use crate::event::Event;
+use crate::event::{Event, Show};
+use crate::{Result, TrainError};
 use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_data::{DataError, Progress, Sampler};
@@ -35,8 +35,8 @@ impl RunInput {
         dir: &Path,
         (found, initial): (&LatestCheckpoint, Option<&InitialWeights>),
         stop: &StopSignal<'_>,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Self, TrainError> {
+        show: Show,
+    ) -> Result<Self> {
         // A run with checkpoints keeps the data it started with; before that, changed files are prepared anew.
         let started = found.loaded.is_some() || list(&dir.join("checkpoints")).is_ok_and(|l| !l.is_empty());
         let existing = if started { Existing::Keep } else { Existing::Refresh };

@@ -6,12 +6,11 @@
 use super::status::RunStatus;
 use super::step::Step;
 use super::{Run, start};
-use crate::TrainError;
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::spikes::{self, RollBack, SkippedStep};
+use crate::{Result, TrainError};
 use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
 use lockstep_infer::InitialWeights;
-use lockstep_telemetry::SinkChoice;
 use serde_json::json;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -22,7 +21,7 @@ const MOST_SKIPPED: u64 = 3;
 
 impl Run<'_> {
     /// Takes in whether a step's update was applied, and tells where it was not. Gives whether that was once too often.
-    pub(super) fn look_for_spikes(&mut self, done: &Step, show: &mut dyn FnMut(Event)) -> Result<bool, TrainError> {
+    pub(super) fn look_for_spikes(&mut self, done: &Step, show: Show) -> Result<bool> {
         let rules = &self.config.spikes;
         let (loss, grad_norm) = (done.line.loss, done.line.grad_norm);
         if done.applied {
@@ -49,7 +48,7 @@ impl Run<'_> {
     ///
     /// A kill at any moment of this changes nothing: until the roll-back is recorded, the run comes from the checkpoint to the same steps
     /// again, and from then on it goes on from there as it does here.
-    pub(super) fn roll_back(&mut self, show: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+    pub(super) fn roll_back(&mut self, show: Show) -> Result<()> {
         let (step, skipped, before) =
             (self.outcome.step, self.status.spikes.skipped.clone(), self.status.spikes.roll_backs.clone());
         let (Some(first), Some(last)) = (skipped.first(), skipped.last()) else { return Ok(()) };
@@ -102,8 +101,7 @@ impl Run<'_> {
             RunStatus { pending: self.status.pending.take(), ..RunStatus::of(found.as_ref(), self.config, roll_backs) };
         (self.outcome.step, self.checkpoints.validated, self.checkpoints.timed) = (step, None, None);
         self.outcome.checkpoint = found.map(|loaded| loaded.path);
-        let sinks = &self.config.telemetry;
-        let failed = self.dir.go_back(SinkChoice { tensorboard: sinks.tensorboard, csv: sinks.csv }, step)?;
+        let failed = self.dir.go_back(self.config, step)?;
         start::warn_of_sinks(&mut self.dir, failed, step, show)?;
         let Some(done) = self.status.spikes.roll_backs.last() else { return Ok(()) };
         show(Event::RolledBack(done));

@@ -5,10 +5,10 @@ use super::evaluate::Evaluations;
 use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
-use crate::event::Event;
+use crate::event::{Event, Show};
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
-use crate::{TrainError, learning_rate, settled, spikes};
+use crate::{Result, TrainError, learning_rate, settled, spikes};
 use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_cuda::Gpu;
@@ -22,7 +22,7 @@ use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
 use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
-use lockstep_telemetry::{FailedSink, SinkChoice};
+use lockstep_telemetry::FailedSink;
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -31,7 +31,7 @@ pub(crate) fn resume(
     devices: &Devices,
     config: &Config,
     options: &RunOptions,
-) -> Result<(LatestCheckpoint, ResumePlan), TrainError> {
+) -> Result<(LatestCheckpoint, ResumePlan)> {
     let places = checkpoint::places(config, &options.dir);
     let found = match options.resume_from {
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
@@ -73,8 +73,8 @@ pub(super) fn start<'a>(
     found: LatestCheckpoint,
     options: &RunOptions,
     stop: &StopSignal<'_>,
-    show: &mut dyn FnMut(Event),
-) -> Result<Run<'a>, TrainError> {
+    show: Show,
+) -> Result<Run<'a>> {
     let (config, team) = (&course.config, devices.team());
     announce(course, devices, &found, options, show);
     let initial = initial_weights(config, &found, show)?;
@@ -192,13 +192,7 @@ pub(super) fn start<'a>(
 }
 
 /// Says what is known before anything is opened.
-fn announce(
-    course: &ResumePlan,
-    devices: &Devices,
-    found: &LatestCheckpoint,
-    options: &RunOptions,
-    show: &mut dyn FnMut(Event),
-) {
+fn announce(course: &ResumePlan, devices: &Devices, found: &LatestCheckpoint, options: &RunOptions, show: Show) {
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = devices.not_taken(&course.config) {
         show(Event::Warning(&why));
@@ -211,11 +205,7 @@ fn announce(
 }
 
 /// The weights that a new run begins with, where the config names some. A run that goes on has weights of its own.
-fn initial_weights(
-    config: &Config,
-    found: &LatestCheckpoint,
-    show: &mut dyn FnMut(Event),
-) -> Result<Option<InitialWeights>, TrainError> {
+fn initial_weights(config: &Config, found: &LatestCheckpoint, show: Show) -> Result<Option<InitialWeights>> {
     if found.loaded.is_some() {
         return Ok(None);
     }
@@ -242,13 +232,7 @@ struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    fn load(
-        config: &Config,
-        plan: &Plan,
-        devices: &Devices,
-        train: &Sampler,
-        show: &mut dyn FnMut(Event),
-    ) -> Result<Self, TrainError> {
+    fn load(config: &Config, plan: &Plan, devices: &Devices, train: &Sampler, show: Show) -> Result<Self> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
         let peak = team.told("measure", || devices.matmul_peak(plan))?;
@@ -293,7 +277,7 @@ struct RecordedStart<'a> {
 
 impl RecordedStart<'_> {
     /// Writes it, and says what changes. Gives what is predicted of a step.
-    fn write(&self, dir: &mut RunDir, show: &mut dyn FnMut(Event)) -> Result<Option<Prediction>, TrainError> {
+    fn write(&self, dir: &mut RunDir, show: Show) -> Result<Option<Prediction>> {
         let Self { course, plan, devices, options, step, status, input } = *self;
         let (config, team) = (&course.config, devices.team());
         let (later, aside) = match options.resume_from {
@@ -334,8 +318,7 @@ impl RecordedStart<'_> {
         let roll_backs = &status.spikes.roll_backs;
         dir.roll_backs(!roll_backs.is_empty(), &spikes::written(roll_backs))?;
         dir.started(&begun_by, options.started_by.given.as_deref())?;
-        let choice = SinkChoice { tensorboard: config.telemetry.tensorboard, csv: config.telemetry.csv };
-        let failed = dir.open_sinks(choice, written);
+        let failed = dir.open_sinks(config, written);
         warn_of_sinks(dir, failed, step, show)?;
         if let Some(to) = &aside {
             show(Event::SetAside { step, later: &later, to });
@@ -374,12 +357,7 @@ fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
 }
 
 /// Says which sinks get nothing more, and why; the run needs none of them.
-pub(super) fn warn_of_sinks(
-    dir: &mut RunDir,
-    failed: Vec<FailedSink>,
-    step: u64,
-    show: &mut dyn FnMut(Event),
-) -> Result<(), TrainError> {
+pub(super) fn warn_of_sinks(dir: &mut RunDir, failed: Vec<FailedSink>, step: u64, show: Show) -> Result<()> {
     for FailedSink { name, error } in failed {
         let path = dir.path().join(name);
         show(Event::Warning(&format!(

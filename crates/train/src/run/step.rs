@@ -1,7 +1,6 @@
 //! One step: given to the executor, and what came of it.
 
 use super::Run;
-use crate::TrainError;
 use crate::analysis::MeasuredStep;
 use crate::loads::ExpertMetrics;
 use crate::loss_scale::LossScale;
@@ -10,6 +9,7 @@ use crate::noise::Measured;
 use crate::profile::ProfiledStep;
 use crate::schedule::{learning_rate, step_scalars};
 use crate::session::QueuedStep;
+use crate::{Result, TrainError};
 use lockstep_config::Batch;
 use lockstep_cuda::Gpu;
 use lockstep_exec::DeviceTime;
@@ -67,7 +67,7 @@ impl Run<'_> {
     }
 
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
-    pub(super) fn queue(&mut self, before: u64, behind: bool) -> Result<Queued, TrainError> {
+    pub(super) fn queue(&mut self, before: u64, behind: bool) -> Result<Queued> {
         let start = Instant::now();
         let mut batch = self.batches.at(before);
         batch.first_sample += self.status.spikes.left_out(before);
@@ -117,13 +117,10 @@ impl Run<'_> {
 
     /// An error with the step that it came in, where numbers are looked at.
     pub(super) fn in_step(&self, step: u64, error: TrainError) -> TrainError {
-        match self.debug_nans {
-            true => TrainError::InStep { step, error: Box::new(error) },
-            false => error,
-        }
+        if self.debug_nans { TrainError::InStep { step, error: Box::new(error) } } else { error }
     }
 
-    pub(super) fn finish(&mut self, queued: Queued) -> Result<Step, TrainError> {
+    pub(super) fn finish(&mut self, queued: Queued) -> Result<Step> {
         let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, prompts_alone: _ } =
             queued;
         let result = self.session.finish(work)?;

@@ -1,7 +1,7 @@
 //! The state of a session from a checkpoint, and into one: while steps wait, or in the background.
 
 use super::Session;
-use crate::TrainError;
+use crate::Result;
 use crate::checkpoint::rank_parts;
 use crate::checkpoint::{SaveEnd, SaveRequest, Saver};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
@@ -31,7 +31,7 @@ impl Session {
 
     /// Takes host memory for a snapshot, so that checkpoints can be written [in the background](Session::begin_save). All processes
     /// do this together. Gives its bytes on this process.
-    pub fn reserve_snapshot(&mut self) -> Result<u64, TrainError> {
+    pub fn reserve_snapshot(&mut self) -> Result<u64> {
         let saver = Saver::new(self.executor.as_ref(), &self.tensors)?;
         let bytes = saver.snapshot_bytes();
         self.saver = Some(saver);
@@ -46,7 +46,7 @@ impl Session {
     /// Copies parameters and moments, and has a thread write them. One save is under way at a time: what came of it is asked for
     /// with [`Session::poll_save`] or [`Session::wait_save`], by all processes at the same points. A session that is dropped finishes
     /// what it can finish alone.
-    pub fn begin_save(&mut self, request: SaveRequest) -> Result<(), TrainError> {
+    pub fn begin_save(&mut self, request: SaveRequest) -> Result<()> {
         let Some(saver) = &mut self.saver else {
             return Err(ExecError::Internal("no memory was reserved for a snapshot".into()).into());
         };
@@ -54,12 +54,12 @@ impl Session {
     }
 
     /// How the save under way ended, once it has.
-    pub fn poll_save(&mut self) -> Result<Option<SaveEnd>, TrainError> {
+    pub fn poll_save(&mut self) -> Result<Option<SaveEnd>> {
         self.saver.as_mut().map_or(Ok(None), |saver| saver.poll(self.executor.as_ref()))
     }
 
     /// Waits for the save under way, if there is one. `progress` hears the bytes written and the bytes in all, of this process.
-    pub fn wait_save(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<Option<SaveEnd>, TrainError> {
+    pub fn wait_save(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<Option<SaveEnd>> {
         self.saver.as_mut().map_or(Ok(None), |saver| saver.wait(self.executor.as_ref(), progress))
     }
 
@@ -72,7 +72,7 @@ impl Session {
         about: impl Into<About<'a>>,
         keep: impl Into<Keep>,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<PathBuf, TrainError> {
+    ) -> Result<PathBuf> {
         if self.executor.process() == 0 {
             require_space(dir, state::bytes_of(&self.tensors))?;
         }
@@ -92,7 +92,7 @@ impl Session {
         about: About<'_>,
         keep: Keep,
         progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<PathBuf, TrainError> {
+    ) -> Result<PathBuf> {
         let world = self.executor.as_ref();
         // Paths go between processes of one file system, as the system has them.
         let told = |path: &Path| world.exchange("save", path.as_os_str().as_encoded_bytes());

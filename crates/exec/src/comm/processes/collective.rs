@@ -6,7 +6,7 @@ use super::wire::{read, write};
 use crate::comm::buffer::Buffer;
 use crate::comm::collective::{Wish, agree, combine, copy, in_rows, others, slice_of};
 use crate::comm::{Collective, CommError, Communicator, Order, Piece, ProgramPlace, RankGroup};
-use lockstep_ir::DType;
+use lockstep_ir::{DType, Movement};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.
@@ -46,11 +46,24 @@ impl Share {
 
     /// Its bytes, without padding.
     fn bytes(&self, piece: &Piece) -> usize {
-        match self.kind {
-            Collective::AllReduce => self.slice(piece).1 * piece.dtype.bytes(),
-            Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll => piece.bytes(),
-            Collective::Shift if (self.from + 1) % self.members == self.to => piece.bytes(),
-            Collective::Shift => 0,
+        match self.kind.movement() {
+            Movement::SumsWhole => self.slice(piece).1 * piece.dtype.bytes(),
+            Movement::SumsParts | Movement::Gathers => piece.bytes(),
+            Movement::Copies(_) => {
+                if self.is_sent() {
+                    piece.bytes()
+                } else {
+                    0
+                }
+            }
+        }
+    }
+
+    /// Whether there is anything.
+    fn is_sent(&self) -> bool {
+        match self.kind.movement() {
+            Movement::SumsWhole | Movement::SumsParts | Movement::Gathers => true,
+            Movement::Copies(rule) => rule(self.members, self.from, self.to).is_some(),
         }
     }
 
@@ -61,22 +74,23 @@ impl Share {
     unsafe fn pack(&self, piece: &Piece, to: &mut Buffer) {
         // SAFETY: inside the input.
         unsafe {
-            match self.kind {
-                Collective::AllReduce => {
+            match self.kind.movement() {
+                Movement::SumsWhole => {
                     let start = self.slice(piece).0 * piece.dtype.bytes();
                     to.push_from(piece.input.wrapping_add(start), self.bytes(piece));
                 }
-                Collective::ReduceScatter => {
+                Movement::SumsParts => {
                     let size = piece.dtype.bytes();
                     for (row, (whole, _, len)) in in_rows(piece, self.members, self.to) {
                         let at = (row * self.members * piece.elements + whole) * size;
                         to.push_from(piece.input.wrapping_add(at), len * size);
                     }
                 }
-                Collective::AllGather | Collective::Shift => to.push_from(piece.input, self.bytes(piece)),
-                Collective::AllToAll => {
-                    let bytes = piece.bytes();
-                    to.push_from(piece.input.wrapping_add(self.to * bytes), bytes);
+                Movement::Gathers => to.push_from(piece.input, piece.bytes()),
+                Movement::Copies(rule) => {
+                    if let Some(part) = rule(self.members, self.from, self.to) {
+                        to.push_from(piece.input.wrapping_add(part.input * piece.bytes()), piece.bytes());
+                    }
                 }
             }
         }
@@ -138,11 +152,12 @@ impl Channel {
         let data = |from| pieces.iter().map(|piece| padded(from, piece)).sum();
         self.agreed(index, data, Wish { kind, pieces, place }).map_err(|error| comm.peers().end(error))?;
         // Those that send anything send as much.
+        let sender = others(index, n).find(|from| share(*from, index).is_sent()).unwrap_or(index);
         let mut end = 0;
         self.offsets.clear();
         self.offsets.extend(pieces.iter().map(|piece| {
-            end += padded((index + n - 1) % n, piece);
-            end - padded((index + n - 1) % n, piece)
+            end += padded(sender, piece);
+            end - padded(sender, piece)
         }));
         let input = |member: usize, p: usize, whole: usize, part: usize| match &self.received[member] {
             Some(frame) => frame.bytes()[self.starts[member] + self.offsets[p] + part..].as_ptr(),

@@ -1,0 +1,151 @@
+//! Defaults that follow from other keys, and batches given in tokens as sequences.
+
+use crate::checks::{data_parallel_ranks, features, near_divisors};
+use crate::conflict::{Conflict, Derived};
+use crate::declare::Key;
+use crate::kind::MAX_BATCH;
+use crate::value::Value;
+use crate::values::Values;
+use lockstep_ir::units::thousands;
+
+/// As many key and value heads as query heads.
+pub(crate) fn kv_heads(values: &Values) -> Derived {
+    Ok(values.count("model.heads").map(Value::Count))
+}
+
+/// The width divided among the heads.
+pub(crate) fn head_dim(values: &Values) -> Derived {
+    let (Some(dim), Some(heads)) = (values.count("model.dim"), values.count("model.heads")) else {
+        return Ok(None);
+    };
+    if dim % heads == 0 {
+        return Ok(Some(Value::Count(dim / heads)));
+    }
+    Err(Conflict::new(
+        &["model.heads", "model.dim"],
+        format!("model.heads = {heads} does not divide model.dim = {dim}"),
+        format!("{} heads divide it; or set model.head_dim", near_divisors(dim, heads)),
+    ))
+}
+
+/// Four times the width, as GPT-2 has it; other families have no usual one.
+pub(crate) fn ffn(values: &Values) -> Derived {
+    Ok(values.count("model.dim").filter(|_| features(values).gpt2_block).map(|dim| Value::Count(4 * dim)))
+}
+
+/// As Mixtral has it.
+pub(crate) fn top_k(values: &Values) -> Derived {
+    Ok(values.count("model.experts").map(|experts| Value::Count(experts.min(2))))
+}
+
+/// One, where there are shared experts.
+pub(crate) fn shared_experts(values: &Values) -> Derived {
+    Ok(features(values).shared_experts.then_some(Value::Count(1)))
+}
+
+/// An expert is as wide as the block that it takes the place of.
+pub(crate) fn expert_ffn(values: &Values) -> Derived {
+    Ok(values.count("model.ffn").filter(|_| values.count("model.experts").is_some()).map(Value::Count))
+}
+
+/// As many as GPT-2 has, where positions are learned.
+pub(crate) fn positions(values: &Values) -> Derived {
+    Ok(features(values).learned_positions.then_some(Value::Count(1024)))
+}
+
+/// GPT-2's head is tied.
+pub(crate) fn tied(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(features(values).gpt2_block)))
+}
+
+/// No accumulation. Where data-parallel ranks do not divide the batch, [`layout_conflicts`] says so.
+pub(crate) fn micro_batch(values: &Values) -> Derived {
+    let (Some(global), Some(ranks)) = (values.count("train.global_batch"), data_parallel_ranks(values)) else {
+        return Ok(None);
+    };
+    Ok(Some(Value::Count(if global % ranks == 0 { global / ranks } else { 1 })))
+}
+
+/// 64 sequences; in a short run a quarter of what is trained on between two validations. The same for every layout.
+pub(crate) fn validation_sequences(values: &Values) -> Derived {
+    const USUAL: u64 = 64;
+    let count = |path: &str| values.count(path);
+    let sequences = || {
+        let (steps, every) = (count("train.steps")?, count("train.validate_every")?);
+        let between = if every == 0 { steps } else { every.min(steps) };
+        Some((between.saturating_mul(count("train.global_batch")?) / 4).clamp(1, USUAL))
+    };
+    Ok(Some(Value::Count(sequences().unwrap_or(USUAL))))
+}
+
+/// The most that a batch given in tokens may be moved to become whole sequences.
+const MOST_ROUNDING: f64 = 0.05;
+
+/// A batch given in tokens, as sequences; and what to say where these are not that many tokens. "4M tokens" of sequences of 8192 are
+/// 512 of them: the power of two that people mean, else the nearest multiple.
+pub(crate) fn sequences(key: &Key, tokens: u64, values: &Values) -> Result<(Value, Option<String>), Conflict> {
+    let seq = values.count("train.seq").unwrap_or(1);
+    let conflict = |text: String, hint: String| Conflict::new(&[key.path, "train.seq"], text, hint);
+    let (below, rest) = (tokens / seq, tokens % seq);
+    let binary =
+        [(1_000_000, 1 << 20), (1000, 1 << 10)].into_iter().find(|(decimal, _)| tokens.is_multiple_of(*decimal));
+    let binary = binary.and_then(|(decimal, binary)| (tokens / decimal).checked_mul(binary));
+    let nearest = below + u64::from(rest >= seq - rest);
+    let count = match binary.filter(|tokens| tokens.is_multiple_of(seq)) {
+        _ if rest == 0 => below,
+        Some(tokens) => tokens / seq,
+        None => nearest,
+    };
+    let taken = count.saturating_mul(seq);
+    if count == 0 || taken.abs_diff(tokens) as f64 > MOST_ROUNDING * tokens as f64 {
+        let near = [below, below.saturating_add(1)].into_iter().filter(|&n| n > 0);
+        let near: Vec<_> =
+            near.filter_map(|n| Some(format!("\"{} tokens\" ({n} × {seq})", n.checked_mul(seq)?))).collect();
+        return Err(conflict(
+            format!("{} = {tokens} tokens is not a whole number of sequences of train.seq = {seq}", key.path),
+            format!("use {}", near.join(" or ")),
+        ));
+    }
+    if count > MAX_BATCH {
+        return Err(conflict(
+            format!("{} = {tokens} tokens is {count} sequences, which is out of range", key.path),
+            format!("give at most {MAX_BATCH} sequences"),
+        ));
+    }
+    let note = (taken != tokens).then(|| {
+        let [asked, taken] = [tokens, taken].map(thousands);
+        format!("{} = {asked} tokens: {taken} are taken, {count} sequences of train.seq = {seq}", key.path)
+    });
+    Ok((Value::Count(count), note))
+}
+
+/// A ramp with all its batches as sequences, each larger than the one before; and what to say of them.
+pub(crate) fn ramp(key: &Key, stages: &[(u64, Value)], values: &Values) -> Result<(Value, Vec<String>), Conflict> {
+    let mut before = values.count("train.global_batch");
+    let (mut counted, mut notes) = (Vec::new(), Vec::new());
+    for (tokens, batch) in stages {
+        let batch = match batch {
+            Value::Tokens(tokens) => {
+                let (batch, note) = sequences(key, *tokens, values)?;
+                notes.extend(note);
+                batch
+            }
+            batch => batch.clone(),
+        };
+        if let (Some(last), Value::Count(count)) = (before, &batch) {
+            if *count <= last {
+                return Err(Conflict::new(
+                    &[key.path, "train.global_batch"],
+                    format!(
+                        "{}: {count} sequences from {tokens} tokens on are not more than the {last} before",
+                        key.path
+                    ),
+                    "let every size be larger than the one before; the first is train.global_batch",
+                ));
+            }
+            before = Some(*count);
+        }
+        counted.push((*tokens, batch));
+    }
+    Ok((Value::Ramp(counted), notes))
+}
