@@ -88,5 +88,8 @@ pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], (matmul, bandwidth): 
 
 fn roofline(instr: &Instr, matmul: f64, bandwidth: f64) -> Result<f64> {
     let cost = instr.cost().map_err(PlanError::from)?;
+    // Matrix units multiply bytes at twice the rate.
+    let bytes = instr.op.spec().multiplies.iter().any(|input| instr.inputs[*input].ty.dtype.is_fp8());
+    let matmul = if bytes { 2.0 * matmul } else { matmul };
     Ok((cost.flops.causal as f64 / matmul).max(cost.bytes as f64 / bandwidth))
 }
