@@ -31,5 +31,8 @@ static __device__ __forceinline__ void map(const T *x, U *y, i64 n, F f) {
     MAP_TYPES(NAME, float, f32, f16, f16, EXPRESSION)                                                                  \
     MAP_TYPES(NAME, bf16, bf16, float, f32, EXPRESSION)                                                                \
     MAP_TYPES(NAME, bf16, bf16, bf16, bf16, EXPRESSION)                                                                \
-    MAP_TYPES(NAME, bf16, bf16, f16, f16, EXPRESSION)
+    MAP_TYPES(NAME, bf16, bf16, f16, f16, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, float, f32, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, bf16, bf16, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, f16, f16, EXPRESSION)
 

@@ -176,3 +176,4 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
     }
 POINTWISE(float, f32)
 POINTWISE(bf16, bf16)
+POINTWISE(f16, f16)
