@@ -124,8 +124,9 @@ fn check(device: &str, seed: u64) -> Result<()> {
         }
     }
     // The CPU is always deterministic.
-    let ways = [(DType::F32, false), (DType::BF16, false), (DType::BF16, true)];
-    for (compute, deterministic) in ways.into_iter().filter(|(_, d)| gpu.is_some() || !d) {
+    let narrow = [DType::BF16, DType::F16].map(|compute| [(compute, false), (compute, true)]);
+    let ways = [(DType::F32, false)].into_iter().chain(narrow.into_iter().flatten());
+    for (compute, deterministic) in ways.filter(|(_, d)| gpu.is_some() || !d) {
         let outcomes = match &gpu {
             None => {
                 let profile = cpu::profile(threads, compute, DType::Fixed64);

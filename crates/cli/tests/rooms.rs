@@ -169,7 +169,8 @@ fn names_of_types_tell_them_apart() {
         let called: Vec<_> = all.iter().filter(|(.., ty)| ty == vague).map(|(_, path, ..)| path).collect();
         assert!(called.is_empty(), "{vague} tells nothing: {called:?}");
     }
-    for (i, (name, path, exported, ty)) in all.iter().enumerate() {
+    // What a function gives is each crate's own.
+    for (i, (name, path, exported, ty)) in all.iter().enumerate().filter(|(_, (.., ty))| ty != "Result") {
         let other = all[i + 1..].iter().find(|(other, _, too, t)| other != name && *exported && *too && t == ty);
         assert!(other.is_none(), "{path} and {:?} both have a public {ty}", other.map(|(_, path, ..)| path));
     }

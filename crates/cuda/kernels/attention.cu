@@ -260,6 +260,8 @@ static __device__ void cached(const T *qkv, const T *cache, const u32 *start, co
 ATTENTION(float, float, f32)
 ATTENTION(bf16, bf16, bf16)
 ATTENTION(bf16, float, bf16_to_f32)
+ATTENTION(f16, f16, f16)
+ATTENTION(f16, float, f16_to_f32)
 
 #define OF_A_TYPE(T, NAME)                                                                                             \
     extern "C" __global__ void attention_delta_##NAME(const T *dout, const T *o, float *delta, int seq, int heads,     \
@@ -277,3 +279,4 @@ ATTENTION(bf16, float, bf16_to_f32)
     }
 OF_A_TYPE(float, f32)
 OF_A_TYPE(bf16, bf16)
+OF_A_TYPE(f16, f16)

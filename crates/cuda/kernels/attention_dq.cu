@@ -17,17 +17,18 @@ static __device__ __forceinline__ void matrices_transposed(u32 *r, u32 at) {
 }
 
 // c += a · b of 16×16 and 16×8.
-static __device__ __forceinline__ void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-static __device__ __forceinline__ u32 two(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
+template <typename T>
+static __device__ __forceinline__ void multiply_add(float *c, const u32 *a, u32 b0, u32 b1);
+#define MULTIPLY_ADD(T)                                                                                                \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void multiply_add<T>(float *c, const u32 *a, u32 b0, u32 b1) {                          \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." #T "." #T                                                \
+                     ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                      \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                  \
+    }
+MULTIPLY_ADD(bf16)
+MULTIPLY_ADD(f16)
 
 // 16 bytes into shared memory, or zeros.
 static __device__ __forceinline__ void copy_later(u32 to, const void *from, bool there) {
@@ -39,18 +40,18 @@ struct Queries {
     float scale;
 };
 
-template <int E, int BN>
-static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, const float *delta, const u32 *starts,
-                          bf16 *dqkv, Queries g) {
+template <typename T, int E, int BN>
+static __device__ void dq(const T *dout, const T *qkv, const float *lse, const float *delta, const u32 *starts, T *dqkv,
+                          Queries g) {
     const int STRIDE = E + 8, CHUNKS = E / 8;
-    __shared__ __align__(16) bf16 tiles[2][2][BN][STRIDE];
+    __shared__ __align__(16) T tiles[2][2][BN][STRIDE];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, h = blockIdx.y;
     // The longest rows first.
     int first_query = (gridDim.x - 1 - blockIdx.x) * 64;
     i64 b = blockIdx.z;
     int width = (g.heads + 2 * g.kv_heads) * E, kv = g.heads + h / (g.heads / g.kv_heads);
-    const bf16 *rows = qkv + b * g.seq * width;
-    const bf16 *keys = rows + kv * E, *values = keys + g.kv_heads * E;
+    const T *rows = qkv + b * g.seq * width;
+    const T *keys = rows + kv * E, *values = keys + g.kv_heads * E;
     // Of this thread's two queries: the first key that is seen, statistics; Q and dO as operands.
     int query[2], first[2];
     float less[2], mean[2];
@@ -88,7 +89,7 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
         for (int i = threadIdx.x; i < 2 * BN * CHUNKS; i += 128) {
             int which = i / (BN * CHUNKS), row = i / CHUNKS % BN, chunk = i % CHUNKS, key = tile * BN + row;
             bool there = key < g.seq;
-            const bf16 *source = (which ? values : keys) + (i64)(there ? key : 0) * width + chunk * 8;
+            const T *source = (which ? values : keys) + (i64)(there ? key : 0) * width + chunk * 8;
             copy_later(shared_address(&tiles[tile & 1][which][row][chunk * 8]), source, there);
         }
         asm volatile("cp.async.commit_group;");
@@ -102,7 +103,7 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
             asm volatile("cp.async.wait_group 0;");
         }
         __syncthreads();
-        const bf16(*k_tile)[STRIDE] = tiles[tile & 1][0], (*v_tile)[STRIDE] = tiles[tile & 1][1];
+        const T(*k_tile)[STRIDE] = tiles[tile & 1][0], (*v_tile)[STRIDE] = tiles[tile & 1][1];
 #pragma unroll
         for (int n = 0; n < BN / 16; n++) {
             // 16 keys: scores and dP in two halves of 8.
@@ -112,11 +113,11 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
             for (int k = 0; k < E / 16; k++) {
                 u32 m[4];
                 matrices(m, shared_address(&k_tile[row][k * 16 + column]));
-                multiply_add(s[0], q[k], m[0], m[1]);
-                multiply_add(s[1], q[k], m[2], m[3]);
+                multiply_add<T>(s[0], q[k], m[0], m[1]);
+                multiply_add<T>(s[1], q[k], m[2], m[3]);
                 matrices(m, shared_address(&v_tile[row][k * 16 + column]));
-                multiply_add(dp[0], d[k], m[0], m[1]);
-                multiply_add(dp[1], d[k], m[2], m[3]);
+                multiply_add<T>(dp[0], d[k], m[0], m[1]);
+                multiply_add<T>(dp[1], d[k], m[2], m[3]);
             }
             u32 ds[4];
 #pragma unroll
@@ -128,16 +129,16 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
                     float p = __expf(s[half][i] * g.scale - less[r]);
                     x[i] = key >= first[r] && key <= query[r] ? p * (dp[half][i] - mean[r]) * g.scale : 0.0f;
                 }
-                ds[half * 2] = two(x[0], x[1]);
-                ds[half * 2 + 1] = two(x[2], x[3]);
+                ds[half * 2] = Of<T>::two(x[0], x[1]);
+                ds[half * 2 + 1] = Of<T>::two(x[2], x[3]);
             }
             int key_row = n * 16 + (lane & 15), half = (lane >> 4) * 8;
 #pragma unroll
             for (int e = 0; e < E / 16; e++) {
                 u32 m[4];
                 matrices_transposed(m, shared_address(&k_tile[key_row][e * 16 + half]));
-                multiply_add(sum[2 * e], ds, m[0], m[1]);
-                multiply_add(sum[2 * e + 1], ds, m[2], m[3]);
+                multiply_add<T>(sum[2 * e], ds, m[0], m[1]);
+                multiply_add<T>(sum[2 * e + 1], ds, m[2], m[3]);
             }
         }
         __syncthreads();
@@ -145,21 +146,25 @@ static __device__ void dq(const bf16 *dout, const bf16 *qkv, const float *lse, c
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (query[r] < 0) continue;
-        bf16 *out = dqkv + (b * g.seq + query[r]) * width + h * E + (lane & 3) * 2;
+        T *out = dqkv + (b * g.seq + query[r]) * width + h * E + (lane & 3) * 2;
 #pragma unroll
-        for (int e = 0; e < E / 8; e++) *reinterpret_cast<u32 *>(out + e * 8) = two(sum[e][2 * r], sum[e][2 * r + 1]);
+        for (int e = 0; e < E / 8; e++) *reinterpret_cast<u32 *>(out + e * 8) = Of<T>::two(sum[e][2 * r], sum[e][2 * r + 1]);
     }
 }
 
 // Grid: (positions ÷ 64, heads, batch), blocks of 128.
-#define DQ(E, BN)                                                                                                      \
+#define DQ(T, E, BN)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(128)                                                                  \
-        attention_dq_##E(const bf16 *dout, const bf16 *qkv, const float *lse, const float *delta, const u32 *starts,   \
-                         bf16 *dqkv, int seq, int heads, int kv_heads, int window, float scale) {                      \
+        attention_dq_##E##_##T(const T *dout, const T *qkv, const float *lse, const float *delta, const u32 *starts,   \
+                               T *dqkv, int seq, int heads, int kv_heads, int window, float scale) {                   \
         Queries g = {seq, heads, kv_heads, window, scale};                                                             \
-        dq<E, BN>(dout, qkv, lse, delta, starts, dqkv, g);                                                             \
+        dq<T, E, BN>(dout, qkv, lse, delta, starts, dqkv, g);                                                          \
     }
-DQ(32, 64)
-DQ(64, 64)
-DQ(96, 32)
-DQ(128, 32)
+DQ(bf16, 32, 64)
+DQ(bf16, 64, 64)
+DQ(bf16, 96, 32)
+DQ(bf16, 128, 32)
+DQ(f16, 32, 64)
+DQ(f16, 64, 64)
+DQ(f16, 96, 32)
+DQ(f16, 128, 32)

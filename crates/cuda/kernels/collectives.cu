@@ -8,10 +8,6 @@ struct Tensors {
     u64 words[448];
 };
 
-struct f16 {
-    u16 bits;
-};
-
 // What a number is added up in.
 template <typename T>
 struct Number {
@@ -27,28 +23,17 @@ struct Number<i64> {
     static __device__ __forceinline__ i64 add(i64 sum, i64 x) { return fixed_merge(sum, x); }
     static __device__ __forceinline__ i64 end(i64 sum) { return sum; }
 };
-template <>
-struct Number<bf16> {
+template <typename T>
+struct Rounded {
     typedef float Sum;
-    static __device__ __forceinline__ float start(bf16 x) { return to_f32(x); }
-    static __device__ __forceinline__ float add(float sum, bf16 x) { return sum + to_f32(x); }
-    static __device__ __forceinline__ bf16 end(float sum) { return Of<bf16>::f32(sum); }
+    static __device__ __forceinline__ float start(T x) { return to_f32(x); }
+    static __device__ __forceinline__ float add(float sum, T x) { return sum + to_f32(x); }
+    static __device__ __forceinline__ T end(float sum) { return Of<T>::f32(sum); }
 };
 template <>
-struct Number<f16> {
-    typedef float Sum;
-    static __device__ __forceinline__ float start(f16 x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-        return y;
-    }
-    static __device__ __forceinline__ float add(float sum, f16 x) { return sum + start(x); }
-    static __device__ __forceinline__ f16 end(float sum) {
-        f16 y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(sum));
-        return y;
-    }
-};
+struct Number<bf16> : Rounded<bf16> {};
+template <>
+struct Number<f16> : Rounded<f16> {};
 
 // Where element `i` of the whole, in rows of every rank's part, stands: on which rank, and where in its part. In zig-zag order ranks have two
 // halves of a part each, an early and a late one.

@@ -1,4 +1,4 @@
-// What all kernels share: bf16 as bits, 16-byte packs, sums over a block in a fixed order. No toolkit header is needed.
+// What all kernels share: bf16 and f16 as bits, 16-byte packs, sums over a block in a fixed order. No toolkit header is needed.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -7,6 +7,10 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 struct bf16 {
+    u16 bits;
+};
+
+struct f16 {
     u16 bits;
 };
 
@@ -24,6 +28,11 @@ struct Span {
 
 static __device__ __forceinline__ float to_f32(float x) { return x; }
 static __device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+static __device__ __forceinline__ float to_f32(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
 
 template <typename T>
 struct Of;
@@ -38,9 +47,29 @@ struct Of<bf16> {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
         return y;
     }
+    // Two as a word. The first operand of the instruction becomes the upper half.
+    static __device__ __forceinline__ u32 two(float low, float high) {
+        u32 y;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
+};
+// What is too large becomes infinite.
+template <>
+struct Of<f16> {
+    static __device__ __forceinline__ f16 f32(float x) {
+        f16 y;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+        return y;
+    }
+    static __device__ __forceinline__ u32 two(float low, float high) {
+        u32 y;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+        return y;
+    }
 };
 
-// As many elements as 16 bytes hold, as words: two bf16 are taken apart and rounded together by one instruction each.
+// As many elements as 16 bytes hold, as words: two of 16 bits are rounded together by one instruction.
 template <typename T>
 struct alignas(16) Pack {
     static const int N = 16 / sizeof(T);
@@ -60,16 +89,23 @@ static __device__ __forceinline__ void unpack(const Pack<bf16> &p, float *x) {
     }
 }
 
+static __device__ __forceinline__ void unpack(const Pack<f16> &p, float *x) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[2 * i] = to_f32(f16{(u16)p.words[i]});
+        x[2 * i + 1] = to_f32(f16{(u16)(p.words[i] >> 16)});
+    }
+}
+
 static __device__ __forceinline__ void pack(const float *x, Pack<float> &p) {
 #pragma unroll
     for (int i = 0; i < 4; i++) p.words[i] = __float_as_uint(x[i]);
 }
 
-static __device__ __forceinline__ void pack(const float *x, Pack<bf16> &p) {
+template <typename T>
+static __device__ __forceinline__ void pack(const float *x, Pack<T> &p) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        // The first operand becomes the upper half.
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p.words[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
+    for (int i = 0; i < 4; i++) p.words[i] = Of<T>::two(x[2 * i], x[2 * i + 1]);
 }
 
 template <typename T>

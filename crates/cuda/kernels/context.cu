@@ -32,31 +32,35 @@ static __device__ void merge(const O *o, const float *lse, const P *other, const
         merge<O, P>(o, lse, other, other_lse, to, to_lse, seq, heads, e, first, count, fresh);                         \
     }
 MERGE(f32, float, float)
-MERGE(block_f32, float, bf16)
-MERGE(block_bf16, bf16, bf16)
+MERGE(bf16_to_f32, float, bf16)
+MERGE(bf16, bf16, bf16)
+MERGE(f16_to_f32, float, f16)
+MERGE(f16, f16, f16)
 
 // Grid: (rows, batch). Rows that the block does not have are zero where `fresh`.
-template <typename O>
-static __device__ void add_block(O *to, const bf16 *block, int rows, int width, int first, int count, int fresh) {
+template <typename O, typename P>
+static __device__ void add_block(O *to, const P *block, int rows, int width, int first, int count, int fresh) {
     int s = blockIdx.x;
     i64 b = blockIdx.y;
     bool has = s >= first && s < first + count;
     if (!has && !fresh) return;
     O *row = to + (b * rows + s) * width;
-    const bf16 *from = block + (b * count + s - first) * width;
+    const P *from = block + (b * count + s - first) * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         float x = has ? to_f32(from[i]) : 0.0f;
         row[i] = Of<O>::f32(fresh ? x : to_f32(row[i]) + x);
     }
 }
 
-#define ADD_BLOCK(NAME, O)                                                                                             \
-    extern "C" __global__ void add_block_##NAME(O *to, const bf16 *block, int rows, int width, int first, int count,   \
+#define ADD_BLOCK(NAME, O, P)                                                                                          \
+    extern "C" __global__ void add_block_##NAME(O *to, const P *block, int rows, int width, int first, int count,      \
                                                 int fresh) {                                                           \
-        add_block<O>(to, block, rows, width, first, count, fresh);                                                     \
+        add_block<O, P>(to, block, rows, width, first, count, fresh);                                                  \
     }
-ADD_BLOCK(f32, float)
-ADD_BLOCK(bf16, bf16)
+ADD_BLOCK(bf16_to_f32, float, bf16)
+ADD_BLOCK(bf16, bf16, bf16)
+ADD_BLOCK(f16_to_f32, float, f16)
+ADD_BLOCK(f16, f16, f16)
 
 // Log-sum-exps of rows `first` to `first` + `count`. Grid: (count ÷ threads, heads of all sequences).
 extern "C" __global__ void block_statistics(const float *lse, float *to, int seq, int first, int count) {

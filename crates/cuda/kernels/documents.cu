@@ -55,7 +55,7 @@ extern "C" __global__ void transpose_statistics(const float *from, float *to, in
 
 // Heads of packed rows, `count` packs of 16 bytes from `first` on, `e` each, into rows of as many heads as queries have: key heads
 // as often as queries share them.
-extern "C" __global__ void repeat_heads(const Pack<bf16> *from, Pack<bf16> *to, i64 packs, int e, int count, int heads, int first,
+extern "C" __global__ void repeat_heads(const Pack<u16> *from, Pack<u16> *to, i64 packs, int e, int count, int heads, int first,
                                         int width) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= packs) return;
@@ -64,8 +64,8 @@ extern "C" __global__ void repeat_heads(const Pack<bf16> *from, Pack<bf16> *to, 
 }
 
 // The other way round: what queries that share a head have of it is added up.
-extern "C" __global__ void sum_heads(const Pack<bf16> *from, Pack<bf16> *to, i64 packs, int e, int count, int heads, int first,
-                                     int width) {
+template <typename T>
+static __device__ void sum_heads(const Pack<T> *from, Pack<T> *to, i64 packs, int e, int count, int heads, int first, int width) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= packs) return;
     int at = i % count, group = heads / count;
@@ -78,3 +78,11 @@ extern "C" __global__ void sum_heads(const Pack<bf16> *from, Pack<bf16> *to, i64
     }
     pack(sum, to[row * width + first + at]);
 }
+
+#define SUM_HEADS(T, NAME)                                                                                             \
+    extern "C" __global__ void sum_heads_##NAME(const Pack<T> *from, Pack<T> *to, i64 packs, int e, int count,         \
+                                                int heads, int first, int width) {                                     \
+        sum_heads<T>(from, to, packs, e, count, heads, first, width);                                                  \
+    }
+SUM_HEADS(bf16, bf16)
+SUM_HEADS(f16, f16)

@@ -262,3 +262,4 @@ static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
     }
 ELEMENTS(float, f32)
 ELEMENTS(bf16, bf16)
+ELEMENTS(f16, f16)

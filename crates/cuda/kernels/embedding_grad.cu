@@ -93,3 +93,4 @@ static __device__ void embedding_grad(const T *dy, const u32 *order, const u32 *
     }
 EMBEDDING_GRAD(float, f32)
 EMBEDDING_GRAD(bf16, bf16)
+EMBEDDING_GRAD(f16, f16)

@@ -125,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int i = min(filled, rows) + threadIdx.x; i < rows; i += 1024) owners[i] = ~0u;
 }
 
-// sorted[places[r]] = x[r / sharers], so that x is read once; zeros behind the rows of each expert, up to a multiple of 64. A warp has a row of x,
+// sorted[places[r]] = x[r / sharers], of any type, so that x is read once; zeros behind the rows of each expert, up to a multiple of 64. A warp has a row of x,
 // a block in front of those with rows the zeros of an expert.
 extern "C" __global__ void __launch_bounds__(256)
-    scatter_rows(const Pack<bf16> *x, Pack<bf16> *sorted, const int *places, const int *starts, i64 rows, int experts,
+    scatter_rows(const Pack<u16> *x, Pack<u16> *sorted, const int *places, const int *starts, i64 rows, int experts,
                  int packs, int sharers) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if ((int)blockIdx.x < experts) {
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (from * sharers >= rows) return;
     // Several are under way before the first is stored.
     for (int i = lane; i < packs; i += 32 * 8) {
-        Pack<bf16> p[8];
+        Pack<u16> p[8];
 #pragma unroll
         for (int j = 0; j < 8; j++)
             if (i + j * 32 < packs) p[j] = x[i + j * 32];
@@ -381,3 +381,4 @@ static __device__ void take_rows(const T *rows, const u32 *slots, T *y, int choi
     }
 EXPERTS(float, f32)
 EXPERTS(bf16, bf16)
+EXPERTS(f16, f16)

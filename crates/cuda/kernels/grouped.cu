@@ -1,4 +1,4 @@
-// Grouped bf16 matmuls of experts on Hopper: wgmma on tiles of 128 × 256, tiles handed out by row counts that are on the device. One
+// Grouped matmuls of experts in bf16 or f16 on Hopper: wgmma on tiles of 128 × 256, tiles handed out by row counts that are on the device. One
 // warp group loads, two multiply. Rows are gathered as they are loaded and scattered as they are stored; of WEIGHT's
 // two factors x is sorted in memory before, since threads alone cannot load as much as the tensor cores take, and two blocks
 // of a cluster, whose tiles lie below each other, load half of it each for both.
@@ -22,10 +22,11 @@ const int BM = 128, BN = 256, BK = 64, STAGES = 4;
 // Threads that load: 16 bytes of a line each, eight of them a block of 64 columns.
 const int LOADERS = 128, LINES = LOADERS / 8;
 
+// Elements as bits.
 struct Shared {
-    bf16 a[STAGES][BM * BK];
-    bf16 b[STAGES][BN * BK];
-    bf16 out[2][2][64 * 64];
+    u16 a[STAGES][BM * BK];
+    u16 b[STAGES][BN * BK];
+    u16 out[2][2][64 * 64];
     u64 full[STAGES], empty[STAGES];
     int starts[2 * MOST_EXPERTS + 1];
     u8 largest[MOST_EXPERTS];
@@ -33,8 +34,8 @@ struct Shared {
 static_assert(sizeof(Shared) == 231752, "as in ops/grouped.rs");
 
 struct Args {
-    const bf16 *a;     // FORWARD: x; INPUT, WEIGHT: dy
-    void *out;         // bf16 [rows, columns]; WEIGHT: sums [experts, lines, columns]
+    const u16 *a;      // FORWARD: x; INPUT, WEIGHT: dy
+    void *out;         // [rows, columns]; WEIGHT: sums [experts, lines, columns]
     const int *order;  // rows by expert, -1 where there is none
     const int *starts; // where those of each expert start, the end of all; how many each has; experts, the largest first
     int experts, columns;
@@ -79,7 +80,7 @@ DEV void load_box_for_both(u32 to, const TensorMap *map, int x, int y, u32 b) {
                  : "memory");
 }
 // 16 bytes, or zeros.
-DEV void load_pack(u32 to, const bf16 *from, bool there) {
+DEV void load_pack(u32 to, const u16 *from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 // Tells the barrier when all that this thread has asked for so far is there.
@@ -101,21 +102,30 @@ DEV void group_barrier(int which) { asm volatile("bar.sync %0, 128;" ::"r"(1 + w
 #define R8(a, i)                                                                                                       \
     "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3]), "+f"(a[i + 4]), "+f"(a[i + 5]), "+f"(a[i + 6]),        \
         "+f"(a[i + 7])
-template <int TA, int TB>
-DEV void wgmma(float (&d)[128], u64 a, u64 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"
-        "%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,"
-        "%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,"
-        "%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127},"
-        " %128, %129, p, 1, 1, %131, %132;\n}"
-        : R8(d, 0), R8(d, 8), R8(d, 16), R8(d, 24), R8(d, 32), R8(d, 40), R8(d, 48), R8(d, 56), R8(d, 64), R8(d, 72),
-          R8(d, 80), R8(d, 88), R8(d, 96), R8(d, 104), R8(d, 112), R8(d, 120)
-        : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB));
-}
+#define R128                                                                                                           \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
+    "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,"   \
+    "%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,"   \
+    "%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"   \
+    "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+// d (+)= a · b of 64 × 16 and 16 × 256 elements of type T, either of them transposed.
+template <typename T>
+struct Wgmma;
+#define WGMMA(T)                                                                                                       \
+    template <>                                                                                                        \
+    struct Wgmma<T> {                                                                                                  \
+        template <int TA, int TB>                                                                                      \
+        DEV void multiply(float (&d)[128], u64 a, u64 b, int add) {                                                    \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                 \
+                         "wgmma.mma_async.sync.aligned.m64n256k16.f32." #T "." #T " {" R128                            \
+                         "}, %128, %129, p, 1, 1, %131, %132;\n}"                                                      \
+                         : R8(d, 0), R8(d, 8), R8(d, 16), R8(d, 24), R8(d, 32), R8(d, 40), R8(d, 48), R8(d, 56),       \
+                           R8(d, 64), R8(d, 72), R8(d, 80), R8(d, 88), R8(d, 96), R8(d, 104), R8(d, 112), R8(d, 120)   \
+                         : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB));                                                \
+        }                                                                                                              \
+    };
+WGMMA(bf16)
+WGMMA(f16)
 
 struct Tile {
     int expert, row, column, depth;
@@ -168,7 +178,7 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
     Tile t;
     for (i64 round = 0; tile_of<KIND>(g, s, round, t); round++) {
         const int *order = g.order + (KIND == WEIGHT ? s.starts[t.expert] : t.row) + line;
-        const bf16 *from[BM / LINES];
+        const u16 *from[BM / LINES];
         int rows[BK / LINES];
         u32 there = 0;
         if (KIND != WEIGHT) {
@@ -210,7 +220,7 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
 #pragma unroll
                 for (int j = 0; j < BK / LINES; j++) {
                     bool row = rows[j] >= 0;
-                    const bf16 *dy = g.a + (i64)max(rows[j], 0) * g.lines + t.row + chunk * 8;
+                    const u16 *dy = g.a + (i64)max(rows[j], 0) * g.lines + t.row + chunk * 8;
                     // Where the next rows are is known by the time they are needed.
                     if (d + 1 < t.depth) rows[j] = order[(d + 1) * BK + j * LINES];
                     load_pack(a + j * LINES * 128, dy, row && there);
@@ -228,6 +238,7 @@ DEV void load_tiles(const TensorMap *map, const Args &g, Shared &s) {
 }
 
 // Rows of 64 columns at a time through shared memory, 16-byte chunks swizzled, to where they belong.
+template <typename T>
 DEV void store_rows(const Args &g, Shared &s, const Tile &t, int half, const int (&to)[4], const float (&acc)[128]) {
     int tid = threadIdx.x % 128, warp = tid / 32, lane = tid % 32;
     u32 room = shared_address(s.out[half][0]);
@@ -240,7 +251,7 @@ DEV void store_rows(const Args &g, Shared &s, const Tile &t, int half, const int
 #pragma unroll
             for (int h = 0; h < 4; h++) {
                 int at = (q * 8 + j + h / 2) * 4 + h % 2 * 2;
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v[h]) : "f"(acc[at + 1]), "f"(acc[at]));
+                v[h] = Of<T>::two(acc[at], acc[at + 1]);
             }
             // Rows 0 to 7 and 8 to 15 of column block j, then of j + 1.
             int m = lane / 8, r = warp * 16 + (m & 1) * 8 + lane % 8, c = j + m / 2;
@@ -252,8 +263,8 @@ DEV void store_rows(const Args &g, Shared &s, const Tile &t, int half, const int
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             int r = j * 16 + tid / 8, c = tid % 8, column = t.column + q * 64 + c * 8;
-            Pack<bf16> v = *(const Pack<bf16> *)((const u8 *)s.out[half][0] + r * 128 + ((c ^ (r & 7)) * 16));
-            if (to[j] >= 0 && column < g.columns) *(Pack<bf16> *)((bf16 *)g.out + (i64)to[j] * g.columns + column) = v;
+            Pack<T> v = *(const Pack<T> *)((const u8 *)s.out[half][0] + r * 128 + ((c ^ (r & 7)) * 16));
+            if (to[j] >= 0 && column < g.columns) *(Pack<T> *)((T *)g.out + (i64)to[j] * g.columns + column) = v;
         }
     }
 }
@@ -273,8 +284,7 @@ DEV void store_sums(const TensorMap *map, const Args &g, Shared &s, const Tile &
                 u32 *place = (u32 *)((bf16 *)g.out + ((i64)t.expert * g.lines + first + r + h * 8) * g.columns + column);
                 u32 old = g.add ? *place : 0;
                 float x = acc[at] + __uint_as_float(old << 16), y = acc[at + 1] + __uint_as_float(old & 0xffff0000u);
-                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(old) : "f"(y), "f"(x));
-                *place = old;
+                *place = Of<bf16>::two(x, y);
             }
         }
         return;
@@ -329,7 +339,7 @@ DEV void release(Shared &s, int stage, int tid) {
     if (KIND != WEIGHT && tid == 0) barrier_arrive(empty);
 }
 
-template <int KIND>
+template <typename T, int KIND>
 DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
     const int TA = KIND == WEIGHT, TB = KIND != FORWARD;
     int half = (threadIdx.x - LOADERS) / 128, tid = threadIdx.x % 128;
@@ -357,7 +367,7 @@ DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
             for (int q = 0; q < 4; q++) {
                 u64 left = TA ? describe(a + q * 2048, 8192, 1024) : describe(a + q * 32, 16, 1024);
                 u64 right = TB ? describe(b + q * 2048, 8192, 1024) : describe(b + q * 32, 16, 1024);
-                wgmma<TA, TB>(acc, left, right, d > 0 || q > 0);
+                Wgmma<T>::template multiply<TA, TB>(acc, left, right, d > 0 || q > 0);
             }
             wgmma_commit();
             wgmma_wait<1>();
@@ -371,12 +381,12 @@ DEV void multiply_tiles(const TensorMap *map, const Args &g, Shared &s) {
         wgmma_wait<0>();
         if (before >= 0) release<KIND>(s, before, tid);
         if (KIND == WEIGHT) store_sums(map, g, s, t, half, acc);
-        else store_rows(g, s, t, half, to, acc);
+        else store_rows<T>(g, s, t, half, to, acc);
     }
     if (KIND == WEIGHT && tid == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-template <int KIND>
+template <typename T, int KIND>
 DEV void grouped(const TensorMap *from, const TensorMap *to, const Args &g) {
     extern __shared__ __align__(1024) u8 raw[];
     Shared &s = *(Shared *)raw;
@@ -396,21 +406,25 @@ DEV void grouped(const TensorMap *from, const TensorMap *to, const Args &g) {
         load_tiles<KIND>(from, g, s);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        multiply_tiles<KIND>(to, g, s);
+        multiply_tiles<T, KIND>(to, g, s);
     }
     // Neither block ends while the other one writes to its memory.
     if (KIND == WEIGHT) cluster_barrier();
 }
 
 // WEIGHT has two maps: of x in the order of rows, and of sums in f32.
-#define GROUPED(NAME, KIND, CLUSTER)                                                                                           \
-    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1)                                                             \
-        grouped_##NAME(const __grid_constant__ TensorMaps maps, const bf16 *a, void *out, const int *order,            \
-                       const int *starts, int experts, int columns, int depth, int lines, int sharers, int kind,       \
-                       int add) {                                                                                      \
-        grouped<KIND>(&maps.from, &maps.to, {a, out, order, starts, experts, columns, depth, lines, sharers, kind, add}); \
+#define GROUPED(T, NAME, KIND, CLUSTER)                                                                                \
+    extern "C" __global__ void CLUSTER __launch_bounds__(384, 1)                                                       \
+        grouped_##NAME##_##T(const __grid_constant__ TensorMaps maps, const u16 *a, void *out, const int *order,       \
+                             const int *starts, int experts, int columns, int depth, int lines, int sharers, int kind, \
+                             int add) {                                                                                \
+        Args g = {a, out, order, starts, experts, columns, depth, lines, sharers, kind, add};                          \
+        grouped<T, KIND>(&maps.from, &maps.to, g);                                                                     \
     }
-GROUPED(forward, FORWARD, )
-GROUPED(input, INPUT, )
-GROUPED(weight, WEIGHT, __cluster_dims__(2, 1, 1))
+#define GROUPED_OF(T)                                                                                                  \
+    GROUPED(T, forward, FORWARD, )                                                                                     \
+    GROUPED(T, input, INPUT, )                                                                                         \
+    GROUPED(T, weight, WEIGHT, __cluster_dims__(2, 1, 1))
+GROUPED_OF(bf16)
+GROUPED_OF(f16)
 #endif

@@ -216,3 +216,4 @@ static __device__ void vocab_grad(const float *logits, const float *statistics, 
     }
 LOSS(float, f32)
 LOSS(bf16, bf16)
+LOSS(f16, f16)

@@ -1,18 +1,5 @@
 // y = an expression of x, element by element, from one type to another. Which there are stands behind this text (`ops::maps`).
 
-struct f16 {
-    u16 bits;
-};
-
-template <>
-struct Of<f16> {
-    static __device__ __forceinline__ f16 f32(float x) {
-        f16 y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-        return y;
-    }
-};
-
 // Elements that a thread has.
 const int EACH = 4;
 template <typename T>
@@ -44,5 +31,8 @@ static __device__ __forceinline__ void map(const T *x, U *y, i64 n, F f) {
     MAP_TYPES(NAME, float, f32, f16, f16, EXPRESSION)                                                                  \
     MAP_TYPES(NAME, bf16, bf16, float, f32, EXPRESSION)                                                                \
     MAP_TYPES(NAME, bf16, bf16, bf16, bf16, EXPRESSION)                                                                \
-    MAP_TYPES(NAME, bf16, bf16, f16, f16, EXPRESSION)
+    MAP_TYPES(NAME, bf16, bf16, f16, f16, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, float, f32, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, bf16, bf16, EXPRESSION)                                                                  \
+    MAP_TYPES(NAME, f16, f16, f16, f16, EXPRESSION)
 

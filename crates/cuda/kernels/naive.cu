@@ -193,3 +193,4 @@ static __device__ void scores_grad_key(const T *dp, const T *p, const T *qkv, co
     }
 NAIVE(float, f32)
 NAIVE(bf16, bf16)
+NAIVE(f16, f16)

@@ -121,8 +121,12 @@ NORM(float, f32, 4)
 NORM(bf16, bf16, 1)
 NORM(bf16, bf16, 2)
 NORM(bf16, bf16, 4)
+NORM(f16, f16, 1)
+NORM(f16, f16, 2)
+NORM(f16, f16, 4)
 NORM_ANY(float, f32)
 NORM_ANY(bf16, bf16)
+NORM_ANY(f16, f16)
 
 // Sums of N numbers over a warp, N a power of 2: lanes hand over half of what they have at each step, so that lane l has the sum
 // of number l / (32 / N) at the end, in v[0].
@@ -323,8 +327,12 @@ GRAD(float, f32, 4, 1, 1)
 GRAD(bf16, bf16, 1, 2, 3)
 GRAD(bf16, bf16, 2, 1, 2)
 GRAD(bf16, bf16, 4, 1, 1)
+GRAD(f16, f16, 1, 2, 3)
+GRAD(f16, f16, 2, 1, 2)
+GRAD(f16, f16, 4, 1, 1)
 GRAD_ANY(float, f32)
 GRAD_ANY(bf16, bf16)
+GRAD_ANY(f16, f16)
 
 // Norms of the heads of packed Q·K·V: a warp per position and head. `w` has e numbers for Q heads, then e for K heads. V is
 // copied where y is apart.
@@ -405,3 +413,4 @@ static __device__ void head_norm_grad_weight(const T *dy, const T *qkv, const fl
     }
 HEAD_NORM(float, f32)
 HEAD_NORM(bf16, bf16)
+HEAD_NORM(f16, f16)

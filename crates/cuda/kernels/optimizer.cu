@@ -257,20 +257,20 @@ extern "C" __global__ void gradient_norm(
 struct Moved {
     const void *grad;
     float *w, *m, *v;
-    bf16 *copy;
+    void *copy;
     i64 n;
     float decay, lr_scale;
 };
 
-// Four elements per thread.
-template <typename G>
+// Four elements per thread. `C` is what parameters are rounded to, where they are.
+template <typename G, typename C>
 static __device__ void adamw(const Many<Moved> &tensors, const float *scalars, const float *stats, float beta1,
                              float beta2, float eps) {
     int tensor = tensors.find(blockIdx.x);
     const Moved &t = tensors.entries[tensor];
     const G *grad = (const G *)t.grad;
     float *w = t.w, *m = t.m, *v = t.v;
-    bf16 *copy = t.copy;
+    C *copy = (C *)t.copy;
     i64 n = t.n;
     float decay = t.decay, lr_scale = t.lr_scale;
     i64 i = ((i64)(blockIdx.x - tensors.first_block[tensor]) * blockDim.x + threadIdx.x) * 4;
@@ -297,29 +297,32 @@ static __device__ void adamw(const Many<Moved> &tensors, const float *scalars, c
         *(float4 *)(m + i) = M;
         *(float4 *)(v + i) = V;
         if (copy)
-            *(ushort4 *)(copy + i) = make_ushort4(Of<bf16>::f32(W.x).bits, Of<bf16>::f32(W.y).bits,
-                                                  Of<bf16>::f32(W.z).bits, Of<bf16>::f32(W.w).bits);
+            *(ushort4 *)(copy + i) = make_ushort4(Of<C>::f32(W.x).bits, Of<C>::f32(W.y).bits, Of<C>::f32(W.z).bits,
+                                                  Of<C>::f32(W.w).bits);
     } else {
         for (; i < n; i++) {
             update(to_f32(grad[i]), w[i], m[i], v[i]);
-            if (copy) copy[i] = Of<bf16>::f32(w[i]);
+            if (copy) copy[i] = Of<C>::f32(w[i]);
         }
     }
 }
 
-#define ADAMW(G, NAME)                                                                                                 \
+#define ADAMW(G, C, NAME)                                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         adamw_##NAME(const __grid_constant__ Many<Moved> tensors, const float *scalars, const float *stats,            \
                      float beta1, float beta2, float eps) {                                                            \
-        adamw<G>(tensors, scalars, stats, beta1, beta2, eps);                                                          \
+        adamw<G, C>(tensors, scalars, stats, beta1, beta2, eps);                                                       \
     }
-ADAMW(float, f32)
-ADAMW(bf16, bf16)
-ADAMW(i64, fixed)
+ADAMW(float, bf16, f32_bf16)
+ADAMW(bf16, bf16, bf16_bf16)
+ADAMW(i64, bf16, fixed_bf16)
+ADAMW(float, f16, f32_f16)
+ADAMW(bf16, f16, bf16_f16)
+ADAMW(i64, f16, fixed_f16)
 
 // Lion: the sign of a mixture of moment and gradient.
-template <typename G>
-static __device__ void lion(const G *grad, const float *scalars, const float *stats, float *w, float *m, bf16 *copy,
+template <typename G, typename C>
+static __device__ void lion(const G *grad, const float *scalars, const float *stats, float *w, float *m, C *copy,
                             i64 n, float beta1, float beta2, float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1];
@@ -329,11 +332,11 @@ static __device__ void lion(const G *grad, const float *scalars, const float *st
     float sign = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : 0.0f;
     m[i] = beta2 * m[i] + (1.0f - beta2) * g;
     w[i] = w[i] * (1.0f - lr * decay) - lr * sign;
-    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+    if (copy) copy[i] = Of<C>::f32(w[i]);
 }
 
-template <typename G>
-static __device__ void sgd(const G *grad, const float *scalars, const float *stats, float *w, float *m, bf16 *copy,
+template <typename G, typename C>
+static __device__ void sgd(const G *grad, const float *scalars, const float *stats, float *w, float *m, C *copy,
                            i64 n, float momentum, float, float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1];
@@ -341,7 +344,7 @@ static __device__ void sgd(const G *grad, const float *scalars, const float *sta
     float lr = scalars[0] * lr_scale;
     m[i] = momentum * m[i] + to_f32(grad[i]) * factor;
     w[i] = w[i] * (1.0f - lr * decay) - lr * m[i];
-    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+    if (copy) copy[i] = Of<C>::f32(w[i]);
 }
 
 // The momentum of gradients, and a look one step ahead.
@@ -360,31 +363,48 @@ static __device__ void momentum(const G *grad, const float *stats, float *m, flo
     if (update) update[i] = beta * next + (1.0f - beta) * g;
 }
 
-extern "C" __global__ void descend(const float *update, const float *scalars, const float *stats, float *w, bf16 *copy,
-                                   i64 n, float decay, float lr_scale) {
+template <typename C>
+static __device__ void descend(const float *update, const float *scalars, const float *stats, float *w, C *copy, i64 n,
+                               float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1], lr = scalars[0] * lr_scale;
     if (i >= n || factor != factor) return;
     w[i] = w[i] - lr * (decay * w[i] + update[i]);
-    if (copy) copy[i] = Of<bf16>::f32(w[i]);
+    if (copy) copy[i] = Of<C>::f32(w[i]);
 }
 
-#define RULES(G, NAME)                                                                                                 \
+#define RULES(G, C, NAME)                                                                                              \
     extern "C" __global__ void lion_##NAME(const G *grad, const float *scalars, const float *stats, float *w,          \
-                                           float *m, bf16 *copy, i64 n, float a, float b, float decay, float lr) {     \
-        lion<G>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                                 \
+                                           float *m, C *copy, i64 n, float a, float b, float decay, float lr) {        \
+        lion<G, C>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                              \
     }                                                                                                                  \
     extern "C" __global__ void sgd_##NAME(const G *grad, const float *scalars, const float *stats, float *w, float *m, \
-                                          bf16 *copy, i64 n, float a, float b, float decay, float lr) {                \
-        sgd<G>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                                  \
-    }                                                                                                                  \
+                                          C *copy, i64 n, float a, float b, float decay, float lr) {                   \
+        sgd<G, C>(grad, scalars, stats, w, m, copy, n, a, b, decay, lr);                                               \
+    }
+RULES(float, bf16, f32_bf16)
+RULES(bf16, bf16, bf16_bf16)
+RULES(i64, bf16, fixed_bf16)
+RULES(float, f16, f32_f16)
+RULES(bf16, f16, bf16_f16)
+RULES(i64, f16, fixed_f16)
+
+#define DESCEND(C, NAME)                                                                                               \
+    extern "C" __global__ void descend_##NAME(const float *update, const float *scalars, const float *stats, float *w, \
+                                              C *copy, i64 n, float decay, float lr_scale) {                           \
+        descend<C>(update, scalars, stats, w, copy, n, decay, lr_scale);                                               \
+    }
+DESCEND(bf16, bf16)
+DESCEND(f16, f16)
+
+#define MOMENTUM(G, NAME)                                                                                              \
     extern "C" __global__ void momentum_##NAME(const G *grad, const float *stats, float *m, float *update, i64 n,      \
                                                float beta) {                                                           \
         momentum<G>(grad, stats, m, update, n, beta);                                                                  \
     }
-RULES(float, f32)
-RULES(bf16, bf16)
-RULES(i64, fixed)
+MOMENTUM(float, f32)
+MOMENTUM(bf16, bf16)
+MOMENTUM(i64, fixed)
 
 // Shares of the sum of squares of a matrix, 256 of them.
 extern "C" __global__ void matrix_squares(const float *x, double *shares, i64 n) {

@@ -206,6 +206,7 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
     }
 POINTWISE(float, f32)
 POINTWISE(bf16, bf16)
+POINTWISE(f16, f16)
 
 // What is quantised is bf16.
 extern "C" __global__ void swiglu_amax_bf16(const bf16 *gate_up, bf16 *y, int f, int wide, u32 *shares) {

@@ -20,6 +20,7 @@ static __device__ __forceinline__ void amax(const T *x, float *shares, i64 n) {
 
 extern "C" __global__ void amax_f32(const float *x, float *shares, i64 n) { amax(x, shares, n); }
 extern "C" __global__ void amax_bf16(const bf16 *x, float *shares, i64 n) { amax(x, shares, n); }
+extern "C" __global__ void amax_f16(const f16 *x, float *shares, i64 n) { amax(x, shares, n); }
 
 extern "C" __global__ void amax_of_shares(const float *shares, int count, float *out, int parts) {
     __shared__ u32 shared[32];
@@ -72,6 +73,7 @@ static __device__ __forceinline__ void load8(const float *from, float *x) {
     load(from + 4, x + 4);
 }
 static __device__ __forceinline__ void load8(const bf16 *from, float *x) { load(from, x); }
+static __device__ __forceinline__ void load8(const f16 *from, float *x) { load(from, x); }
 
 // A block has a tile of 128 rows and 128 columns; a thread has 8 columns of 4 rows at a time, so that 4 rows of a column are a word of the transpose.
 const int TILE = 128;
@@ -139,3 +141,5 @@ QUANTISE(quantise_f32_e4m3, float, E4M3)
 QUANTISE(quantise_f32_e5m2, float, E5M2)
 QUANTISE(quantise_bf16_e4m3, bf16, E4M3)
 QUANTISE(quantise_bf16_e5m2, bf16, E5M2)
+QUANTISE(quantise_f16_e4m3, f16, E4M3)
+QUANTISE(quantise_f16_e5m2, f16, E5M2)

@@ -9,6 +9,7 @@
     }
 SECTIONS(float, f32)
 SECTIONS(bf16, bf16)
+SECTIONS(f16, f16)
 
 // Heads in parts, blocks [parts, rows, batch, w], and back where `join`. A part has n0, n1 and n2 elements of the sections of packed rows. Positions of
 // blocks come in the parts of `ranks`, an early and a late chunk of each. Grid: (rows, parts, batch).

@@ -12,6 +12,7 @@ pub use table::Written;
 
 use crate::CudaError;
 use crate::call::Call;
+use crate::cudnn::Data;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::{Value, args};
 use lockstep_ir::{DType, Span, Workspace};
@@ -19,9 +20,9 @@ use plans::{Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => Workspace { fixed: SLACK, terms: vec![(4, "batch heads seq")] },
-        _ => Workspace::default(),
+    match Data::fused(compute).is_some() {
+        true => Workspace { fixed: SLACK, terms: vec![(4, "batch heads seq")] },
+        false => Workspace::default(),
     }
 }
 
@@ -29,13 +30,13 @@ pub fn scratch(compute: DType) -> Workspace {
 /// of dS where it is deterministic.
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     let fixed = SLACK + 2 * ALIGNMENT;
-    match (compute, deterministic) {
-        (DType::BF16, false) => Workspace { fixed, terms: vec![(8, "batch seq attended"), (8, "batch heads seq")] },
-        (DType::BF16, true) => Workspace {
+    match (Data::fused(compute).is_some(), deterministic) {
+        (true, false) => Workspace { fixed, terms: vec![(8, "batch seq attended"), (8, "batch heads seq")] },
+        (true, true) => Workspace {
             fixed,
             terms: vec![(4, "batch seq attended"), (8, "batch heads seq"), (2, "batch heads SEQ SEQ")],
         },
-        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
+        (false, _) => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 
@@ -248,7 +249,7 @@ mod tests {
         let of = |axis, count| Section { axis, count, unit: shape.e };
         let (q, kv) = (of(Axis::Heads, shape.heads), of(Axis::KvHeads, shape.kv_heads));
         let rows =
-            |sections: &[Section]| TensorType::new(DType::BF16, [b.clone(), s.clone(), Dim::packed(sections.to_vec())]);
+            |sections: &[Section]| TensorType::new(shape.dtype, [b.clone(), s.clone(), Dim::packed(sections.to_vec())]);
         let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, shape.heads), s.clone()]);
         let starts = TensorType::new(DType::U32, [b.clone(), s.clone()]);
         [rows(&[q]), rows(&[q, kv, kv]), rows(&[q]), lse, starts]
@@ -256,10 +257,23 @@ mod tests {
 
     /// Shapes of backward passes.
     pub fn shapes(deterministic: bool) -> impl Iterator<Item = AttentionShape> {
-        [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)].into_iter().map(
-            move |(batch, seq, heads, kv_heads, e)| {
+        let sizes = [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)];
+        [DType::BF16, DType::F16].into_iter().flat_map(move |dtype| sizes.map(|size| (dtype, size))).map(
+            move |(dtype, (batch, seq, heads, kv_heads, e))| {
                 let (window, backward, documents, parts) = (None, true, None, None);
-                AttentionShape { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
+                AttentionShape {
+                    dtype,
+                    batch,
+                    seq,
+                    heads,
+                    kv_heads,
+                    e,
+                    window,
+                    backward,
+                    deterministic,
+                    documents,
+                    parts,
+                }
             },
         )
     }
@@ -267,7 +281,7 @@ mod tests {
     #[test]
     fn planned_scratch_has_room_for_dq_and_the_largest_plan() {
         for shape in [false, true].into_iter().flat_map(shapes) {
-            let profile = ops::profile("cuda", DType::BF16, DType::F32, shape.deterministic);
+            let profile = ops::profile("cuda", shape.dtype, DType::F32, shape.deterministic);
             let op = Op::AttentionGrad { window: None };
             let [dout, qkv, o, lse, _] = operands(&shape);
             let planned = profile.workspace(&op, &[&dout, &qkv, &o, &lse]).unwrap();

@@ -7,6 +7,7 @@ pub use builder::{Builder, TensorId};
 use crate::CudaError;
 use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
+use lockstep_ir::DType;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -67,10 +68,22 @@ mod descriptor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Data {
     Float = 0,
+    Half = 2,
     Int32 = 4,
     Bf16 = 9,
     Int64 = 10,
     Boolean = 11,
+}
+
+impl Data {
+    /// That of a type whose attention the library has fused kernels for: two bytes an element.
+    pub fn fused(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::BF16 => Some(Data::Bf16),
+            DType::F16 => Some(Data::Half),
+            _ => None,
+        }
+    }
 }
 
 /// What is done to each element.

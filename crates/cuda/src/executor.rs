@@ -250,7 +250,8 @@ impl Executor for CudaExecutor {
         let mut places = Vec::new();
         for (name, dtype) in tensors {
             let (_, address, bytes) = self.tensor(name, 0)?;
-            let fits = values.elements() * dtype.bytes() == bytes && matches!(dtype, DType::F32 | DType::BF16);
+            let fits =
+                values.elements() * dtype.bytes() == bytes && matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
             if !fits || !initial::drawn_here(values.init) {
                 return values.write(self, tensors);
             }

@@ -15,7 +15,7 @@ pub fn drawn_here(init: &Init) -> bool {
     }
 }
 
-/// Queues the drawing of a tensor's initial values, f32 or bf16.
+/// Queues the drawing of a tensor's initial values, f32, bf16 or f16.
 ///
 /// # Safety
 /// There is room for all of them.
@@ -57,7 +57,7 @@ mod tests {
             let parts = vec![part("q.weight", 7, 33), part("k.weight", 7, 5), part("v.weight", 1600, 3000)];
             let values = Initial { init: &init, seed: 17, parts };
             let host = values.draw();
-            for dtype in [DType::F32, DType::BF16] {
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
                 let expected = encode(&host, dtype);
                 let memory = Memory::new(&gpu.device, expected.len() as u64).unwrap();
                 let mut found = vec![0u8; expected.len()];

@@ -9,7 +9,7 @@ use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
-use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Rule, Steps, compile};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting, host_at};
 use lockstep_exec::comm::{Collective, Order, Piece, ProgramPlace};
@@ -118,13 +118,14 @@ fn launch_all() {
     gpu.watch(Duration::from_secs(600));
     collectives(&gpu);
     beside(&gpu);
-    for (compute, deterministic) in [(DType::F32, false), (DType::BF16, true)] {
+    for (compute, deterministic) in [(DType::F32, false), (DType::BF16, true), (DType::F16, true)] {
         ops(&gpu, compute, deterministic);
         steps(&gpu, Precision::of(compute, DType::F32), deterministic);
     }
     let fp8 =
         Precision { fp8: Some(Fp8 { weights: Some(0), ..Fp8::default() }), ..Precision::of(DType::BF16, DType::F32) };
     steps(&gpu, fp8, false);
+    rules(&gpu);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();
     assert!(unused.is_empty(), "nobody launches {unused:?}");
@@ -139,29 +140,53 @@ fn ops(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
     conformance::run(&profile, compute, false, conformance::SEED, &mut { load }).unwrap();
 }
 
+const ADAMW: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
+
 /// Training steps with rows and heads of the lengths that kernels have variants for.
 fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
+    let sizes = [(64, 32), (2048, 64), (4096, 96), (8192, 128)];
+    for (architecture, size) in ["gpt2", "llama"].into_iter().flat_map(|one| sizes.map(|size| (one, size))) {
+        step(gpu, (architecture, size), Rule::AdamW(ADAMW), precision, deterministic);
+    }
+}
+
+/// Training steps by all rules, for all types of gradient sums. The samples of ops round parameters to bf16 alone.
+fn rules(gpu: &Arc<Gpu>) {
+    let muon = Rule::Muon { momentum: 0.95, rest: ADAMW };
+    let rules = [Rule::AdamW(ADAMW), Rule::Lion { beta1: 0.9, beta2: 0.99 }, Rule::Sgd { momentum: 0.9 }, muon];
+    for gradients in [DType::F32, DType::BF16, DType::Fixed64] {
+        for rule in rules {
+            step(gpu, ("llama", (64, 32)), rule, Precision::of(DType::F16, gradients), false);
+        }
+    }
+}
+
+/// A training step of a model whose rows and heads have so many elements.
+fn step(
+    gpu: &Arc<Gpu>,
+    (architecture, (dim, head)): (&str, (usize, usize)),
+    rule: Rule,
+    precision: Precision,
+    deterministic: bool,
+) {
     let context = Context {
-        device: profile("cuda", precision.compute, DType::F32, deterministic),
+        device: profile("cuda", precision.compute, precision.gradients, deterministic),
         layout: Layout::single(1),
-        optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
+        optimizer: Optimizer { rule, decay: 0.1, groups: BTreeMap::new() },
         precision,
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),
     };
-    let sizes = [(64, 32), (2048, 64), (4096, 96), (8192, 128)];
-    for (architecture, (dim, head)) in ["gpt2", "llama"].into_iter().flat_map(|one| sizes.map(|size| (one, size))) {
-        let model = format!("architecture = \"{architecture}\"\nvocab_size = 256\nlayers = 1\ndim = {dim}\nffn = 64");
-        let text = format!("[model]\n{model}\nheads = 2\n[data]\npaths = [\".\"]\n");
-        let config = Config::parse(&text, "run.toml", &[]).unwrap();
-        // Heads that are not a row together: matrices stay small.
-        let model = ModelConfig { head_dim: head, ..config.model };
-        let form = Form::Loss { batch: 1, seq: 64, context: 64, documents: true };
-        let graph = lockstep_model::build_form(&model, form).unwrap();
-        let program = compile(&graph, &context).unwrap().programs.remove(0);
-        CudaExecutor::load(gpu, program, deterministic).unwrap().run(StepProgram::TRAIN).unwrap();
-    }
+    let model = format!("architecture = \"{architecture}\"\nvocab_size = 256\nlayers = 1\ndim = {dim}\nffn = 64");
+    let text = format!("[model]\n{model}\nheads = 2\n[data]\npaths = [\".\"]\n");
+    let config = Config::parse(&text, "run.toml", &[]).unwrap();
+    // Heads that are not a row together: matrices stay small.
+    let model = ModelConfig { head_dim: head, ..config.model };
+    let form = Form::Loss { batch: 1, seq: 64, context: 64, documents: true };
+    let graph = lockstep_model::build_form(&model, form).unwrap();
+    let program = compile(&graph, &context).unwrap().programs.remove(0);
+    CudaExecutor::load(gpu, program, deterministic).unwrap().run(StepProgram::TRAIN).unwrap();
 }
 
 fn collectives(gpu: &Gpu) {
@@ -203,10 +228,10 @@ fn beside(gpu: &Arc<Gpu>) {
     let mut numbers = Numbers::new(&gpu.device).unwrap();
     // SAFETY: the memory has room for as many elements.
     unsafe {
-        for dtype in [DType::F32, DType::BF16] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
             initial::draw(on, memory.base, dtype, &values).unwrap();
         }
-        for dtype in [DType::F32, DType::BF16, DType::F64] {
+        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
             numbers.first(on, Elements { at: memory.base, elements: 8, dtype }, false).unwrap();
         }
     }

@@ -17,6 +17,8 @@ fn main() -> ExitCode {
         ("every_op_conforms_in_fp32", || conforms(DType::F32, false)),
         ("every_op_conforms_in_bf16", || conforms(DType::BF16, false)),
         ("every_op_conforms_in_bf16_deterministic", || conforms(DType::BF16, true)),
+        ("every_op_conforms_in_fp16", || conforms(DType::F16, false)),
+        ("every_op_conforms_in_fp16_deterministic", || conforms(DType::F16, true)),
         ("ranks_that_share_the_device_communicate_as_all_do", communicates),
         ("the_first_number_that_is_not_finite_is_found", finds_nans),
         // The last: it abandons the device.

@@ -2,7 +2,7 @@
 
 use crate::{PlanError, Result};
 use lockstep_compile::Precision;
-use lockstep_config::{Config, DeviceChoice, PrecisionPolicy};
+use lockstep_config::{Config, DeviceChoice};
 use lockstep_ir::DeviceProfile;
 
 /// A kind of device.
@@ -58,15 +58,12 @@ impl Target {
 
     /// Refuses what the device does not do.
     pub fn check(self, config: &Config) -> Result<()> {
-        let what = match self {
-            Target::Cpu => return Ok(()),
-            Target::Cuda { .. } => match config.precision.policy {
-                PrecisionPolicy::Fp16 => "precision.policy = \"fp16\"",
-                _ if config.train.reproducible => "train.reproducible",
-                PrecisionPolicy::Fp32 | PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => return Ok(()),
-            },
-        };
-        Err(PlanError::NotOnDevice { what, device: self.name() })
+        match self {
+            Target::Cuda { .. } if config.train.reproducible => {
+                Err(PlanError::NotOnDevice { what: "train.reproducible", device: self.name() })
+            }
+            Target::Cpu | Target::Cuda { .. } => Ok(()),
+        }
     }
 }
 

@@ -70,6 +70,7 @@ fn every_optimizer_of_the_config_has_a_rule_and_a_checkpoint_of_its_moments() {
 fn auto_takes_a_gpu_for_one_rank_where_there_is_one() {
     let target = |gpu, keys| plan(&Described { cores: 1, gpu }, &config(keys)).unwrap().target;
     assert_eq!(target(true, ""), Target::Cuda { deterministic: false });
+    assert_eq!(target(true, "[precision]\npolicy = \"fp16\"\n"), Target::Cuda { deterministic: false });
     assert_eq!(target(false, ""), Target::Cpu);
     assert_eq!(target(true, "[parallel]\ndp = 2\n"), Target::Cpu);
     // What a GPU does not do stays on the CPU, unless it was asked for there.

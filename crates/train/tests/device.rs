@@ -14,10 +14,13 @@ fn main() -> ExitCode {
     on_device::run(&[
         ("llama_steps_as_on_the_cpu_in_fp32", || steps_alike(LLAMA, FP32)),
         ("llama_steps_as_on_the_cpu_in_bf16", || steps_alike(LLAMA, BF16)),
+        ("llama_steps_as_on_the_cpu_in_fp16", || steps_alike(LLAMA, FP16)),
         ("gpt2_steps_as_on_the_cpu_in_fp32", || steps_alike(GPT2, FP32)),
         ("gpt2_steps_as_on_the_cpu_in_bf16", || steps_alike(GPT2, BF16)),
+        ("gpt2_steps_as_on_the_cpu_in_fp16", || steps_alike(GPT2, FP16)),
         ("qwen3_steps_as_on_the_cpu_in_fp32", || steps_alike(QWEN3, FP32)),
         ("qwen3_steps_as_on_the_cpu_in_bf16", || steps_alike(QWEN3, BF16)),
+        ("qwen3_steps_as_on_the_cpu_in_fp16", || steps_alike(QWEN3, FP16)),
         ("documents_are_apart_as_on_the_cpu", || documents_alike(LLAMA, "")),
         ("documents_of_as_many_key_heads_are_apart_as_on_the_cpu", || documents_alike(MHA, "")),
         ("documents_with_a_sliding_window_are_apart_as_on_the_cpu", || documents_alike(WINDOW, "")),
@@ -26,6 +29,7 @@ fn main() -> ExitCode {
         ("a_run_of_the_cpu_resumes_on_the_device", || goes_on("cpu", "cuda")),
         ("the_same_run_in_fp32_has_the_same_bits", || the_same_bits("fp32", false)),
         ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
+        ("the_same_run_in_fp16_has_the_same_bits_if_deterministic", || the_same_bits("fp16", true)),
         ("documents_have_the_same_bits_if_deterministic", documents_the_same_bits),
     ])
 }
@@ -52,6 +56,7 @@ struct Bound {
 
 const FP32: Bound = Bound { policy: "fp32", loss: 1e-5, norm: 1e-4 };
 const BF16: Bound = Bound { policy: "bf16", loss: 2e-2, norm: 5e-2 };
+const FP16: Bound = Bound { policy: "fp16", loss: 5e-3, norm: 1.5e-2 };
 const STEPS: u64 = 10;
 
 /// A small model over the corpus in `dir`, two micro-batches per step.

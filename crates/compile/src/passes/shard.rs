@@ -228,7 +228,7 @@ impl Sweep<'_> {
     ) -> Result<ValueId, TypeError> {
         // Parts of parts are joined first.
         let inner = |other: &MeshAxis| *other > axis && g.get(v).sharding.over(*other) == Placement::Split(dim);
-        if let Some(inner) = self.context.layout.mesh.wide(Axes::STAGE).iter().filter(inner).last() {
+        if let Some(inner) = self.context.layout.mesh.wide(Axes::STAGE).iter().filter(inner).max() {
             let joined = self.gather(g, v, inner, dim, reader)?;
             return self.gather(g, joined, axis, dim, reader);
         }

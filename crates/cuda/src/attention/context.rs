@@ -7,6 +7,7 @@ use super::table::Room;
 use super::{Attended, GradOperands, GradRows, Mask, Rows, WARPS, own_forward, own_grad};
 use crate::CudaError;
 use crate::call::Call;
+use crate::cudnn::Data;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
 use lockstep_ir::blocks::PartedAttention;
@@ -14,18 +15,18 @@ use lockstep_ir::{DType, Workspace};
 
 /// Scratch of the forward kernels: cuDNN's, o and log-sum-exps of a block, and all log-sum-exps where they are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => {
+    match Data::fused(compute).is_some() {
+        true => {
             Workspace { fixed: SLACK + 3 * ALIGNMENT, terms: vec![(2, "batch seq attended"), (8, "batch heads seq")] }
         }
-        _ => Workspace::default(),
+        false => Workspace::default(),
     }
 }
 
 /// Scratch of the backward kernels: see [`GradScratch`]. Without cuDNN, a number per row.
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
-    match compute {
-        DType::BF16 => {
+    match Data::fused(compute).is_some() {
+        true => {
             let rows = [(6, "batch seq attended"), (12, "batch heads seq")];
             let keys = [(4, "batch keys attended"), (2, "batch keys kv")];
             // All of dS.
@@ -33,7 +34,7 @@ pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
             let terms = rows.into_iter().chain(keys).chain(scores);
             Workspace { fixed: SLACK + 5 * ALIGNMENT, terms: terms.collect() }
         }
-        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
+        false => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 
@@ -76,12 +77,16 @@ fn rows(call: &Call, parted: PartedAttention, qkv: Address, kv: Address) -> Rows
 
 /// The types of our own kernels: operands, and results in f32 or as they are.
 fn types(call: &Call, wide: bool) -> &'static str {
-    if wide && call.float() == DType::BF16 { "bf16_to_f32" } else { call.suffix() }
+    match (wide, call.float()) {
+        (true, DType::BF16) => "bf16_to_f32",
+        (true, DType::F16) => "f16_to_f32",
+        _ => call.suffix(),
+    }
 }
 
 /// Q, K and V of a block.
 fn inputs(call: &Call, qkv: Address, kv: Address, block: &Block) -> [Address; 3] {
-    let bytes = DType::BF16.bytes();
+    let bytes = call.float().bytes();
     let values = call.size("kv_heads") * call.size("head_dim");
     let (query, key) = (block.query * super::width(call) * bytes, block.key * 2 * values * bytes);
     [qkv + query as u64, kv + key as u64, kv + (key + values * bytes) as u64]
@@ -108,13 +113,12 @@ pub unsafe fn forward(call: Call, wide: bool) -> Result<(), CudaError> {
         let o = room.take((2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
         let (stats, scratch) = (room.take(shape.row_bytes()), room.take(SLACK));
         let at = Operands { inputs: inputs(&call, qkv, kv, block), o, lse: stats, scratch, ..Operands::default() };
-        let types = if wide { "block_f32" } else { "block_bf16" };
         // SAFETY: the operands have these sizes, and the scratch has room for all.
         unsafe {
             execute(call.stream, shape, plan, &at)?;
             let other = Attended { o: Some(o), lse: Some(stats) };
             let rows = BlockRows { first: block.query, count: block.queries, fresh: i == 0 };
-            merge(call, types, to, other, to, rows)?;
+            merge(call, types(&call, wide), to, other, to, rows)?;
         }
     }
     Ok(())
@@ -178,8 +182,9 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     let (seq, count) = (call.size("seq"), blocks::keys(parted, call.bound).1);
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let at = GradScratch::new(shape, &mut Room(call.scratch()?));
-        let row = (block.query * heads * DType::BF16.bytes()) as u64;
-        let values = (call.size("kv_heads") * call.size("head_dim") * DType::BF16.bytes()) as u64;
+        let bytes = call.float().bytes();
+        let row = (block.query * heads * bytes) as u64;
+        let values = (call.size("kv_heads") * call.size("head_dim") * bytes) as u64;
         let operands = Operands {
             inputs: inputs(&call, qkv, kv, block),
             o: o + row,
@@ -190,15 +195,14 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
             scratch: at.plan,
             ragged: None,
         };
-        let types = if wide { "f32" } else { "bf16" };
         // SAFETY: the operands have these sizes, and the scratch has room for all.
         unsafe {
             statistics(call, shape, lse, at.stats, block)?;
             execute(call.stream, shape, plan, &operands)?;
             let queries = BlockRows { first: block.query, count: block.queries, fresh: i == 0 };
             let block_keys = BlockRows { first: block.key, count: block.keys, fresh: i == 0 };
-            add(call, types, dq, at.dq, Matrix { rows: seq, width: heads }, queries)?;
-            add(call, "f32", dkv, at.dkv, Matrix { rows: count, width: keys }, block_keys)?;
+            add(call, types(&call, wide), dq, at.dq, Matrix { rows: seq, width: heads }, queries)?;
+            add(call, types(&call, true), dkv, at.dkv, Matrix { rows: count, width: keys }, block_keys)?;
         }
     }
     Ok(())
@@ -250,8 +254,9 @@ mod tests {
 
     #[test]
     fn planned_scratch_has_room_for_all_that_a_block_needs() {
-        for deterministic in [false, true] {
-            let profile = ops::profile("cuda", DType::BF16, DType::F32, deterministic);
+        let types = [DType::BF16, DType::F16];
+        for (dtype, deterministic) in types.into_iter().flat_map(|dtype| [false, true].map(|d| (dtype, d))) {
+            let profile = ops::profile("cuda", dtype, DType::F32, deterministic);
             for (batch, seq, ranks, heads, kv_heads, e) in
                 [(1, 2, 2, 1, 1, 16), (3, 250, 4, 6, 2, 64), (2, 4096, 2, 32, 8, 128)]
             {
@@ -260,7 +265,7 @@ mod tests {
                 let rows = |count, sections: &[Section]| {
                     let dims =
                         [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, count), Dim::packed(sections.to_vec())];
-                    TensorType::new(DType::BF16, dims)
+                    TensorType::new(dtype, dims)
                 };
                 let lse = [Dim::new(Axis::Batch, batch), Dim::new(Axis::Heads, heads), Dim::new(Axis::Seq, seq)];
                 let lse = TensorType::new(DType::F32, lse);
@@ -271,6 +276,7 @@ mod tests {
                     let parts = Some(Parts { keys, causal: false, rows: (seq, keys) });
                     let (window, documents, backward) = (None, None, true);
                     let shape = AttentionShape {
+                        dtype,
                         batch,
                         seq,
                         heads,

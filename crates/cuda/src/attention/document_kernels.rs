@@ -64,8 +64,9 @@ pub unsafe fn sum_heads(
     packed: Address,
     section: Section,
 ) -> Result<(), CudaError> {
+    let kernel = format!("sum_heads_{}", call.suffix());
     // SAFETY: the contract is this one's, the section is one of the packed rows.
-    unsafe { copy_heads(call, shape, "sum_heads", section.count, rows, packed, section) }
+    unsafe { copy_heads(call, shape, &kernel, section.count, rows, packed, section) }
 }
 
 unsafe fn copy_heads(

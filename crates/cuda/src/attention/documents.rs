@@ -6,26 +6,26 @@ use super::table::{self, Room, Table};
 use super::{GradOperands, GradRows, Mask, WARPS, keys_seen};
 use crate::CudaError;
 use crate::call::Call;
-use crate::cudnn::Plan;
+use crate::cudnn::{Data, Plan};
 use crate::driver::Address;
 use crate::kernels::args;
 use lockstep_ir::{DType, Workspace};
 
 /// Scratch of the forward kernels: cuDNN's, log-sum-exps position by position, and the table of documents.
 pub fn scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => Workspace {
+    match Data::fused(compute).is_some() {
+        true => Workspace {
             fixed: SLACK + table::ROUNDING,
             terms: vec![(4, "batch heads seq"), (table::BYTES, "batch seq")],
         },
-        _ => Workspace::default(),
+        false => Workspace::default(),
     }
 }
 
 /// Scratch of the backward kernels: see [`GradScratch`]. Without cuDNN, a number per row.
 pub fn grad_scratch(compute: DType) -> Workspace {
-    match compute {
-        DType::BF16 => Workspace {
+    match Data::fused(compute).is_some() {
+        true => Workspace {
             fixed: SLACK + table::ROUNDING,
             terms: vec![
                 (4, "batch seq qkv"),
@@ -35,7 +35,7 @@ pub fn grad_scratch(compute: DType) -> Workspace {
                 (table::BYTES, "batch seq"),
             ],
         },
-        _ => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
+        false => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
 }
 
@@ -150,7 +150,7 @@ unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: A
             call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
             let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
             let (name, grid) = (format!("attention_dq_{e}"), [seq.div_ceil(QUERIES), heads, batch]);
-            return call.plain(("attention_dq", &name), grid, 2 * QUERIES, args);
+            return call.typed(("attention_dq", &name), grid, 2 * QUERIES, args);
         }
         let dq = GradRows { at: dqkv, width: super::width(&call), types: call.suffix() };
         let (mask, operands) =
@@ -175,7 +175,7 @@ mod tests {
     fn planned_scratch_has_room_for_all_that_documents_need() {
         for shape in shapes(false) {
             let shape = AttentionShape { documents: Some(shape.batch * shape.seq), ..shape };
-            let profile = ops::profile("cuda", DType::BF16, DType::F32, false);
+            let profile = ops::profile("cuda", shape.dtype, DType::F32, false);
             let op = Op::AttentionGrad { window: None };
             let types = operands(&shape);
             let planned = profile.workspace(&op, &types.each_ref()).unwrap();

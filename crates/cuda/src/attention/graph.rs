@@ -58,6 +58,8 @@ enum Product {
 /// A graph of attention under construction.
 struct Graph {
     g: Builder,
+    /// Of Q, K, V, o and their gradients, and of what is multiplied with them.
+    data: Data,
     b: i64,
     h: i64,
     kv: i64,
@@ -77,6 +79,8 @@ impl Graph {
         let entries = shape.documents.unwrap_or(shape.batch);
         let [b, h, kv, s, e] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
         let (t, parts) = (shape.keys() as i64, shape.parts);
+        let none = || CudaError::Internal(format!("cuDNN has no attention in {}", shape.dtype));
+        let data = Data::fused(shape.dtype).ok_or_else(none)?;
         let mut g = Builder::new(cudnn);
         let mut column = |count, data, id| g.tensor([count, 1, 1, 1], [1; 4], data, Storage::Memory(id));
         let documents = match shape.documents {
@@ -87,7 +91,8 @@ impl Graph {
                 Some(Documents { packed, heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
             }
         };
-        Ok(Self { g, b, h, kv, s, t, e, width: (h + 2 * kv) * e, window: shape.window.is_some(), documents, parts })
+        let (width, window) = ((h + 2 * kv) * e, shape.window.is_some());
+        Ok(Self { g, data, b, h, kv, s, t, e, width, window, documents, parts })
     }
 
     /// Heads of `count` positions in rows of `width` elements, `rows` from a sequence to the next.
@@ -116,14 +121,14 @@ impl Graph {
     fn queries(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         let offsets = self.documents.map(|d| d.packed);
         let rows = (self.s, self.rows_apart().0);
-        self.in_rows((self.h, self.width), rows, false, Data::Bf16, (place, offsets))
+        self.in_rows((self.h, self.width), rows, false, self.data, (place, offsets))
     }
 
     /// dQ: where Q is, or in rows of its own.
     fn query_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         match self.parts {
             None => self.queries(place),
-            Some(_) => self.in_rows((self.h, self.h * self.e), (self.s, self.s), false, Data::Bf16, (place, None)),
+            Some(_) => self.in_rows((self.h, self.h * self.e), (self.s, self.s), false, self.data, (place, None)),
         }
     }
 
@@ -132,7 +137,7 @@ impl Graph {
         let offsets = self.documents.map(|d| d.packed);
         let width = if self.parts.is_some() { 2 * self.kv * self.e } else { self.width };
         let rows = (self.t, self.rows_apart().1);
-        self.in_rows((self.kv, width), rows, transposed, Data::Bf16, (place, offsets))
+        self.in_rows((self.kv, width), rows, transposed, self.data, (place, offsets))
     }
 
     /// K or V in a backward pass: as in a forward pass, or, where documents are apart and queries share keys, a key head per
@@ -141,7 +146,7 @@ impl Graph {
         match self.documents {
             Some(d) if self.grouped() => {
                 let rows = (self.s, self.s);
-                self.in_rows((self.h, self.h * self.e), rows, transposed, Data::Bf16, (place, Some(d.heads)))
+                self.in_rows((self.h, self.h * self.e), rows, transposed, self.data, (place, Some(d.heads)))
             }
             _ => self.packed_keys(transposed, place),
         }
@@ -151,9 +156,7 @@ impl Graph {
     fn key_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         match self.parts {
             None => self.keys(false, place),
-            Some(_) => {
-                self.in_rows((self.kv, 2 * self.kv * self.e), (self.t, self.t), false, Data::Bf16, (place, None))
-            }
+            Some(_) => self.in_rows((self.kv, 2 * self.kv * self.e), (self.t, self.t), false, self.data, (place, None)),
         }
     }
 
@@ -165,7 +168,7 @@ impl Graph {
     /// Results, a row of all query heads per position, `apart` from a sequence to the next.
     fn rows(&mut self, id: i64, apart: i64) -> Result<TensorId, CudaError> {
         let place = (Storage::Memory(id), self.documents.map(|d| d.heads));
-        self.in_rows((self.h, self.h * self.e), (self.s, apart), false, Data::Bf16, place)
+        self.in_rows((self.h, self.h * self.e), (self.s, apart), false, self.data, place)
     }
 
     /// Statistics in memory: position by position where documents are apart, head by head otherwise.
@@ -207,7 +210,7 @@ impl Graph {
     /// Scores, seen transposed.
     fn scores_transposed(&mut self) -> Result<TensorId, CudaError> {
         let (h, s, t) = (self.h, self.s, self.t);
-        self.g.tensor([self.b, h, t, s], [h * s * t, s * t, 1, t], Data::Bf16, Storage::Virtual)
+        self.g.tensor([self.b, h, t, s], [h * s * t, s * t, 1, t], self.data, Storage::Virtual)
     }
 
     /// A number per row of scores.
@@ -289,7 +292,7 @@ fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> 
     g.g.pointwise(Pointwise::Log, (sum, None, None), log)?;
     let stats = g.stats(id::STATS)?;
     g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats)?;
-    let p = g.scores(Data::Bf16)?;
+    let p = g.scores(g.data)?;
     g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p)?;
     // Of a block, one behind the other.
     let o = g.rows(id::O, g.s)?;
@@ -332,7 +335,7 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
         if !g.grouped() || g.documents.is_some() {
             return g.matmul(a, b, out, Product::OverKeys);
         }
-        let full = g.heads_between(g.t, Data::Bf16)?;
+        let full = g.heads_between(g.t, g.data)?;
         g.matmul(a, b, full, Product::OverKeys)?;
         g.g.reduce(Reduction::Add, full, out)
     };

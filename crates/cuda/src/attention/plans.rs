@@ -4,7 +4,7 @@ use super::blocks::{self, Block};
 use super::graph::{self, id};
 use super::table::Table;
 use crate::CudaError;
-use crate::cudnn::{Cudnn, Plan};
+use crate::cudnn::{Cudnn, Data, Plan};
 use crate::driver::{ALIGNMENT, Address, Device, Memory, Stream};
 use crate::matmul::fill_random;
 use lockstep_exec::Note;
@@ -25,6 +25,8 @@ pub(crate) fn scale(e: usize) -> f32 {
 /// The shape of an attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionShape {
+    /// Type of Q, K, V and o, one of those that cuDNN takes.
+    pub dtype: DType,
     pub batch: usize,
     pub seq: usize,
     pub heads: usize,
@@ -61,14 +63,14 @@ impl AttentionShape {
             _ => return None,
         };
         let documents = bound.inputs.len() == bound.op.spec().inputs.len();
-        let size = |letter| bound.size(letter);
+        let (dtype, size) = (bound.float, |letter| bound.size(letter));
         let (batch, seq, heads, kv_heads, e) =
             (size("batch"), size("seq"), size("heads"), size("kv_heads"), size("head_dim"));
         let window = window.filter(|w| *w < seq);
         // A window is added to positions as a float, which holds whole numbers up to here.
         let exact = window.is_none() || seq <= 1 << 23;
         let step = if documents { 16 } else { 8 };
-        let fits = bound.float == DType::BF16 && e.is_multiple_of(step) && e <= 256 && exact;
+        let fits = Data::fused(dtype).is_some() && e.is_multiple_of(step) && e <= 256 && exact;
         let documents = match documents {
             true => Some(most?.min(batch * seq)),
             false => None,
@@ -76,17 +78,29 @@ impl AttentionShape {
         // With documents the same plan serves both: what it sums in no order is recomputed.
         let deterministic = deterministic && documents.is_none();
         let parts = None;
-        fits.then_some(Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts })
+        fits.then_some(Self {
+            dtype,
+            batch,
+            seq,
+            heads,
+            kv_heads,
+            e,
+            window,
+            backward,
+            deterministic,
+            documents,
+            parts,
+        })
     }
 
     /// Of a block of an instruction that cuDNN may run in blocks.
     fn of_block(bound: &Bound, parted: PartedAttention, block: &Block, deterministic: bool) -> Self {
-        let size = |letter| bound.size(letter);
+        let (dtype, size) = (bound.float, |letter| bound.size(letter));
         let (batch, heads, kv_heads, e) = (size("batch"), size("heads"), size("kv_heads"), size("head_dim"));
         let rows = (size("seq"), blocks::keys(parted, bound).1);
         let parts = Some(Parts { keys: block.keys, causal: block.causal, rows });
         let (seq, window, documents, backward) = (block.queries, None, None, parted.backward);
-        Self { batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
+        Self { dtype, batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
     }
 
     /// Keys of a sequence.
@@ -97,7 +111,7 @@ impl AttentionShape {
     /// Where Q, K and V stand in packed rows.
     pub(super) fn packed(&self, rows: Address) -> [Address; 3] {
         let (q, kv) = (self.heads * self.e, self.kv_heads * self.e);
-        [0, q, q + kv].map(|first| rows + (first * DType::BF16.bytes()) as u64)
+        [0, q, q + kv].map(|first| rows + (first * self.dtype.bytes()) as u64)
     }
 
     /// Whether several queries share a key.
@@ -134,14 +148,14 @@ impl AttentionShape {
 
     /// For people.
     fn text(&self) -> String {
-        let Self { batch, seq, heads, kv_heads, e, .. } = self;
+        let Self { dtype, batch, seq, heads, kv_heads, e, .. } = self;
         let window = self.window.map_or(String::new(), |w| format!(", a window of {w}"));
         let which = if self.backward { ", backward" } else { ", forward" };
         let how = if self.deterministic { ", deterministic" } else { "" };
         let documents = self.documents.map_or(String::new(), |d| format!(" of at most {d} documents"));
         let keys = self.parts.map_or(String::new(), |parts| format!(" over {} keys", parts.keys));
         format!(
-            "{batch} × {seq} tokens{documents}{keys}, {heads} heads ({kv_heads} of keys) of {e} elements{window}{which}{how}"
+            "{batch} × {seq} tokens{documents}{keys}, {heads} heads ({kv_heads} of keys) of {e} elements in {dtype}{window}{which}{how}"
         )
     }
 }
@@ -265,7 +279,7 @@ impl Plans {
     /// The blocks of an instruction that cuDNN may run in blocks.
     fn shapes(&self, bound: &Bound, parted: PartedAttention) -> Option<Vec<(Block, AttentionShape)>> {
         let e = bound.size("head_dim");
-        let fits = bound.float == DType::BF16 && e.is_multiple_of(8) && e <= 256;
+        let fits = Data::fused(bound.float).is_some() && e.is_multiple_of(8) && e <= 256;
         let blocks = blocks::of(bound, parted).filter(|_| fits)?;
         let shape = |b: Block| (b, AttentionShape::of_block(bound, parted, &b, self.deterministic));
         Some(blocks.into_iter().map(shape).collect())
@@ -317,8 +331,9 @@ impl Plans {
 }
 
 /// When cuDNN has a plan.
-const IN_ONE: &str = "cuDNN is used in bf16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)";
-const IN_BLOCKS: &str = "with context parallelism, cuDNN is used in bf16, for heads of 8, 16, … 256 elements, \
+const IN_ONE: &str =
+    "cuDNN is used in bf16 and fp16, for heads of 8, 16, … 256 elements (16, 32, … with document masks)";
+const IN_BLOCKS: &str = "with context parallelism, cuDNN is used in bf16 and fp16, for heads of 8, 16, … 256 elements, \
                          without sliding windows and document masks";
 
 fn slow(why: &str) -> Note {

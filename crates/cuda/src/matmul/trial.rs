@@ -85,7 +85,7 @@ impl Trial<'_> {
     }
 }
 
-/// Fills memory with bits that are sound numbers of moderate size in bf16, in f32 and in fp8.
+/// Fills memory with bits that are sound numbers of moderate size in bf16, in f16, in f32 and in fp8.
 pub fn fill_random(stream: &Stream, at: Address, bytes: u64) -> Result<(), CudaError> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {

@@ -52,7 +52,7 @@ pub fn scratch() -> Workspace {
 /// The same of one into weights, which has x in the order of rows besides, and where in it each row is.
 pub fn weight_scratch(compute: DType) -> Workspace {
     let Workspace { fixed, mut terms } = scratch();
-    if grouped::DTYPE == compute {
+    if grouped::multiplies(compute) {
         let bytes = compute.bytes() as u64;
         terms.extend([
             (4, "… choices parts rows"),

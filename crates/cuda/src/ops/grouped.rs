@@ -1,4 +1,4 @@
-//! Grouped bf16 matmuls on Hopper's tensor cores (`grouped.cu`).
+//! Grouped matmuls in bf16 and f16 on Hopper's tensor cores (`grouped.cu`).
 
 use super::experts::Sorted;
 use crate::CudaError;
@@ -25,14 +25,16 @@ const COLUMNS: u32 = 256;
 const THREADS: usize = 384;
 const SHARED: usize = 231_752;
 
-/// What they multiply.
-pub const DTYPE: DType = DType::BF16;
+/// Whether they multiply elements of this type.
+pub fn multiplies(dtype: DType) -> bool {
+    matches!(dtype, DType::BF16 | DType::F16)
+}
 
 /// Whether these kernels take a call.
 pub fn fits(call: Call) -> bool {
     let sizes = [call.size("outputs"), call.size("inputs")];
     call.kernels.capability() == 90
-        && call.float() == DTYPE
+        && multiplies(call.float())
         && call.size("experts") <= MOST_EXPERTS
         && sizes.iter().all(|n| n.is_multiple_of(BLOCK))
 }
@@ -53,7 +55,7 @@ pub unsafe fn rows(
         Product::Forward => ("grouped_forward", n, k, COLUMNS),
         Product::Input => ("grouped_input", k, n, BLOCK as u32),
     };
-    let map = TensorMap::new(w, DTYPE, &[k as u64, (experts * n) as u64], &[BLOCK as u32, lines])?;
+    let map = TensorMap::new(w, call.float(), &[k as u64, (experts * n) as u64], &[BLOCK as u32, lines])?;
     let args = args![a, out, order, starts, experts, columns, depth, 0, sharers, 0, false];
     // SAFETY: the caller vouches.
     unsafe { launch(call, name, [map, TensorMap::default()], args) }
@@ -71,7 +73,7 @@ pub unsafe fn weight(
     (sums, add): (DType, bool),
 ) -> Result<(), CudaError> {
     let (n, k) = (call.size("outputs"), call.size("inputs"));
-    let from = TensorMap::new(room, DTYPE, &[k as u64, places as u64], &[BLOCK as u32; 2])?;
+    let from = TensorMap::new(room, call.float(), &[k as u64, places as u64], &[BLOCK as u32; 2])?;
     // Sums in bf16 go there without it.
     let to = match sums {
         DType::F32 => TensorMap::new(dw, sums, &[k as u64, n as u64, experts as u64], &[32, BLOCK as u32, 1])?,
@@ -91,9 +93,8 @@ pub unsafe fn weight(
 /// As many blocks as the device has multiprocessors, in pairs: each takes tiles until there are none.
 unsafe fn launch(call: Call, name: &str, maps: [TensorMap; 2], args: &[Value]) -> Result<(), CudaError> {
     let grid = [call.kernels.processors() / 2 * 2, 1, 1];
-    let (kernel, maps) = (("grouped", name), maps.map(|map| map.words));
+    let (name, maps) = (format!("{name}_{}", call.suffix()), maps.map(|map| map.words));
+    let block = Block { threads: THREADS, shared: SHARED };
     // SAFETY: the caller vouches.
-    unsafe {
-        call.on().launch_with(kernel, grid, Block { threads: THREADS, shared: SHARED }, Some(maps.as_flattened()), args)
-    }
+    unsafe { call.on().launch_with(("grouped", &name), grid, block, Some(maps.as_flattened()), args) }
 }

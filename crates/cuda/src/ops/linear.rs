@@ -86,9 +86,10 @@ pub fn padded(vocab: usize) -> usize {
     vocab.next_multiple_of(8)
 }
 
-/// Whether a matmul into a sum of this type is made in f32 first: cuBLASLt neither adds in fixed point nor rounds f32 to bf16.
+/// Whether a matmul into a sum of this type is made in f32 first: cuBLASLt neither adds in fixed point nor rounds matmuls of f32 or f16 to
+/// bf16.
 pub fn apart(compute: DType, gradients: DType) -> bool {
-    gradients == DType::Fixed64 || (compute == DType::F32 && gradients == DType::BF16)
+    gradients == DType::Fixed64 || (compute != DType::BF16 && gradients == DType::BF16)
 }
 
 /// Rows of one matmul into a weight gradient, and its type: sums in fixed point take a sequence at a time.

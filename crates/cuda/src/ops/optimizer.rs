@@ -6,7 +6,7 @@ use super::orthogonal::orthogonalise;
 use crate::CudaError;
 use crate::call::{Call, THREADS, suffix};
 use crate::kernels::args;
-use lockstep_ir::Op;
+use lockstep_ir::{DType, Op};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
@@ -20,6 +20,12 @@ pub fn launches() -> Launches {
     }
 }
 
+/// What kernels are called that round new parameters to output `copy`. Some parameters are f32 and have none; where all are, any kernel does.
+fn rounded(calls: &[Call], copy: usize) -> &'static str {
+    let copies = calls.iter().find_map(|call| call.bound.outputs[copy]);
+    suffix(copies.map_or(DType::BF16, |at| at.dtype))
+}
+
 fn each(n: usize) -> [usize; 3] {
     [n.div_ceil(THREADS), 1, 1]
 }
@@ -28,7 +34,7 @@ fn each(n: usize) -> [usize; 3] {
 pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
     let Some(first) = calls.first() else { return Ok(()) };
     let Op::AdamW { beta1, beta2, eps, .. } = first.bound.op else { return Ok(()) };
-    let name = format!("adamw_{}", suffix(first.bound.inputs[1].dtype));
+    let name = format!("adamw_{}_{}", suffix(first.bound.inputs[1].dtype), rounded(calls, 3));
     let args = args![first.input(4), first.input(5), beta1, beta2, eps];
     let mut many = Many::<7>::new();
     for call in calls {
@@ -51,7 +57,7 @@ pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
 pub unsafe fn by_moment(call: Call, rule: &str, [a, b, decay, lr_scale]: [f32; 4]) -> Result<(), CudaError> {
     let (Some(w), Some(m)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let n = call.bound.inputs[0].elements;
-    let name = format!("{rule}_{}", suffix(call.bound.inputs[1].dtype));
+    let name = format!("{rule}_{}_{}", suffix(call.bound.inputs[1].dtype), rounded(&[call], 2));
     let (grad, scalars, stats) = (call.input(1), call.input(3), call.input(4));
     let args = args![grad, scalars, stats, w, m, call.output(2), n, a, b, decay, lr_scale];
     // SAFETY: the operands have as many elements.
@@ -71,6 +77,7 @@ pub unsafe fn descend(call: Call, decay: f32, lr_scale: f32) -> Result<(), CudaE
     let Some(w) = call.output(0) else { return Ok(()) };
     let n = call.bound.inputs[0].elements;
     let args = args![call.input(1), call.input(2), call.input(3), w, call.output(1), n, decay, lr_scale];
+    let name = format!("descend_{}", rounded(&[call], 1));
     // SAFETY: the operands have as many elements.
-    unsafe { call.plain(("optimizer", "descend"), each(n), THREADS, args) }
+    unsafe { call.plain(("optimizer", &name), each(n), THREADS, args) }
 }
