@@ -169,8 +169,9 @@ fn step(
     precision: Precision,
     deterministic: bool,
 ) {
+    let Precision { compute, gradients, .. } = precision;
     let context = Context {
-        device: profile("cuda", precision.compute, precision.gradients, deterministic),
+        device: profile("cuda", compute, gradients, deterministic),
         layout: Layout::single(1),
         optimizer: Optimizer { rule, decay: 0.1, groups: BTreeMap::new() },
         precision,

@@ -96,10 +96,10 @@ fn quantise<T: Float>(call: Call, to: DType) {
                     }
                 }
                 if let Some(transposed) = transposed {
-                    for column in 0..wide {
+                    (0..wide).for_each(|column| {
                         let line = transposed.at((first + column) * rows + from);
-                        (0..to - from).for_each(|row| *line.add(row) = block[row][column]);
-                    }
+                        block[..to - from].iter().enumerate().for_each(|(row, bytes)| *line.add(row) = bytes[column]);
+                    });
                 }
             }
         }
