@@ -63,7 +63,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
     fn payload_bytes(&self) -> u64;
 
     /// Checks what can be checked: the hash and the document table. `read` hears of the bytes of every piece, some milliseconds
-    /// apart; `stop` ends it with [`DataError::Interrupted`].
+    /// apart; `stop` ends it with [`DataError::Interrupted`](crate::DataError::Interrupted).
     fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()>;
 
     /// Copies the tokens from `offset` on until `tokens` is full. Does not allocate.
