@@ -40,6 +40,7 @@ while [ "$done_kills" -lt "$kills" ]; do
     for key in $layout; do set+=(--set "parallel.$key"); done
     [ -d "whole-${layout// /-}" ] || "$lockstep" train run.toml --quiet --run-dir "whole-${layout// /-}" "${set[@]}" >/dev/null
     run=killed-$runs
+    : >"$run.kills"
     "$lockstep" launch run.toml --quiet --run-dir "$run" "${set[@]}" --restarts 1000 >"$run.out" 2>"$run.err" &
     launcher=$!
     here=0

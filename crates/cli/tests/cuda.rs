@@ -222,6 +222,17 @@ fn no_device_is_refused_and_auto_says_why_it_takes_the_cpu() {
 }
 
 #[test]
+fn a_gpu_without_fp8_is_refused_and_trains_in_bf16() {
+    let fake = Fake::new();
+    let older = [("FAKE_CUDA_CAPABILITY", "80")];
+    let fp8 = ["--set", "precision.policy=fp8", "--set", "precision.fp8_weights=0"];
+    let text = fake.fails(1, &[&TRAIN[..], &fp8].concat(), &older);
+    assert!(text.contains("has no matmuls in fp8: its compute capability is 8.0, and 8.9"), "{text}");
+    assert!(text.contains("hint: train in bf16"), "{text}");
+    fake.ok(&[&TRAIN[..], &["--fresh"]].concat(), &older);
+}
+
+#[test]
 fn a_driver_that_does_not_start_says_what_to_do() {
     let fake = Fake::new();
     let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=802")]);

@@ -38,6 +38,26 @@ fn a_run_is_priced_in_flops_gpu_days_and_days() {
 }
 
 #[test]
+fn layers_that_stay_in_bf16_are_named_with_the_reason() {
+    let place = llama_3_8b();
+    let fp8 = |set: &[&str]| {
+        let sets = set.iter().flat_map(|set| ["--set", *set]).collect::<Vec<_>>();
+        let text = place.ok(&[&["explain", "run.toml", "--set", "precision.policy=fp8"][..], &sets].concat());
+        let from = text.find("fp8: ").unwrap();
+        text[from..].split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    assert!(fp8(&[]).starts_with("fp8: the matmuls of 128 of 128 linear layers "), "{}", fp8(&[]));
+    let small = fp8(&["precision.fp8_weights=20000000"]);
+    let why = "32 × wo in bf16: 16,777,216 weights on a rank, and fp8 is faster from 20,000,000 on";
+    assert!(small.starts_with("fp8: the matmuls of 96 of 128 linear layers; ") && small.contains(why), "{small}");
+    let edges = fp8(&["precision.fp8_skip_first=1", "precision.fp8_skip_last=2"]);
+    assert!(
+        edges.starts_with("fp8: the matmuls of 116 of 128") && edges.contains("3 × wo in bf16: of the first"),
+        "{edges}"
+    );
+}
+
+#[test]
 fn a_price_that_cannot_be_meant_is_refused() {
     let place = llama_3_8b();
     for (args, part) in [

@@ -70,11 +70,15 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
 pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
     let policy = values.word::<PrecisionPolicy>("precision.policy")?;
     if policy != PrecisionPolicy::Fp8 {
-        let weights = values.get("precision.fp8_weights")?;
+        let skips = ["precision.fp8_skip_first", "precision.fp8_skip_last"];
+        let skipped = skips.into_iter().find(|key| values.count(key).is_some_and(|layers| layers > 0));
+        let weights = values.get("precision.fp8_weights").map(|_| "precision.fp8_weights");
+        let key = weights.or(skipped)?;
+        let value = values.get(key)?;
         return Some(Conflict::new(
-            &["precision.fp8_weights", "precision.policy"],
-            format!("precision.fp8_weights = {weights} is given, and precision.policy = \"{policy}\" has no fp8"),
-            "remove precision.fp8_weights, or choose precision.policy = \"fp8\"",
+            &[key, "precision.policy"],
+            format!("{key} = {value} is given, and precision.policy = \"{policy}\" has no fp8"),
+            format!("remove {key}, or choose precision.policy = \"fp8\""),
         ));
     }
     let reproducible = values.word("train.reproducible") == Some(true);

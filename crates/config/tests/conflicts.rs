@@ -474,6 +474,32 @@ hint: give a number that is a power of 2 from 1 to 2^30
 }
 
 #[test]
+fn fp8_has_keys_of_its_own_and_depends_on_the_micro_batch() {
+    for (key, value) in [("fp8_weights", 0), ("fp8_skip_first", 1), ("fp8_skip_last", 2)] {
+        check_set(
+            TINY,
+            &[&format!("precision.{key}={value}")],
+            &format!(
+                "
+precision.{key} = {value} is given, and precision.policy = \"bf16\" has no fp8
+  --> --set precision.{key}={value}
+hint: remove precision.{key}, or choose precision.policy = \"fp8\"
+"
+            ),
+        );
+    }
+    check_set(
+        TINY,
+        &["precision.policy=fp8", "train.reproducible=true"],
+        "
+train.reproducible = true asks for the same bits at any train.micro_batch, and the scales of fp8 are those of a micro-batch
+  --> --set train.reproducible=true
+hint: remove train.reproducible, or choose precision.policy = \"bf16\"
+",
+    );
+}
+
+#[test]
 fn experts_are_as_many_as_a_token_takes_and_of_families_that_have_them() {
     let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 64\n";
     let dots1 = format!("{shape}architecture = \"dots1\"\nexperts = 12\n");

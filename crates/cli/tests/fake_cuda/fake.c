@@ -162,8 +162,8 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     TRY;
     switch (which) {
     case 16: *value = 132; break; /* multiprocessors */
-    case 75: *value = 9; break;   /* compute capability */
-    case 76: *value = 0; break;
+    case 75: *value = (int)fake_number("FAKE_CUDA_CAPABILITY", 90) / 10; break;
+    case 76: *value = (int)fake_number("FAKE_CUDA_CAPABILITY", 90) % 10; break;
     case 97: *value = 227 << 10; break; /* shared memory of a block, where asked for */
     default: *value = 1;
     }

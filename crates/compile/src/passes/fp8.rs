@@ -127,6 +127,8 @@ impl Operands {
 
 #[cfg(test)]
 mod tests {
+    use super::{Stays, fp8_layers};
+    use crate::Context;
     use crate::passes::tests::{lines, small_model_of};
     use crate::passes::{FP8, PRECISION, autodiff};
     use crate::settings::{Fp8, Precision};
@@ -134,12 +136,9 @@ mod tests {
     use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, TensorType};
 
     /// Two matmuls of one layer that read the same, with 512 weights each.
-    fn behind_fp8(fewest: usize, rows: usize) -> Graph {
+    fn graph(rows: usize) -> (Graph, Context) {
         let (_, mut context) = small_model_of(1, rows);
-        context.precision = Precision {
-            fp8: Some(Fp8 { weights: Some(fewest), ..Fp8::default() }),
-            ..Precision::of(DType::BF16, DType::F32)
-        };
+        context.precision = Precision::of(DType::BF16, DType::F32);
         let mut g = Graph::new();
         let dim = Dim::new;
         let ids = TensorType::new(DType::U32, [dim(Axis::Batch, 1), dim(Axis::Seq, rows)]);
@@ -159,6 +158,13 @@ mod tests {
         let loss = g.op(Op::CrossEntropy, &[sum, targets], "loss").unwrap()[0];
         g.outputs.push(loss);
         g.losses.push(Loss { value: loss, weight: 1.0 });
+        (g, context)
+    }
+
+    /// The same behind autodiff, with layers of so many weights in fp8.
+    fn behind_fp8(fewest: usize, rows: usize) -> Graph {
+        let (g, mut context) = graph(rows);
+        context.precision.fp8 = Some(Fp8 { weights: Some(fewest), ..Fp8::default() });
         let stored = (PRECISION.run)(&g, &context).unwrap();
         autodiff(&(FP8.run)(&stored, &context).unwrap(), &context).unwrap()
     }
@@ -184,6 +190,18 @@ B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.uni
 W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
 "
         );
+    }
+
+    #[test]
+    fn layers_at_the_ends_stay_where_asked() {
+        let (g, mut context) = graph(32);
+        let stored = (PRECISION.run)(&g, &context).unwrap();
+        for (skip_first, skip_last) in [(1, 0), (0, 1)] {
+            context.precision.fp8 = Some(Fp8 { weights: Some(0), skip_first, skip_last });
+            assert_eq!((FP8.run)(&stored, &context).unwrap(), stored);
+            let layers = fp8_layers(&stored, &context);
+            assert!(layers.len() == 2 && layers.iter().all(|(_, stays)| *stays == Some(Stays::Edge)), "{layers:?}");
+        }
     }
 
     #[test]
