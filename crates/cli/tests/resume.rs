@@ -18,6 +18,26 @@ fn killed_at_any_moment_a_run_resumes_bit_identically() {
 }
 
 #[test]
+fn a_run_in_fp8_resumes_bit_identically_and_is_exported_and_generated_from() {
+    let place = Place::new();
+    let fp8 = ["--set", "precision.policy=fp8", "--set", "precision.fp8_weights=0"];
+    let explained = place.ok(&[&["explain", "run.toml"][..], &fp8].concat());
+    assert!(explained.contains("fp8_linear") && !explained.contains("forward linear "), "{explained}");
+    let train = |dir, steps| {
+        let args = ["train", "run.toml", "--run-dir", dir, "--set", "checkpoint.every=1", "--set", steps];
+        [&args[..], &fp8].concat()
+    };
+    place.ok(&train("whole", "train.steps=12"));
+    place.kill_until_done(|_| train("killed", "train.steps=12"));
+    assert_eq!(place.trajectory("killed"), place.trajectory("whole"));
+    let bf16 = ["--set", "train.steps=12", "--set", "precision.policy=bf16"];
+    place.ok(&[&["train", "run.toml", "--run-dir", "bf16"][..], &bf16].concat());
+    assert_ne!(place.trajectory("bf16"), place.trajectory("whole"));
+    place.ok(&["generate", "whole", "--prompt", "a", "--max-tokens", "3", "--temperature", "0"]);
+    assert!(place.ok(&["checkpoint", "export", "whole", "--out", "exported"]).contains(" in bf16"));
+}
+
+#[test]
 fn an_interrupt_saves_and_the_same_command_resumes() {
     let place = Place::new();
     let args =
