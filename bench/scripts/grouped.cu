@@ -21,6 +21,8 @@ namespace rows_of {
 #include "../../crates/cuda/kernels/experts.cu"
 }
 namespace tiles {
+#include "../../crates/cuda/kernels/hopper.cuh"
+#include "../../crates/cuda/kernels/grouped.cuh"
 #include "../../crates/cuda/kernels/grouped.cu"
 }
 
@@ -159,17 +161,17 @@ static void measure(const char *name, int experts, int n, int k, int tokens, int
     };
     const int threads = 384, memory = sizeof(tiles::Shared);
     auto forward = [&] {
-        tiles::grouped_forward<<<blocks, threads, memory>>>({weights_by_lines, {}}, (bf16 *)p.x, y, order, starts, experts, n, k, 0, sharers, 0, 0);
+        tiles::grouped_forward_bf16<<<blocks, threads, memory>>>({weights_by_lines, {}}, (u8 *)p.x, y, order, starts, experts, n, k, 0, sharers, 0, 0);
     };
     auto input = [&] {
-        tiles::grouped_input<<<blocks, threads, memory>>>({weights_by_boxes, {}}, (bf16 *)p.dy, dx, order, starts, experts, k, n, 0, 1, 0, 0);
+        tiles::grouped_input_bf16<<<blocks, threads, memory>>>({weights_by_boxes, {}}, (u8 *)p.dy, dx, order, starts, experts, k, n, 0, 1, 0, 0);
     };
     auto scatter = [&] {
-        rows_of::scatter_rows<<<experts + (of_x + 7) / 8, 256>>>((Pack<bf16> *)p.x, (Pack<bf16> *)sorted, places_of, starts, rows, experts, k / 8, sharers);
+        rows_of::scatter_rows<<<experts + (of_x + 7) / 8, 256>>>((Pack<u16> *)p.x, (Pack<u16> *)sorted, places_of, starts, rows, experts, k / 8, sharers);
     };
     auto weight = [&](int add) {
         scatter();
-        tiles::grouped_weight<<<blocks, threads, memory>>>({of_sorted, of_sums}, (bf16 *)p.dy, dw, order, starts, experts, k, 0, n, 1, SUM_F32, add);
+        tiles::grouped_weight_bf16<<<blocks, threads, memory>>>({of_sorted, of_sums}, (u8 *)p.dy, dw, order, starts, experts, k, 0, n, 1, SUM_F32, add);
     };
     auto off = [&](Product product, const void *out) {
         double sums[2];
@@ -215,7 +217,7 @@ static void measure(const char *name, int experts, int n, int k, int tokens, int
 }
 
 int main() {
-    for (const void *kernel : {(const void *)tiles::grouped_forward, (const void *)tiles::grouped_input, (const void *)tiles::grouped_weight})
+    for (const void *kernel : {(const void *)tiles::grouped_forward_bf16, (const void *)tiles::grouped_input_bf16, (const void *)tiles::grouped_weight_bf16})
         CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(tiles::Shared)));
     cublasHandle_t blas;
     CHECK(cublasCreate(&blas));

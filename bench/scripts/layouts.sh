@@ -189,6 +189,17 @@ $train
 ep_bound = 3.0
 [recompute]
 policy = \"full\""
+check mixtral-fp8 9 <<< "[model]
+architecture = \"mixtral\"
+vocab_size = 131
+layers = 8
+dim = 256
+heads = 4
+kv_heads = 2
+ffn = 256
+experts = 4
+$train
+$fp8"
 check mixtral-bf16 4 <<< "[model]
 architecture = \"mixtral\"
 $sizes

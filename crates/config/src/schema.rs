@@ -253,7 +253,7 @@ tables! {
         /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. fp8: as bf16, with
         /// operands of the layers' matmuls in fp8: weights and activations in E4M3, gradients in E5M2, each tensor with the scale of its
-        /// largest element in this micro-batch. Embedding, norms, attention, routers, experts and output head stay in bf16. On GPUs from
+        /// largest element in this micro-batch. Embedding, norms, attention, routers and output head stay in bf16. On GPUs from
         /// compute capability 8.9 on; a CPU computes the same, slowly. A preset gives bf16.
         policy: PrecisionPolicy = Choice(PrecisionPolicy::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16",
@@ -261,8 +261,8 @@ tables! {
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
-        /// With fp8, the fewest weights of a linear layer (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not
-        /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 stay in bf16 too.
+        /// With fp8, the fewest weights of a linear layer or an expert's matrix (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not
+        /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 (of experts: 128) stay in bf16 too.
         fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,
             finds ["fp8 layers", "fp8 filter", "auto_filter_small_kn", "module_filter_fn"];
         /// With fp8, so many of the first layers stay in bf16.

@@ -158,6 +158,62 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
+// to[c, at] = x[order[at] / sharers, c], bytes, zeros at places without a row. A block has a tile of 128 places and 128 columns; a thread has 8 columns of 4
+// places at a time, so that 4 places of a column are a word. `pitch` places lie between two columns.
+extern "C" __global__ void __launch_bounds__(256)
+    sort_bytes(const u8 *x, u8 *to, const int *order, const int *starts, int experts, i64 columns, i64 pitch,
+               int sharers) {
+    // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
+    __shared__ u32 tile[TILE * (TILE / 4 + 1)];
+    i64 first = (i64)blockIdx.x * TILE;
+    if (first >= starts[experts]) return;
+    int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
+    i64 column = (i64)blockIdx.y * TILE + pack * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int line = (threadIdx.x >> 4) + half * 16;
+        if (column >= columns) continue;
+        u64 v[4];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            int row = order[first + line * 4 + r];
+            v[r] = row < 0 ? 0 : *(const u64 *)(x + (i64)(row / sharers) * columns + column);
+        }
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            u32 word = 0;
+#pragma unroll
+            for (int r = 0; r < 4; r++) word |= (u32)(v[r] >> (8 * c) & 0xff) << (8 * r);
+            tile[(pack * 8 + c) * (TILE / 4 + 1) + ((line + turn) & (TILE / 4 - 1))] = word;
+        }
+    }
+    __syncthreads();
+    int lane = threadIdx.x & 31;
+    for (int c = threadIdx.x >> 5; c < TILE; c += 8) {
+        i64 line = (i64)blockIdx.y * TILE + c;
+        if (line >= columns) continue;
+        *(u32 *)(to + line * pitch + first + lane * 4) =
+            tile[c * (TILE / 4 + 1) + ((lane + 2 * (c >> 5)) & (TILE / 4 - 1))];
+    }
+}
+
+// Bytes of fp8.
+struct e4m3 {
+    u8 bits;
+};
+struct e5m2 {
+    u8 bits;
+};
+
+static __device__ __forceinline__ float to_f32(e4m3 x) {
+    u32 y = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)x.bits));
+#endif
+    return to_f32(f16{(u16)y});
+}
+static __device__ __forceinline__ float to_f32(e5m2 x) { return to_f32(f16{(u16)(x.bits << 8)}); }
+
 // Plain matmuls: a block of 256 threads has a tile of 64 × 64, a thread 4 × 4 of it. Right in every type and shape, and slow.
 const int SIDE = 64, DEPTH = 16;
 
@@ -177,9 +233,10 @@ static __device__ __forceinline__ void multiply(const Tiles &t, float acc[4][4])
 }
 
 // out[r, c] = Σ a[r / sharers, d] · w[e, c, d], or · w[e, d, c] where `across`, with e the expert of row r.
-template <typename T>
-static __device__ void grouped_rows(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,
-                                    int columns, int depth, int sharers, int across) {
+template <typename A, typename W, typename T>
+static __device__ void grouped_rows(const A *a, const W *w, T *out, const int *order, const int *starts, int experts,
+                                    int columns, int depth, int sharers, int across, const float *unit,
+                                    const float *units) {
     __shared__ Tiles t;
     int first = blockIdx.x * SIDE, column = blockIdx.y * SIDE;
     if (first >= starts[experts]) return;
@@ -190,6 +247,7 @@ static __device__ void grouped_rows(const T *a, const T *w, T *out, const int *o
         (starts[middle] <= first ? low : high) = middle;
     }
     w += (i64)low * columns * depth;
+    float by = unit ? *unit * units[low] : 1.0f;
     if (threadIdx.x < SIDE) t.rows[threadIdx.x] = order[first + threadIdx.x];
     float acc[4][4] = {};
     for (int d0 = 0; d0 < depth; d0 += DEPTH) {
@@ -216,17 +274,19 @@ static __device__ void grouped_rows(const T *a, const T *w, T *out, const int *o
 #pragma unroll
         for (int j = 0; j < 4; j++)
             if (t.rows[r + i] >= 0 && column + c + j < columns)
-                out[(i64)t.rows[r + i] * columns + column + c + j] = Of<T>::f32(acc[i][j]);
+                out[(i64)t.rows[r + i] * columns + column + c + j] = Of<T>::f32(by * acc[i][j]);
 }
 
 // dw[e, i, j] (+)= Σ dy[r, i] · x[r / sharers, j] over the rows of expert e; sums in fixed point take a sequence's rows at a time.
-template <typename T>
-static __device__ void grouped_weight(const T *dy, const T *x, void *dw, const int *order, const int *starts,
-                                      int experts, int n, int k, int sharers, int kind, int add, int of_sequence) {
+template <typename A, typename B>
+static __device__ void grouped_weight(const A *dy, const B *x, void *dw, const int *order, const int *starts,
+                                      int experts, int n, int k, int sharers, int kind, int add, int of_sequence,
+                                      const float *unit, const float *other) {
     __shared__ Tiles t;
     int e = blockIdx.z, i0 = blockIdx.y * SIDE, j0 = blockIdx.x * SIDE;
     int at = starts[e], end = at + starts[experts + 1 + e];
     int r = threadIdx.x / 16 * 4, c = threadIdx.x % 16 * 4;
+    float by = unit ? *unit * *other : 1.0f;
     do {
         int stop = end;
         if (kind == SUM_FIXED && at < end) {
@@ -251,7 +311,7 @@ static __device__ void grouped_weight(const T *dy, const T *x, void *dw, const i
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if (i0 + r + i < n && j0 + c + j < k)
-                    sum_write(dw, kind, ((i64)e * n + i0 + r + i) * k + j0 + c + j, acc[i][j], add);
+                    sum_write(dw, kind, ((i64)e * n + i0 + r + i) * k + j0 + c + j, by * acc[i][j], add);
         add = 1;
     } while (at < end);
 }
@@ -354,14 +414,14 @@ static __device__ void take_rows(const T *rows, const u32 *slots, T *y, int choi
 
 #define EXPERTS(T, NAME)                                                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        grouped_rows_##NAME(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,          \
+        plain_rows_##NAME(const T *a, const T *w, T *out, const int *order, const int *starts, int experts,          \
                             int columns, int depth, int sharers, int across) {                                         \
-        grouped_rows<T>(a, w, out, order, starts, experts, columns, depth, sharers, across);                           \
+        grouped_rows(a, w, out, order, starts, experts, columns, depth, sharers, across, 0, 0);                        \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        grouped_weight_##NAME(const T *dy, const T *x, void *dw, const int *order, const int *starts, int experts,     \
+        plain_weight_##NAME(const T *dy, const T *x, void *dw, const int *order, const int *starts, int experts,     \
                               int n, int k, int sharers, int kind, int add, int of_sequence) {                         \
-        grouped_weight<T>(dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence);                   \
+        grouped_weight(dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence, 0, 0);                \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         send_rows_##NAME(const T *x, const u32 *slots, T *rows, int choices, int places, int d, int sharers) {         \
@@ -382,3 +442,18 @@ static __device__ void take_rows(const T *rows, const u32 *slots, T *y, int choi
 EXPERTS(float, f32)
 EXPERTS(bf16, bf16)
 EXPERTS(f16, f16)
+
+#define EXPERTS_OF_BYTES(A)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        plain_rows_##A(const A *a, const e4m3 *w, bf16 *out, const int *order, const int *starts, int experts,       \
+                         int columns, int depth, int sharers, int across, const float *unit, const float *units) {     \
+        grouped_rows(a, w, out, order, starts, experts, columns, depth, sharers, across, unit, units);                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        plain_weight_##A(const A *dy, const e4m3 *x, void *dw, const int *order, const int *starts, int experts,     \
+                           int n, int k, int sharers, int kind, int add, int of_sequence, const float *unit,           \
+                           const float *other) {                                                                       \
+        grouped_weight(dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence, unit, other);         \
+    }
+EXPERTS_OF_BYTES(e4m3)
+EXPERTS_OF_BYTES(e5m2)

@@ -83,12 +83,27 @@ static __device__ __forceinline__ void leave_largest(u32 most, u32 *shares) {
     most = block_max(most, shared);
     if (threadIdx.x) return;
     u32 rounded = magnitude(to_f32(Of<T>::f32(__uint_as_float(most))));
-    atomicMax(shares + ((blockIdx.y * gridDim.x + blockIdx.x) & (SHARES - 1)), rounded);
+    atomicMax(shares + (blockIdx.x & (SHARES - 1)), rounded);
 }
 
-// y = silu(gate) · up, and its largest magnitude where it is asked for. A block has a part of a row.
-template <typename T, bool AMAX>
-static __device__ __forceinline__ void swiglu(const T *gate_up, T *y, int f, int wide, u32 *shares) {
+// y = silu(gate) · up of a pack.
+template <typename T>
+static __device__ __forceinline__ void swiglu_pack(const T *gate, const T *up, T *y, u32 &most) {
+    const int N = Pack<T>::N;
+    float g[N], u[N];
+    load(gate, g);
+    load(up, u);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        g[j] = g[j] * sigmoid(g[j]) * u[j];
+        most = max(most, magnitude(g[j]));
+    }
+    store(y, g);
+}
+
+// y = silu(gate) · up. A block has a part of a row.
+template <typename T>
+static __device__ __forceinline__ void swiglu(const T *gate_up, T *y, int f, int wide) {
     i64 row = blockIdx.y;
     gate_up += row * 2 * f;
     y += row * f;
@@ -97,24 +112,11 @@ static __device__ __forceinline__ void swiglu(const T *gate_up, T *y, int f, int
     const int N = Pack<T>::N;
     if (wide) {
         i *= N;
-        if (i < f) {
-            float g[N], u[N];
-            load(gate_up + i, g);
-            load(gate_up + f + i, u);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                g[j] = g[j] * sigmoid(g[j]) * u[j];
-                if (AMAX) most = max(most, magnitude(g[j]));
-            }
-            store(y + i, g);
-        }
+        if (i < f) swiglu_pack(gate_up + i, gate_up + f + i, y + i, most);
     } else if (i < f) {
         float g = to_f32(gate_up[i]), u = to_f32(gate_up[f + i]);
-        float made = g * sigmoid(g) * u;
-        most = magnitude(made);
-        y[i] = Of<T>::f32(made);
+        y[i] = Of<T>::f32(g * sigmoid(g) * u);
     }
-    if (AMAX) leave_largest<T>(most, shares);
 }
 
 static __device__ __forceinline__ void swiglu_one(float g, float u, float dy, float &dg, float &du) {
@@ -123,9 +125,26 @@ static __device__ __forceinline__ void swiglu_one(float g, float u, float dy, fl
     du = dy * g * s;
 }
 
+template <typename T>
+static __device__ __forceinline__ void swiglu_grad_pack(const T *dy, const T *gate, const T *up, T *dgate, T *dup,
+                                                        u32 &most) {
+    const int N = Pack<T>::N;
+    float g[N], u[N], d[N];
+    load(gate, g);
+    load(up, u);
+    load(dy, d);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        swiglu_one(g[j], u[j], d[j], g[j], u[j]);
+        most = max(most, max(magnitude(g[j]), magnitude(u[j])));
+    }
+    store(dgate, g);
+    store(dup, u);
+}
+
 // May work in place.
-template <typename T, bool AMAX>
-static __device__ __forceinline__ void swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide, u32 *shares) {
+template <typename T>
+static __device__ __forceinline__ void swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide) {
     i64 row = blockIdx.y;
     dy += row * f;
     gate_up += row * 2 * f;
@@ -135,27 +154,13 @@ static __device__ __forceinline__ void swiglu_grad(const T *dy, const T *gate_up
     const int N = Pack<T>::N;
     if (wide) {
         i *= N;
-        if (i < f) {
-            float g[N], u[N], d[N];
-            load(gate_up + i, g);
-            load(gate_up + f + i, u);
-            load(dy + i, d);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                swiglu_one(g[j], u[j], d[j], g[j], u[j]);
-                if (AMAX) most = max(most, max(magnitude(g[j]), magnitude(u[j])));
-            }
-            store(out + i, g);
-            store(out + f + i, u);
-        }
+        if (i < f) swiglu_grad_pack(dy + i, gate_up + i, gate_up + f + i, out + i, out + f + i, most);
     } else if (i < f) {
         float dg, du;
         swiglu_one(to_f32(gate_up[i]), to_f32(gate_up[f + i]), to_f32(dy[i]), dg, du);
-        most = max(magnitude(dg), magnitude(du));
         out[i] = Of<T>::f32(dg);
         out[f + i] = Of<T>::f32(du);
     }
-    if (AMAX) leave_largest<T>(most, shares);
 }
 
 template <typename T>
@@ -195,10 +200,10 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
                   wide);                                                                                               \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
-        swiglu<T, false>(gate_up, y, f, wide, 0);                                                                      \
+        swiglu<T>(gate_up, y, f, wide);                                                                                \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {            \
-        swiglu_grad<T, false>(dy, gate_up, out, f, wide, 0);                                                           \
+        swiglu_grad<T>(dy, gate_up, out, f, wide);                                                                     \
     }                                                                                                                  \
     extern "C" __global__ void add_##NAME(const T *a, const T *b, T *out, i64 n) { add<T>(a, b, out, n); }             \
     extern "C" __global__ void last_position_##NAME(const T *x, const u32 *count, T *y, int seq, int d) {              \
@@ -208,11 +213,36 @@ POINTWISE(float, f32)
 POINTWISE(bf16, bf16)
 POINTWISE(f16, f16)
 
-// What is quantised is bf16.
-extern "C" __global__ void swiglu_amax_bf16(const bf16 *gate_up, bf16 *y, int f, int wide, u32 *shares) {
-    swiglu<bf16, true>(gate_up, y, f, wide, shares);
+// The same with the largest magnitude of what is made. A block has four times as many packs as threads, of any rows. What is quantised is bf16.
+const int PACKS = 4;
+
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_amax_bf16(const bf16 *gate_up, bf16 *y, int f, i64 packs, u32 *shares) {
+    const int N = Pack<bf16>::N;
+    i64 first = (i64)blockIdx.x * PACKS * blockDim.x + threadIdx.x;
+    u32 most = 0, in_row = f / N;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        i64 pack = first + k * blockDim.x;
+        if (pack >= packs) break;
+        i64 row = pack / in_row, at = (pack - row * in_row) * N;
+        const bf16 *gate = gate_up + row * 2 * f + at;
+        swiglu_pack(gate, gate + f, y + row * f + at, most);
+    }
+    leave_largest<bf16>(most, shares);
 }
-extern "C" __global__ void swiglu_grad_amax_bf16(const bf16 *dy, const bf16 *gate_up, bf16 *out, int f, int wide,
-                                                 u32 *shares) {
-    swiglu_grad<bf16, true>(dy, gate_up, out, f, wide, shares);
+
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_grad_amax_bf16(const bf16 *dy, const bf16 *gate_up, bf16 *out, int f, i64 packs, u32 *shares) {
+    const int N = Pack<bf16>::N;
+    i64 first = (i64)blockIdx.x * PACKS * blockDim.x + threadIdx.x;
+    u32 most = 0, in_row = f / N;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        i64 pack = first + k * blockDim.x;
+        if (pack >= packs) break;
+        i64 row = pack / in_row, at = (pack - row * in_row) * N, to = row * 2 * f + at;
+        swiglu_grad_pack(dy + row * f + at, gate_up + to, gate_up + to + f, out + to, out + to + f, most);
+    }
+    leave_largest<bf16>(most, shares);
 }

@@ -1,10 +1,12 @@
-// fp8: the largest magnitude of a tensor, and its bytes with their transpose.
+// fp8: the largest magnitude of a tensor, and its bytes with their transpose. Of matrices that have a unit each, blocks stand one behind the other.
 
 template <typename T>
 static __device__ __forceinline__ void amax(const T *x, float *shares, i64 n) {
     __shared__ u32 shared[32];
     const int N = Pack<T>::N;
     i64 packs = n / N, step = (i64)gridDim.x * blockDim.x;
+    x += blockIdx.y * n;
+    shares += (i64)blockIdx.y * gridDim.x;
     u32 most = 0;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < packs; i += step) {
         float v[N];
@@ -25,6 +27,8 @@ extern "C" __global__ void amax_f16(const f16 *x, float *shares, i64 n) { amax(x
 extern "C" __global__ void amax_of_shares(const float *shares, int count, float *out, int parts) {
     __shared__ u32 shared[32];
     u32 most = 0;
+    shares += (i64)blockIdx.x * count;
+    out += (i64)blockIdx.x * parts;
     for (int i = threadIdx.x; i < count; i += blockDim.x) most = max(most, magnitude(shares[i]));
     most = block_max(most, shared);
     for (int i = threadIdx.x; i < parts; i += blockDim.x) out[i] = __uint_as_float(most);
@@ -85,9 +89,14 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
     // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
     __shared__ u32 tile[TILE * (WORDS + 1)];
     u32 most = 0;
+    i64 before = blockIdx.z * rows * columns;
+    x += before;
+    q += q ? before : 0;
+    transposed += transposed ? before : 0;
+    amax += (i64)blockIdx.z * parts;
     for (int i = 0; i < parts; i++) most = max(most, magnitude(amax[i]));
     float one = unit_of<F>(most), scale = reciprocal(one);
-    if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *unit = one;
+    if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) unit[blockIdx.z] = one;
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;
@@ -96,9 +105,11 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
         int line = (threadIdx.x >> 4) + half * 16;
         i64 row = first_row + line * 4;
         if (row >= rows || column >= columns) continue;
-        float v[4][8];
+        float v[4][8] = {};
+        int there = (int)min(rows - row, (i64)4);
 #pragma unroll
-        for (int r = 0; r < 4; r++) load8(x + (row + r) * columns + column, v[r]);
+        for (int r = 0; r < 4; r++)
+            if (r < there) load8(x + (row + r) * columns + column, v[r]);
 #pragma unroll
         for (int r = 0; r < 4; r++) {
 #pragma unroll
@@ -110,7 +121,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
                 u64 bytes = 0;
 #pragma unroll
                 for (int c = 0; c < 8; c += 2) bytes |= (u64)F::two(v[r][c], v[r][c + 1]) << (8 * c);
-                *(u64 *)(q + (row + r) * columns + column) = bytes;
+                if (r < there) *(u64 *)(q + (row + r) * columns + column) = bytes;
             }
         }
         if (transposed) {

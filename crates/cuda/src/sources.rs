@@ -7,8 +7,15 @@ use crate::{CudaError, nvrtc};
 /// What every source begins with.
 pub const COMMON: &str = concat!(include_str!("../kernels/common.cuh"), include_str!("../kernels/sums.cuh"));
 
+/// What grouped matmuls begin with.
+macro_rules! hopper {
+    () => {
+        concat!(include_str!("../kernels/hopper.cuh"), include_str!("../kernels/grouped.cuh"))
+    };
+}
+
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 20] = [
+pub const SOURCES: [(&str, &str); 21] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -17,7 +24,8 @@ pub const SOURCES: [(&str, &str); 20] = [
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
     ("experts", include_str!("../kernels/experts.cu")),
-    ("grouped", include_str!("../kernels/grouped.cu")),
+    ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
+    ("grouped_fp8", concat!(hopper!(), include_str!("../kernels/grouped_fp8.cu"))),
     ("loss", include_str!("../kernels/loss.cu")),
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::pointwise::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),

@@ -19,6 +19,8 @@ impl TensorMap {
         const SWIZZLE_128: i32 = 3;
         const PROMOTE_256: i32 = 3;
         let code = match dtype {
+            // Bytes.
+            DType::E4M3 | DType::E5M2 => 0,
             DType::F16 => 6,
             DType::F32 => 7,
             DType::F64 => 8,

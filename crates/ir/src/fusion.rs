@@ -51,7 +51,7 @@ impl Fusion {
                 _ => false,
             },
             Fusion::GeluBiasGradients => matches!(ops, [Op::GeluGrad, Op::BiasGrad]),
-            Fusion::SwiGluAmax => matches!(ops, [Op::SwiGlu | Op::SwiGluGrad, Op::Amax { weight: false, .. }]),
+            Fusion::SwiGluAmax => matches!(ops, [Op::SwiGlu | Op::SwiGluGrad, Op::Amax { of, .. }] if !of.is_weight()),
             Fusion::AdamW => ops.len() > 1 && ops.iter().all(|op| matches!(op, Op::AdamW { .. })),
         }
     }

@@ -168,7 +168,7 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
 fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<()> {
     let routed = layers_of_experts(derived);
     // Bytes of weights, by value.
-    let quantised = derived.nodes.iter().filter(|node| matches!(node.op, Op::Quantise { weight: true, .. }));
+    let quantised = derived.nodes.iter().filter(|node| matches!(node.op, Op::Quantise { of, .. } if of.is_weight()));
     let bytes_of = quantised.flat_map(|node| node.outputs.iter().flatten().map(|v| (*v, node.inputs[0])));
     let bytes_of: BTreeMap<ValueId, ValueId> = bytes_of.collect();
     for node in &derived.nodes {

@@ -2,62 +2,116 @@
 
 use super::{At, Rules, Stop, attributes};
 use lockstep_ir::graph::Node;
+use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, Op, OpKind, TypeError, ValueId};
 
-pub(super) const RULES: Rules = &[(OpKind::Quantise, quantise), (OpKind::Fp8Linear, fp8_linear)];
+pub(super) const RULES: Rules = &[
+    (OpKind::Quantise, quantise),
+    (OpKind::Fp8Linear, fp8_linear),
+    (OpKind::Fp8Grouped, fp8_grouped),
+    (OpKind::Fp8Rows, fp8_rows),
+];
 
 fn quantise(at: &mut At) -> Result<(), Stop> {
     let dq = at.dy(0)?;
     at.add(0, dq)
 }
 
-/// What forward has quantised an operand from: the op, its inputs, the transpose and the unit.
+/// What forward has quantised an operand from: the op, its inputs, the outputs.
 struct Quantised {
     op: Op,
     inputs: Vec<ValueId>,
-    transposed: ValueId,
-    unit: ValueId,
+    outputs: Vec<Option<ValueId>>,
 }
 
 impl Quantised {
     fn of(at: &At, input: usize) -> Result<Self, Stop> {
         match at.made(input) {
-            Some(Node { op: op @ Op::Quantise { .. }, inputs, outputs, .. }) => {
-                if let [_, Some(transposed), Some(unit)] = outputs[..] {
-                    return Ok(Self { op, inputs, transposed, unit });
-                }
-                Err(refuse("the transpose of an operand is not there"))
-            }
+            Some(Node { op: op @ Op::Quantise { .. }, inputs, outputs, .. }) => Ok(Self { op, inputs, outputs }),
             _ => Err(refuse("an operand was not quantised in forward")),
+        }
+    }
+
+    fn unit(&self) -> Result<ValueId, Stop> {
+        self.outputs.last().copied().flatten().ok_or_else(|| refuse("the unit of an operand is not there"))
+    }
+
+    /// Quantises what it was made from once more, for this output.
+    fn again(&self, at: &mut At, output: usize) -> Result<ValueId, Stop> {
+        let name = format!("{}.fp8.again", at.g.get(self.inputs[0]).name);
+        Ok(at.append(self.op, &self.inputs, &name)?[output])
+    }
+
+    /// An output of forward. What is saved as it is, for another op, is quantised once more instead.
+    fn saved(&self, at: &mut At, output: usize) -> Result<ValueId, Stop> {
+        match at.is_saved_anyway(self.inputs[0]) {
+            true => self.again(at, output),
+            false => self.outputs[output].ok_or_else(|| refuse("bytes of an operand are not there")),
         }
     }
 }
 
 fn refuse(reason: &str) -> Stop {
-    Stop::Refused(TypeError { op: "fp8_linear", reason: reason.to_owned() })
+    Stop::Refused(TypeError { op: "fp8", reason: reason.to_owned() })
 }
 
-/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read. So is
-/// that of an activation which is saved as it is, for another op.
+/// Quantises a gradient, with as many parts as an operand of forward had.
+fn quantised(at: &mut At, dy: ValueId, of: Factor, x: &Quantised) -> Result<Vec<ValueId>, Stop> {
+    let parts = at.g.ty(x.inputs[1]).dims[0].size();
+    let name = at.g.get(dy).name.clone();
+    let amax = at.append(Op::Amax { of, parts }, &[dy], &format!("{name}.amax"))?[0];
+    Ok(at.append(Op::Quantise { of, to: DType::E5M2 }, &[dy, amax], &format!("{name}.fp8"))?)
+}
+
+/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read.
 fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::Fp8Linear { to });
     let dy = at.dy(0)?;
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
-    let parts = at.g.ty(x.inputs[1]).dims[0].size();
-    let name = at.g.get(dy).name.clone();
-    let x_transposed = match at.is_saved_anyway(x.inputs[0]) {
-        true => {
-            let name = format!("{}.fp8.again", at.g.get(x.inputs[0]).name);
-            at.append(x.op, &x.inputs, &name)?[1]
-        }
-        false => x.transposed,
+    let x_transposed = x.saved(at, 1)?;
+    let [dy, dy_transposed, dy_unit] = quantised(at, dy, Factor::Tokens, &x)?[..] else {
+        return Err(refuse("dy has no transpose"));
     };
-    let amax = at.append(Op::Amax { weight: false, parts }, &[dy], &format!("{name}.amax"))?[0];
-    let quantised = at.append(Op::Quantise { weight: false, to: DType::E5M2 }, &[dy, amax], &format!("{name}.fp8"))?;
-    let [dy, dy_transposed, dy_unit] = quantised[..] else { return Err(refuse("dy has no transpose")) };
-    let name = format!("{}.fp8.again", at.g.get(w.inputs[0]).name);
-    let w_transposed = at.append(w.op, &w.inputs, &name)?[1];
-    let dx = at.make(Op::Fp8Linear { to }, &[dy, dy_unit, w_transposed, w.unit], 0)?;
-    at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x_transposed, x.unit], w.inputs[0])?;
+    let w_transposed = w.again(at, 1)?;
+    let dx = at.make(Op::Fp8Linear { to }, &[dy, dy_unit, w_transposed, w.unit()?], 0)?;
+    at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x_transposed, x.unit()?], w.inputs[0])?;
+    at.add(0, dx)
+}
+
+/// What backward of a matmul of experts reads: the gradient's bytes and their unit, those of the input, the weights' transposes and their units.
+struct OfExperts {
+    dy: [ValueId; 2],
+    x: [ValueId; 2],
+    w: [ValueId; 2],
+    parameter: ValueId,
+}
+
+impl OfExperts {
+    fn of(at: &mut At, factor: Factor) -> Result<Self, Stop> {
+        let dy = at.dy(0)?;
+        let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
+        let [dy, dy_unit] = quantised(at, dy, factor, &x)?[..] else { return Err(refuse("dy has no unit")) };
+        let x_bytes = x.saved(at, 0)?;
+        let w_transposed = w.again(at, 1)?;
+        Ok(Self { dy: [dy, dy_unit], x: [x_bytes, x.unit()?], w: [w_transposed, w.unit()?], parameter: w.inputs[0] })
+    }
+}
+
+fn fp8_grouped(at: &mut At) -> Result<(), Stop> {
+    attributes!(at, Op::Fp8Grouped { each });
+    let OfExperts { dy, x, w, parameter } = OfExperts::of(at, Factor::Choices)?;
+    let (chosen, experts) = (at.input(4), at.first_dim(2));
+    let (op, reads) = (Op::Fp8Grouped { each: true }, [dy[0], dy[1], w[0], w[1], chosen]);
+    let dx = if each { at.make(op, &reads, 0)? } else { at.each(op, &reads)? };
+    at.weight_of(Op::Fp8GroupedGradWeight { each, experts }, &[dy[0], dy[1], x[0], x[1], chosen], parameter)?;
+    if each { at.add(0, dx) } else { at.pass(Op::Combine { weighted: false }, &[dx], &[0]) }
+}
+
+fn fp8_rows(at: &mut At) -> Result<(), Stop> {
+    attributes!(at, Op::Fp8Rows { blocks });
+    let OfExperts { dy, x, w, parameter } = OfExperts::of(at, Factor::Blocks)?;
+    let (owners, experts) = (at.input(4), at.first_dim(2));
+    let dx = at.make(Op::Fp8Rows { blocks }, &[dy[0], dy[1], w[0], w[1], owners], 0)?;
+    at.weight_of(Op::Fp8RowsGradWeight { experts, blocks }, &[dy[0], dy[1], x[0], x[1], owners], parameter)?;
     at.add(0, dx)
 }

@@ -164,6 +164,7 @@ mod tests {
     use crate::Context;
     use crate::passes::TRAINING_PASSES;
     use crate::passes::tests::{lines, small_model};
+    use crate::settings::{Fp8, Precision};
     use lockstep_ir::graph::{Loss, Node, Parameter, State};
     use lockstep_ir::op::Routing;
     use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, TensorType};
@@ -175,14 +176,24 @@ mod tests {
     /// One layer of four experts between an embedding and a head, with an expert that all tokens share or without, behind the passes
     /// up to ZeRO.
     fn sharded_with(layout: &str, shared: bool) -> Graph {
+        sharded_in(layout, shared, (2, 6), Precision::FP32)
+    }
+
+    fn sharded_in(layout: &str, shared: bool, (embed, ffn): (usize, usize), precision: Precision) -> Graph {
         let mut g = Graph::new();
-        let (embed, ffn, experts) = (Dim::new(Axis::Embed, 2), Dim::new(Axis::Ffn, 6), Dim::new(Axis::Experts, 4));
+        let (embed, ffn, experts) =
+            (Dim::new(Axis::Embed, embed), Dim::new(Axis::Ffn, ffn), Dim::new(Axis::Experts, 4));
         let vocab = Dim::new(Axis::Vocab, 8);
         let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 4)]);
         let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter =
-                Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false, balance: None };
+            let parameter = Parameter {
+                init: Init::Ones,
+                parts: vec![name.to_owned()],
+                decay: true,
+                exact: name == "router",
+                balance: None,
+            };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);
@@ -191,9 +202,11 @@ mod tests {
         let down = parameter("down", vec![experts, embed.clone(), ffn.clone()]);
         let always = shared
             .then(|| (parameter("wide", vec![ffn.clone(), embed.clone()]), parameter("narrow", vec![embed, ffn])));
+        let x = g.op(Op::Embedding, &[tokens, table], "x").unwrap()[0];
+        g.enter_layer(Some(0));
         let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap();
-        let x = op(Op::Embedding, &[tokens, table], "x")[0];
-        let logits = op(Op::Linear, &[x, router], "logits")[0];
+        let exact = op(Op::Cast { to: DType::F32 }, &[x], "exact")[0];
+        let logits = op(Op::Linear, &[exact, router], "logits")[0];
         let routed = op(Op::Route { given: false, how: Routing::top(2) }, &[logits], "routed");
         let wide = always.map(|(w, _)| op(Op::Linear, &[x, w], "shared_hidden")[0]);
         let hidden = op(Op::GroupedLinear { each: false }, &[x, up, routed[1]], "hidden")[0];
@@ -204,12 +217,14 @@ mod tests {
         if let Some(always) = always {
             out = op(Op::Add, &[out, always], "both")[0];
         }
+        g.enter_layer(None);
+        let mut op = |op, inputs: &[_], name| g.op(op, inputs, name).unwrap();
         let scores = op(Op::Linear, &[out, table], "scores")[0];
         let loss = op(Op::CrossEntropy, &[scores, targets], "loss")[0];
         g.outputs.push(loss);
         g.losses.push(Loss { value: loss, weight: 1.0 });
         let layout: Layout = layout.parse().unwrap();
-        let context = Context { layout, ..small_model().1 };
+        let context = Context { layout, precision, ..small_model().1 };
         let passes = TRAINING_PASSES.iter().filter(|pass| !["fuse", "optimizer"].contains(&pass.name));
         passes.fold(g, |g, pass| (pass.run)(&g, &context).unwrap())
     }
@@ -227,6 +242,21 @@ B d.x.rows.sent @(ep: split 1) = all_to_all(d.x.rows) { over: ep, from: 0, to: 1
 "
         );
         assert!(lines(&sharded("dp=2"), &["all_to_all", "rows"], false).is_empty());
+    }
+
+    #[test]
+    fn in_fp8_rows_travel_as_bytes_of_a_unit_that_all_ranks_agree_on() {
+        let fp8 = Precision { fp8: Some(Fp8::default()), ..Precision::of(DType::BF16, DType::F32) };
+        let text = lines(&sharded_in("ep=2", false, (128, 256), fp8), &[" = all_to_all", "blocks_amax"], true);
+        let sent: Vec<&str> = text.lines().filter(|line| line.contains("all_to_all")).collect();
+        for (line, what) in
+            sent[1..].iter().zip(["F x.rows.fp8.sent: e4m3", "F y.rows.sent: bf16", "d.y.rows.fp8.sent: e5m2"])
+        {
+            assert!(line.contains(what), "{text}");
+        }
+        // Of what comes from tokens every rank gives its largest magnitude; hidden units are their expert's alone.
+        assert!(text.contains("x.rows.amax: f32[scalar:2] @(ep: split 0)"), "{text}");
+        assert!(text.contains("gelu.amax: f32[scalar:2] = blocks_amax"), "{text}");
     }
 
     #[test]

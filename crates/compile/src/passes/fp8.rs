@@ -1,4 +1,4 @@
-//! fp8: the matmuls of linear layers take their operands in fp8.
+//! fp8: the matmuls of linear layers and of experts take their operands in fp8.
 //!
 //! Each operand gets the unit of its largest magnitude, in this micro-batch (current scaling): all ranks that have parts of a tensor give theirs, and
 //! each takes the largest. Backward reads the transposes of what forward has quantised, so those are saved, one byte an element, instead of the operands
@@ -7,38 +7,47 @@
 use crate::Context;
 use crate::settings::Fp8;
 use lockstep_ir::graph::{Node, Source, State};
-use lockstep_ir::{Axis, DType, Graph, MeshAxis, Op, TypeError, ValueId};
+use lockstep_ir::op::Factor;
+use lockstep_ir::{Axes, Axis, DType, Dim, Graph, Layout, MeshAxis, Op, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// Sizes of matmuls are multiples of this many: the matrix units take 16 bytes at a time.
 const MULTIPLE: usize = 16;
+/// Those of experts of this many: what kernels take at a time.
+const MULTIPLE_OF_EXPERTS: usize = 128;
 
 pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let Some(settings) = context.precision.fp8 else { return Ok(graph.clone()) };
     let mut g = graph.clone();
     let layers = layers(&g);
-    let mut operands = Operands { known: BTreeMap::new(), parts: parts(context) };
+    let mut operands = Operands { known: BTreeMap::new(), layout: &context.layout };
     for mut node in std::mem::take(&mut g.nodes) {
         if stays(&g, &node, context, settings, layers) == Some(None) {
-            let [x, w] = node.inputs[..] else {
-                return Err(TypeError { op: "linear", reason: "has no weight".into() });
+            let to = g.ty(node.inputs[0]).dtype;
+            let (op, x, w) = match node.op {
+                Op::GroupedLinear { each: false } => (Op::Fp8Grouped { each: false }, Factor::Tokens, Factor::Stack),
+                Op::GroupedLinear { each: true } => (Op::Fp8Grouped { each: true }, Factor::Choices, Factor::Stack),
+                Op::RowsLinear { blocks } => (Op::Fp8Rows { blocks }, Factor::Blocks, Factor::Stack),
+                _ => (Op::Fp8Linear { to }, Factor::Tokens, Factor::Weight),
             };
-            let to = g.ty(x).dtype;
-            let x = operands.quantised(&mut g, x, false, &node)?;
-            let w = operands.quantised(&mut g, w, true, &node)?;
-            node.op = Op::Fp8Linear { to };
-            node.inputs = [x, w].concat();
+            let chosen = node.inputs.get(2).copied();
+            let x = operands.quantised(&mut g, node.inputs[0], x, &node)?;
+            let w = operands.quantised(&mut g, node.inputs[1], w, &node)?;
+            node.op = op;
+            node.inputs = x.into_iter().chain(w).chain(chosen).collect();
         }
         g.nodes.push(node);
     }
     Ok(g)
 }
 
-/// Largest magnitudes of a tensor, at most: one of each rank that may have a part of it. Context-parallel ranks have two chunks each.
-fn parts(context: &Context) -> usize {
-    let size = |axis: MeshAxis| context.layout.mesh.size(axis);
-    let chunks = if size(MeshAxis::Cp) > 1 { 2 * size(MeshAxis::Cp) } else { 1 };
-    chunks * size(MeshAxis::Tp)
+/// Largest magnitudes of a tensor, at most: one of each rank that may have a part of it. Context-parallel ranks have two chunks each. Rows in
+/// blocks go to the ranks of their experts, so all ranks that have tokens agree on a unit.
+fn parts(layout: &Layout, of: Factor) -> usize {
+    let size = |axis: MeshAxis| layout.mesh.size(axis);
+    let chunks = if size(MeshAxis::Cp) > 1 { 2 } else { 1 };
+    let tokens = if of == Factor::Blocks { layout.mesh.size(Axes::TOKENS) } else { size(MeshAxis::Cp) };
+    chunks * tokens * size(MeshAxis::Tp)
 }
 
 /// Why a matmul of a layer stays in bf16 where others are in fp8.
@@ -60,12 +69,14 @@ pub enum Stays {
     },
 }
 
-/// The linear layers of a graph whose parameters and activations have their types: the weight of each, and why it stays in bf16 where it does.
+/// The matmuls of layers and experts of a graph whose parameters and activations have their types: the weight of each, and why it stays in bf16 where
+/// it does.
 pub fn fp8_layers(graph: &Graph, context: &Context) -> Vec<(String, Option<Stays>)> {
     let Some(settings) = context.precision.fp8 else { return Vec::new() };
     let all = layers(graph);
-    let of = |node: &Node| Some((graph.get(node.inputs[1]).name.clone(), stays(graph, node, context, settings, all)?));
-    graph.nodes.iter().filter(|node| node.op == Op::Linear).filter_map(of).collect()
+    let of =
+        |node: &Node| Some((graph.get(*node.inputs.get(1)?).name.clone(), stays(graph, node, context, settings, all)?));
+    graph.nodes.iter().filter_map(of).collect()
 }
 
 /// How many layers there are.
@@ -73,53 +84,59 @@ fn layers(g: &Graph) -> usize {
     g.nodes.iter().filter_map(|node| node.layer).max().map_or(0, |last| last + 1)
 }
 
-/// Of a linear layer of the model's layers, why it stays in bf16, if it does. None of other nodes.
+/// Of a matmul of the model's layers, why it stays in bf16, if it does. None of other nodes.
 fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize) -> Option<Option<Stays>> {
-    let layer = node.layer.filter(|_| node.op == Op::Linear)?;
+    let of_experts = matches!(node.op, Op::GroupedLinear { .. } | Op::RowsLinear { .. });
+    let layer = node.layer.filter(|_| node.op == Op::Linear || of_experts)?;
     let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
     let (x, w) = (g.ty(node.inputs[0]), g.get(node.inputs[1]));
     let trained = matches!(&w.source, Source::State(State::Parameter(parameter)) if !parameter.exact);
-    let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
-    let [Axis::Batch, Axis::Seq, _] = axes[..] else { return None };
     if !trained || x.dtype != DType::BF16 {
         return None;
     }
-    let layout = &context.layout;
-    let size = |axis: MeshAxis| layout.mesh.size(axis);
-    let tp = size(MeshAxis::Tp);
-    let positions = size(MeshAxis::Cp) * if layout.sequence_parallel { tp } else { 1 };
-    let sequences = layout.mesh.size(lockstep_ir::Axes::SEQUENCES);
-    let rows = x.dims[0].size() / sequences * (x.dims[1].size() / positions);
-    let whole = w.ty.dims.iter().all(|d| d.size().is_multiple_of(MULTIPLE * tp)) && rows.is_multiple_of(MULTIPLE);
-    let weights = w.ty.elements() / tp;
+    let tp = context.layout.mesh.size(MeshAxis::Tp);
+    let rows = if of_experts { 0 } else { rows(x, &context.layout)? };
+    let multiple = if of_experts { MULTIPLE_OF_EXPERTS } else { MULTIPLE };
+    let dims = &w.ty.dims[w.ty.dims.len() - 2..];
+    let whole = dims.iter().all(|d| d.size().is_multiple_of(multiple * tp)) && rows.is_multiple_of(MULTIPLE);
+    let weights = dims.iter().map(Dim::size).product::<usize>() / tp;
     if layer < settings.skip_first || layer + settings.skip_last >= layers {
         return Some(Some(Stays::Edge));
     }
     Some(match (weights >= fewest, whole) {
         (false, _) => Some(Stays::Small { weights, fewest }),
-        (true, false) => Some(Stays::Odd { multiple: MULTIPLE }),
+        (true, false) => Some(Stays::Odd { multiple }),
         (true, true) => None,
     })
 }
 
-/// What has been quantised so far: an operand that several matmuls read is quantised once.
-struct Operands {
-    /// Bytes and unit, by value.
-    known: BTreeMap<ValueId, [ValueId; 2]>,
-    parts: usize,
+/// Rows of tokens that a rank multiplies.
+fn rows(x: &TensorType, layout: &Layout) -> Option<usize> {
+    let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
+    let [Axis::Batch, Axis::Seq, _] = axes[..] else { return None };
+    let size = |axis: MeshAxis| layout.mesh.size(axis);
+    let positions = size(MeshAxis::Cp) * if layout.sequence_parallel { size(MeshAxis::Tp) } else { 1 };
+    Some(x.dims[0].size() / layout.mesh.size(Axes::SEQUENCES) * (x.dims[1].size() / positions))
 }
 
-impl Operands {
-    fn quantised(&mut self, g: &mut Graph, v: ValueId, weight: bool, reader: &Node) -> Result<[ValueId; 2], TypeError> {
+/// What has been quantised so far: an operand that several matmuls read is quantised once.
+struct Operands<'a> {
+    /// Bytes and unit, by value.
+    known: BTreeMap<ValueId, [ValueId; 2]>,
+    layout: &'a Layout,
+}
+
+impl Operands<'_> {
+    fn quantised(&mut self, g: &mut Graph, v: ValueId, of: Factor, reader: &Node) -> Result<[ValueId; 2], TypeError> {
         if let Some(known) = self.known.get(&v) {
             return Ok(*known);
         }
         let (name, phase, layer) = (g.get(v).name.clone(), reader.phase, reader.layer);
-        let op = Op::Amax { weight, parts: self.parts };
+        let op = Op::Amax { of, parts: parts(self.layout, of) };
         let amax = g.node(op, &[v], &format!("{name}.amax"), phase, layer)?[0];
-        let op = Op::Quantise { weight, to: DType::E4M3 };
+        let op = Op::Quantise { of, to: DType::E4M3 };
         let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
-        let operand = [made[0], made[2]];
+        let operand = [made[0], made[made.len() - 1]];
         self.known.insert(v, operand);
         Ok(operand)
     }

@@ -59,11 +59,11 @@ const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: z
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 9] = [FUSE, PRECISION, FP8, EXPERTS, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 9] = [FUSE, PRECISION, EXPERTS, FP8, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
-pub const FORWARD_PASSES: [Pass; 4] = [FUSE, PRECISION, FP8, EXPERTS];
+pub const FORWARD_PASSES: [Pass; 4] = [FUSE, PRECISION, EXPERTS, FP8];
 
 /// Those that what runs forward only takes behind [`FORWARD_PASSES`], without what nothing reads.
 pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];

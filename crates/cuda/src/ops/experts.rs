@@ -8,7 +8,7 @@ use super::launch::{Launches, launches};
 use super::router;
 use super::router::check_experts;
 use crate::CudaError;
-use crate::call::{Call, THREADS, sum_kind};
+use crate::call::{Call, THREADS, suffix, sum_kind};
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::args;
 use lockstep_ir::{DType, Workspace};
@@ -27,6 +27,10 @@ pub fn launches() -> Launches {
         GroupedLinear { each } => linear(call, call.bound.sharers(each)),
         GroupedGradInput => grad_input(call),
         GroupedGradWeight { each, .. } => grad_weight(call, call.bound.sharers(each)),
+        Fp8Grouped { each } => fp8_rows(call, call.bound.sharers(each)),
+        Fp8GroupedGradWeight { each, .. } => fp8_grad_weight(call, call.bound.sharers(each)),
+        Fp8Rows { .. } => fp8_rows(call, 1),
+        Fp8RowsGradWeight { .. } => fp8_grad_weight(call, 1),
         Combine { weighted } => combine(call, weighted),
         CombineGrad => combine_grad(call),
     }
@@ -63,6 +67,15 @@ pub fn weight_scratch(compute: DType) -> Workspace {
     Workspace { fixed: fixed + 2 * ALIGNMENT, terms }
 }
 
+/// The same in fp8: both operands as transposes in the order of rows.
+pub fn fp8_weight_scratch() -> Workspace {
+    let Workspace { fixed, mut terms } = scratch();
+    let places = TILE as u64;
+    terms.extend([(1, "… choices parts rows outputs"), (1, "… choices parts rows inputs")]);
+    terms.extend([(places, "experts outputs"), (places, "experts inputs"), (places, "outputs"), (places, "inputs")]);
+    Workspace { fixed: fixed + 3 * ALIGNMENT, terms }
+}
+
 /// Rows by expert, in the scratch of a call.
 #[derive(Clone, Copy)]
 pub struct Sorted {
@@ -77,9 +90,10 @@ pub struct Sorted {
     pub room: Address,
 }
 
-/// Sorts the rows of a call by what input 2 says; says where each is if `inverse`.
+/// Sorts the rows of a call by what its last input says; says where each is if `inverse`.
 unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
-    let (parts, experts, chosen) = (call.size("parts"), check_experts(call)?, call.input(2));
+    let (parts, experts) = (call.size("parts"), check_experts(call)?);
+    let chosen = call.input(call.bound.inputs.len() - 1);
     let rows = call.rows() * call.size("choices") * parts * call.size("rows");
     let (of_part, of_experts) = (rows.div_ceil(parts).max(1), experts / parts);
     let whole = |elements: usize| (4 * elements as u64).next_multiple_of(ALIGNMENT);
@@ -113,10 +127,7 @@ unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaE
     // SAFETY: the operands have these sizes.
     unsafe {
         let sorted = sort(call, false)?;
-        // Blocks have rows of no expert.
-        if let Some(at) = call.bound.outputs[0].filter(|_| call.size("rows") > 1) {
-            call.stream.fill(out, 0, at.elements * at.dtype.bytes())?;
-        }
+        clear(call, out)?;
         if grouped::fits(call) {
             return grouped::rows(call, product, (a, w, out), sorted, sharers);
         }
@@ -127,7 +138,7 @@ unsafe fn rows(call: Call, product: Product, sharers: usize) -> Result<(), CudaE
         let grid = [sorted.places.div_ceil(SIDE), columns.div_ceil(SIDE), 1];
         let Sorted { experts, order, starts, .. } = sorted;
         let args = args![a, w, out, order, starts, experts, columns, depth, sharers, across];
-        call.typed(("experts", "grouped_rows"), grid, THREADS, args)
+        call.typed(("experts", "plain_rows"), grid, THREADS, args)
     }
 }
 
@@ -159,7 +170,65 @@ pub unsafe fn grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
         let of_sequence = call.size("seq") * call.size("choices") * call.size("parts") * call.size("rows");
         let grid = [k.div_ceil(SIDE), n.div_ceil(SIDE), experts];
         let args = args![dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence];
-        call.typed(("experts", "grouped_weight"), grid, THREADS, args)
+        call.typed(("experts", "plain_weight"), grid, THREADS, args)
+    }
+}
+
+/// Rows of no expert, which blocks have, become zeros.
+unsafe fn clear(call: Call, out: Address) -> Result<(), CudaError> {
+    match call.bound.outputs[0].filter(|_| call.size("rows") > 1) {
+        // SAFETY: the output has these elements.
+        Some(at) => unsafe { call.stream.fill(out, 0, at.elements * at.dtype.bytes()) },
+        None => Ok(()),
+    }
+}
+
+/// y = x · wᵀ of bytes, by each row's expert.
+unsafe fn fp8_rows(call: Call, sharers: usize) -> Result<(), CudaError> {
+    let Some(out) = call.output(0) else { return Ok(()) };
+    let (n, k) = (call.size("outputs"), call.size("inputs"));
+    let [a, unit, w, units] = [0, 1, 2, 3].map(|i| call.input(i));
+    // SAFETY: the operands have these sizes.
+    unsafe {
+        let sorted = sort(call, false)?;
+        clear(call, out)?;
+        if grouped::fits_bytes(call) {
+            return grouped::rows_of_bytes(call, (a, w, out), (unit, units), sorted, sharers);
+        }
+        let Sorted { experts, order, starts, places, .. } = sorted;
+        let grid = [places.div_ceil(SIDE), n.div_ceil(SIDE), 1];
+        let args = args![a, w, out, order, starts, experts, n, k, sharers, false, unit, units];
+        let kernel = format!("plain_rows_{}", suffix(call.bound.inputs[0].dtype));
+        call.plain(("experts", &kernel), grid, THREADS, args)
+    }
+}
+
+/// dw (+)= dyᵀ · x of bytes, of every expert.
+unsafe fn fp8_grad_weight(call: Call, sharers: usize) -> Result<(), CudaError> {
+    let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
+    let (n, k, add) = (call.size("outputs"), call.size("inputs"), call.adds(0));
+    let [dy, unit, x, other] = [0, 1, 2, 3].map(|i| call.input(i));
+    // SAFETY: the operands have these sizes, and the scratch those of the transposes.
+    unsafe {
+        let sorted = sort(call, false)?;
+        let Sorted { experts, order, starts, places, room, .. } = sorted;
+        if grouped::fits_bytes(call) && at.dtype != DType::Fixed64 {
+            let pitch = places.next_multiple_of(TILE);
+            let other_room = room + ((pitch * n) as u64).next_multiple_of(ALIGNMENT);
+            for (from, to, columns, sharers) in [(dy, room, n, 1), (x, other_room, k, sharers)] {
+                let args = args![from, to, order, starts, experts, columns, pitch, sharers];
+                let grid = [places.div_ceil(TILE), columns.div_ceil(TILE), 1];
+                call.plain(("experts", "sort_bytes"), grid, 256, args)?;
+            }
+            let factors = (room, other_room, pitch);
+            return grouped::weight_of_bytes(call, factors, (unit, other), dw, (experts, starts), (at.dtype, add));
+        }
+        let of_sequence = call.size("seq") * call.size("choices") * call.size("parts") * call.size("rows");
+        let grid = [k.div_ceil(SIDE), n.div_ceil(SIDE), experts];
+        let kind = sum_kind(at.dtype);
+        let args = args![dy, x, dw, order, starts, experts, n, k, sharers, kind, add, of_sequence, unit, other];
+        let kernel = format!("plain_weight_{}", suffix(call.bound.inputs[0].dtype));
+        call.plain(("experts", &kernel), grid, THREADS, args)
     }
 }
 

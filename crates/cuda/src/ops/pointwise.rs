@@ -16,6 +16,8 @@ pub(crate) use maps;
 
 /// Places for the largest magnitudes of blocks: as in `pointwise.cu`.
 const AMAX_SHARES: usize = 1024;
+/// Packs of a thread there.
+const AMAX_PACKS: usize = 4;
 
 /// The launches of this family.
 pub fn launches() -> Launches {
@@ -87,25 +89,20 @@ pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
 pub unsafe fn swiglu_amax(call: Call, amax: Call) -> Result<(), CudaError> {
     let (Some(y), Some(out), Some(at)) = (call.output(0), amax.output(0), amax.bound.outputs[0]) else { return Ok(()) };
     let (f, shares) = (call.size("ffn"), amax.scratch()?);
-    let (grid, wide) = over_rows(call, f);
-    let bytes = call.float().bytes();
+    if !call.wide(f) {
+        return Err(CudaError::Internal(format!("a SwiGLU of {f} features is to be quantised")));
+    }
     let gradient = call.op() == Op::SwiGluGrad;
+    let packs = call.bound.inputs[usize::from(gradient)].elements / 2 / call.pack();
+    let grid = [packs.div_ceil(AMAX_PACKS * THREADS), 1, 1];
+    let (name, args) = match gradient {
+        false => ("swiglu_amax", &args![call.input(0), y, f, packs, shares][..]),
+        true => ("swiglu_grad_amax", &args![call.input(0), call.input(1), y, f, packs, shares][..]),
+    };
     // SAFETY: the operands have these sizes, and the scratch has room for the shares.
     unsafe {
         call.plain(("pointwise", "no_shares"), [1, 1, 1], AMAX_SHARES, args![shares])?;
-        in_parts(grid, |first, grid| {
-            let row = (first * f * bytes) as u64;
-            match gradient {
-                false => {
-                    let args = args![call.input(0) + 2 * row, y + row, f, wide, shares];
-                    call.typed(("pointwise", "swiglu_amax"), grid, THREADS, args)
-                }
-                true => {
-                    let args = args![call.input(0) + row, call.input(1) + 2 * row, y + 2 * row, f, wide, shares];
-                    call.typed(("pointwise", "swiglu_grad_amax"), grid, THREADS, args)
-                }
-            }
-        })?;
+        call.typed(("pointwise", name), grid, THREADS, args)?;
         amax.plain(("quantise", "amax_of_shares"), [1, 1, 1], 256, args![shares, AMAX_SHARES, out, at.elements])
     }
 }

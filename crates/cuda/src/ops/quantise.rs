@@ -6,13 +6,14 @@ use crate::call::{Call, suffix};
 use crate::kernels::args;
 use crate::matmul::{Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
+use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, Op};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
     launches! { call:
-        Amax { .. } => amax(call),
-        Quantise { to, .. } => quantise(call, to),
+        Amax { of, .. } => amax(call, of),
+        Quantise { of, to } => quantise(call, of, to),
         Fp8Linear { .. } => forward(call),
         Fp8GradWeight => grad_weight(call),
     }
@@ -26,32 +27,45 @@ const PACKED: usize = 16;
 /// Scratch for them, in bytes.
 pub const AMAX_SCRATCH: u64 = 4 * AMAX_BLOCKS as u64;
 
-/// The largest magnitude of a block's elements, then of all.
-unsafe fn amax(call: Call) -> Result<(), CudaError> {
+/// How many matrices there are with a unit of their own.
+fn matrices(call: Call, of: Factor) -> usize {
+    if of == Factor::Stack { call.size("experts") } else { 1 }
+}
+
+/// The largest magnitude of a block's elements, then of all of a matrix.
+unsafe fn amax(call: Call, of: Factor) -> Result<(), CudaError> {
     let (Some(out), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
-    let (n, shares) = (call.bound.inputs[0].elements, call.scratch()?);
-    let blocks = (n * call.float().bytes()).div_ceil(4 * AMAX_THREADS * PACKED).clamp(1, AMAX_BLOCKS);
+    let (count, shares) = (matrices(call, of), call.scratch()?);
+    if count > AMAX_BLOCKS {
+        return Err(CudaError::Internal(format!("{count} matrices, and at most {AMAX_BLOCKS} have a unit each")));
+    }
+    let (n, parts) = (call.bound.inputs[0].elements / count, at.elements / count);
+    let blocks = (n * call.float().bytes()).div_ceil(4 * AMAX_THREADS * PACKED).clamp(1, AMAX_BLOCKS / count);
     // SAFETY: the operands have these sizes, and the scratch has room for a number of each block.
     unsafe {
-        call.typed(("quantise", "amax"), [blocks, 1, 1], AMAX_THREADS, args![call.input(0), shares, n])?;
-        call.plain(("quantise", "amax_of_shares"), [1, 1, 1], 256, args![shares, blocks, out, at.elements])
+        call.typed(("quantise", "amax"), [blocks, count, 1], AMAX_THREADS, args![call.input(0), shares, n])?;
+        call.plain(("quantise", "amax_of_shares"), [count, 1, 1], 256, args![shares, blocks, out, parts])
     }
 }
 
 /// Rows and columns of a tile, as in `quantise.cu`.
 const TILE: usize = 128;
 
-/// Bytes, their transpose and their unit. Sizes are multiples of 16, as matmuls of bytes want them.
-unsafe fn quantise(call: Call, to: DType) -> Result<(), CudaError> {
-    let columns: usize = call.bound.columns.iter().sum();
-    let rows = call.bound.inputs[0].elements / columns.max(1);
-    if !(rows.is_multiple_of(16) && columns.is_multiple_of(16)) {
+/// Bytes, their transpose and their unit, of every matrix. Sizes are multiples of 16, as matmuls of bytes want them.
+unsafe fn quantise(call: Call, of: Factor, to: DType) -> Result<(), CudaError> {
+    let (columns, count): (usize, _) = (call.bound.columns.iter().sum(), matrices(call, of));
+    let rows = call.bound.inputs[0].elements / columns.max(1) / count;
+    let (transposed, unit) = match of {
+        Factor::Choices | Factor::Blocks => (None, call.output(1)),
+        Factor::Tokens | Factor::Weight | Factor::Stack => (call.output(1), call.output(2)),
+    };
+    if !columns.is_multiple_of(16) || (transposed.is_some() && !rows.is_multiple_of(16)) {
         return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
     }
-    let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), 1];
+    let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
     let kernel = format!("quantise_{}_{}", call.suffix(), suffix(to));
-    let (parts, outputs) = (call.bound.inputs[1].elements, [0, 1, 2].map(|o| call.output(o)));
-    let args = args![call.input(0), call.input(1), parts, outputs[0], outputs[1], outputs[2], rows, columns];
+    let parts = call.bound.inputs[1].elements / count;
+    let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, rows, columns];
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
     unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
 }

@@ -27,6 +27,10 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
             Draw::Normal => (0..ty.elements()).map(normal).collect(),
             Draw::Quarter => (0..ty.elements()).map(|j| 0.25 * normal(j)).collect(),
             Draw::Scaled(by) => (0..ty.elements()).map(|j| by * normal(j)).collect(),
+            Draw::Growing => {
+                let each = ty.elements() / ty.dims[0].size();
+                (0..ty.elements()).map(|j| 32f64.powi((j / each) as i32) * normal(j)).collect()
+            }
             Draw::Positive => (0..ty.elements()).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
             Draw::Powers => {
                 (0..ty.elements()).map(|j| 2f64.powi((counter::bits(key, j as u64) % 8) as i32 - 4)).collect()

@@ -4,9 +4,10 @@
 //! Rows are sorted by expert. Those of one expert are gathered, a chunk at a time, multiplied, and scattered to where they belong.
 
 use super::call::{Accumulator, Call, Kernel, Kernels, Ptr};
-use super::float::Float;
+use super::float::{Bf16, Float};
 use super::gemm::{Matrix, Target, gemm};
 use super::linear::{add_fixed, add_rounded};
+use super::quantise::widened;
 use super::router;
 use crate::by_kind;
 
@@ -24,6 +25,10 @@ pub fn kernels<T: Float>() -> Kernels {
         GroupedLinear { each } => linear::<T>(call, call.sharers(each)),
         GroupedGradInput => grad_input::<T>(call),
         GroupedGradWeight { each, .. } => grad_weight::<T>(call, call.sharers(each)),
+        Fp8Grouped { each } => fp8_linear(call, call.sharers(each)),
+        Fp8GroupedGradWeight { each, .. } => fp8_grad_weight(call, call.sharers(each)),
+        Fp8Rows { .. } => fp8_linear(call, 1),
+        Fp8RowsGradWeight { .. } => fp8_grad_weight(call, 1),
         Combine { weighted } => combine::<T>(call, weighted),
         CombineGrad => combine_grad::<T>(call),
     }
@@ -42,8 +47,14 @@ pub fn scratch(gemm: u64, rounded: Option<(u64, &'static str)>, share: Option<(u
     (gemm + 6 * 64, rows.into_iter().chain(rounded).chain(share).collect())
 }
 
+/// The same of one in fp8, with its operands as bf16; which these are.
+pub fn fp8_scratch((fixed, mut terms): Scratch, operands: [&'static str; 2]) -> Scratch {
+    terms.extend(operands.map(|of| (2, of)));
+    (fixed + 2 * 64, terms)
+}
+
 /// The rows of a call by expert, and room to gather them.
-struct Grouped<'a, T> {
+struct Grouped<'a> {
     call: Call<'a>,
     /// The expert of every row, of so many of its part.
     chosen: &'a [u32],
@@ -55,22 +66,21 @@ struct Grouped<'a, T> {
     gemm: *mut f32,
     n: usize,
     k: usize,
-    /// Room for a chunk of n or of k features.
-    of_n: *mut T,
-    of_k: *mut T,
+    /// Room for a chunk of n or of k features of any type.
+    of_n: *mut u8,
+    of_k: *mut u8,
     /// Behind all of it.
     share: *mut f32,
 }
 
-impl<'a, T: Float> Grouped<'a, T> {
-    /// Sorts the rows of a call by what input `chosen` says.
-    fn new(call: Call<'a>, chosen: usize) -> Self {
+impl<'a> Grouped<'a> {
+    /// Sorts the rows of a call by what input `chosen` says, with the scratch from `at` on.
+    fn new(call: Call<'a>, chosen: usize, mut at: *mut u8) -> Self {
         let blocks = call.size("parts") * call.size("rows");
         let (rows, experts) =
             (call.size("batch") * call.size("seq") * call.size("choices") * blocks, call.size("experts"));
         let (of_part, each) = (rows.div_ceil(call.size("parts")), experts / call.size("parts"));
         let (n, k) = (call.size("outputs"), call.size("inputs"));
-        let mut at = call.scratch::<u8>();
         let gemm = at.cast();
         // SAFETY: the scratch has room for all of it, as `scratch` says; each part starts at a multiple of 64.
         unsafe {
@@ -80,9 +90,9 @@ impl<'a, T: Float> Grouped<'a, T> {
             };
             let order: *mut u32 = next(call.gemm_scratch()).cast();
             let ends: *mut u32 = next(4 * rows).cast();
-            let of_n: *mut T = next(8 * experts).cast();
-            let of_k: *mut T = next(size_of::<T>() * CHUNK * n).cast();
-            let share = next(size_of::<T>() * CHUNK * k).cast();
+            let of_n = next(8 * experts);
+            let of_k = next(4 * CHUNK * n);
+            let share = next(4 * CHUNK * k).cast();
             let chosen = std::slice::from_raw_parts(call.input::<u32>(chosen), rows);
             let expert = |row: usize| {
                 let expert = chosen[row] as usize;
@@ -115,7 +125,7 @@ impl<'a, T: Float> Grouped<'a, T> {
     }
 
     /// Copies rows of `width` features of `from`, of which `sharers` have the same, to `to`, one behind the other.
-    unsafe fn gather(&self, rows: &[u32], sharers: usize, width: usize, from: *const T, to: *mut T) {
+    unsafe fn gather<T: Float>(&self, rows: &[u32], sharers: usize, width: usize, from: *const T, to: *mut T) {
         let (from, to) = (Ptr(from), Ptr(to));
         self.call.rows(rows.len(), |first, end| {
             for (i, row) in (first..end).zip(&rows[first..end]) {
@@ -128,7 +138,7 @@ impl<'a, T: Float> Grouped<'a, T> {
     }
 
     /// Rows of no expert become zeros.
-    unsafe fn clear(&self, width: usize, to: *mut T) {
+    unsafe fn clear<T: Float>(&self, width: usize, to: *mut T) {
         let (to, chosen, each) = (Ptr(to), self.chosen, self.each);
         self.call.rows(chosen.len(), |first, end| {
             for row in (first..end).filter(|row| chosen[*row] as usize >= each) {
@@ -139,7 +149,7 @@ impl<'a, T: Float> Grouped<'a, T> {
     }
 
     /// The other way.
-    unsafe fn scatter(&self, rows: &[u32], width: usize, from: *const T, to: *mut T) {
+    unsafe fn scatter<T: Float>(&self, rows: &[u32], width: usize, from: *const T, to: *mut T) {
         let (from, to) = (Ptr(from), Ptr(to));
         self.call.rows(rows.len(), |first, end| {
             for (i, row) in (first..end).zip(&rows[first..end]) {
@@ -152,14 +162,22 @@ impl<'a, T: Float> Grouped<'a, T> {
     }
 
     /// Adds dyᵀ · x over some rows of an expert to a sum in f32, or puts it there.
-    unsafe fn weight_product(&self, rows: &[u32], sharers: usize, dy: *const T, x: *const T, sum: *mut f32, add: bool) {
+    unsafe fn weight_product<T: Float>(
+        &self,
+        rows: &[u32],
+        sharers: usize,
+        (dy, x): (*const T, *const T),
+        sum: *mut f32,
+        add: bool,
+    ) {
         let (n, k) = (self.n, self.k);
+        let (of_n, of_k): (*mut T, *mut T) = (self.of_n.cast(), self.of_k.cast());
         for (i, rows) in rows.chunks(CHUNK).enumerate() {
             // SAFETY: the caller vouches for the operands; the rooms hold a chunk.
             unsafe {
-                self.gather(rows, 1, n, dy, self.of_n);
-                self.gather(rows, sharers, k, x, self.of_k);
-                let (dy, x) = (Matrix::rows(self.of_n.cast_const(), n), Matrix::rows(self.of_k.cast_const(), k));
+                self.gather(rows, 1, n, dy, of_n);
+                self.gather(rows, sharers, k, x, of_k);
+                let (dy, x) = (Matrix::rows(of_n.cast_const(), n), Matrix::rows(of_k.cast_const(), k));
                 let target = Target::F32 { ptr: sum, stride: k, add: add || i > 0 };
                 gemm(self.call.pool, self.call.simd, (n, k, rows.len()), dy.transposed(), x, target, self.gemm);
             }
@@ -169,31 +187,65 @@ impl<'a, T: Float> Grouped<'a, T> {
 
 /// y = x · wᵀ by each row's expert; `sharers` rows have one row of x.
 pub fn linear<T: Float>(call: Call, sharers: usize) {
+    let grouped = Grouped::new(call, 2, call.scratch());
+    // SAFETY: sizes come from the operands' types.
+    unsafe { linear_of::<T>(&grouped, (call.input(0), call.input(1)), sharers) }
+}
+
+/// The same of operands of any type.
+///
+/// # Safety
+/// The operands have the sizes of the call.
+unsafe fn linear_of<T: Float>(grouped: &Grouped, (x, w): (*const T, *const T), sharers: usize) {
+    let call = grouped.call;
     let Some(y) = call.output::<T>(0) else { return };
-    let grouped = Grouped::<T>::new(call, 2);
     let (n, k) = (grouped.n, grouped.k);
-    let (x, w) = (call.input::<T>(0), call.input::<T>(1));
+    let (of_n, of_k): (*mut T, *mut T) = (grouped.of_n.cast(), grouped.of_k.cast());
     // SAFETY: as below.
     unsafe { grouped.clear(n, y) };
     for expert in 0..grouped.experts() {
         for rows in grouped.rows(expert).chunks(CHUNK) {
-            // SAFETY: sizes come from the operands' types; the verifier keeps outputs and scratch apart from inputs.
+            // SAFETY: the caller vouches for the operands; the verifier keeps outputs and scratch apart from inputs.
             unsafe {
-                grouped.gather(rows, sharers, k, x, grouped.of_k);
-                let (a, b) = (Matrix::rows(grouped.of_k.cast_const(), k), Matrix::rows(w.add(expert * n * k), k));
-                let target = Target::new(grouped.of_n, n);
+                grouped.gather(rows, sharers, k, x, of_k);
+                let (a, b) = (Matrix::rows(of_k.cast_const(), k), Matrix::rows(w.add(expert * n * k), k));
+                let target = Target::new(of_n, n);
                 gemm(call.pool, call.simd, (rows.len(), n, k), a, b.transposed(), target, grouped.gemm);
-                grouped.scatter(rows, n, grouped.of_n, y);
+                grouped.scatter(rows, n, of_n, y);
             }
         }
     }
 }
 
+/// Operands of a call in fp8 as bf16, and the rows by expert.
+fn widened_operands(call: Call<'_>) -> (Grouped<'_>, (*const Bf16, *const Bf16)) {
+    // SAFETY: the scratch has room for both operands, and behind them for the rest.
+    unsafe {
+        let x: *mut Bf16 = call.scratch();
+        let w = widened(call, 0, x);
+        let rest = widened(call, 2, w);
+        (Grouped::new(call, 4, rest.cast()), (x, w))
+    }
+}
+
+fn fp8_linear(call: Call, sharers: usize) {
+    let (grouped, operands) = widened_operands(call);
+    // SAFETY: as in `linear`.
+    unsafe { linear_of(&grouped, operands, sharers) }
+}
+
+fn fp8_grad_weight(call: Call, sharers: usize) {
+    let (grouped, operands) = widened_operands(call);
+    // SAFETY: as in `linear`.
+    unsafe { grad_weight_of(&grouped, operands, sharers) }
+}
+
 /// dx = dy · w by each row's expert.
 pub fn grad_input<T: Float>(call: Call) {
     let Some(dx) = call.output::<T>(0) else { return };
-    let grouped = Grouped::<T>::new(call, 2);
+    let grouped = Grouped::new(call, 2, call.scratch());
     let (n, k) = (grouped.n, grouped.k);
+    let (of_n, of_k): (*mut T, *mut T) = (grouped.of_n.cast(), grouped.of_k.cast());
     let (dy, w) = (call.input::<T>(0), call.input::<T>(1));
     // SAFETY: as in `linear`.
     unsafe { grouped.clear(k, dx) };
@@ -201,10 +253,10 @@ pub fn grad_input<T: Float>(call: Call) {
         for rows in grouped.rows(expert).chunks(CHUNK) {
             // SAFETY: as in `linear`.
             unsafe {
-                grouped.gather(rows, 1, n, dy, grouped.of_n);
-                let (a, b) = (Matrix::rows(grouped.of_n.cast_const(), n), Matrix::rows(w.add(expert * n * k), k));
-                gemm(call.pool, call.simd, (rows.len(), k, n), a, b, Target::new(grouped.of_k, k), grouped.gemm);
-                grouped.scatter(rows, k, grouped.of_k, dx);
+                grouped.gather(rows, 1, n, dy, of_n);
+                let (a, b) = (Matrix::rows(of_n.cast_const(), n), Matrix::rows(w.add(expert * n * k), k));
+                gemm(call.pool, call.simd, (rows.len(), k, n), a, b, Target::new(of_k, k), grouped.gemm);
+                grouped.scatter(rows, k, of_k, dx);
             }
         }
     }
@@ -212,10 +264,19 @@ pub fn grad_input<T: Float>(call: Call) {
 
 /// dw = dyᵀ · x of every expert: at once for float sums, sequence by sequence for fixed-point sums.
 pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
+    let grouped = Grouped::new(call, 2, call.scratch());
+    // SAFETY: as in `linear`.
+    unsafe { grad_weight_of::<T>(&grouped, (call.input(0), call.input(1)), sharers) }
+}
+
+/// The same of operands of any type.
+///
+/// # Safety
+/// The operands have the sizes of the call.
+unsafe fn grad_weight_of<T: Float>(grouped: &Grouped, operands: (*const T, *const T), sharers: usize) {
+    let call = grouped.call;
     let Some(dw) = call.accumulator(0) else { return };
-    let grouped = Grouped::<T>::new(call, 2);
     let size = grouped.n * grouped.k;
-    let (dy, x) = (call.input::<T>(0), call.input::<T>(1));
     let of_sequence = (call.size("seq") * call.size("choices") * call.size("parts") * call.size("rows")) as u32;
     let share = grouped.share;
     for expert in 0..grouped.experts() {
@@ -234,17 +295,17 @@ pub fn grad_weight<T: Float>(call: Call, sharers: usize) {
             let part = Ptr(share.cast_const());
             match dw {
                 Accumulator::Float { sum, add } => {
-                    grouped.weight_product(rows, sharers, dy, x, sum.add(expert * size), add);
+                    grouped.weight_product(rows, sharers, operands, sum.add(expert * size), add);
                 }
                 Accumulator::Bf16 { sum, add } => {
-                    grouped.weight_product(rows, sharers, dy, x, share, false);
+                    grouped.weight_product(rows, sharers, operands, share, false);
                     let sum = Ptr(sum.add(expert * size));
                     call.rows(size, |from, to| add_rounded(call.simd, part.at(from), sum.at(from), to - from, add));
                 }
                 Accumulator::Fixed { sum, add } => {
                     let sum = Ptr(sum.add(expert * size));
                     for (i, rows) in rows.chunk_by(|a, b| a / of_sequence == b / of_sequence).enumerate() {
-                        grouped.weight_product(rows, sharers, dy, x, share, false);
+                        grouped.weight_product(rows, sharers, operands, share, false);
                         call.rows(size, |from, to| {
                             add_fixed(call.simd, part.at(from), sum.at(from), to - from, add || i > 0);
                         });

@@ -80,6 +80,9 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
     };
     let rounds = if compute == DType::F32 { 0 } else { per_k };
     let naive = |terms: &[_]| Workspace { fixed: gemm + attention::naive::SLACK as u64, terms: terms.to_vec() };
+    let fp8_grouped = |operands| experts::fp8_scratch(experts::scratch(gemm, Some((per_k, "inputs")), None), operands);
+    let fp8_grouped_weight =
+        |operands| experts::fp8_scratch(experts::scratch(gemm, None, share("outputs inputs").pop()), operands);
     let workspaces = BTreeMap::from([
         ("linear", rounded("inputs")),
         ("linear_grad_input", rounded("outputs")),
@@ -98,6 +101,12 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("rows_linear", of(experts::scratch(gemm, Some((rounds, "inputs")), None))),
         ("rows_grad_input", of(experts::scratch(gemm, Some((rounds, "outputs")), None))),
         ("rows_grad_weight", of(experts::scratch(gemm, None, share("outputs inputs").pop()))),
+        ("fp8_grouped", of(fp8_grouped(["… inputs", "experts outputs inputs"]))),
+        ("fp8_grouped_each", of(fp8_grouped(["… choices inputs", "experts outputs inputs"]))),
+        ("fp8_rows", of(fp8_grouped(["parts rows inputs", "experts outputs inputs"]))),
+        ("fp8_grouped_grad_weight", of(fp8_grouped_weight(["… choices outputs", "… inputs"]))),
+        ("fp8_grouped_grad_weight_each", of(fp8_grouped_weight(["… choices outputs", "… choices inputs"]))),
+        ("fp8_rows_grad_weight", of(fp8_grouped_weight(["parts rows outputs", "parts rows inputs"]))),
         ("linear_cross_entropy", loss_head),
         ("linear_score", Workspace { fixed: head, terms: per_letters }),
         ("attention", of(attention.terms("seq", "seq head_dim"))),

@@ -8,13 +8,14 @@ use super::gemm::{Matrix, Target, gemm};
 use super::linear::weight_product_of;
 use super::simd::vectorised;
 use crate::by_kind;
+use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, F8};
 
 /// The kernels of this family.
 pub fn kernels<T: Float>() -> Kernels {
     by_kind! { call: Call => Kernel;
-        Amax { .. } => amax::<T>(call),
-        Quantise { to, .. } => quantise::<T>(call, to),
+        Amax { of, .. } => amax::<T>(call, of),
+        Quantise { of, to } => quantise::<T>(call, of, to),
         Fp8Linear { .. } => forward::<T>(call),
         Fp8GradWeight => grad_weight(call),
     }
@@ -33,20 +34,28 @@ pub fn weight_scratch(gemm: u64, share: Vec<(u64, &'static str)>) -> (u64, Vec<(
 /// Elements of a task.
 const GRAIN: usize = 1 << 14;
 
-/// The largest magnitude. NaN is larger than all.
-fn amax<T: Float>(call: Call) {
-    let (x, n) = (Ptr(call.input::<T>(0)), call.bound.inputs[0].elements);
+/// How many there are with a unit of their own.
+fn matrices(call: Call, of: Factor) -> usize {
+    if of == Factor::Stack { call.size("experts") } else { 1 }
+}
+
+/// The largest magnitude of every matrix. NaN is larger than all.
+fn amax<T: Float>(call: Call, of: Factor) {
+    let (x, count) = (Ptr(call.input::<T>(0)), matrices(call, of));
     let (Some(out), Some(at)) = (call.output::<f32>(0), call.bound.outputs[0]) else { return };
-    // As bits, magnitudes have the order of numbers.
-    let most = std::sync::atomic::AtomicU32::new(0);
-    call.ranges(n, GRAIN, |from, to| {
-        // SAFETY: the elements are the operand's.
-        let here = unsafe { largest_magnitude(call.simd, x.at(from), to - from) };
-        most.fetch_max(here, std::sync::atomic::Ordering::Relaxed);
-    });
-    let most = f32::from_bits(most.into_inner());
-    // SAFETY: the output has as many elements.
-    (0..at.elements).for_each(|i| unsafe { *out.add(i) = most });
+    let (n, parts) = (call.bound.inputs[0].elements / count, at.elements / count);
+    for matrix in 0..count {
+        // As bits, magnitudes have the order of numbers.
+        let most = std::sync::atomic::AtomicU32::new(0);
+        call.ranges(n, GRAIN, |from, to| {
+            // SAFETY: the elements are the operand's.
+            let here = unsafe { largest_magnitude(call.simd, x.at(matrix * n + from), to - from) };
+            most.fetch_max(here, std::sync::atomic::Ordering::Relaxed);
+        });
+        let most = f32::from_bits(most.into_inner());
+        // SAFETY: the output has as many elements.
+        (0..parts).for_each(|i| unsafe { *out.add(matrix * parts + i) = most });
+    }
 }
 
 vectorised! {
@@ -66,22 +75,45 @@ vectorised! {
 /// Rows and columns of a block that is transposed at a time.
 const BLOCK: usize = 64;
 
-/// q, its transpose and its unit, of x `[rows, columns]` and the largest magnitudes of its parts.
-fn quantise<T: Float>(call: Call, to: DType) {
+/// Bytes, their transpose and their unit, of every matrix.
+fn quantise<T: Float>(call: Call, of: Factor, to: DType) {
     let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
-    let all = call.bound.inputs[0].elements;
-    let columns: usize = call.bound.columns.iter().sum();
-    let rows = all / columns;
-    // SAFETY: the op table says that the input is they.
-    let parts = unsafe { Ptr(call.input::<f32>(1)).slice(0, call.bound.inputs[1].elements) };
-    let most = parts.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
-    let unit = format.unit(f32::from_bits(most));
-    if let Some(out) = call.output::<f32>(2) {
-        // SAFETY: one element.
-        unsafe { *out = unit };
+    let count = matrices(call, of);
+    let each = call.bound.inputs[0].elements / count;
+    let parts = call.bound.inputs[1].elements / count;
+    let transposes = !matches!(of, Factor::Choices | Factor::Blocks);
+    let units = call.output::<f32>(if transposes { 2 } else { 1 });
+    for matrix in 0..count {
+        // SAFETY: the op table says that the input is they, and that there is a unit for every matrix.
+        let unit = unsafe {
+            let parts = Ptr(call.input::<f32>(1)).slice(matrix * parts, parts);
+            let most = parts.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+            let unit = format.unit(f32::from_bits(most));
+            if let Some(units) = units {
+                *units.add(matrix) = unit;
+            }
+            unit
+        };
+        // SAFETY: matrices have as many elements.
+        let at = |bytes: *mut u8| Ptr(unsafe { bytes.add(matrix * each) });
+        let q = call.output::<u8>(0).map(at);
+        let transposed = call.output::<u8>(1).filter(|_| transposes).map(at);
+        // SAFETY: as above.
+        let x = Ptr(unsafe { call.input::<T>(0).add(matrix * each) });
+        quantise_matrix(call, (x, each), (q, transposed), format, unit);
     }
-    let x = Ptr(call.input::<T>(0));
-    let (q, transposed) = (call.output::<u8>(0).map(Ptr), call.output::<u8>(1).map(Ptr));
+}
+
+/// x `[rows, columns]`, of `n` elements.
+fn quantise_matrix<T: Float>(
+    call: Call,
+    (x, n): (Ptr<*const T>, usize),
+    (q, transposed): (Option<Ptr<*mut u8>>, Option<Ptr<*mut u8>>),
+    format: F8,
+    unit: f32,
+) {
+    let columns: usize = call.bound.columns.iter().sum();
+    let rows = n / columns;
     call.ranges(rows, BLOCK, |from, to| {
         let mut block = [[0u8; BLOCK]; BLOCK];
         for first in (0..columns).step_by(BLOCK) {
@@ -106,21 +138,24 @@ fn quantise<T: Float>(call: Call, to: DType) {
     });
 }
 
-/// Input `i` times the unit behind it, as bf16 at `to`; where the next scratch starts.
+/// Input `i` in the units of the input behind it, as bf16 at `to`; where the next scratch starts. Equal parts of it have a unit each.
 ///
 /// # Safety
 /// There is room for all elements.
-unsafe fn widened(call: Call, i: usize, to: *mut Bf16) -> *mut Bf16 {
-    let at = call.bound.inputs[i];
+pub unsafe fn widened(call: Call, i: usize, to: *mut Bf16) -> *mut Bf16 {
+    let (at, units) = (call.bound.inputs[i], call.bound.inputs[i + 1].elements);
     let Some(format) = F8::of(at.dtype) else { unreachable!("the op table refuses {}", at.dtype) };
-    // SAFETY: the op table says that the next input is the unit.
-    let unit = unsafe { *call.input::<f32>(i + 1) };
-    let table: [Bf16; 256] = std::array::from_fn(|bits| Bf16::of(format.to_f32(bits as u8) * unit));
-    let (from, out) = (Ptr(call.input::<u8>(i)), Ptr(to));
-    call.ranges(at.elements, GRAIN, |first, last| {
-        // SAFETY: elements first .. last belong to this task.
-        (first..last).for_each(|i| unsafe { *out.at(i) = table[usize::from(*from.at(i))] });
-    });
+    let (from, out, each) = (Ptr(call.input::<u8>(i)), Ptr(to), at.elements / units);
+    for part in 0..units {
+        // SAFETY: the op table says that the next input has the units.
+        let unit = unsafe { *call.input::<f32>(i + 1).add(part) };
+        let table: [Bf16; 256] = std::array::from_fn(|bits| Bf16::of(format.to_f32(bits as u8) * unit));
+        call.ranges(each, GRAIN, |first, last| {
+            let (first, last) = (part * each + first, part * each + last);
+            // SAFETY: elements first .. last belong to this task.
+            (first..last).for_each(|i| unsafe { *out.at(i) = table[usize::from(*from.at(i))] });
+        });
+    }
     // SAFETY: inside the scratch, which is planned with the padding.
     unsafe { to.add(at.elements.next_multiple_of(32)) }
 }

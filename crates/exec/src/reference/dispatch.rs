@@ -59,7 +59,7 @@ fn take_rows(dims: &Dims, x: &[&[f64]]) -> Vec<f64> {
 }
 
 /// The expert of every row of blocks, counted over all parts; NaN where there is none.
-fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
+pub fn of_rows(dims: &Dims, owners: &[f64]) -> Vec<f64> {
     let each = (dims.size("experts") / dims.size("parts")) as f64;
     let of = |(row, owner): (usize, &f64)| match *owner < each {
         true => (row / dims.size("rows")) as f64 * each + owner,

@@ -1,14 +1,17 @@
 //! fp8: what the formats say, in f64.
 
 use super::at::{At, Definition, Definitions, matmul};
+use super::dispatch::of_rows;
+use super::experts;
 use crate::by_kind;
+use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, F8};
 
 /// What these ops are.
 pub fn definitions() -> Definitions {
     by_kind! { at: &At => Definition;
-        Amax { parts, .. } => vec![vec![amax(at.x[0]); parts]],
-        Quantise { to, .. } => quantise(at, to),
+        Amax { of, parts } => vec![matrices(at, of).flat_map(|x| vec![amax(x); parts]).collect()],
+        Quantise { of, to } => quantise(at, of, to),
         Fp8Linear { .. } => {
             let y = matmul((at.rows(), at.size("outputs"), at.size("inputs")), at.x[0], false, at.x[2], true);
             vec![in_units(at, y)]
@@ -17,7 +20,39 @@ pub fn definitions() -> Definitions {
             let dw = matmul((at.size("outputs"), at.size("inputs"), at.rows()), at.x[0], false, at.x[2], true);
             vec![in_units(at, dw)]
         },
+        Fp8Grouped { each, .. } => vec![experts::linear(&at.dims, at.sharers(each), &of_experts(at, at.x[4].to_vec()).each())],
+        Fp8GroupedGradWeight { each, .. } => {
+            vec![experts::grad_weight(&at.dims, at.sharers(each), &of_experts(at, at.x[4].to_vec()).each())]
+        },
+        Fp8Rows { .. } => vec![experts::linear(&at.dims, 1, &of_experts(at, of_rows(&at.dims, at.x[4])).each())],
+        Fp8RowsGradWeight { .. } => {
+            vec![experts::grad_weight(&at.dims, 1, &of_experts(at, of_rows(&at.dims, at.x[4])).each())]
+        },
     }
+}
+
+/// Operands of a matmul of experts as numbers, and the expert of each row.
+struct OfExperts([Vec<f64>; 3]);
+
+impl OfExperts {
+    fn each(&self) -> [&[f64]; 3] {
+        self.0.each_ref().map(Vec::as_slice)
+    }
+}
+
+fn of_experts(at: &At, experts: Vec<f64>) -> OfExperts {
+    OfExperts([scaled(at.x[0], at.x[1]), scaled(at.x[2], at.x[3]), experts])
+}
+
+/// Numbers in their units: equal parts of them have one each.
+fn scaled(x: &[f64], units: &[f64]) -> Vec<f64> {
+    x.chunks(x.len() / units.len()).zip(units).flat_map(|(x, unit)| x.iter().map(move |x| x * unit)).collect()
+}
+
+/// What has a unit of its own: the matrices of experts, or all of it.
+fn matrices<'a>(at: &'a At, of: Factor) -> impl Iterator<Item = &'a [f64]> {
+    let count = if of == Factor::Stack { at.size("experts") } else { 1 };
+    at.x[0].chunks(at.x[0].len() / count)
 }
 
 fn amax(x: &[f64]) -> f64 {
@@ -29,14 +64,23 @@ fn in_units(at: &At, product: Vec<f64>) -> Vec<f64> {
     product.into_iter().map(|y| y * at.x[1][0] * at.x[3][0]).collect()
 }
 
-fn quantise(at: &At, to: DType) -> Vec<Vec<f64>> {
+fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
     let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
-    let unit = f64::from(format.unit(amax(at.x[1]) as f32));
-    let q: Vec<f64> = at.x[0].iter().map(|x| nearest(to, x / unit)).collect();
     let columns = at.types[0].dims.last().map_or(1, |d| d.size());
-    let rows = q.len() / columns;
-    let transposed = (0..q.len()).map(|i| q[i % rows * columns + i / rows]).collect();
-    vec![q, transposed, vec![unit]]
+    let (mut bytes, mut transposed, mut units) = (Vec::new(), Vec::new(), Vec::new());
+    let each = at.x[1].len() / matrices(at, of).count();
+    for (x, amaxes) in matrices(at, of).zip(at.x[1].chunks(each)) {
+        let unit = f64::from(format.unit(amax(amaxes) as f32));
+        let q: Vec<f64> = x.iter().map(|x| nearest(to, x / unit)).collect();
+        let rows = q.len() / columns;
+        transposed.extend((0..q.len()).map(|i| q[i % rows * columns + i / rows]));
+        bytes.extend(q);
+        units.push(unit);
+    }
+    match of {
+        Factor::Choices | Factor::Blocks => vec![bytes, units],
+        Factor::Tokens | Factor::Weight | Factor::Stack => vec![bytes, transposed, units],
+    }
 }
 
 /// The nearest number of a format: steps of equal size between two powers of two, and below the smallest normal one.

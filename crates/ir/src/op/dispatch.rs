@@ -6,6 +6,7 @@
 //!
 //! A row beyond the bound is counted, and is NaN when it comes back, which suppresses the update.
 
+use super::cost::CostRule;
 use super::row::{FlopsRule, ShapeRule, Spec, accumulator, f64, float, row, u32};
 use super::sample::{Draw, Shapes, embed, ffn, normal, sample};
 use super::{Cost, Dims, Flops, Matmuls, Op, Saved::Input, TypeError, attributes};
@@ -46,10 +47,11 @@ impl Blocks {
 
 const SHAPE: ShapeRule = |op, _, dims| blocks(op).bind(op, dims);
 
-const MATMUL: FlopsRule = |op, dims, _| Flops::all(2 * u128::from(filled(op, dims)) * dims.product("outputs inputs"));
+pub(super) const MATMUL: FlopsRule =
+    |op, dims, _| Flops::all(2 * u128::from(filled(op, dims)) * dims.product("outputs inputs"));
 
 /// Rows that tokens fill, if choices are even.
-fn filled(op: &Op, dims: &Dims) -> u64 {
+pub(super) fn filled(op: &Op, dims: &Dims) -> u64 {
     blocks(op).filled(dims.product("parts rows") as u64)
 }
 
@@ -60,7 +62,9 @@ fn blocks(op: &Op) -> Blocks {
     | Op::TakeRows { blocks }
     | Op::RowsLinear { blocks }
     | Op::RowsGradInput { blocks }
-    | Op::RowsGradWeight { blocks, .. }) = *op
+    | Op::RowsGradWeight { blocks, .. }
+    | Op::Fp8Rows { blocks, .. }
+    | Op::Fp8RowsGradWeight { blocks, .. }) = *op
     else {
         unreachable!("{} in the row of another op", op.name())
     };
@@ -69,7 +73,7 @@ fn blocks(op: &Op) -> Blocks {
 
 impl Op {
     /// Refuses experts that do not come in equal parts.
-    fn even_parts(&self, dims: &Dims) -> Result<(), TypeError> {
+    pub(super) fn even_parts(&self, dims: &Dims) -> Result<(), TypeError> {
         let (experts, parts) = (dims.size("experts"), dims.size("parts"));
         match parts > 0 && experts.is_multiple_of(parts) {
             true => Ok(()),
@@ -100,15 +104,21 @@ fn places(batch: usize, draw: Draw) -> (TensorType, Draw) {
 }
 
 /// Sizes of a matmul of blocks: odd ones, and such that tensor cores take.
-struct Grouped {
-    blocks: Blocks,
-    experts: usize,
-    embed: Dim,
-    ffn: Dim,
+pub(super) struct Grouped {
+    pub blocks: Blocks,
+    pub experts: usize,
+    pub embed: Dim,
+    pub ffn: Dim,
 }
 
 impl Grouped {
-    fn all() -> [Self; 2] {
+    /// Such that matrix units take bytes.
+    pub(super) fn of_bytes() -> Self {
+        let blocks = Blocks { parts: 1, rows: 400, choices: 300, ranks: 1 };
+        Self { blocks, experts: EACH, embed: Dim::new(Axis::Embed, 256), ffn: Dim::new(Axis::Ffn, 384) }
+    }
+
+    pub(super) fn all() -> [Self; 2] {
         let odd = Blocks { rows: 40, choices: 90, ..BLOCKS };
         let one = Blocks { parts: 1, rows: 400, choices: 300, ranks: 1 };
         let (wide, narrow) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
@@ -118,16 +128,16 @@ impl Grouped {
         ]
     }
 
-    fn stack(&self) -> (TensorType, Draw) {
+    pub(super) fn stack(&self) -> (TensorType, Draw) {
         normal([Dim::new(Axis::Experts, self.experts), self.ffn.clone(), self.embed.clone()])
     }
 
-    fn rows(&self, features: &Dim) -> (TensorType, Draw) {
+    pub(super) fn rows(&self, features: &Dim) -> (TensorType, Draw) {
         rows(self.blocks, features.clone())
     }
 
     /// The experts of rows; every fifth row has none.
-    fn owners(&self) -> (TensorType, Draw) {
+    pub(super) fn owners(&self) -> (TensorType, Draw) {
         let (ty, _) = rows(self.blocks, Dim::new(Axis::Scalar, 1));
         (TensorType::new(DType::U32, &ty.dims[..2]), Draw::Below(EACH as u32 + 1))
     }
@@ -221,9 +231,11 @@ pub(super) static ROWS_LINEAR: Spec = row(
 .shape(|op, _, dims| op.even_parts(dims))
 .chunks()
 .flops(MATMUL)
-.multiplies(&[0, 1], |op, dims, _| {
-    Cost::Matmul(Matmuls::one(filled(op, dims), dims.size("outputs") as u64, dims.size("inputs") as u64))
-});
+.multiplies(&[0, 1], FORWARD);
+
+/// As one matmul of all filled rows.
+pub(super) const FORWARD: CostRule =
+    |op, dims, _| Cost::Matmul(Matmuls::one(filled(op, dims), dims.size("outputs") as u64, dims.size("inputs") as u64));
 
 pub(super) static ROWS_GRAD_INPUT: Spec = row(
     "rows_grad_input",
@@ -263,10 +275,16 @@ pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
 })
 .local(|op, outputs| {
     attributes!(op, Op::RowsGradWeight { blocks, .. });
-    let experts = outputs.first().and_then(|dw| dw.as_ref()).map_or(0, |dw| dw.dims[0].size());
-    Op::RowsGradWeight { experts, blocks }
+    Op::RowsGradWeight { experts: first_size(outputs), blocks }
 })
 .flops(MATMUL)
-.multiplies(&[0, 1], |op, dims, call| {
-    Cost::Matmul(Matmuls::of_weights(dims.size("experts") as u64, dims, filled(op, dims), call))
-});
+.multiplies(&[0, 1], WEIGHTS);
+
+/// The size of the first output's first dimension.
+pub(super) fn first_size(outputs: &[Option<TensorType>]) -> usize {
+    outputs.first().and_then(|dw| dw.as_ref()).map_or(0, |dw| dw.dims[0].size())
+}
+
+/// As many matmuls as experts, each over its share of the filled rows.
+pub(super) const WEIGHTS: CostRule =
+    |op, dims, call| Cost::Matmul(Matmuls::of_weights(dims.size("experts") as u64, dims, filled(op, dims), call));

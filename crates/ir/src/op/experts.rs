@@ -93,15 +93,24 @@ fn chosen(s: &Shapes) -> (TensorType, Draw) {
 
 /// Tokens and weights of a grouped matmul: at odd sizes, and in blocks that tensor cores take, where two of three experts get all
 /// tokens.
-struct Grouped {
+pub(super) struct Grouped {
     tokens: Shapes,
-    embed: Dim,
-    ffn: Dim,
-    experts: usize,
+    pub embed: Dim,
+    pub ffn: Dim,
+    pub experts: usize,
     busy: u32,
 }
 
 impl Grouped {
+    /// Such that matrix units take bytes, and some that they do not.
+    pub(super) fn of_bytes(batch: usize) -> [Self; 2] {
+        let of = |embed, ffn, experts, busy| {
+            let (embed, ffn) = (Dim::new(Axis::Embed, embed), Dim::new(Axis::Ffn, ffn));
+            Self { tokens: Shapes::new(batch), embed, ffn, experts, busy }
+        };
+        [of(80, 48, EXPERTS, EXPERTS as u32), of(384, 256, 3, 2)]
+    }
+
     fn all(batch: usize) -> Vec<Self> {
         let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), experts: EXPERTS, busy: EXPERTS as u32 };
         let (wide, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
@@ -110,33 +119,33 @@ impl Grouped {
     }
 
     /// Weights of every expert.
-    fn stack(&self) -> (TensorType, Draw) {
+    pub(super) fn stack(&self) -> (TensorType, Draw) {
         normal([Dim::new(Axis::Experts, self.experts), self.ffn.clone(), self.embed.clone()])
     }
 
     /// One row of a token.
-    fn x(&self) -> (TensorType, Draw) {
+    pub(super) fn x(&self) -> (TensorType, Draw) {
         self.tokens.normal(self.embed.clone())
     }
 
     /// A row of each of a token's experts.
-    fn each(&self, features: &Dim) -> (TensorType, Draw) {
+    pub(super) fn each(&self, features: &Dim) -> (TensorType, Draw) {
         each(&self.tokens, features.clone())
     }
 
-    fn chosen(&self) -> (TensorType, Draw) {
+    pub(super) fn chosen(&self) -> (TensorType, Draw) {
         (chosen(&self.tokens).0, Draw::Below(self.busy))
     }
 }
 
 /// One matmul for every expert of a token.
-const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… choices outputs inputs"));
+pub(super) const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… choices outputs inputs"));
 
 /// As one matmul of all rows.
-const FORWARD: CostRule = |_, dims, _| Cost::Matmul(Matmuls::of(dims, "… choices", "outputs", "inputs"));
+pub(super) const FORWARD: CostRule = |_, dims, _| Cost::Matmul(Matmuls::of(dims, "… choices", "outputs", "inputs"));
 
 /// As many matmuls as experts, each over its share of the rows.
-const WEIGHTS: CostRule = |_, dims, call| {
+pub(super) const WEIGHTS: CostRule = |_, dims, call| {
     Cost::Matmul(Matmuls::of_weights(dims.size("experts") as u64, dims, dims.product("… choices") as u64, call))
 };
 

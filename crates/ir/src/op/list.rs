@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient, head,
-    heads, linear, norm, optimizer, pointwise, position, quantise, section,
+    Blocks, Factor, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient,
+    head, heads, linear, norm, optimizer, pointwise, position, quantise, quantised_experts, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -97,21 +97,22 @@ ops! {
     /// own are all the same.
     Amax {
         @[
-            /// Whether it is a weight.
-            weight: bool
+            /// Of what.
+            of: Factor
         ]
         /// As many as ranks may have parts.
         parts: usize,
-    } = quantise::AMAX | quantise::WEIGHT_AMAX => usize::from(weight),
+    } = quantise::AMAX | quantise::CHOICES_AMAX | quantise::BLOCKS_AMAX | quantise::WEIGHT_AMAX | quantise::STACK_AMAX => of as usize,
     /// A tensor in fp8, and its transpose: multiples of a unit, the power of two that follows from its largest magnitude ([`F8::unit`](crate::F8::unit)).
     Quantise {
         @[
-            /// Whether it is a weight.
-            weight: bool
+            /// What.
+            of: Factor
         ]
         /// In which format.
         to: DType,
-    } = quantise::QUANTISE | quantise::QUANTISE_WEIGHT => usize::from(weight),
+    } = quantise::QUANTISE | quantise::QUANTISE_CHOICES | quantise::QUANTISE_BLOCKS | quantise::QUANTISE_WEIGHT | quantise::QUANTISE_STACK
+        => of as usize,
     /// `y = x · wᵀ` of operands in fp8. The input gradient is one too, of `dy` and the transpose of `w`.
     Fp8Linear {
         /// In which type the result is stored.
@@ -119,6 +120,34 @@ ops! {
     } = quantise::FP8_LINEAR,
     /// `dw = dyᵀ · x`, of transposes in fp8.
     Fp8GradWeight = quantise::FP8_GRAD_WEIGHT,
+    /// `GroupedLinear` of operands in fp8. The input gradient is one too, of `dy` and the transposes of the weights.
+    Fp8Grouped {
+        @[
+            /// Whether each expert of a token has an input of its own.
+            each: bool
+        ]
+    } = quantised_experts::FP8_GROUPED | quantised_experts::FP8_GROUPED_EACH => usize::from(each),
+    /// `GroupedGradWeight` of operands in fp8.
+    Fp8GroupedGradWeight {
+        @[
+            /// Whether each expert of a token has an input of its own.
+            each: bool
+        ]
+        /// How many experts there are.
+        experts: usize,
+    } = quantised_experts::FP8_GROUPED_GRAD_WEIGHT | quantised_experts::FP8_GROUPED_GRAD_WEIGHT_EACH => usize::from(each),
+    /// `RowsLinear` of operands in fp8, and its input gradient.
+    Fp8Rows {
+        /// The blocks.
+        blocks: Blocks,
+    } = quantised_experts::FP8_ROWS,
+    /// `RowsGradWeight` of operands in fp8.
+    Fp8RowsGradWeight {
+        /// How many experts there are.
+        experts: usize,
+        /// The blocks.
+        blocks: Blocks,
+    } = quantised_experts::FP8_ROWS_GRAD_WEIGHT,
     /// `y = x + b`, the same vector at every position.
     AddBias = linear::ADD_BIAS,
     /// `db = dy`, summed over all positions.

@@ -29,6 +29,7 @@ mod optimizer;
 mod pointwise;
 mod position;
 mod quantise;
+mod quantised_experts;
 mod row;
 mod sample;
 mod section;
@@ -45,6 +46,7 @@ pub use flops::Flops;
 pub use heads::{MOST_SECTIONS, position_in_ranks};
 pub use list::{Op, OpKind};
 pub use norm::Norm;
+pub use quantise::Factor;
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 

@@ -3,16 +3,38 @@
 //! Matrix units of before 2024 take operands in fp8 only where the summed dimension is contiguous in both. So what is quantised is stored a second
 //! time as its transpose where a gradient asks for that: one kernel makes both.
 
-use super::row::{FlopsRule, LocalRule, Operand, ShapeRule, Spec, TypeVar, accumulator, f32, float, fp8, row};
+use super::row::{FlopsRule, LocalRule, Operand, Samples, ShapeRule, Spec, TypeVar, accumulator, f32, float, fp8, row};
 use super::sample::{Draw, Shapes, floats, normal, sample};
 use super::{Cost, Flops, Matmuls, Op, Sample, attributes};
 use crate::{Axis, DType, Dim, TensorType};
+
+/// What is quantised: rows of activations and gradients, or weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Factor {
+    /// Rows of tokens.
+    Tokens,
+    /// Rows of each of a token's experts.
+    Choices,
+    /// Rows in blocks of experts.
+    Blocks,
+    /// A weight.
+    Weight,
+    /// A weight of every expert, each in its own unit.
+    Stack,
+}
+
+impl Factor {
+    /// Whether it is a parameter.
+    pub const fn is_weight(self) -> bool {
+        matches!(self, Factor::Weight | Factor::Stack)
+    }
+}
 
 /// One matmul.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… outputs inputs"));
 
 /// A unit.
-fn one() -> Dim {
+pub(super) fn one() -> Dim {
     Dim::new(Axis::Scalar, 1)
 }
 
@@ -23,14 +45,14 @@ fn parts(count: usize) -> Dim {
 /// As many largest magnitudes as the op says.
 const COUNTED: ShapeRule = |op, _, dims| {
     attributes!(op, Op::Amax { parts: count, .. });
-    dims.set("parts", &parts(count));
+    dims.set("counted", &parts(count));
     Ok(())
 };
 
 const COUNTED_HERE: LocalRule = |op, outputs| {
-    attributes!(op, Op::Amax { weight, parts });
-    let here = outputs[0].as_ref().map_or(parts, |amax| amax.dims[0].size());
-    Op::Amax { weight, parts: here }
+    attributes!(op, Op::Amax { of, parts });
+    let last = |amax: &TensorType| amax.dims.last().map_or(parts, Dim::size);
+    Op::Amax { of, parts: outputs[0].as_ref().map_or(parts, last) }
 };
 
 /// Tensors of a step: usual ones and, once, others. Of the last every number is too small for its byte, but for what the largest one leaves.
@@ -48,26 +70,66 @@ fn outputs() -> Dim {
     Dim::new(Axis::Ffn, 48)
 }
 
+fn experts() -> Dim {
+    Dim::new(Axis::Experts, 3)
+}
+
+/// Weights of three experts.
+fn stack() -> (TensorType, Draw) {
+    (floats([experts(), outputs(), inputs()]), Draw::Growing)
+}
+
+fn choices(batch: usize) -> (TensorType, Draw) {
+    let mut ty = shapes(batch).act(Dim::new(Axis::Choices, 2));
+    ty.dims.push(inputs());
+    (ty, Draw::Normal)
+}
+
+fn blocks() -> (TensorType, Draw) {
+    normal([Dim::new(Axis::Parts, 3), Dim::new(Axis::Rows, 32), inputs()])
+}
+
 /// Positions of which 16 times as many are there.
 fn shapes(batch: usize) -> Shapes {
     Shapes::sized(batch, 64, 16)
 }
 
-pub(super) static AMAX: Spec = row("amax", &[float("x", "batch seq features")], &[f32("amax", "parts")], |batch| {
-    let of = |by| sample(Op::Amax { weight: false, parts: 3 }, [(shapes(batch).act(inputs()), Draw::Scaled(by))]);
+const LARGEST: &[Operand] = &[f32("amax", "counted")];
+
+/// The largest magnitude of rows.
+const fn amax(name: &'static str, inputs: &'static [Operand], samples: Samples) -> Spec {
+    row(name, inputs, LARGEST, samples).own(&[0]).forward().shape(COUNTED).local(COUNTED_HERE)
+}
+
+pub(super) static AMAX: Spec = amax("amax", &[float("x", "batch seq features")], |batch| {
+    let of = |by| sample(Op::Amax { of: Factor::Tokens, parts: 3 }, [(shapes(batch).act(inputs()), Draw::Scaled(by))]);
     magnitudes(batch, of)
 })
-.splits(&["batch", "seq parts", "features parts"])
-.own(&[0])
+.splits(&["batch", "seq counted", "features counted"]);
+
+pub(super) static CHOICES_AMAX: Spec = amax("choices_amax", &[float("x", "batch seq choices features")], |batch| {
+    vec![sample(Op::Amax { of: Factor::Choices, parts: 2 }, [choices(batch)])]
+})
+.splits(&["batch", "seq counted", "features counted"]);
+
+pub(super) static BLOCKS_AMAX: Spec = amax("blocks_amax", &[float("x", "parts rows features")], |_| {
+    vec![sample(Op::Amax { of: Factor::Blocks, parts: 2 }, [blocks()])]
+})
+.splits(&["parts", "rows counted", "features counted"]);
+
+pub(super) static WEIGHT_AMAX: Spec = row("weight_amax", &[float("w", "outputs inputs")], LARGEST, |_| {
+    vec![sample(Op::Amax { of: Factor::Weight, parts: 2 }, [normal([outputs(), inputs()])])]
+})
+.splits(&["outputs counted", "inputs counted"])
 .forward()
 .shape(COUNTED)
 .local(COUNTED_HERE);
 
-pub(super) static WEIGHT_AMAX: Spec =
-    row("weight_amax", &[float("w", "outputs inputs")], &[f32("amax", "parts")], |_| {
-        vec![sample(Op::Amax { weight: true, parts: 2 }, [normal([outputs(), inputs()])])]
+pub(super) static STACK_AMAX: Spec =
+    row("stack_amax", &[float("w", "experts outputs inputs")], &[f32("amax", "experts counted")], |_| {
+        vec![sample(Op::Amax { of: Factor::Stack, parts: 2 }, [stack()])]
     })
-    .splits(&["outputs parts", "inputs parts"])
+    .splits(&["experts", "outputs counted", "inputs counted"])
     .forward()
     .shape(COUNTED)
     .local(COUNTED_HERE);
@@ -84,9 +146,11 @@ const FORMAT: ShapeRule = |op, _, dims| {
 };
 
 /// A tensor and its largest magnitude.
-fn with_amax(weight: bool, to: DType, x: (TensorType, Draw)) -> Sample {
-    let amax = (floats([parts(3)]), Draw::Of(Op::Amax { weight, parts: 3 }, 0, &[0]));
-    sample(Op::Quantise { weight, to }, [x, amax])
+fn with_amax(of: Factor, to: DType, x: (TensorType, Draw)) -> Sample {
+    let experts = (of == Factor::Stack).then(|| x.0.dims[0].clone());
+    let dims: Vec<Dim> = experts.into_iter().chain([parts(3)]).collect();
+    let amax = (floats(dims), Draw::Of(Op::Amax { of, parts: 3 }, 0, &[0]));
+    sample(Op::Quantise { of, to }, [x, amax])
 }
 
 pub(super) static QUANTISE: Spec = row(
@@ -94,7 +158,7 @@ pub(super) static QUANTISE: Spec = row(
     &[float("x", "batch seq features"), f32("amax", "?")],
     &[fp8("q", "batch seq features"), fp8("transposed", "features batch seq"), f32("unit", "one")],
     |batch| {
-        let of = |to, by| with_amax(false, to, (shapes(batch).act(inputs()), Draw::Scaled(by)));
+        let of = |to, by| with_amax(Factor::Tokens, to, (shapes(batch).act(inputs()), Draw::Scaled(by)));
         let gradient = of(DType::E5M2, 1.0);
         [vec![gradient], magnitudes(batch, |by| of(DType::E4M3, by))].concat()
     },
@@ -105,29 +169,65 @@ pub(super) static QUANTISE: Spec = row(
 .own(&[2])
 .shape(FORMAT);
 
+/// Rows of experts are sorted where they are transposed, by what sums over them.
+pub(super) static QUANTISE_CHOICES: Spec = row(
+    "quantise_choices",
+    &[float("x", "batch seq choices features"), f32("amax", "?")],
+    &[fp8("q", "batch seq choices features"), f32("unit", "one")],
+    |batch| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Choices, to, choices(batch))).into(),
+)
+.gradient(&[])
+.splits(&["batch", "seq", "features"])
+.cheap(&[0])
+.own(&[1])
+.shape(FORMAT);
+
+pub(super) static QUANTISE_BLOCKS: Spec = row(
+    "quantise_blocks",
+    &[float("x", "parts rows features"), f32("amax", "?")],
+    &[fp8("q", "parts rows features"), f32("unit", "one")],
+    |_| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Blocks, to, blocks())).into(),
+)
+.gradient(&[])
+.splits(&["parts", "rows", "features"])
+.cheap(&[0])
+.own(&[1])
+.shape(FORMAT);
+
 pub(super) static QUANTISE_WEIGHT: Spec = row(
     "quantise_weight",
     &[float("w", "outputs inputs"), f32("amax", "?")],
     &[fp8("q", "outputs inputs"), fp8("transposed", "inputs outputs"), f32("unit", "one")],
-    |_| vec![with_amax(true, DType::E4M3, normal([outputs(), inputs()]))],
+    |_| vec![with_amax(Factor::Weight, DType::E4M3, normal([outputs(), inputs()]))],
 )
 .splits(&["outputs", "inputs"])
 .own(&[2])
 .forward()
 .shape(FORMAT);
 
+pub(super) static QUANTISE_STACK: Spec = row(
+    "quantise_stack",
+    &[float("w", "experts outputs inputs"), f32("amax", "experts ?")],
+    &[fp8("q", "experts outputs inputs"), fp8("transposed", "experts inputs outputs"), f32("units", "experts")],
+    |_| vec![with_amax(Factor::Stack, DType::E4M3, stack())],
+)
+.splits(&["experts", "outputs", "inputs"])
+.own(&[2])
+.forward()
+.shape(FORMAT);
+
 /// A tensor of bytes, drawn.
-fn bytes(dtype: DType, dims: impl Into<Vec<Dim>>) -> (TensorType, Draw) {
+pub(super) fn bytes(dtype: DType, dims: impl Into<Vec<Dim>>) -> (TensorType, Draw) {
     (TensorType::new(dtype, dims), Draw::Normal)
 }
 
 /// Its unit.
-fn unit() -> (TensorType, Draw) {
+pub(super) fn unit() -> (TensorType, Draw) {
     (floats([one()]), Draw::Powers)
 }
 
-const UNIT_A: Operand = f32("a_unit", "one");
-const UNIT_B: Operand = f32("b_unit", "one");
+pub(super) const UNIT_A: Operand = f32("a_unit", "one");
+pub(super) const UNIT_B: Operand = f32("b_unit", "one");
 
 pub(super) static FP8_LINEAR: Spec = row(
     "fp8_linear",

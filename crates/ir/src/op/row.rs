@@ -147,6 +147,10 @@ pub(super) const fn f32(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::F32) }
 }
 
+pub(super) const fn bf16(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Is(DType::BF16) }
+}
+
 pub(super) const fn rounded(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Rounded }
 }

@@ -14,6 +14,8 @@ pub enum Draw {
     Quarter,
     /// Normal, this many times as large.
     Scaled(f64),
+    /// Normal, each entry of the first dimension 32 times as large as the one before: weights of experts.
+    Growing,
     /// Normal, made positive: second moments, reciprocal deviations.
     Positive,
     /// Powers of two, from a sixteenth to 8: units of fp8.
