@@ -9,7 +9,7 @@ use lockstep_host::Devices;
 use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_rundir::read_config;
-use lockstep_telemetry::RunPage;
+use lockstep_telemetry::{MetricColumns, RunPage};
 use lockstep_train::{analyze, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -80,6 +80,9 @@ fn recorded(name: &str, run: &Path) -> String {
     if let Ok(analysis) = analyze(run) {
         out += &card(&format!("{name}: predicted and measured"), &preformatted(&machine::analysis_text(&analysis)));
     }
+    if let Some(text) = compared(run) {
+        out += &card(&format!("{name}: fp8 beside bf16"), &format!("<p>{text}</p>"));
+    }
     let mut inside = String::new();
     for (file, title) in FILES {
         let Ok(bytes) = lockstep_telemetry::read_file(&run.join(file)) else { continue };
@@ -92,6 +95,21 @@ fn recorded(name: &str, run: &Path) -> String {
         let _ = write!(inside, "<details><summary>{title} ({file})</summary>{}</details>", preformatted(&cut));
     }
     out + &card(&format!("{name}: provenance"), &inside)
+}
+
+/// How far losses in fp8 are from those in bf16, where a run has compared them.
+fn compared(run: &Path) -> Option<String> {
+    let mut columns = MetricColumns::default();
+    columns.follow(&run.join("metrics.jsonl")).ok()?;
+    let steps = columns.get("step")?.iter().zip(columns.get("shadow_difference")?);
+    let known: Vec<(&f64, &f64)> = steps.filter(|(_, share)| share.is_finite()).collect();
+    let largest = known.iter().max_by(|a, b| a.1.total_cmp(b.1))?;
+    let text = |(step, share): &(&f64, &f64)| format!("{:.4}% at step {step}", 100.0 * *share);
+    let (last, largest) = (text(known.last()?), text(largest));
+    Some(format!(
+        "Difference of losses on the same tokens: last {last}, largest {largest}, of {} comparisons.",
+        known.len()
+    ))
 }
 
 /// Files of a run directory that say how it was made, and what they are.

@@ -233,6 +233,17 @@ fn a_gpu_without_fp8_is_refused_and_trains_in_bf16() {
 }
 
 #[test]
+fn fp8_is_compared_with_bf16_between_steps_that_are_queued() {
+    let fake = Fake::new();
+    let set = ["precision.policy=fp8", "precision.fp8_weights=0", "precision.shadow_every=5"];
+    let set: Vec<&str> = set.into_iter().flat_map(|key| ["--set", key]).collect();
+    fake.ok(&[&TRAIN[..], &set].concat(), &[]);
+    let csv = fake.ok(&["metrics", "run", "--format", "csv", "--keys", "shadow_loss_fp8"], &[]);
+    let compared: Vec<&str> = csv.lines().skip(1).filter_map(|line| line.strip_suffix(",0")).collect();
+    assert_eq!(compared, ["1", "5", "10"], "{csv}");
+}
+
+#[test]
 fn a_driver_that_does_not_start_says_what_to_do() {
     let fake = Fake::new();
     let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=802")]);

@@ -204,6 +204,33 @@ fn a_report_is_one_file_with_charts_pictures_and_provenance() {
 }
 
 #[test]
+fn a_run_in_fp8_says_how_far_its_loss_is_from_that_in_bf16() {
+    let place = Place::new();
+    let set = [
+        "precision.policy=fp8",
+        "precision.fp8_weights=0",
+        "precision.shadow_every=2",
+        "train.steps=4",
+        "parallel.dp=2",
+    ];
+    let set: Vec<&str> = set.into_iter().flat_map(|key| ["--set", key]).collect();
+    place.ok(&[&["train", "run.toml", "--run-dir", "run"][..], &set].concat());
+    place.ok(&[&["launch", "run.toml", "--run-dir", "processes", "--ranks", "2"][..], &set].concat());
+    let compared = |dir| {
+        let keys = "shadow_loss_bf16,shadow_loss_fp8,shadow_difference";
+        place.ok(&["metrics", dir, "--format", "csv", "--keys", keys])
+    };
+    assert_eq!(compared("run"), compared("processes"));
+    let there: Vec<bool> = compared("run").lines().skip(1).map(|line| !line.ends_with(",,,")).collect();
+    assert_eq!(there, [true, true, false, true]);
+    place.ok(&["report", "run", "-o", "report.html"]);
+    let text = fs::read_to_string(place.path("report.html")).unwrap();
+    let said = text.split_once("run: fp8 beside bf16</h2><p>").unwrap().1.split_once("</p>").unwrap().0;
+    assert!(said.starts_with("Difference of losses on the same tokens: last 0."), "{said}");
+    assert!(said.contains("% at step 4, largest 0.") && said.ends_with(", of 3 comparisons."), "{said}");
+}
+
+#[test]
 fn tasks_are_evaluated_and_logged_by_item() {
     let place = Place::new();
     place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=5"]);

@@ -3,7 +3,7 @@
 use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_behind};
 use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::stage::RankGraph;
-use crate::{CompileError, Context, evaluated, lower, model_flops, placed, stage};
+use crate::{CompileError, Context, Evaluation, evaluations, lower, model_flops, of_rank, placed, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, Op, StepProgram, TensorType, TypeError, ValueId};
@@ -14,7 +14,7 @@ pub struct Estimator {
     /// The graph with its backward pass, before recomputation.
     pub(crate) derived: Graph,
     /// What each rank evaluates.
-    evaluate: Vec<RankGraph>,
+    evaluations: Vec<Vec<Evaluation<RankGraph>>>,
     pub(crate) cuts: Vec<usize>,
     pub(crate) pipeline: Pipeline,
     context: Context,
@@ -25,12 +25,13 @@ impl Estimator {
     pub fn new(forward: &Graph, context: &Context) -> Result<Self, CompileError> {
         let stored = FORWARD_PASSES.iter().try_fold(forward.clone(), |graph, pass| (pass.run)(&graph, context))?;
         let derived = (AUTODIFF.run)(&stored, context)?;
-        let evaluate = evaluated(&stored, context)?;
+        let evaluations = evaluations(forward, &stored, context)?;
         let pipeline = context.layout.pipeline();
         let cuts = stage::cut(&derived, context)?;
         let ranks = 0..pipeline.slots.len();
-        let evaluate = ranks.map(|r| stage::extract(&evaluate, &cuts, &pipeline, r)).collect::<Result<_, _>>()?;
-        Ok(Self { derived, evaluate, cuts, pipeline, context: context.clone() })
+        let rank = |r| of_rank(&evaluations, |graph| stage::extract(graph, &cuts, &pipeline, r));
+        let evaluations = ranks.map(rank).collect::<Result<_, _>>()?;
+        Ok(Self { derived, evaluations, cuts, pipeline, context: context.clone() })
     }
 
     /// The placed programs under a policy, one per pipeline stage.
@@ -43,9 +44,9 @@ impl Estimator {
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
             let train = stage::extract(graph, &self.cuts, &self.pipeline, s)?;
-            Ok(placed(lower::lower(&train, &self.evaluate[s], &context, s)?, &context))
+            Ok(placed(lower::lower(&train, &self.evaluations[s], &context, s)?, &context))
         };
-        Ok((0..self.evaluate.len()).map(program).collect::<Result<_, _>>()?)
+        Ok((0..self.evaluations.len()).map(program).collect::<Result<_, _>>()?)
     }
 
     /// The graph with its backward pass, before recomputation and sharding.

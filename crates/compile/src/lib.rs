@@ -34,6 +34,7 @@ use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
 use lockstep_ir::{Graph, StepProgram, TypeError};
+use stage::RankGraph;
 
 /// Why a graph cannot be compiled.
 #[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
@@ -99,7 +100,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
         Ok(())
     };
     FORWARD_PASSES.into_iter().try_for_each(|pass| run(pass, &mut graph))?;
-    let evaluate = evaluated(&graph, context)?;
+    let evaluations = evaluations(forward, &graph, context)?;
     run(AUTODIFF, &mut graph)?;
     let pipeline = context.layout.pipeline();
     let cuts = stage::cut(&graph, context)?;
@@ -107,13 +108,38 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
     let mut programs = Vec::new();
     for rank in 0..pipeline.slots.len() {
-        let extract = |graph| stage::extract(graph, &cuts, &pipeline, rank);
-        let program = placed(lower::lower(&extract(&graph)?, &extract(&evaluate)?, context, rank)?, context);
+        let extract = |graph: &Graph| stage::extract(graph, &cuts, &pipeline, rank);
+        let evaluations = of_rank(&evaluations, extract)?;
+        let program = placed(lower::lower(&extract(&graph)?, &evaluations, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }
     roles::check(&programs).map_err(CompileError::Roles)?;
     Ok(Compiled { stages: passed, programs, model_flops })
+}
+
+/// What a run evaluates, each by the name of its entry: the forward pass as it is `stored`, and without fp8 where that is
+/// asked for.
+fn evaluations(forward: &Graph, stored: &Graph, context: &Context) -> Result<Vec<Evaluation<Graph>>, CompileError> {
+    let mut all = vec![(StepProgram::EVALUATE, evaluated(stored, context)?)];
+    if context.steps.shadow {
+        let mut context = context.clone();
+        (context.precision.fp8, context.steps.misses) = (None, false);
+        let stored = FORWARD_PASSES.into_iter().try_fold(forward.clone(), |graph, pass| run(pass, &graph, &context))?;
+        all.push((StepProgram::EVALUATE_BF16, evaluated(&stored, &context)?));
+    }
+    Ok(all)
+}
+
+/// The name of an entry and what it evaluates.
+type Evaluation<G> = (&'static str, G);
+
+/// What one rank of the pipeline has of each evaluation.
+fn of_rank(
+    all: &[Evaluation<Graph>],
+    extract: impl Fn(&Graph) -> Result<RankGraph, TypeError>,
+) -> Result<Vec<Evaluation<RankGraph>>, TypeError> {
+    all.iter().map(|(name, graph)| Ok((*name, extract(graph)?))).collect()
 }
 
 /// The forward pass as evaluation runs it: shared as it is stored and fused, before gradients are added to it.

@@ -2,15 +2,15 @@
 //!
 //! Here shapes become those of one rank. Everything is known after this but the offsets.
 //!
-//! Evaluation is an entry of the same program, whose temporaries overlay what training saves. The smaller steps of
+//! An evaluation is an entry of the same program, whose temporaries overlay what training saves. The smaller steps of
 //! a batch ramp are entries too: schedules of fewer micro-batches.
 
 mod evaluation;
 
-use crate::Context;
 use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
+use crate::{Context, Evaluation};
 use evaluation::shared_states;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Transfer;
@@ -56,10 +56,10 @@ struct Part<'a> {
     nodes: Vec<&'a Node>,
 }
 
-/// Lowers what one rank of the pipeline runs of a training graph, and of the evaluation graph that shares its states.
+/// Lowers what one rank of the pipeline runs of a training graph, and of the evaluations that share its states.
 pub(crate) fn lower(
     train: &RankGraph,
-    evaluate: &RankGraph,
+    evaluations: &[Evaluation<RankGraph>],
     context: &Context,
     rank: usize,
 ) -> Result<Unplaced, TypeError> {
@@ -111,25 +111,29 @@ pub(crate) fn lower(
         runs.insert((chunk, kind.work), [first, s]);
     }
     let mut values: Vec<String> = train.graph.values.iter().map(|v| v.name.clone()).collect();
-    let first = values.len();
-    let evaluation = Local::new(&evaluate.graph, context);
-    let mut shared = shared_states(&train.graph, &evaluate.graph, &persistent);
     let mut known = tensors(&local, &persistent);
-    known.extend(lowering.outputs_alone(&evaluation, &mut shared, first));
-    let nodes = |chunk: usize| {
-        let nodes = evaluate.graph.nodes.iter().zip(&evaluate.chunks);
-        nodes.filter(|(_, c)| **c == chunk).map(|(n, _)| n).collect()
-    };
     let mut in_order: Vec<usize> = (0..chunks.len()).collect();
     in_order.sort_by_key(|chunk| chunks[*chunk]);
-    let part = |&chunk: &usize| Part { name: "evaluate", chunk, work: None, nodes: nodes(chunk) };
-    let parts: Vec<Part> = in_order.iter().map(part).collect();
     let overlay = Temporaries { works, lifetime: Lifetime::Overlay };
-    let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, overlay, first)?;
-    shared.rename(&mut evaluated, first);
-    values.extend(evaluate.graph.values.iter().map(|v| v.name.clone()));
-    let evaluate = (segments.len()..segments.len() + evaluated.len()).map(|s| Slot::new(s, 0)).collect();
-    segments.append(&mut evaluated);
+    let mut evaluate: Vec<(String, Vec<Slot>)> = Vec::new();
+    for (name, RankGraph { graph, chunks }) in evaluations {
+        let first = values.len();
+        let evaluation = Local::new(graph, context);
+        let mut shared = shared_states(&train.graph, graph, &persistent);
+        known.extend(lowering.outputs_alone(&evaluation, &mut shared, first));
+        let nodes = |chunk: usize| {
+            let nodes = graph.nodes.iter().zip(chunks);
+            nodes.filter(|(_, c)| **c == chunk).map(|(n, _)| n).collect()
+        };
+        let part = |&chunk: &usize| Part { name, chunk, work: None, nodes: nodes(chunk) };
+        let parts: Vec<Part> = in_order.iter().map(part).collect();
+        let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, overlay, first)?;
+        shared.rename(&mut evaluated, first);
+        values.extend(graph.values.iter().map(|v| v.name.clone()));
+        let slots = (segments.len()..segments.len() + evaluated.len()).map(|s| Slot::new(s, 0)).collect();
+        evaluate.push(((*name).to_owned(), slots));
+        segments.append(&mut evaluated);
+    }
 
     let mut saved: Vec<(Saved, usize)> = works.saved().iter().map(|saved| (*saved, 1)).collect();
     let mut step_of = |micro_batches: usize| {
@@ -153,8 +157,7 @@ pub(crate) fn lower(
     let whole = (StepProgram::TRAIN.to_owned(), step_of(layout.micro_batches));
     let smaller: Vec<_> =
         context.steps.smaller.iter().map(|count| (StepProgram::train_of(*count), step_of(*count))).collect();
-    let evaluate = (StepProgram::EVALUATE.to_owned(), evaluate);
-    let entries = [whole].into_iter().chain(smaller).chain([evaluate]);
+    let entries = [whole].into_iter().chain(smaller).chain(evaluate);
     Ok(Unplaced {
         stage: rank,
         buffers: lowering.buffers,

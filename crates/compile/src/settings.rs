@@ -34,6 +34,8 @@ pub struct Steps {
     pub limits: bool,
     /// Whether evaluation says of every target whether greedy decoding misses it: [`MISSES`](crate::MISSES).
     pub misses: bool,
+    /// Whether there is a second evaluation without fp8: [`EVALUATE_BF16`](lockstep_ir::StepProgram::EVALUATE_BF16).
+    pub shadow: bool,
 }
 
 /// The optimizer: update rules, parameter groups and clipping.

@@ -70,10 +70,10 @@ pub(crate) fn loss_scales_are_of_fp16(values: &Values) -> Option<Conflict> {
 pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
     let policy = values.word::<PrecisionPolicy>("precision.policy")?;
     if policy != PrecisionPolicy::Fp8 {
-        let skips = ["precision.fp8_skip_first", "precision.fp8_skip_last"];
-        let skipped = skips.into_iter().find(|key| values.count(key).is_some_and(|layers| layers > 0));
+        let counts = ["precision.fp8_skip_first", "precision.fp8_skip_last", "precision.shadow_every"];
+        let counted = counts.into_iter().find(|key| values.count(key).is_some_and(|count| count > 0));
         let weights = values.get("precision.fp8_weights").map(|_| "precision.fp8_weights");
-        let key = weights.or(skipped)?;
+        let key = weights.or(counted)?;
         let value = values.get(key)?;
         return Some(Conflict::new(
             &[key, "precision.policy"],

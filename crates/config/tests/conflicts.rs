@@ -475,7 +475,7 @@ hint: give a number that is a power of 2 from 1 to 2^30
 
 #[test]
 fn fp8_has_keys_of_its_own_and_depends_on_the_micro_batch() {
-    for (key, value) in [("fp8_weights", 0), ("fp8_skip_first", 1), ("fp8_skip_last", 2)] {
+    for (key, value) in [("fp8_weights", 0), ("fp8_skip_first", 1), ("fp8_skip_last", 2), ("shadow_every", 10)] {
         check_set(
             TINY,
             &[&format!("precision.{key}={value}")],

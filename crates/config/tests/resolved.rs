@@ -93,6 +93,7 @@ gradients = "fp32"  # default
 # fp8_weights is not set
 fp8_skip_first = 0  # default
 fp8_skip_last = 0  # default
+shadow_every = 0  # default
 # loss_scale is not set
 # growth_interval is not set
 

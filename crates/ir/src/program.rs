@@ -438,6 +438,8 @@ impl StepProgram {
     pub const TRAIN: &'static str = "train";
     /// The entry that runs the forward pass of one micro-batch and yields its losses.
     pub const EVALUATE: &'static str = "evaluate";
+    /// The entry that does the same without fp8.
+    pub const EVALUATE_BF16: &'static str = "evaluate_bf16";
     /// The entry that evaluates the sequence left over where a text does not divide into sequences.
     pub const EVALUATE_REST: &'static str = "evaluate_rest";
     /// The entry that reads a chunk of tokens into the cache and yields the logits after the last.

@@ -118,6 +118,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
             noise_scale: config.train.noise_scale,
             limits: config.spikes.skip,
             misses: !config.eval.tasks.is_empty(),
+            shadow: config.precision.shadow_every > 0,
         },
     };
     (context, threads)

@@ -3,11 +3,12 @@
 /// The unit of a metric; empty for what has none or is not known.
 pub fn unit(key: &str) -> &'static str {
     match key.split('/').next().unwrap_or(key) {
-        "loss" | "val_loss" | "loss_limit" => "nats per token",
+        "loss" | "val_loss" | "loss_limit" | "shadow_loss_bf16" | "shadow_loss_fp8" => "nats per token",
         "step_s" | "rank_busy_s" => "s",
         "tokens" | "critical_batch_tokens" => "tokens",
         "tokens_per_s" => "tokens/s",
         "mfu" => "share of peak",
+        "shadow_difference" => "share of loss",
         "noise_scale" => "sequences",
         "expert_most" | "expert_least" => "× even",
         key if key.ends_with("_bytes") => "bytes",

@@ -37,7 +37,7 @@ pub use dry_run::{DryData, DryRun, dry_run};
 pub use error::{Result, TrainError, Unmeasured};
 pub use event::{Event, Show};
 pub use loads::{ExpertMetrics, LayerLoad};
-pub use metrics::{GpuMetrics, StepMetrics};
+pub use metrics::{GpuMetrics, ShadowMetrics, StepMetrics};
 pub use noise::Measured;
 pub use profile::{OpTime, Profile};
 pub use rehearse::{RehearsalData, check_beginnings, check_places, check_tokenizer, other_layout};

@@ -67,6 +67,9 @@ pub struct StepMetrics {
     /// What experts got, in a model that has some.
     #[serde(flatten)]
     pub experts: ExpertMetrics,
+    /// The losses in bf16 and in fp8, where they were compared before this step.
+    #[serde(flatten)]
+    pub shadow: ShadowMetrics,
     /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
@@ -78,6 +81,32 @@ pub struct StepMetrics {
 impl StepMetrics {
     /// Most ranks whose times are in a line: those of thousands would be larger than everything else.
     pub const RANKS_LISTED: usize = 64;
+}
+
+/// The mean losses per token of a step's first micro-batch, in nats, by the weights before its update; null where they are
+/// not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ShadowMetrics {
+    /// In bf16.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shadow_loss_bf16: Option<f64>,
+    /// In fp8, as the step computes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shadow_loss_fp8: Option<f64>,
+    /// Their difference as a share of the loss in bf16, without its sign.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shadow_difference: Option<f64>,
+}
+
+impl ShadowMetrics {
+    /// Of these losses.
+    pub(crate) fn of(bf16: f64, fp8: f64) -> Self {
+        Self {
+            shadow_loss_bf16: Some(bf16),
+            shadow_loss_fp8: Some(fp8),
+            shadow_difference: Some(((fp8 - bf16) / bf16).abs()).filter(|share| share.is_finite()),
+        }
+    }
 }
 
 /// What a GPU did at most a second before a step was done, as far as it tells; nothing on a CPU or without NVML.
@@ -122,6 +151,15 @@ pub(crate) fn number_or_nan<'de, D: Deserializer<'de>, T: Deserialize<'de> + Fro
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn losses_that_are_not_finite_have_no_difference() {
+        let text = |bf16, fp8| serde_json::to_string(&ShadowMetrics::of(bf16, fp8)).unwrap();
+        assert_eq!(text(2.0, 1.5), r#"{"shadow_loss_bf16":2.0,"shadow_loss_fp8":1.5,"shadow_difference":0.25}"#);
+        assert_eq!(text(2.0, f64::NAN), r#"{"shadow_loss_bf16":2.0,"shadow_loss_fp8":null}"#);
+        // A step of prompts alone.
+        assert_eq!(text(0.0, 0.0), r#"{"shadow_loss_bf16":0.0,"shadow_loss_fp8":0.0}"#);
+    }
 
     const LINE: &str = r#"{"step":3,"tokens":96,"loss":5.5,"grad_norm":null,"lr":0.001,"step_s":0.5,"data_wait_s":0.0,"tokens_per_s":64.0,"mfu":0.25,"arena_bytes":1024"#;
 

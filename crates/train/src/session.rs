@@ -6,6 +6,7 @@ mod tests;
 
 use crate::Result;
 use crate::checkpoint::Saver;
+use crate::metrics::ShadowMetrics;
 use crate::noise::Measured;
 use crate::read_ahead::ReadAhead;
 use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
@@ -419,6 +420,18 @@ impl Session {
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
         Ok(whole.then(|| sum / targets.max(1) as f64))
+    }
+
+    /// The losses of the micro-batch that begins with the sample `first`, in bf16 and in fp8. The plan is that of a config that
+    /// compares them.
+    pub(crate) fn shadow(&mut self, data: &Sampler, first: u64) -> Result<ShadowMetrics> {
+        let Self { feed, executor, .. } = self;
+        let targets = feed.load(executor.as_mut(), 0, data, first, u64::MAX)?.max(1);
+        let mut loss = |entry| -> Result<f64> {
+            executor.run(entry)?;
+            Ok(losses(&executor.read(feed.loss(), 0)?).sum::<f64>() / targets as f64)
+        };
+        Ok(ShadowMetrics::of(loss(StepProgram::EVALUATE_BF16)?, loss(StepProgram::EVALUATE)?))
     }
 }
 

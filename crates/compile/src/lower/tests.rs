@@ -56,7 +56,7 @@ fn lowered_for(layout: Layout, cuts: &[usize]) -> Unplaced {
     forward.outputs.truncate(1);
     (forward.updates, forward.parts) = (vec![], vec![]);
     let evaluate = stage::extract(&forward, cuts, &pipeline, 0).unwrap();
-    lower(&rank, &evaluate, &context, 0).unwrap()
+    lower(&rank, &[(StepProgram::EVALUATE, evaluate)], &context, 0).unwrap()
 }
 
 fn schedule_of(program: &Unplaced) -> String {

@@ -10,6 +10,8 @@ const EVENTS = { checkpoint: "#8a94a0", skipped: "#c8374a", roll_back: "#7a1fa2"
 const CHARTS = [
   { title: "Loss", keys: ["loss", "val_loss"], log: true, events: true },
   { title: "Gradient norm", keys: ["grad_norm"], log: true, events: true },
+  { title: "Loss in bf16 and fp8", keys: ["shadow_loss_bf16", "shadow_loss_fp8"], log: true, events: true },
+  { title: "fp8 beside bf16: difference of losses", keys: ["shadow_difference"], percent: true },
   { title: "Learning rate", keys: ["lr"] },
   { title: "Throughput", keys: ["tokens_per_s"] },
   { title: "MFU", keys: ["mfu"], percent: true },
@@ -24,7 +26,7 @@ const CHARTS = [
 const HIDDEN = new Set(["step", "tokens"]);
 /** Keys that are not smoothed; of these some have few values, and are drawn with points. */
 const exact = (key) => sparse(key) || key === "lr" || key.endsWith("_bytes") || key === "loss_scale";
-const sparse = (key) => key === "val_loss" || key.startsWith("tasks/");
+const sparse = (key) => key === "val_loss" || key.startsWith("tasks/") || key.startsWith("shadow_");
 
 let runs = [], units = {}, charts = [], view = null, shown = [], series = null, pending = false, again = false;
 let smoothing = 0, log = false;
@@ -358,6 +360,7 @@ function cards() {
     const parts = ["step " + steps(run.last_step || 0) + (total ? " of " + steps(total) : "")];
     if (last.loss != null) parts.push("loss " + digits(last.loss));
     if (last.val_loss != null) parts.push("val loss " + digits(last.val_loss));
+    if (last.shadow_difference != null) parts.push("fp8 " + +(100 * last.shadow_difference).toPrecision(3) + "% from bf16");
     if (last.tokens_per_s != null) parts.push(count(last.tokens_per_s) + " tokens/s");
     now.textContent = parts.join(" · ");
     const plan = run.plan || {};

@@ -1,8 +1,8 @@
-//! What a run evaluates between its steps: validation, and tasks.
+//! What a run evaluates between its steps: validation, tasks, and its loss in bf16 beside that in fp8.
 
 use super::{LOOK_EVERY, Run};
 use crate::event::{Event, Show};
-use crate::metrics::StepMetrics;
+use crate::metrics::{ShadowMetrics, StepMetrics};
 use crate::{Result, TrainError};
 use lockstep_data::Sampler;
 use lockstep_host::StopSignal;
@@ -25,6 +25,21 @@ impl Run<'_> {
 
     pub(super) fn scores_tasks(&self, step: u64) -> bool {
         !self.evaluations.tasks.is_empty() && self.due(step, self.config.eval.every)
+    }
+
+    /// Whether fp8 is compared with bf16 before this step.
+    pub(super) fn compares(&self, step: u64) -> bool {
+        let every = self.config.precision.shadow_every;
+        every > 0 && (step == 1 || step.is_multiple_of(every))
+    }
+
+    /// What comes of comparing them, if this is a step before which they are, on the first micro-batch of its samples.
+    pub(super) fn compare(&mut self, step: u64, first_sample: u64) -> Result<ShadowMetrics> {
+        if !self.compares(step) {
+            return Ok(ShadowMetrics::default());
+        }
+        let compared = self.session.shadow(&self.train, first_sample);
+        compared.map_err(|error| self.in_step(step, error))
     }
 
     /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.

@@ -4,7 +4,7 @@ use super::Run;
 use crate::analysis::MeasuredStep;
 use crate::loads::ExpertMetrics;
 use crate::loss_scale::LossScale;
-use crate::metrics::{GpuMetrics, StepMetrics};
+use crate::metrics::{GpuMetrics, ShadowMetrics, StepMetrics};
 use crate::noise::Measured;
 use crate::profile::ProfiledStep;
 use crate::schedule::{learning_rate, step_scalars};
@@ -35,6 +35,8 @@ pub(super) struct Queued {
     pub(super) lr: f64,
     /// Seconds that it waited for its samples.
     pub(super) data_wait_s: f64,
+    /// Its losses in bf16 and fp8, where they were compared.
+    pub(super) shadow: ShadowMetrics,
 }
 
 /// A finished step.
@@ -52,8 +54,9 @@ impl Run<'_> {
     /// Whether the result of this step must be known before the next begins.
     pub(super) fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.status.loss_scale.is_some() || self.config.train.deterministic;
-        // What runs beside a profiled step would be in its times.
+        // What runs beside a profiled step would be in its times, and a comparison in those of the step behind it.
         self.profiles(step + 1)
+            || self.compares(step + 1)
             || counts_updates
             || self.validates(step)
             || self.scores_tasks(step)
@@ -68,9 +71,10 @@ impl Run<'_> {
 
     /// Gives the executor the step after the first `before`; `behind` another that it has still to finish, or not.
     pub(super) fn queue(&mut self, before: u64, behind: bool) -> Result<Queued> {
-        let start = Instant::now();
         let mut batch = self.batches.at(before);
         batch.first_sample += self.status.spikes.left_out(before);
+        let shadow = self.compare(before + 1, batch.first_sample)?;
+        let start = Instant::now();
         let limits = self.status.spikes.limits(&self.config.spikes, before + 1);
         self.session.limit(limits)?;
         let (config, updates, loss_scale) = (self.config, self.status.updates, self.status.loss_scale);
@@ -112,6 +116,7 @@ impl Run<'_> {
             limits,
             lr,
             data_wait_s,
+            shadow,
         })
     }
 
@@ -121,7 +126,7 @@ impl Run<'_> {
     }
 
     pub(super) fn finish(&mut self, queued: Queued) -> Result<Step> {
-        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, prompts_alone: _ } =
+        let Queued { step, work, start, queued, behind, batch, loss_scale, limits, lr, data_wait_s, shadow, .. } =
             queued;
         let result = self.session.finish(work)?;
         self.outcome.step = step;
@@ -173,6 +178,7 @@ impl Run<'_> {
             noise_scale: self.outcome.noise_scale,
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             experts: ExpertMetrics::of(&result.loads, &self.config.model),
+            shadow,
             val_loss: None,
             tasks: BTreeMap::new(),
         };

@@ -1,0 +1,105 @@
+//! Runs in fp8 that compare their loss with that in bf16.
+
+mod common;
+
+use common::{Ran, run_to, write_corpus};
+use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_plan::plan;
+use lockstep_train::{ShadowMetrics, StepMetrics};
+use std::path::Path;
+
+/// A model whose matmuls can all be in fp8, on up to two tensor-parallel ranks.
+fn config(dir: &Path, model: &str, set: &[&str]) -> Config {
+    let text = format!(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 64\nheads = 4\nkv_heads = 2\nffn = 128\n{model}\n\
+         [data]\npaths = [\".\"]\nextensions = [\"txt\"]\n[optimizer]\nlr = 3e-3\nwarmup_steps = 2\n\
+         [train]\nsteps = 5\nseq = 32\nglobal_batch = 8\nvalidate_every = 2\n"
+    );
+    std::fs::write(dir.join("run.toml"), text).unwrap();
+    let set: Vec<String> = set.iter().map(|s| (*s).to_owned()).collect();
+    Config::load(&dir.join("run.toml"), &set).unwrap()
+}
+
+const FP8: [&str; 2] = ["precision.policy=fp8", "precision.fp8_weights=0"];
+
+fn bits(steps: &[StepMetrics]) -> Vec<(u64, u32, Option<u64>)> {
+    let of = |m: &StepMetrics| (m.loss.to_bits(), m.grad_norm.to_bits(), m.val_loss.map(f64::to_bits));
+    steps.iter().map(of).collect()
+}
+
+#[test]
+fn losses_are_compared_at_their_steps_and_the_run_does_not_notice() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let run = |config: &Config, name: &str, last| run_to(config, &dir.path().join(name), last);
+    let weights =
+        |name: &str| std::fs::read(dir.path().join(name).join("checkpoints/step-00000005/model.safetensors")).unwrap();
+    for size in ["train.micro_batch=8", "train.micro_batch=4"] {
+        let name = |kind: &str| format!("{kind}, {size}");
+        let plain = config(dir.path(), "", &[&FP8[..], &[size]].concat());
+        let compared = config(dir.path(), "", &[&FP8[..], &[size, "precision.shadow_every=2"]].concat());
+        let Ran { steps: before, .. } = run(&plain, &name("plain"), 5);
+        let Ran { steps, .. } = run(&compared, &name("compared"), 5);
+        assert_eq!(bits(&steps), bits(&before));
+        assert!(weights(&name("plain")) == weights(&name("compared")), "the weights differ");
+        assert!(before.iter().all(|m| m.shadow == ShadowMetrics::default()));
+        let at: Vec<u64> = steps.iter().filter(|m| m.shadow.shadow_loss_fp8.is_some()).map(|m| m.step).collect();
+        assert_eq!(at, [1, 2, 4]);
+        for shadow in steps.iter().filter_map(|m| m.shadow.shadow_difference) {
+            assert!(shadow > 0.0 && shadow < 0.05, "{shadow}");
+        }
+        // The arena is that of the plan, in which the second evaluation is.
+        let planned = plan(&Devices::new(), &compared).unwrap().memory.total_bytes;
+        assert_eq!(steps[0].arena_bytes, planned);
+        // A run that is stopped in between compares the same.
+        let parts = [2, 3, 5].into_iter().flat_map(|last| run(&compared, &name("parts"), last).steps);
+        assert_eq!(parts.map(|m| m.shadow).collect::<Vec<_>>(), steps.iter().map(|m| m.shadow).collect::<Vec<_>>());
+        if size == "train.micro_batch=8" {
+            // One micro-batch: the loss in fp8 is the step's, and that in bf16 is a bf16 run's.
+            steps.iter().filter_map(|m| Some((m.shadow.shadow_loss_fp8?, m.loss))).for_each(|(a, b)| assert_eq!(a, b));
+            let Ran { steps: bf16, .. } = run(&config(dir.path(), "", &[size, "precision.policy=bf16"]), "bf16", 1);
+            assert_eq!(steps[0].shadow.shadow_loss_bf16, Some(bf16[0].loss));
+        }
+    }
+}
+
+#[test]
+fn every_layout_compares_the_same_losses() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let experts = "architecture = \"mixtral\"\nexperts = 4";
+    let cases: [(&str, &[&[&str]]); 2] = [
+        (
+            "",
+            &[
+                &["parallel.dp=2", "parallel.tp=2", "train.micro_batch=2"],
+                &["parallel.pp=2", "train.micro_batch=4"],
+                &["parallel.dp=2", "parallel.zero=3", "parallel.pp=2", "train.micro_batch=2"],
+                &["parallel.cp=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch=4"],
+            ],
+        ),
+        (experts, &[&["parallel.ep=2", "train.micro_batch=2"]]),
+    ];
+    for (model, layouts) in cases {
+        let shadows = |set: &[&str]| -> Vec<ShadowMetrics> {
+            let keys = ["precision.shadow_every=1", "train.validation_sequences=0"];
+            let run = tempfile::tempdir().unwrap();
+            run_to(&config(dir.path(), model, &[&FP8[..], &keys, set].concat()), run.path(), 2)
+                .steps
+                .iter()
+                .map(|m| m.shadow)
+                .collect()
+        };
+        let expected = shadows(&["train.micro_batch=4"]);
+        for layout in layouts {
+            for (found, expected) in shadows(layout).iter().zip(&expected) {
+                let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() / b.unwrap() - 1.0).abs() < 2e-3;
+                let losses = close(found.shadow_loss_fp8, expected.shadow_loss_fp8)
+                    && close(found.shadow_loss_bf16, expected.shadow_loss_bf16);
+                let differs = found.shadow_difference.is_some_and(|share| share > 0.0 && share < 0.05);
+                assert!(losses && differs, "{model} {layout:?}: {found:?}, not {expected:?}");
+            }
+        }
+    }
+}
