@@ -1,6 +1,7 @@
 //! What was chosen for a run, as the passes see it: the device, the layout, the optimizer, types, recomputation.
 
 use crate::passes::{AdamW, Rule};
+use lockstep_ir::op::Fine;
 use lockstep_ir::{DType, DeviceProfile, Layout};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -85,6 +86,8 @@ pub struct Fp8 {
     pub skip_first: usize,
     /// None of so many of its last.
     pub skip_last: usize,
+    /// What has a unit of its own, where that is no whole tensor.
+    pub fine: Option<Fine>,
 }
 
 impl Precision {

@@ -4,7 +4,7 @@ use crate::conflict::{Conflict, Derived};
 use crate::optimizers::{CONSTANTS, Constant, OptimizerName};
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{LrSchedule, PrecisionPolicy};
+use crate::words::{Fp8Recipe, LrSchedule, PrecisionPolicy};
 
 fn optimizer(values: &Values) -> Option<OptimizerName> {
     values.word("optimizer.name")
@@ -73,7 +73,8 @@ pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
         let counts = ["precision.fp8_skip_first", "precision.fp8_skip_last", "precision.shadow_every"];
         let counted = counts.into_iter().find(|key| values.count(key).is_some_and(|count| count > 0));
         let weights = values.get("precision.fp8_weights").map(|_| "precision.fp8_weights");
-        let key = weights.or(counted)?;
+        let recipe = values.word::<Fp8Recipe>("precision.fp8_recipe").filter(|recipe| *recipe != Fp8Recipe::Current);
+        let key = weights.or(counted).or(recipe.map(|_| "precision.fp8_recipe"))?;
         let value = values.get(key)?;
         return Some(Conflict::new(
             &[key, "precision.policy"],

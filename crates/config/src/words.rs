@@ -85,6 +85,16 @@ words! {
         Fp8 = "fp8",
     }
 
+    /// What has a scale of its own in fp8.
+    Fp8Recipe {
+        /// A tensor, by its largest element in this micro-batch.
+        Current = "current",
+        /// A row of a matmul's operand.
+        Rowwise = "rowwise",
+        /// 128 elements of a row; of a weight 128 × 128.
+        Block = "block",
+    }
+
     /// What gradients are accumulated in.
     GradientPrecision {
         /// fp32.

@@ -11,6 +11,7 @@ use crate::driver::{Address, Device, Stream};
 use crate::library::{Name, functions};
 use crate::{CudaError, cache};
 use lockstep_ir::DType;
+use lockstep_ir::op::Fine;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
@@ -43,6 +44,7 @@ const COMPUTE_32F: c_int = 68;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
 const DESC_FAST_ACCUMULATION: c_int = 25;
+const DESC_SCALE_MODES: [c_int; 2] = [31, 32];
 const PREFERENCE_WORKSPACE: c_int = 1;
 const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
 
@@ -82,6 +84,36 @@ pub enum Gemm {
     WeightOfTransposes,
 }
 
+/// What has a unit of its own in a factor in fp8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Units {
+    /// All of it.
+    One,
+    /// A row along the summed dimension.
+    Rows,
+    /// 128 elements of such a row.
+    Blocks,
+}
+
+impl Units {
+    /// Those of operands with many.
+    pub const fn of(fine: Fine) -> Self {
+        match fine {
+            Fine::Rows => Units::Rows,
+            Fine::Blocks => Units::Blocks,
+        }
+    }
+
+    /// What the library calls it.
+    const fn mode(self) -> c_int {
+        match self {
+            Units::One => 0,
+            Units::Rows => 3,
+            Units::Blocks => 4,
+        }
+    }
+}
+
 /// A matmul with its sizes and types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulShape {
@@ -99,6 +131,8 @@ pub struct MatmulShape {
     pub second: DType,
     /// Type of the result.
     pub output: DType,
+    /// What has a unit in its factors: in fp8.
+    pub units: Units,
     /// Whether the result adds to a third matrix.
     pub adds: bool,
     /// Elements from one row of y to the next.
@@ -110,7 +144,19 @@ pub struct MatmulShape {
 impl MatmulShape {
     /// A matmul of `x [m, k]`, `w [n, k]` and `y [m, n]` with nothing special about it.
     pub const fn new(gemm: Gemm, (m, n, k): (usize, usize, usize), input: DType, output: DType) -> Self {
-        Self { gemm, m, n, k, input, second: input, output, adds: false, y_stride: n, epilogue: Epilogue::None }
+        Self {
+            gemm,
+            m,
+            n,
+            k,
+            input,
+            second: input,
+            output,
+            units: Units::One,
+            adds: false,
+            y_stride: n,
+            epilogue: Epilogue::None,
+        }
     }
 
     /// Matrices start where buffers do, or a whole number of rows behind: at multiples of this many bytes.
@@ -131,7 +177,7 @@ impl MatmulShape {
     /// Whether partial sums may stay in the matrix units. In fp8 those keep 14 bits: enough for what is rounded to bf16, not for sums over all
     /// positions.
     fn fast(&self) -> bool {
-        self.input.is_fp8() && self.gemm == Gemm::Forward
+        self.input.is_fp8() && self.gemm == Gemm::Forward && self.units != Units::Blocks
     }
 }
 
@@ -236,6 +282,11 @@ impl Matmul {
         }
         if shape.fast() {
             self.set(desc, DESC_FAST_ACCUMULATION, 1i8)?;
+        }
+        if shape.units != Units::One {
+            for which in DESC_SCALE_MODES {
+                self.set(desc, which, shape.units.mode())?;
+            }
         }
         self.describe_epilogue(desc, shape)?;
         Ok(Described { desc, a: layout(a, second)?, b: layout(b, input)?, c: layout(c, output)? })

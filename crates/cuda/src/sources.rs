@@ -15,7 +15,7 @@ macro_rules! hopper {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 21] = [
+pub const SOURCES: [(&str, &str); 22] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -24,6 +24,7 @@ pub const SOURCES: [(&str, &str); 21] = [
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
     ("experts", include_str!("../kernels/experts.cu")),
+    ("fine", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/fine.cu"))),
     ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
     ("grouped_fp8", concat!(hopper!(), include_str!("../kernels/grouped_fp8.cu"))),
     ("loss", include_str!("../kernels/loss.cu")),
@@ -33,7 +34,7 @@ pub const SOURCES: [(&str, &str); 21] = [
     ("numbers", include_str!("../kernels/numbers.cu")),
     ("optimizer", include_str!("../kernels/optimizer.cu")),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
-    ("quantise", include_str!("../kernels/quantise.cu")),
+    ("quantise", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/quantise.cu"))),
     ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
     ("sums", include_str!("../kernels/sums.cu")),

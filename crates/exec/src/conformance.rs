@@ -242,7 +242,9 @@ fn check_batch_invariance(
     let per_sequence = |dims: &'static str| names(dims).next().is_some_and(|name| [op::BATCH, LEADING].contains(&name));
     // Chunks of positions, and blocks of rows, are of the whole micro-batch.
     let chunks = spec.inputs.iter().chain(spec.outputs).any(|o| names(o.dims).any(|name| [ANY, ROWS].contains(&name)));
-    if chunks || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
+    // Of units in blocks, what a sequence has lies apart.
+    let apart = spec.inputs.iter().any(|o| names(o.dims).skip(1).any(|name| name == op::BATCH));
+    if chunks || apart || !spec.outputs.iter().any(|o| per_sequence(o.dims)) {
         return Ok(None);
     }
     let types = together.types(compute, DType::F32);

@@ -10,6 +10,7 @@ mod context;
 mod dispatch;
 mod embedding;
 mod experts;
+mod fine;
 mod gradient;
 mod head;
 mod heads;
@@ -40,6 +41,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         dispatch::definitions(),
         embedding::definitions(),
         experts::definitions(),
+        fine::definitions(),
         gradient::definitions(),
         head::definitions(),
         heads::definitions(),

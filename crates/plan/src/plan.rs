@@ -8,9 +8,9 @@ use lockstep_compile::{
     AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Stays, Steps, compile, fit,
     fp8_layers,
 };
-use lockstep_config::{Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
+use lockstep_config::{Config, Fp8Recipe, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
-use lockstep_ir::op::Flops;
+use lockstep_ir::op::{Fine, Flops};
 use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
 use lockstep_model::{Form, ModelBuilder};
 use lockstep_sim::Asked;
@@ -287,6 +287,11 @@ fn precision(config: &Config) -> Precision {
         weights: config.precision.fp8_weights,
         skip_first: config.precision.fp8_skip_first,
         skip_last: config.precision.fp8_skip_last,
+        fine: match config.precision.fp8_recipe {
+            Fp8Recipe::Current => None,
+            Fp8Recipe::Rowwise => Some(Fine::Rows),
+            Fp8Recipe::Block => Some(Fine::Blocks),
+        },
     });
     Precision { compute, gradients, fp8 }
 }

@@ -7,6 +7,8 @@ use lockstep_ir::{DType, Op, OpKind, TypeError, ValueId};
 
 pub(super) const RULES: Rules = &[
     (OpKind::Quantise, quantise),
+    (OpKind::QuantiseFine, quantise),
+    (OpKind::FineLinear, fine_linear),
     (OpKind::Fp8Linear, fp8_linear),
     (OpKind::Fp8Grouped, fp8_grouped),
     (OpKind::Fp8Rows, fp8_rows),
@@ -27,7 +29,9 @@ struct Quantised {
 impl Quantised {
     fn of(at: &At, input: usize) -> Result<Self, Stop> {
         match at.made(input) {
-            Some(Node { op: op @ Op::Quantise { .. }, inputs, outputs, .. }) => Ok(Self { op, inputs, outputs }),
+            Some(Node { op: op @ (Op::Quantise { .. } | Op::QuantiseFine { .. }), inputs, outputs, .. }) => {
+                Ok(Self { op, inputs, outputs })
+            }
             _ => Err(refuse("an operand was not quantised in forward")),
         }
     }
@@ -40,6 +44,13 @@ impl Quantised {
     fn again(&self, at: &mut At, output: usize) -> Result<ValueId, Stop> {
         let name = format!("{}.fp8.again", at.g.get(self.inputs[0]).name);
         Ok(at.append(self.op, &self.inputs, &name)?[output])
+    }
+
+    /// The same for two.
+    fn both_again(&self, at: &mut At, outputs: [usize; 2]) -> Result<[ValueId; 2], Stop> {
+        let name = format!("{}.fp8.again", at.g.get(self.inputs[0]).name);
+        let made = at.append(self.op, &self.inputs, &name)?;
+        Ok(outputs.map(|output| made[output]))
     }
 
     /// An output of forward. What is saved as it is, for another op, is quantised once more instead.
@@ -75,6 +86,24 @@ fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     let w_transposed = w.again(at, 1)?;
     let dx = at.make(Op::Fp8Linear { to }, &[dy, dy_unit, w_transposed, w.unit()?], 0)?;
     at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x_transposed, x.unit()?], w.inputs[0])?;
+    at.add(0, dx)
+}
+
+/// The same with many units: gradients are in E4M3, since a row or a block spans less than a tensor.
+fn fine_linear(at: &mut At) -> Result<(), Stop> {
+    attributes!(at, Op::FineLinear { by, to });
+    let dy = at.dy(0)?;
+    let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
+    let (name, op) = (format!("{}.fp8", at.g.get(dy).name), Op::QuantiseFine { by, weight: false, to: DType::E4M3 });
+    let dy = at.append(op, &[dy], &name)?;
+    let [w, w_units] = w.both_again(at, [2, 3])?;
+    let [x, x_units] = match at.is_saved_anyway(x.inputs[0]) {
+        true => x.both_again(at, [2, 3])?,
+        false => [x.saved(at, 2)?, x.saved(at, 3)?],
+    };
+    let dx = at.make(Op::FineLinear { by, to }, &[dy[0], dy[1], w, w_units], 0)?;
+    let parameter = Quantised::of(at, 2)?.inputs[0];
+    at.weight_of(Op::FineGradWeight { by }, &[dy[2], dy[3], x, x_units], parameter)?;
     at.add(0, dx)
 }
 

@@ -7,7 +7,7 @@
 use crate::Context;
 use crate::settings::Fp8;
 use lockstep_ir::graph::{Node, Source, State};
-use lockstep_ir::op::Factor;
+use lockstep_ir::op::{BLOCK, Factor, Fine};
 use lockstep_ir::{Axes, Axis, DType, Dim, Graph, Layout, MeshAxis, Op, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
@@ -24,6 +24,12 @@ pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> 
     for mut node in std::mem::take(&mut g.nodes) {
         if stays(&g, &node, context, settings, layers) == Some(None) {
             let to = g.ty(node.inputs[0]).dtype;
+            if let (Op::Linear, Some(by)) = (node.op, settings.fine) {
+                let x = operands.quantised_finely(&mut g, node.inputs[0], (by, false), &node)?;
+                let w = operands.quantised_finely(&mut g, node.inputs[1], (by, true), &node)?;
+                g.nodes.push(Node { op: Op::FineLinear { by, to }, inputs: [x, w].concat(), ..node });
+                continue;
+            }
             let (op, x, w) = match node.op {
                 Op::GroupedLinear { each: false } => (Op::Fp8Grouped { each: false }, Factor::Tokens, Factor::Stack),
                 Op::GroupedLinear { each: true } => (Op::Fp8Grouped { each: true }, Factor::Choices, Factor::Stack),
@@ -95,10 +101,14 @@ fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize
         return None;
     }
     let tp = context.layout.mesh.size(MeshAxis::Tp);
-    let rows = if of_experts { 0 } else { rows(x, &context.layout)? };
-    let multiple = if of_experts { MULTIPLE_OF_EXPERTS } else { MULTIPLE };
+    let multiple = match (of_experts, settings.fine) {
+        (true, _) => MULTIPLE_OF_EXPERTS,
+        (false, Some(Fine::Blocks)) => BLOCK,
+        (false, _) => MULTIPLE,
+    };
+    let rows = if of_experts { 0 } else { rows(x, &context.layout, settings.fine)? };
     let dims = &w.ty.dims[w.ty.dims.len() - 2..];
-    let whole = dims.iter().all(|d| d.size().is_multiple_of(multiple * tp)) && rows.is_multiple_of(MULTIPLE);
+    let whole = dims.iter().all(|d| d.size().is_multiple_of(multiple * tp)) && rows.is_multiple_of(multiple);
     let weights = dims.iter().map(Dim::size).product::<usize>() / tp;
     if layer < settings.skip_first || layer + settings.skip_last >= layers {
         return Some(Some(Stays::Edge));
@@ -110,13 +120,17 @@ fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize
     })
 }
 
-/// Rows of tokens that a rank multiplies.
-fn rows(x: &TensorType, layout: &Layout) -> Option<usize> {
+/// Rows of tokens that a rank multiplies; of blocks those that lie behind each other in a sequence.
+fn rows(x: &TensorType, layout: &Layout, fine: Option<Fine>) -> Option<usize> {
     let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
     let [Axis::Batch, Axis::Seq, _] = axes[..] else { return None };
     let size = |axis: MeshAxis| layout.mesh.size(axis);
     let positions = size(MeshAxis::Cp) * if layout.sequence_parallel { size(MeshAxis::Tp) } else { 1 };
-    Some(x.dims[0].size() / layout.mesh.size(Axes::SEQUENCES) * (x.dims[1].size() / positions))
+    let positions = x.dims[1].size() / positions;
+    if fine == Some(Fine::Blocks) {
+        return Some(if size(MeshAxis::Cp) > 1 { positions / 2 } else { positions });
+    }
+    Some(x.dims[0].size() / layout.mesh.size(Axes::SEQUENCES) * positions)
 }
 
 /// What has been quantised so far: an operand that several matmuls read is quantised once.
@@ -137,6 +151,24 @@ impl Operands<'_> {
         let op = Op::Quantise { of, to: DType::E4M3 };
         let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
         let operand = [made[0], made[made.len() - 1]];
+        self.known.insert(v, operand);
+        Ok(operand)
+    }
+
+    /// The same with many units.
+    fn quantised_finely(
+        &mut self,
+        g: &mut Graph,
+        v: ValueId,
+        (by, weight): (Fine, bool),
+        reader: &Node,
+    ) -> Result<[ValueId; 2], TypeError> {
+        if let Some(known) = self.known.get(&v) {
+            return Ok(*known);
+        }
+        let (name, op) = (format!("{}.fp8", g.get(v).name), Op::QuantiseFine { by, weight, to: DType::E4M3 });
+        let made = g.node(op, &[v], &name, reader.phase, reader.layer)?;
+        let operand = [made[0], made[1]];
         self.known.insert(v, operand);
         Ok(operand)
     }
@@ -214,7 +246,7 @@ W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transpos
         let (g, mut context) = graph(32);
         let stored = (PRECISION.run)(&g, &context).unwrap();
         for (skip_first, skip_last) in [(1, 0), (0, 1)] {
-            context.precision.fp8 = Some(Fp8 { weights: Some(0), skip_first, skip_last });
+            context.precision.fp8 = Some(Fp8 { weights: Some(0), skip_first, skip_last, ..Fp8::default() });
             assert_eq!((FP8.run)(&stored, &context).unwrap(), stored);
             let layers = fp8_layers(&stored, &context);
             assert!(layers.len() == 2 && layers.iter().all(|(_, stays)| *stays == Some(Stays::Edge)), "{layers:?}");

@@ -1,7 +1,7 @@
 //! Matmuls timed on random numbers: zeros would draw less power than real data do.
 
 use super::epilogue::Beside;
-use super::{Algorithm, Described, Gemm, Matmul, MatmulShape, WORKSPACE};
+use super::{Algorithm, Described, Gemm, Matmul, MatmulShape, Units, WORKSPACE};
 use crate::CudaError;
 use crate::driver::{Address, Memory, Stream};
 use lockstep_ir::DType;
@@ -13,6 +13,8 @@ pub(super) struct Trial<'a> {
     /// As large as the result.
     beside: Address,
     result_bytes: usize,
+    /// Units of many rows and blocks, where factors have any.
+    units: Address,
     scratch: Address,
     stream: Stream,
     _memory: Memory,
@@ -39,23 +41,25 @@ impl Matmul {
         };
         let result = bytes(c.0, c.1, output);
         let beside = if epilogue.has_matrix() { result } else { 0 };
-        let sizes = [bytes(a.0, a.1, second), bytes(b.0, b.1, input), result, beside, WORKSPACE];
+        // A unit for 32 elements is more than any have.
+        let units = if shape.units == Units::One { 0 } else { (m * k).max(n * k).max(m * n) as u64 / 8 };
+        let sizes = [bytes(a.0, a.1, second), bytes(b.0, b.1, input), result, beside, units, WORKSPACE];
         let total: u64 = sizes.iter().map(|s| s.next_multiple_of(256)).sum();
         if self.device.free_bytes()? < total + (256 << 20) {
             return Ok(None);
         }
         let (memory, stream) = (Memory::new(&self.device, total)?, Stream::new(&self.device)?);
         let mut at = memory.base;
-        let [a, b, c, beside, scratch] = sizes.map(|s| {
+        let [a, b, c, beside, units, scratch] = sizes.map(|s| {
             let here = at;
             at += s.next_multiple_of(256);
             here
         });
-        for (address, size) in [a, b, c, beside].into_iter().zip(sizes).filter(|(_, size)| *size > 0) {
+        for (address, size) in [a, b, c, beside, units].into_iter().zip(sizes).filter(|(_, size)| *size > 0) {
             fill_random(&stream, address, size)?;
         }
         let (operands, result_bytes) = ((a, b, c), result as usize);
-        Ok(Some(Trial { matmul: self, operands, beside, result_bytes, scratch, stream, _memory: memory }))
+        Ok(Some(Trial { matmul: self, operands, beside, result_bytes, units, scratch, stream, _memory: memory }))
     }
 }
 
@@ -73,6 +77,9 @@ impl Trial<'_> {
         let beta = if shape.adds { 1.0 } else { 0.0 };
         // Any operand does as a bias.
         self.matmul.place(d, shape.epilogue, Beside { bias: a, matrix: self.beside })?;
+        if shape.units != Units::One {
+            self.matmul.place_units(d, (self.units, self.units))?;
+        }
         let once = || {
             // SAFETY: the matrices are as large as the shape says.
             unsafe { self.matmul.call(d, algorithm, &self.stream, (a, b, c), c, beta, self.scratch)? };

@@ -64,7 +64,9 @@ pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
             let weight = sums(plain(Gemm::Weight, rows.count, size("vocab"), output));
             [&[plain(Gemm::Input, rows.count, size("vocab"), input)][..], &weight].concat()
         }
-        Op::Fp8Linear { .. } | Op::Fp8GradWeight => super::quantise::shapes(bound),
+        Op::Fp8Linear { .. } | Op::Fp8GradWeight | Op::FineLinear { .. } | Op::FineGradWeight { .. } => {
+            super::quantise::shapes(bound)
+        }
         Op::Orthogonalise => super::orthogonal::shapes(bound),
         _ => Vec::new(),
     }

@@ -6,6 +6,7 @@ mod context;
 mod dispatch;
 mod embedding;
 mod experts;
+mod fine;
 pub mod fused;
 mod gradient;
 mod grouped;
@@ -51,6 +52,12 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("outputs inputs") }),
         ("amax", fixed(quantise::AMAX_SCRATCH)),
         ("weight_amax", fixed(quantise::AMAX_SCRATCH)),
+        ("quantise_rowwise", fine::scratch(["batch seq", "features"])),
+        ("quantise_rowwise_weight", fine::scratch(["outputs", "inputs"])),
+        ("rowwise_linear", fixed(WORKSPACE)),
+        ("blockwise_linear", fixed(WORKSPACE)),
+        ("rowwise_grad_weight", Workspace { fixed: WORKSPACE, terms: quantise::share(gradients) }),
+        ("blockwise_grad_weight", Workspace { fixed: WORKSPACE, terms: quantise::share(gradients) }),
         ("fp8_linear", fixed(WORKSPACE)),
         ("fp8_grad_weight", Workspace { fixed: WORKSPACE, terms: quantise::share(gradients) }),
         ("linear_cross_entropy", Workspace { fixed: WORKSPACE + 3 * ALIGNMENT, terms: head }),
@@ -122,6 +129,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         dispatch::launches(),
         embedding::launches(),
         experts::launches(),
+        fine::launches(),
         gradient::launches(),
         head::launches(),
         heads::launches(),

@@ -4,7 +4,7 @@ use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::{Call, suffix};
 use crate::kernels::args;
-use crate::matmul::{Gemm, MatmulShape, WORKSPACE};
+use crate::matmul::{Gemm, MatmulShape, Units, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, Op};
@@ -74,9 +74,17 @@ unsafe fn quantise(call: Call, of: Factor, to: DType) -> Result<(), CudaError> {
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
     let (m, n, k) = (bound.size("batch") * bound.size("seq"), bound.size("outputs"), bound.size("inputs"));
     let second = bound.inputs[2].dtype;
-    let of = |gemm, output| MatmulShape { second, ..MatmulShape::new(gemm, (m, n, k), bound.inputs[0].dtype, output) };
+    let units = match bound.op {
+        Op::FineLinear { by, .. } | Op::FineGradWeight { by } => Units::of(by),
+        _ => Units::One,
+    };
+    let of = |gemm, output| MatmulShape {
+        second,
+        units,
+        ..MatmulShape::new(gemm, (m, n, k), bound.inputs[0].dtype, output)
+    };
     match bound.op {
-        Op::Fp8Linear { to } => vec![of(Gemm::Forward, to)],
+        Op::Fp8Linear { to } | Op::FineLinear { to, .. } => vec![of(Gemm::Forward, to)],
         _ => {
             let dtype = bound.outputs[0].map_or(DType::F32, |at| at.dtype);
             let shape = of(Gemm::WeightOfTransposes, if dtype == DType::Fixed64 { DType::F32 } else { dtype });
@@ -97,14 +105,14 @@ unsafe fn multiply(call: Call, shape: &MatmulShape, to: u64) -> Result<(), CudaE
 }
 
 /// y = a · bᵀ.
-unsafe fn forward(call: Call) -> Result<(), CudaError> {
+pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
     // SAFETY: the operands have these sizes.
     unsafe { multiply(call, &shapes(call.bound)[0], y) }
 }
 
 /// dw (+)= dyᵀ · x, of transposes.
-unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
+pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
     let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let [plain, adding] = shapes(call.bound)[..] else { return Ok(()) };
     // SAFETY: the operands have these sizes, and the scratch those of a sum in fixed point behind the matmul's.

@@ -9,6 +9,7 @@ mod dispatch;
 mod dropout;
 mod embedding;
 mod experts;
+mod fine;
 mod float;
 mod gemm;
 mod gradient;
@@ -89,6 +90,10 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("linear_grad_weight", Workspace { fixed: gemm, terms: share("outputs inputs") }),
         ("fp8_linear", of(quantise::scratch(gemm, per_k))),
         ("fp8_grad_weight", of(quantise::weight_scratch(gemm, share("outputs inputs")))),
+        ("rowwise_linear", of(quantise::scratch(gemm, per_k))),
+        ("blockwise_linear", of(quantise::scratch(gemm, per_k))),
+        ("rowwise_grad_weight", of(quantise::weight_scratch(gemm, share("outputs inputs")))),
+        ("blockwise_grad_weight", of(quantise::weight_scratch(gemm, share("outputs inputs")))),
         ("route", of(router::route_scratch(threads))),
         ("route_to", of(router::route_to_scratch(threads))),
         ("router_loss", of(router::router_loss_scratch(threads))),
@@ -295,6 +300,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         dispatch::kernels::<T>(),
         embedding::kernels::<T>(),
         experts::kernels::<T>(),
+        fine::kernels::<T>(),
         gradient::kernels(),
         head::kernels::<T>(),
         heads::kernels::<T>(),

@@ -84,7 +84,7 @@ fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
 }
 
 /// The nearest number of a format: steps of equal size between two powers of two, and below the smallest normal one.
-fn nearest(to: DType, x: f64) -> f64 {
+pub fn nearest(to: DType, x: f64) -> f64 {
     let (mantissa, smallest, largest) = if to == DType::E4M3 { (3, -6, 448.0) } else { (2, -14, 57344.0) };
     let exponent = if x == 0.0 { smallest } else { (x.abs().log2().floor() as i32).max(smallest) };
     let step = 2f64.powi(exponent - mantissa);

@@ -2,8 +2,8 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Factor, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts, gradient,
-    head, heads, linear, norm, optimizer, pointwise, position, quantise, quantised_experts, section,
+    Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts,
+    fine, gradient, head, heads, linear, norm, optimizer, pointwise, position, quantise, quantised_experts, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -120,6 +120,34 @@ ops! {
     } = quantise::FP8_LINEAR,
     /// `dw = dyᵀ · x`, of transposes in fp8.
     Fp8GradWeight = quantise::FP8_GRAD_WEIGHT,
+    /// A tensor and its transpose in fp8, with many units each: that of a row, or of a block of 128 elements.
+    QuantiseFine {
+        @[
+            /// What has a unit.
+            by: Fine,
+            /// Whether it is a weight.
+            weight: bool
+        ]
+        /// In which format.
+        to: DType,
+    } = fine::QUANTISE_ROWWISE | fine::QUANTISE_ROWWISE_WEIGHT | fine::QUANTISE_BLOCKWISE | fine::QUANTISE_BLOCKWISE_WEIGHT
+        => 2 * by as usize + usize::from(weight),
+    /// `Fp8Linear` of operands with many units.
+    FineLinear {
+        @[
+            /// What has a unit.
+            by: Fine
+        ]
+        /// In which type the result is stored.
+        to: DType,
+    } = fine::ROWWISE_LINEAR | fine::BLOCKWISE_LINEAR => by as usize,
+    /// `Fp8GradWeight` of operands with many units.
+    FineGradWeight {
+        @[
+            /// What has a unit.
+            by: Fine
+        ]
+    } = fine::ROWWISE_GRAD_WEIGHT | fine::BLOCKWISE_GRAD_WEIGHT => by as usize,
     /// `GroupedLinear` of operands in fp8. The input gradient is one too, of `dy` and the transposes of the weights.
     Fp8Grouped {
         @[
