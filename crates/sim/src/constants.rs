@@ -37,6 +37,11 @@ impl Constant {
     pub fn name(&self) -> String {
         if self.of.is_empty() { self.term.clone() } else { format!("{} of {}", self.term, self.of) }
     }
+
+    /// Whether it matters to nothing but programs in fp8.
+    pub fn is_of_fp8(&self) -> bool {
+        ["matmul.fp8", "quantise.passes"].contains(&self.term.as_str())
+    }
 }
 
 /// All constants.
@@ -96,6 +101,8 @@ terms! {
     memory_efficiency = "memory.efficiency", 1.0;
     /// How many times elementwise ops move the bytes that fused kernels would.
     elementwise_passes = "elementwise.passes", 1.0;
+    /// How many times quantising to fp8 moves the bytes that its ops name.
+    quantise_passes = "quantise.passes", 1.0;
     /// Share of the peak that causal fused attention reaches in the forward pass, with heads of 128.
     attention_efficiency = "attention.efficiency", 1.0;
     /// The same in backward, beside forward.

@@ -16,9 +16,6 @@ pub struct Framework {
     pub overlaps_reductions: bool,
     /// Whether it does as one what the program joins to groups.
     pub fuses_groups: bool,
-    /// Whether matmuls of layers are in fp8, where the GPU has it.
-    #[serde(default)]
-    pub fp8: bool,
     /// Where it comes from and what is known of it.
     pub source: String,
 }

@@ -123,6 +123,7 @@ impl Setting {
             | Demand::Attention { .. }
             | Demand::Scores { .. }
             | Demand::Elementwise { .. }
+            | Demand::Quantise { .. }
             | Demand::Optimizer { .. } => {
                 let Some((family, size)) = Family::of(demand) else { return 0.0 };
                 let bound = self.bound(family, kernel.dtype, &size);

@@ -55,7 +55,7 @@ impl Workload {
     /// The work on some hardware.
     pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
         let at_peak = |role: &RoleWork| {
-            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, fp8: framework.fp8 };
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage };
             role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
         };
         let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;

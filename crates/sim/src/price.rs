@@ -12,8 +12,6 @@ pub struct Site<'a> {
     pub hardware: &'a Hardware,
     pub mesh: &'a Mesh,
     pub stage: usize,
-    /// Whether matmuls of layers are in fp8.
-    pub fp8: bool,
 }
 
 /// A demand in seconds at the hardware's peak rates: what is left to price are the constants.
@@ -48,6 +46,9 @@ pub enum AtPeak {
     Elementwise {
         bytes_s: f64,
     },
+    Quantise {
+        bytes_s: f64,
+    },
     Optimizer {
         bytes_s: f64,
     },
@@ -65,25 +66,20 @@ pub enum AtPeak {
 
 impl AtPeak {
     pub fn new(demand: &Demand, site: Site) -> Self {
-        let Site { hardware, mesh, stage, fp8 } = site;
+        let Site { hardware, mesh, stage } = site;
         let gpu = &hardware.gpu;
         let bytes_s = |bytes: u64| bytes as f64 / gpu.bytes_per_s;
         match *demand {
             Demand::Nothing | Demand::Receive { .. } => AtPeak::Nothing,
-            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => {
-                // The output head stays in 16 bits.
-                let fp8 = gpu.fp8_flops_per_s.filter(|_| (fp8 || dtype.is_fp8()) && logits == 0);
-                let peak = fp8.unwrap_or_else(|| gpu.peak(dtype));
-                AtPeak::Matmul {
-                    flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / peak,
-                    fp8: fp8.is_some(),
-                    bytes_s: bytes_s(bytes),
-                    filled: filled(rows, cols, inner, gpu.units as u64).ln(),
-                    misaligned: misaligned([rows, cols, inner]),
-                    gradients: bytes_s(gradients),
-                    logits: bytes_s(logits),
-                }
-            }
+            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => AtPeak::Matmul {
+                flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / gpu.peak(dtype),
+                fp8: dtype.is_fp8() && gpu.fp8_flops_per_s.is_some(),
+                bytes_s: bytes_s(bytes),
+                filled: filled(rows, cols, inner, gpu.units as u64).ln(),
+                misaligned: misaligned([rows, cols, inner]),
+                gradients: bytes_s(gradients),
+                logits: bytes_s(logits),
+            },
             Demand::Attention { flops, bytes, head_dim, seq, dtype, backward } => AtPeak::Attention {
                 // Tiles on the diagonal are computed whole.
                 flops_s: flops as f64 * (1.0 + 128.0 / seq.max(1) as f64) / gpu.peak(dtype),
@@ -95,6 +91,7 @@ impl AtPeak {
                 AtPeak::Scores { flops_s: flops as f64 / gpu.peak(dtype), bytes_s: bytes_s(bytes) }
             }
             Demand::Elementwise { bytes } => AtPeak::Elementwise { bytes_s: bytes_s(bytes) },
+            Demand::Quantise { bytes } => AtPeak::Quantise { bytes_s: bytes_s(bytes) },
             Demand::Optimizer { bytes } => AtPeak::Optimizer { bytes_s: bytes_s(bytes) },
             Demand::Collective { pattern, over, sharers, bytes } => {
                 let group = Group::of(mesh, over, stage, hardware.cluster.gpus_per_node);
@@ -140,6 +137,7 @@ impl AtPeak {
                 flops_s / terms.matmul_efficiency + terms.scores_passes * bytes_s * memory
             }
             AtPeak::Elementwise { bytes_s } => terms.elementwise_passes * bytes_s * memory,
+            AtPeak::Quantise { bytes_s } => terms.quantise_passes * bytes_s * memory,
             AtPeak::Optimizer { bytes_s } => terms.optimizer_passes * bytes_s * memory,
             AtPeak::Collective(collective) => collective.seconds(terms),
             AtPeak::Message { bytes_s, crosses_nodes } => {

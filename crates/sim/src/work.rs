@@ -58,6 +58,11 @@ pub enum Demand {
         /// Bytes.
         bytes: u64,
     },
+    /// A kernel that reads a tensor for its scale in fp8, or rounds it to fp8.
+    Quantise {
+        /// Bytes.
+        bytes: u64,
+    },
     /// An update of parameters.
     Optimizer {
         /// Bytes.
@@ -151,7 +156,7 @@ impl Demand {
             Demand::Nothing | Demand::Send { .. } | Demand::Receive { .. } => None,
             Demand::Matmul { .. } => Some(TimeClass::Matmul),
             Demand::Attention { .. } | Demand::Scores { .. } => Some(TimeClass::Attention),
-            Demand::Elementwise { .. } => Some(TimeClass::Elementwise),
+            Demand::Elementwise { .. } | Demand::Quantise { .. } => Some(TimeClass::Elementwise),
             Demand::Optimizer { .. } => Some(TimeClass::Optimizer),
             Demand::Collective { over, .. } => Some(TimeClass::Collective(*over)),
         }
@@ -190,6 +195,7 @@ impl Demand {
                 let bytes = instr.outputs[o].as_ref().map_or(0, |a| a.ty.bytes());
                 Demand::Elementwise { bytes: times * bytes }
             }
+            Cost::Quantise => Demand::Quantise { bytes },
             Cost::Optimizer => Demand::Optimizer { bytes },
         })
     }
@@ -225,6 +231,7 @@ pub fn meets(demand: &Demand) -> bool {
         | Demand::Attention { .. }
         | Demand::Scores { .. }
         | Demand::Elementwise { .. }
+        | Demand::Quantise { .. }
         | Demand::Optimizer { .. }
         | Demand::Send { .. }
         | Demand::Receive { .. } => false,

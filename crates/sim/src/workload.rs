@@ -176,6 +176,7 @@ impl RoleWork {
                     | Demand::Attention { .. }
                     | Demand::Scores { .. }
                     | Demand::Elementwise { .. }
+                    | Demand::Quantise { .. }
                     | Demand::Optimizer { .. } => {
                         let group = segment.group_of(i).filter(|_| framework.fuses_groups);
                         if group.is_some_and(|g| g.instrs.start < i) { Kind::Part } else { Kind::Kernel }

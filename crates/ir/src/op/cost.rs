@@ -30,6 +30,8 @@ pub enum Cost {
         /// How often its bytes are moved.
         times: u64,
     },
+    /// The largest magnitude of a tensor, or its bytes in fp8.
+    Quantise,
     /// An update of parameters.
     Optimizer,
 }

@@ -123,6 +123,7 @@ pub(super) static WEIGHT_AMAX: Spec = row("weight_amax", &[float("w", "outputs i
 .splits(&["outputs counted", "inputs counted"])
 .forward()
 .shape(COUNTED)
+.cost(|_, _, _| Cost::Quantise)
 .local(COUNTED_HERE);
 
 pub(super) static STACK_AMAX: Spec =
@@ -132,6 +133,7 @@ pub(super) static STACK_AMAX: Spec =
     .splits(&["experts", "outputs counted", "inputs counted"])
     .forward()
     .shape(COUNTED)
+    .cost(|_, _, _| Cost::Quantise)
     .local(COUNTED_HERE);
 
 /// The format that the op says, and a unit.
@@ -167,6 +169,7 @@ pub(super) static QUANTISE: Spec = row(
 .splits(&["batch", "seq", "features"])
 .cheap(&[0, 1])
 .own(&[2])
+.cost(|_, _, _| Cost::Quantise)
 .shape(FORMAT);
 
 /// Rows of experts are sorted where they are transposed, by what sums over them.
@@ -203,6 +206,7 @@ pub(super) static QUANTISE_WEIGHT: Spec = row(
 .splits(&["outputs", "inputs"])
 .own(&[2])
 .forward()
+.cost(|_, _, _| Cost::Quantise)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_STACK: Spec = row(

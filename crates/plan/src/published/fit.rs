@@ -56,9 +56,12 @@ impl Target<'_> {
     }
 }
 
-/// Whether a constant matters to a row.
+/// Whether a row may fix a constant: those of fp8 are fitted to rows in fp8, and all others to the rest.
 fn concerns(constant: &Constant, case: &Case) -> bool {
     let of = constant.of.as_str();
+    if constant.is_of_fp8() != case.row.is_fp8() {
+        return false;
+    }
     of.is_empty() || of == case.framework.name || of == case.hardware.gpu.family || of == case.hardware.cluster.fabric
 }
 
@@ -82,11 +85,11 @@ pub fn fit(
     threads: usize,
     progress: &dyn Fn(usize, usize, f64),
 ) -> Fitted {
-    let used = |case: &&Case| case.is_clean() && !case.framework.fp8 && !without.leaves_out(case, &files[case.file]);
+    let used = |case: &&Case| case.is_clean() && !without.leaves_out(case, &files[case.file]);
     let used: Vec<&Case> = cases.iter().filter(used).collect();
-    let mut of_source: BTreeMap<(usize, &str), usize> = BTreeMap::new();
+    let mut of_source: BTreeMap<(usize, String), usize> = BTreeMap::new();
     for case in &used {
-        *of_source.entry((case.file, case.peer.name())).or_default() += 1;
+        *of_source.entry((case.file, case.group())).or_default() += 1;
     }
     let total: f64 = of_source.values().map(|n| (*n as f64).sqrt()).sum();
     let mut targets: Vec<Target> = Vec::new();
@@ -94,7 +97,7 @@ pub fn fit(
         let (Ok(work), Some(measured)) = (&case.work, case.row.measured) else { continue };
         let Some(step_s) = measured.step_s else { continue };
         let placed = work.workload.on(&case.hardware, &case.framework);
-        let n = of_source[&(case.file, case.peer.name())] as f64;
+        let n = of_source[&(case.file, case.group())] as f64;
         let weight = 1.0 / (n.sqrt() * total);
         targets.push(Target { case, placed, step_s, memory: measured.memory_bytes, weight });
     }

@@ -141,8 +141,6 @@ pub struct Described {
     pub toml: String,
     /// The framework.
     pub peer: Peer,
-    /// Whether matmuls are in fp8.
-    pub fp8: bool,
     /// What the row does not say.
     pub assumed: Vec<String>,
     /// Stages that have no work of ours.
@@ -202,7 +200,6 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         size
     });
     let precision = row.precision.to_lowercase();
-    let fp8 = ["fp8", "float8"].iter().any(|word| precision.contains(word));
     if precision.contains("fp4") {
         return Err(format!("precision = {:?}: there is no fp4 yet", row.precision));
     }
@@ -230,7 +227,8 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         line(format_args!("attention = \"naive\"\ndropout = 0.1"));
     }
     line(format_args!("[train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {micro_batch}", split.global_batch));
-    line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"bf16\""));
+    let policy = if row.is_fp8() { "fp8" } else { "bf16" };
+    line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"{policy}\""));
     let half_gradients = match peer {
         Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
         // In fp16 it sums gradients in the type of parameters.
@@ -281,7 +279,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     } else if recompute.is_empty() {
         assumed.push("no recompute".into());
     }
-    Ok(Description::Config(Box::new(Described { toml, peer, fp8, assumed, recomputed_matmuls, idle_stages: idle })))
+    Ok(Description::Config(Box::new(Described { toml, peer, assumed, recomputed_matmuls, idle_stages: idle })))
 }
 
 /// Chunks of layers per rank, from notes: `interleave v=3`, or `interleaved` alone.

@@ -49,7 +49,7 @@ impl Case {
 
     /// The name of the framework, and of fp8 where matmuls are in it.
     pub fn group(&self) -> String {
-        format!("{}{}", self.peer.name(), if self.framework.fp8 { " fp8" } else { "" })
+        format!("{}{}", self.peer.name(), if self.row.is_fp8() { " fp8" } else { "" })
     }
 }
 
@@ -100,17 +100,16 @@ impl Cases {
                         continue;
                     }
                 };
-                let (peer, assumed, fp8, work, key) = match description {
-                    Description::Crashes(peer, reason) => (peer, Vec::new(), false, Err(reason), None),
+                let (peer, assumed, work, key) = match description {
+                    Description::Crashes(peer, reason) => (peer, Vec::new(), Err(reason), None),
                     Description::Config(d) => {
                         let key = format!("{}{} {}", d.toml, d.recomputed_matmuls, d.peer.name());
-                        let described = (d.peer, d.assumed.clone(), d.fp8, Err(String::new()), Some(key.clone()));
+                        let described = (d.peer, d.assumed.clone(), Err(String::new()), Some(key.clone()));
                         programs.entry(key).or_insert(*d);
                         described
                     }
                 };
-                let known = frameworks.iter().find(|f| f.name == peer.name()).unwrap_or(&frameworks[0]);
-                let framework = Framework { fp8, ..known.clone() };
+                let framework = frameworks.iter().find(|f| f.name == peer.name()).unwrap_or(&frameworks[0]).clone();
                 all.push((Case { file, row, peer, framework, hardware, assumed, work }, key));
             }
         }
@@ -226,5 +225,55 @@ mod tests {
         let (theirs, ours) = (room(h100), Room::of(h100));
         assert_eq!((theirs.bytes, theirs.place), (80_000_000_000, ours.place));
         assert!(theirs.bytes < ours.bytes);
+    }
+
+    /// The same run in bf16 and in fp8.
+    fn both() -> Vec<Case> {
+        let row = |precision: &str| {
+            format!(
+                "torchtitan,llama-tiny,4,4096,32,8,14336,32768,4096,8,H100,1,1,8,3,2,16,none,{precision},torch.compile,1.0\n"
+            )
+        };
+        let header = "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpus,gpu,tp,pp,dp,zero,microbatch,global_batch,\
+                      recompute,precision,notes,step_time_s\n";
+        let files = [File { name: "rows.csv".into(), text: format!("{header}{}{}", row("bf16"), row("float8")) }];
+        let Cases { cases, refused } = Cases::new(&Catalogue::builtin(), &files, None, 2, &|_, _| {});
+        assert!(refused.is_empty(), "{refused:?}");
+        cases
+    }
+
+    #[test]
+    fn a_row_in_fp8_is_a_program_in_fp8_whose_quantisation_takes_time() {
+        let cases = both();
+        assert_eq!(
+            (cases[0].group(), cases[1].group()),
+            ("torchtitan-compile".into(), "torchtitan-compile fp8".into())
+        );
+        let mut constants = Constants::builtin();
+        let times = |constants: &Constants| {
+            let [bf16, fp8] = [0, 1].map(|i: usize| cases[i].predict(constants).step_s.unwrap());
+            (bf16, fp8)
+        };
+        let (bf16, fp8) = times(&constants);
+        assert!(fp8 < bf16 && fp8 > 0.5 * bf16, "{bf16} {fp8}");
+        assert!(constants.set("quantise.passes", "torchtitan-compile", 3.0));
+        let slower = times(&constants);
+        assert!(slower.0 == bf16 && slower.1 > fp8, "{slower:?}");
+    }
+
+    #[test]
+    fn rows_in_fp8_fix_the_constants_of_fp8_and_no_others() {
+        let cases = both();
+        let start = Constants::builtin();
+        let fitted = |cases: &[Case]| {
+            let files = ["rows".to_owned()];
+            super::super::fit(cases, &files, &start, &super::super::Without::default(), 2, 2, &|_, _, _| {}).constants
+        };
+        for (of_fp8, case) in [(false, &cases[..1]), (true, &cases[1..])] {
+            let after = fitted(case);
+            let moved = start.all.iter().zip(&after.all).filter(|(a, b)| a.value != b.value);
+            let moved: Vec<bool> = moved.map(|(a, _)| a.is_of_fp8()).collect();
+            assert!(!moved.is_empty() && moved.iter().all(|fp8| *fp8 == of_fp8), "{moved:?}");
+        }
     }
 }

@@ -38,6 +38,14 @@ pub struct Row {
     pub notes: String,
 }
 
+impl Row {
+    /// Whether matmuls of layers were in fp8.
+    pub fn is_fp8(&self) -> bool {
+        let precision = self.precision.to_lowercase();
+        ["fp8", "float8"].iter().any(|word| precision.contains(word))
+    }
+}
+
 /// The shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PublishedShape {

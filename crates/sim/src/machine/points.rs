@@ -32,7 +32,9 @@ impl Family {
                 (Family::Attention, numbers(&[seq, head_dim, flops, bytes]))
             }
             Demand::Scores { flops, bytes, .. } => (Family::Scores, numbers(&[flops, bytes])),
-            Demand::Elementwise { bytes } | Demand::Optimizer { bytes } => (Family::Bytes, numbers(&[bytes])),
+            Demand::Elementwise { bytes } | Demand::Quantise { bytes } | Demand::Optimizer { bytes } => {
+                (Family::Bytes, numbers(&[bytes]))
+            }
             Demand::Nothing | Demand::Collective { .. } | Demand::Send { .. } | Demand::Receive { .. } => return None,
         })
     }
