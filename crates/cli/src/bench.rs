@@ -85,7 +85,7 @@ struct Train {
     #[arg(long)]
     seq: Option<usize>,
     /// Types: fp32, or bf16 with fp32 master weights and sums: precision.policy.
-    #[arg(long, value_parser = ["fp32", "bf16", "fp16", "fp8"])]
+    #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16", "fp8"])]
     precision: Option<String>,
     /// What computes: the CPU, a GPU, or a GPU where one is found: train.device.
     #[arg(long, value_parser = ["auto", "cpu", "cuda"])]

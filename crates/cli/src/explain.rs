@@ -110,7 +110,7 @@ pub fn run(args: Args) -> Result<()> {
                 true => (format!("-stage{}", program.stage), format!(", stage {}", program.stage)),
                 false => (String::new(), String::new()),
             };
-            let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.compute)))?;
+            let drawn = planned_timeline(program, 2, gpu.map(|gpu| (gpu, plan.precision.multiplies())))?;
             let name = units::count(plan.parameters);
             file.write(&suffix, &format!("planned memory of two steps, {name} parameters{of}"), &drawn)?;
             phases.push(phases::StagePhases::new(program.stage, several, &drawn));

@@ -244,6 +244,14 @@ fn fp8_is_compared_with_bf16_between_steps_that_are_queued() {
 }
 
 #[test]
+fn tf32_trains_on_any_gpu() {
+    let fake = Fake::new();
+    let tf32 = [&TRAIN[..], &["--set", "precision.policy=tf32"]].concat();
+    fake.ok(&tf32, &[]);
+    fake.ok(&[&tf32[..], &["--fresh"]].concat(), &[("FAKE_CUDA_CAPABILITY", "75")]);
+}
+
+#[test]
 fn a_driver_that_does_not_start_says_what_to_do() {
     let fake = Fake::new();
     let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_FAIL", "cuInit:1=802")]);

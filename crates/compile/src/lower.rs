@@ -360,7 +360,7 @@ impl Lowering<'_> {
             let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, temporary.lifetime)?;
-            let Node { phase, layer, .. } = *node;
+            let Node { phase, layer, tf32, .. } = *node;
             let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
                 op,
@@ -371,6 +371,7 @@ impl Lowering<'_> {
                 layer,
                 stream,
                 waits: vec![],
+                tf32,
                 offsets,
             });
         }

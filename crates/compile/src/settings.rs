@@ -2,7 +2,7 @@
 
 use crate::passes::{AdamW, Rule};
 use lockstep_ir::op::Fine;
-use lockstep_ir::{DType, DeviceProfile, Layout};
+use lockstep_ir::{DType, DeviceProfile, Layout, MatmulType};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What passes may look at besides the graph.
@@ -75,6 +75,8 @@ pub struct Precision {
     pub gradients: DType,
     /// Which matmuls of layers are in fp8, if any are.
     pub fp8: Option<Fp8>,
+    /// Whether matmuls of linear layers and of the output head that are in f32 may round their operands to TF32.
+    pub tf32: bool,
 }
 
 /// Which linear layers have their operands in fp8.
@@ -96,7 +98,12 @@ impl Precision {
 
     /// Parameters and activations in one type, and so all matmuls; gradient sums in another.
     pub const fn of(compute: DType, gradients: DType) -> Self {
-        Self { compute, gradients, fp8: None }
+        Self { compute, gradients, fp8: None, tf32: false }
+    }
+
+    /// What the matmuls of most FLOPs multiply in, but for those in fp8.
+    pub fn multiplies(&self) -> MatmulType {
+        if self.tf32 { MatmulType::Tf32 } else { self.compute.into() }
     }
 }
 

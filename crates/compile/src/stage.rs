@@ -185,7 +185,10 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
                 // Sent as soon as it is made, in the phase that made it.
                 let made = nodes.iter().rposition(|(n, _)| n.outputs.contains(&Some(*v))).unwrap_or(nodes.len() - 1);
                 let (Node { phase, layer, .. }, chunk) = nodes[made];
-                nodes.insert(made + 1, (Node { op, inputs: vec![*v], outputs: vec![], phase, layer }, chunk));
+                nodes.insert(
+                    made + 1,
+                    (Node { op, inputs: vec![*v], outputs: vec![], phase, layer, tf32: false }, chunk),
+                );
             }
             if reader != rank {
                 continue;
@@ -194,7 +197,8 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
                 let here = if sender == rank { copy(g, &mut out, *v) } else { *v };
                 has.insert(here);
                 let (op, outputs) = (Op::Receive { stage: sender, tag }, vec![Some(here)]);
-                nodes.push((Node { op, inputs: vec![], outputs, phase: node.phase, layer: node.layer }, chunk));
+                let Node { phase, layer, .. } = node;
+                nodes.push((Node { op, inputs: vec![], outputs, phase, layer, tf32: false }, chunk));
                 here
             });
         }
@@ -305,7 +309,7 @@ fn sum_tied_gradients(
     if !holders.contains(&rank) {
         return;
     }
-    let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None };
+    let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None, tf32: false };
     let others = || holders.iter().copied().filter(|r| *r != rank);
     for &ours in node.inputs.iter().filter(|v| maker(**v) == Some(rank)) {
         let send = |other| message(Op::Send { stage: other, tag: TIED }, vec![ours], vec![]);

@@ -251,14 +251,15 @@ tables! {
 
     /// What numbers are stored in.
     precision: PrecisionConfig {
-        /// fp32: everything in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
+        /// fp32: everything in fp32. tf32: the same, but matmuls of linear layers and of the output head may round their operands to TF32 (10 bits
+        /// of mantissa), as the matrix units of NVIDIA GPUs from compute capability 8.0 on do; what has none computes as in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. fp8: as bf16, with
         /// operands of the layers' matmuls in fp8: weights and activations in E4M3, gradients in E5M2, each tensor with the scale of its
         /// largest element in this micro-batch. Embedding, norms, attention, routers and output head stay in bf16. On GPUs from
         /// compute capability 8.9 on; a CPU computes the same, slowly. A preset gives bf16.
         policy: PrecisionPolicy = Choice(PrecisionPolicy::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["mixed precision", "AMP", "autocast", "dtype", "torch_dtype", "master weights", "bf16", "fp16",
-                "half precision", "bfloat16", "float8", "fp8 training", "transformer engine", "torchao"];
+                "half precision", "bfloat16", "TensorFloat-32", "allow_tf32", "set_float32_matmul_precision", "float8", "fp8 training", "transformer engine", "torchao"];
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];

@@ -77,6 +77,8 @@ words! {
     PrecisionPolicy {
         /// fp32 alone.
         Fp32 = "fp32",
+        /// fp32, with matmuls that may round to TF32.
+        Tf32 = "tf32",
         /// Mixed precision in bf16.
         Bf16 = "bf16",
         /// Mixed precision in fp16, with a loss scale.

@@ -126,6 +126,13 @@ fn a_name_from_elsewhere_suggests_the_key_that_is_meant() {
 }
 
 #[test]
+fn tf32_is_found_by_the_words_of_pytorch() {
+    for words in ["allow_tf32", "set_float32_matmul_precision", "tf32"] {
+        assert!(search(words).keys.iter().any(|key| key.path == "precision.policy"), "{words}");
+    }
+}
+
+#[test]
 fn what_is_not_there_yet_is_said_so() {
     assert_eq!(search("mxfp8").missing[0].what, "mxfp8 and narrower");
     let error = parse(TINY, &["precision.mxfp8=true"]).unwrap_err();

@@ -152,8 +152,9 @@ impl Call<'_> {
         to: Address,
         scratch: Address,
     ) -> Result<(), CudaError> {
+        let shape = MatmulShape { tf32: self.bound.tf32, ..*shape };
         // SAFETY: the caller vouches; sums go where they are.
-        unsafe { self.matmul.multiply(self.stream, shape, factors, to, to, scratch) }
+        unsafe { self.matmul.multiply(self.stream, &shape, factors, to, to, scratch) }
     }
 }
 

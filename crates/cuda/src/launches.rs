@@ -125,6 +125,7 @@ fn launch_all() {
     let fp8 =
         Precision { fp8: Some(Fp8 { weights: Some(0), ..Fp8::default() }), ..Precision::of(DType::BF16, DType::F32) };
     steps(&gpu, fp8, false);
+    steps(&gpu, Precision { tf32: true, ..Precision::FP32 }, false);
     rules(&gpu);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();

@@ -41,6 +41,7 @@ functions! {
 const INVALID_VALUE: c_int = 7;
 const NOT_SUPPORTED: c_int = 15;
 const COMPUTE_32F: c_int = 68;
+const COMPUTE_32F_FAST_TF32: c_int = 77;
 const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
 const DESC_FAST_ACCUMULATION: c_int = 25;
@@ -139,6 +140,8 @@ pub struct MatmulShape {
     pub y_stride: usize,
     /// What happens to the result on its way.
     pub epilogue: Epilogue,
+    /// Whether factors of f32 may be rounded to TF32.
+    pub tf32: bool,
 }
 
 impl MatmulShape {
@@ -156,6 +159,7 @@ impl MatmulShape {
             adds: false,
             y_stride: n,
             epilogue: Epilogue::None,
+            tf32: false,
         }
     }
 
@@ -172,6 +176,12 @@ impl MatmulShape {
             Gemm::Forward => self.n,
             Gemm::Input | Gemm::Weight | Gemm::WeightOfTransposes => self.k,
         }
+    }
+
+    /// The library's number for how it is computed. Matrix units have TF32 from compute capability 8.0 on; elsewhere all bits count.
+    fn compute(&self, capability: u32) -> c_int {
+        let tf32 = self.tf32 && self.input == DType::F32 && capability >= 80;
+        if tf32 { COMPUTE_32F_FAST_TF32 } else { COMPUTE_32F }
     }
 
     /// Whether partial sums may stay in the matrix units. In fp8 those keep 14 bits: enough for what is rounded to bf16, not for sums over all
@@ -273,7 +283,8 @@ impl Matmul {
         let mut desc = std::ptr::null_mut();
         // SAFETY: addresses and sizes are those of the values.
         unsafe {
-            check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, COMPUTE_32F, code(DType::F32)))?;
+            let compute = shape.compute(self.device.capability);
+            check("cublasLtMatmulDescCreate", (self.lt.desc_create)(&mut desc, compute, code(DType::F32)))?;
             for (which, transpose) in [(DESC_TRANSA, transpose_a), (DESC_TRANSB, transpose_b)] {
                 let transpose: c_int = transpose;
                 let status = (self.lt.desc_set)(desc, which, (&raw const transpose).cast(), size_of::<c_int>());
@@ -503,5 +514,81 @@ impl Drop for Matmul {
             plans.values().for_each(|plan| self.forget(&plan.described));
             (self.lt.destroy)(self.handle);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::Memory;
+    use crate::gpu::Gpu;
+    use lockstep_exec::initial::encode;
+    use lockstep_ir::counter;
+
+    #[test]
+    fn tf32_is_for_matmuls_of_f32_on_gpus_that_have_it() {
+        let shape = |input, tf32| MatmulShape { tf32, ..MatmulShape::new(Gemm::Forward, (16, 16, 16), input, input) };
+        let of = |input, tf32, capability| shape(input, tf32).compute(capability);
+        assert_eq!((of(DType::F32, true, 90), of(DType::F32, true, 80)), (77, 77));
+        assert_eq!([of(DType::F32, false, 90), of(DType::F32, true, 75), of(DType::BF16, true, 90)], [68; 3]);
+        // Plans of both are kept apart.
+        assert_ne!(shape(DType::F32, true), shape(DType::F32, false));
+    }
+
+    /// Differences from f64, as a share of the largest result.
+    #[test]
+    fn tf32_rounds_operands_to_ten_bits_and_fp32_does_not() {
+        const SIZE: usize = 256;
+        if !Device::count().is_ok_and(|n| n > 0) {
+            println!("skipped: no CUDA device");
+            return;
+        }
+        let gpu = Gpu::open(0, false).unwrap();
+        if gpu.device.capability < 80 {
+            println!("skipped: no TF32");
+            return;
+        }
+        let stream = Stream::new(&gpu.device).unwrap();
+        let bytes = (4 * SIZE * SIZE) as u64;
+        let memory = Memory::new(&gpu.device, 3 * bytes + WORKSPACE).unwrap();
+        let draw = |name: &str| -> Vec<f32> {
+            let key = counter::key(5, name);
+            (0..(SIZE * SIZE) as u64).map(|i| counter::normal(key, i)).collect()
+        };
+        let (x, w) = (draw("x"), draw("w"));
+        let [at_x, at_w, at_y] = [0, 1, 2].map(|i| memory.base + i * bytes);
+        // SAFETY: each part of the memory is as large as its matrix; the copies are done before the bytes go.
+        unsafe {
+            for (at, data) in [(at_x, &x), (at_w, &w)] {
+                stream.to_device(at, &encode(data, DType::F32)).unwrap();
+                stream.wait().unwrap();
+            }
+        }
+        let expected: Vec<f64> = (0..SIZE * SIZE)
+            .map(|i| {
+                let (row, column) = (i / SIZE, i % SIZE);
+                let term = |k: usize| f64::from(x[row * SIZE + k]) * f64::from(w[column * SIZE + k]);
+                (0..SIZE).map(term).sum()
+            })
+            .collect();
+        let most = expected.iter().fold(0.0f64, |m, y| m.max(y.abs()));
+        let error = |tf32: bool| {
+            let plain = MatmulShape::new(Gemm::Forward, (SIZE, SIZE, SIZE), DType::F32, DType::F32);
+            let (shape, matmul) = (MatmulShape { tf32, ..plain }, gpu.matmul(false).unwrap());
+            matmul.prepare(shape).unwrap();
+            let mut found = vec![0u8; bytes as usize];
+            // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
+            unsafe {
+                matmul.multiply(&stream, &shape, (at_x, at_w), at_y, at_y, at_y + bytes).unwrap();
+                stream.to_host(&mut found, at_y).unwrap();
+            }
+            stream.wait().unwrap();
+            let found = found.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b)));
+            found.zip(&expected).fold(0.0f64, |m, (a, b)| m.max((a - b).abs())) / most
+        };
+        let (tf32, fp32) = (error(true), error(false));
+        println!("tf32 {tf32:.1e}, fp32 {fp32:.1e} of the largest result");
+        assert!(fp32 < 2e-6, "{fp32}");
+        assert!(tf32 < 2e-3 && tf32 > 1e-5, "{tf32}");
     }
 }

@@ -3,16 +3,18 @@
 use crate::driver::{Memory, Stream};
 use crate::matmul::{Gemm, MatmulShape, WORKSPACE, fill_random};
 use crate::{CudaError, Gpu};
-use lockstep_ir::DType;
+use lockstep_ir::MatmulType;
 
 /// FLOP per second of a large matmul of random numbers, held for a third of a second: power, not the first burst, decides.
-pub fn matmul(gpu: &Gpu, dtype: DType) -> Result<f64, CudaError> {
+pub fn matmul(gpu: &Gpu, of: MatmulType) -> Result<f64, CudaError> {
+    let dtype = of.stored();
     // Where others have most of the memory, a smaller matmul has to do.
     let free = gpu.device.free_bytes()?;
     let needed = |size: usize| 3 * (size * size * dtype.bytes()) as u64 + WORKSPACE;
     let size = [8192, 4096, 2048].into_iter().find(|size| needed(*size) <= free / 2).unwrap_or(1024);
     let (m, n, k) = (size, size, size);
-    let shape = MatmulShape::new(Gemm::Forward, (m, n, k), dtype, dtype);
+    let plain = MatmulShape::new(Gemm::Forward, (m, n, k), dtype, dtype);
+    let shape = MatmulShape { tf32: of == MatmulType::Tf32, ..plain };
     let gemms = gpu.matmul(false)?;
     gemms.prepare(shape)?;
     let bytes = (size * size * dtype.bytes()) as u64;

@@ -76,6 +76,8 @@ pub struct Bound {
     pub workspace: Option<At>,
     /// Type of the floating-point operands.
     pub float: DType,
+    /// Whether its matmul may round operands of f32 to TF32.
+    pub tf32: bool,
     /// Where the rank has a part of the dimension that the op numbers.
     part: Option<Part>,
     /// Sizes by letter of the op table.
@@ -193,6 +195,7 @@ impl Bound {
             outputs: instr.outputs.iter().map(|o| o.as_ref().map(|a| At::arg(program, a, here))).collect(),
             workspace: instr.workspace.map(|w| At::buffer(program, w)),
             float,
+            tf32: instr.tf32,
             part: instr.offsets.as_ref().map(|offsets| Part::new(offsets, program, here)),
             dims,
             sections: sizes_of(rows),

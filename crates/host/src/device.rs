@@ -6,7 +6,7 @@ use lockstep_exec::comm::connections;
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::cpu::{self, CpuExecutor, Simd};
 use lockstep_exec::{ExecError, Executor, ProcessWorld, ThreadWorld};
-use lockstep_ir::{DType, StepProgram};
+use lockstep_ir::{MatmulType, StepProgram};
 use lockstep_sim::Catalogue;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,10 +39,10 @@ pub trait HostDevice {
     }
 
     /// FLOP per second of a large matmul, and bytes per second of a copy, both measured.
-    fn peaks(&self, threads: usize, compute: DType) -> Result<(f64, f64), ExecError>;
+    fn peaks(&self, threads: usize, compute: MatmulType) -> Result<(f64, f64), ExecError>;
 
     /// What the MFU of one of them is a share of: the vendor's figure where it is known, else what was measured.
-    fn peak(&self, compute: DType) -> Result<Peak, ExecError>;
+    fn peak(&self, compute: MatmulType) -> Result<Peak, ExecError>;
 
     /// Loads a program of one rank.
     fn load(&self, program: StepProgram, threads: usize) -> Result<Box<dyn Executor>, ExecError>;
@@ -97,12 +97,12 @@ impl HostDevice for CpuDevice {
         Ok(kib.unwrap_or(0) * 1024)
     }
 
-    fn peaks(&self, threads: usize, compute: DType) -> Result<(f64, f64), ExecError> {
-        Ok((cpu::peaks::matmul(threads, compute)?, cpu::peaks::bandwidth(threads)?))
+    fn peaks(&self, threads: usize, compute: MatmulType) -> Result<(f64, f64), ExecError> {
+        Ok((cpu::peaks::matmul(threads, compute.stored())?, cpu::peaks::bandwidth(threads)?))
     }
 
-    fn peak(&self, compute: DType) -> Result<Peak, ExecError> {
-        peak::of_cpu(&self.processor(), compute)
+    fn peak(&self, compute: MatmulType) -> Result<Peak, ExecError> {
+        peak::of_cpu(&self.processor(), compute.stored())
     }
 
     fn load(&self, program: StepProgram, threads: usize) -> Result<Box<dyn Executor>, ExecError> {
@@ -165,11 +165,11 @@ impl HostDevice for CudaDevice {
         4
     }
 
-    fn peaks(&self, _threads: usize, compute: DType) -> Result<(f64, f64), ExecError> {
+    fn peaks(&self, _threads: usize, compute: MatmulType) -> Result<(f64, f64), ExecError> {
         Ok((lockstep_cuda::peaks::matmul(&self.gpu, compute)?, lockstep_cuda::peaks::bandwidth(&self.gpu)?))
     }
 
-    fn peak(&self, compute: DType) -> Result<Peak, ExecError> {
+    fn peak(&self, compute: MatmulType) -> Result<Peak, ExecError> {
         let published = Catalogue::builtin().of_device(&self.gpu.device.name).map(|gpu| gpu.peak(compute));
         let (flops_per_s, what) = match published {
             Some(published) => (published, "published peak"),

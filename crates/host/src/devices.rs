@@ -142,7 +142,7 @@ impl Devices {
     /// What the MFU of a plan is a share of: the peaks of all GPUs, or of the CPUs of all hosts.
     pub fn matmul_peak(&self, plan: &Plan) -> Result<Peak> {
         let device = self.device(plan.target)?;
-        let peak = device.peak(plan.precision.compute)?;
+        let peak = device.peak(plan.precision.multiplies())?;
         Ok(Peak { flops_per_s: peak.flops_per_s * device.count() as f64, ..peak })
     }
 

@@ -49,7 +49,7 @@ fn keys(folder: &Path) -> Result<Inherited> {
         text += &token.as_ref().map_or(String::new(), |token| format!("{key} = {}\n", quoted(token)));
     }
     // Weights that were trained, or came, in 16 bits go on in them.
-    if config.precision.policy != PrecisionPolicy::Fp32 {
+    if !matches!(config.precision.policy, PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32) {
         text += &format!("[precision]\npolicy = {}\n", quoted(config.precision.policy.word()));
     }
     Ok(Inherited { name: folder.display().to_string(), text })

@@ -75,6 +75,45 @@ impl DType {
     }
 }
 
+/// What matmuls multiply in. Peak rates are of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MatmulType {
+    /// Elements as they are stored.
+    Stored(DType),
+    /// f32 of which matrix units may read 10 bits of the mantissa; sums are in f32.
+    Tf32,
+}
+
+impl MatmulType {
+    /// What the elements are stored in.
+    pub const fn stored(self) -> DType {
+        match self {
+            MatmulType::Stored(dtype) => dtype,
+            MatmulType::Tf32 => DType::F32,
+        }
+    }
+
+    /// The name that people see.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MatmulType::Stored(dtype) => dtype.name(),
+            MatmulType::Tf32 => "tf32",
+        }
+    }
+}
+
+impl From<DType> for MatmulType {
+    fn from(dtype: DType) -> Self {
+        MatmulType::Stored(dtype)
+    }
+}
+
+impl std::fmt::Display for MatmulType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 impl std::fmt::Display for DType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())

@@ -147,6 +147,8 @@ pub struct Node {
     pub phase: Phase,
     /// The layer that it belongs to, for reports and cuts.
     pub layer: Option<usize>,
+    /// Whether its matmul may round operands of f32 to TF32.
+    pub tf32: bool,
 }
 
 /// A value whose sum is trained to be small.
@@ -223,8 +225,15 @@ impl Graph {
             })
             .collect();
         let outputs = ids.iter().copied().map(Some).collect();
-        self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer });
+        self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer, tf32: false });
         Ok(ids)
+    }
+
+    /// Lets the node that was added last round to TF32 as the one that it comes from, where it is a matmul too.
+    pub fn keep_tf32(&mut self, from: bool) {
+        if let Some(last) = self.nodes.last_mut() {
+            last.tf32 = from && !last.op.spec().multiplies.is_empty();
+        }
     }
 
     /// Adds a node that changes the sharding of values; its outputs are called `<input>.<suffix>`.
@@ -393,7 +402,8 @@ impl std::fmt::Display for Graph {
             }
             let inputs: Vec<&str> = node.inputs.iter().map(|&v| self.get(v).name.as_str()).collect();
             let (name, attributes) = (node.op.name(), node.op.attributes());
-            writeln!(f, "{} {line} = {name}({}){attributes}", node.phase.letter(), inputs.join(", "))?;
+            let tf32 = if node.tf32 { " in tf32" } else { "" };
+            writeln!(f, "{} {line} = {name}({}){attributes}{tf32}", node.phase.letter(), inputs.join(", "))?;
         }
         for &(state, value) in &self.updates {
             writeln!(f, "update    {} <- {}", self.get(state).name, self.get(value).name)?;

@@ -38,7 +38,7 @@ pub mod verify;
 pub mod walk;
 
 pub use collective::{Collective, CopiedPart, Movement};
-pub use dtype::DType;
+pub use dtype::{DType, MatmulType};
 pub use f8::F8;
 pub use fusion::{FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};

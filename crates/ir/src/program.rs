@@ -192,6 +192,8 @@ pub struct Instr {
     /// Instructions of this segment, on other streams, that must have ended before it starts, and all before them on theirs: at most one of
     /// each stream.
     pub waits: Vec<usize>,
+    /// Whether its matmul may round operands of f32 to TF32.
+    pub tf32: bool,
     /// Where ranks split the dimension whose entries the op numbers: which entries each has.
     pub offsets: Option<Offsets>,
 }
@@ -521,6 +523,9 @@ impl std::fmt::Display for StepProgram {
                 let (outputs, inputs) = (outputs.join(", "), inputs.join(", "));
                 let (name, attributes) = (i.op.name(), i.op.attributes());
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
+                if i.tf32 {
+                    write!(f, " in tf32")?;
+                }
                 if let Some(Offsets { over, parts, whole }) = &i.offsets {
                     write!(f, " from {parts:?}[{over}.index] of {whole}")?;
                 }

@@ -5,7 +5,7 @@ use crate::{Machine, Result};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::Config;
 use lockstep_ir::account::{self, MemoryBreakdown};
-use lockstep_ir::{DType, Graph, Layout, StepProgram};
+use lockstep_ir::{Graph, Layout, MatmulType, StepProgram};
 use lockstep_sim::{
     Asked, Constants, Forecast, Framework, Hardware, MachineProfile, Placed, SimError, Terms, Workload,
 };
@@ -95,7 +95,7 @@ pub struct Evaluated {
     /// Model FLOPs of one step, on all ranks.
     pub model_flops: f64,
     /// The type that matmuls compute in.
-    pub compute: DType,
+    pub compute: MatmulType,
     /// Bytes by class, layer and moment of a rank of each pipeline stage.
     pub stages: Vec<MemoryBreakdown>,
     /// How long a step takes.
@@ -135,7 +135,7 @@ pub(crate) fn evaluated(
         tokens: (config.batches().largest() * config.train.seq) as u64,
         model_flops: estimator.model_flops()?.model as f64 * micro_batches,
         hardware_flops: hardware_flops(programs)? as f64,
-        compute: context.precision.compute,
+        compute: context.precision.multiplies(),
     };
     Ok(Evaluated {
         layout: context.layout,

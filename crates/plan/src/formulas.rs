@@ -246,7 +246,7 @@ fn biases(m: &ModelConfig) -> f64 {
 /// Bytes of an element of a weight or an activation.
 fn compute_bytes(config: &Config) -> f64 {
     match config.precision.policy {
-        PrecisionPolicy::Fp32 => 4.0,
+        PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 => 4.0,
         PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 | PrecisionPolicy::Fp8 => 2.0,
     }
 }

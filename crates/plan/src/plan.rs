@@ -92,7 +92,7 @@ impl Plan {
             tokens: self.tokens_per_step,
             model_flops: self.step_flops.model as f64,
             hardware_flops: self.step_flops.hardware as f64,
-            compute: self.precision.compute,
+            compute: self.precision.multiplies(),
         }
     }
 
@@ -274,7 +274,7 @@ fn recompute(config: &Config) -> Recompute {
 /// The types that a config asks for.
 fn precision(config: &Config) -> Precision {
     let compute = match config.precision.policy {
-        PrecisionPolicy::Fp32 => DType::F32,
+        PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 => DType::F32,
         PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => DType::BF16,
         PrecisionPolicy::Fp16 => DType::F16,
     };
@@ -293,7 +293,7 @@ fn precision(config: &Config) -> Precision {
             Fp8Recipe::Block => Some(Fine::Blocks),
         },
     });
-    Precision { compute, gradients, fp8 }
+    Precision { compute, gradients, fp8, tf32: config.precision.policy == PrecisionPolicy::Tf32 }
 }
 
 /// Most micro-batches of a step.

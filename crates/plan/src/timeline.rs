@@ -6,7 +6,7 @@ use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{Arg, Class, Instr};
 use lockstep_ir::timeline::{self, Point};
 use lockstep_ir::walk::Distinct;
-use lockstep_ir::{DType, MeshAxis, StepProgram};
+use lockstep_ir::{MatmulType, MeshAxis, StepProgram};
 use lockstep_sim::GpuSpec;
 use serde::Serialize;
 
@@ -184,7 +184,11 @@ const MOST: usize = 1 << 18;
 
 /// The timeline of the first `steps` steps as planned: every step is the same. With an accelerator and the type of matmuls,
 /// in seconds.
-pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<(&GpuSpec, DType)>) -> Result<MemoryTimeline> {
+pub fn planned_timeline(
+    program: &StepProgram,
+    steps: usize,
+    gpu: Option<(&GpuSpec, MatmulType)>,
+) -> Result<MemoryTimeline> {
     let mut marks = Vec::new();
     let mut left_out = 0;
     if let Some(entry) = program.entry(StepProgram::TRAIN) {
@@ -197,7 +201,7 @@ pub fn planned_timeline(program: &StepProgram, steps: usize, gpu: Option<(&GpuSp
             for point in &points {
                 let instr = &program.segments[point.slot.segment].instrs[point.instr];
                 let cost = instr.cost()?;
-                let least = |(gpu, compute): (&GpuSpec, DType)| match instr.op.communicates() {
+                let least = |(gpu, compute): (&GpuSpec, MatmulType)| match instr.op.communicates() {
                     true => 0.0,
                     false => (cost.flops.hardware as f64 / gpu.peak(compute)).max(cost.bytes as f64 / gpu.bytes_per_s),
                 };

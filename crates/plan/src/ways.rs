@@ -274,7 +274,7 @@ fn other_precisions(config: &Config) -> Vec<Config> {
     let mut all = Vec::new();
     let mut other = config.clone();
     match config.precision.policy {
-        PrecisionPolicy::Fp32 => {
+        PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 => {
             other.precision.policy = PrecisionPolicy::Bf16;
             all.push(other.clone());
         }

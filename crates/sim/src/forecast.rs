@@ -19,7 +19,7 @@ pub struct Asked {
     /// FLOPs that the hardware is asked for in a step, of all ranks.
     pub hardware_flops: f64,
     /// The type that matmuls compute in, for the peak.
-    pub compute: lockstep_ir::DType,
+    pub compute: lockstep_ir::MatmulType,
 }
 
 /// How long a step takes.

@@ -4,7 +4,7 @@
 //! The files `data/gpus.toml` and `data/clusters.toml` are part of the program; a user's own file has the same form.
 
 use crate::{Result, SimError};
-use lockstep_ir::DType;
+use lockstep_ir::{DType, MatmulType};
 use serde::{Deserialize, Serialize};
 
 /// One GPU. Where a board carries several, one that a program sees as its own device.
@@ -18,6 +18,8 @@ pub struct GpuSpec {
     pub peak_flops_per_s: f64,
     /// FLOP per second of dense fp32 matmuls with all bits of fp32, as the executors compute them: not TF32.
     pub fp32_flops_per_s: f64,
+    /// FLOP per second of dense matmuls of fp32 rounded to TF32, where it has them.
+    pub tf32_flops_per_s: Option<f64>,
     /// FLOP per second of dense fp8 matmuls, where it has them.
     pub fp8_flops_per_s: Option<f64>,
     /// Bytes of its memory that a program can have: what the driver reports, less what the driver and a context take; where that is not
@@ -77,6 +79,7 @@ struct GpuEntry {
     family: Option<String>,
     tflops: f64,
     tflops_fp32: f64,
+    tflops_tf32: Option<f64>,
     tflops_fp8: Option<f64>,
     memory_gb: f64,
     memory_mib: Option<u64>,
@@ -199,6 +202,7 @@ impl GpuEntry {
         let figures = [
             ("tflops", self.tflops),
             ("tflops_fp32", self.tflops_fp32),
+            ("tflops_tf32", self.tflops_tf32.unwrap_or(1.0)),
             ("tflops_fp8", self.tflops_fp8.unwrap_or(1.0)),
             ("memory_gb", self.memory_gb),
             ("memory_tb_per_s", self.memory_tb_per_s),
@@ -222,6 +226,7 @@ impl GpuEntry {
             name: self.name,
             peak_flops_per_s: self.tflops * 1e12,
             fp32_flops_per_s: self.tflops_fp32 * 1e12,
+            tf32_flops_per_s: self.tflops_tf32.map(|tflops| tflops * 1e12),
             fp8_flops_per_s: self.tflops_fp8.map(|tflops| tflops * 1e12),
             memory_bytes: self.memory_mib.map_or(nominal_memory_bytes, |mib| (mib - TAKEN_MIB).saturating_mul(1 << 20)),
             nominal_memory_bytes,
@@ -261,12 +266,13 @@ impl ClusterEntry {
 }
 
 impl GpuSpec {
-    /// FLOP per second of dense matmuls of such elements.
-    pub fn peak(&self, compute: DType) -> f64 {
-        match compute {
-            DType::BF16 | DType::F16 => self.peak_flops_per_s,
-            DType::E4M3 | DType::E5M2 => self.fp8_flops_per_s.unwrap_or(self.peak_flops_per_s),
-            _ => self.fp32_flops_per_s,
+    /// FLOP per second of dense matmuls in such a type.
+    pub fn peak(&self, compute: impl Into<MatmulType>) -> f64 {
+        match compute.into() {
+            MatmulType::Tf32 => self.tf32_flops_per_s.unwrap_or(self.fp32_flops_per_s),
+            MatmulType::Stored(DType::BF16 | DType::F16) => self.peak_flops_per_s,
+            MatmulType::Stored(DType::E4M3 | DType::E5M2) => self.fp8_flops_per_s.unwrap_or(self.peak_flops_per_s),
+            MatmulType::Stored(_) => self.fp32_flops_per_s,
         }
     }
 
@@ -333,6 +339,9 @@ mod tests {
         assert_eq!(all.gpu("a1000"), None);
         let h100 = all.gpu("h100").map(|g| (g.peak(DType::BF16), g.peak(DType::F32), g.label()));
         assert_eq!(h100, Some((989e12, 67e12, "H100 80GB".into())));
+        let tf32 = |name: &str| all.gpu(name).map(|g| g.peak(MatmulType::Tf32));
+        // Without matrix units for it, it is fp32.
+        assert_eq!((tf32("h200"), tf32("a100"), tf32("v100")), (Some(494e12), Some(156e12), Some(15.7e12)));
         assert_eq!(all.gpu("a100-40gb").map(GpuSpec::label), Some("A100 40GB".into()));
         assert_eq!(all.of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name.as_str()), Some("a100"));
         assert_eq!(all.of_device("NVIDIA GeForce RTX 3090"), None);

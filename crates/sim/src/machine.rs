@@ -15,7 +15,7 @@ pub use points::{Family, Point, Table};
 use crate::hardware::{ClusterSpec, GpuSpec};
 use crate::work::{Demand, Kernel};
 use crate::{Hardware, Terms};
-use lockstep_ir::{Collective, DType, Mesh, StepProgram};
+use lockstep_ir::{Collective, DType, MatmulType, Mesh, StepProgram};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A machine's measurements.
@@ -99,10 +99,18 @@ impl Setting {
         }
     }
 
-    /// The peak rate of matmuls of such operands; of fp32 where there is none.
-    pub fn peak(&self, dtype: DType) -> f64 {
+    /// The peak rate of matmuls of such operands; of fp32 where there is none. TF32 was not measured: matrix units of GPUs have it at half the rate of
+    /// 16 bits, and on a CPU it is fp32.
+    pub fn peak(&self, dtype: impl Into<MatmulType>) -> f64 {
         let of = |dtype| self.flops_per_s.get(&dtype).copied();
-        of(dtype).or_else(|| of(DType::F32)).or_else(|| of(DType::BF16)).unwrap_or(1e12)
+        let dtype = dtype.into();
+        let half = of(DType::BF16).filter(|_| dtype == MatmulType::Tf32 && self.threads == 0).map(|rate| rate / 2.0);
+        half.or_else(|| of(dtype.stored())).or_else(|| of(DType::F32)).or_else(|| of(DType::BF16)).unwrap_or(1e12)
+    }
+
+    /// Whether a demand is a matmul that may be in TF32, and this machine a GPU: what was measured in fp32 says nothing of it.
+    fn is_faster_in_tf32(&self, demand: &Demand) -> bool {
+        self.threads == 0 && matches!(demand, Demand::Matmul { dtype: MatmulType::Tf32, .. })
     }
 
     /// Seconds of a demand; what had to be estimated from other ops is noted.
@@ -126,18 +134,23 @@ impl Setting {
             | Demand::Quantise { .. }
             | Demand::Optimizer { .. } => {
                 let Some((family, size)) = Family::of(demand) else { return 0.0 };
-                let bound = self.bound(family, kernel.dtype, &size);
-                let own = self.tables.iter().find(|t| t.op == kernel.op && t.dtype == kernel.dtype);
-                if let Some(share) = own.and_then(|table| table.share(self, &size)) {
-                    return self.slowdown * bound * share;
-                }
-                unmeasured.insert(format!("{} {}", kernel.op, kernel.dtype));
                 // As the nearest sizes of other ops of the kind, of this type if there are any.
                 let like = |dtype: Option<DType>| {
                     let tables =
                         self.tables.iter().filter(|t| t.family == family && dtype.is_none_or(|d| d == t.dtype));
                     points::share(self, tables, &size)
                 };
+                if self.is_faster_in_tf32(demand) {
+                    unmeasured.insert(format!("{} {}", kernel.op, MatmulType::Tf32));
+                    let bound = self.bound(family, MatmulType::Tf32, &size);
+                    return self.slowdown * bound * like(Some(DType::BF16)).or_else(|| like(None)).unwrap_or(2.0);
+                }
+                let bound = self.bound(family, kernel.dtype, &size);
+                let own = self.tables.iter().find(|t| t.op == kernel.op && t.dtype == kernel.dtype);
+                if let Some(share) = own.and_then(|table| table.share(self, &size)) {
+                    return self.slowdown * bound * share;
+                }
+                unmeasured.insert(format!("{} {}", kernel.op, kernel.dtype));
                 self.slowdown * bound * like(Some(kernel.dtype)).or_else(|| like(None)).unwrap_or(2.0)
             }
         }
@@ -161,7 +174,7 @@ impl Setting {
     }
 
     /// The roofline bound of a size, in seconds.
-    pub(crate) fn bound(&self, family: Family, dtype: DType, size: &[f64]) -> f64 {
+    pub(crate) fn bound(&self, family: Family, dtype: impl Into<MatmulType>, size: &[f64]) -> f64 {
         family.bound(size, self.peak(dtype), self.bytes_per_s, self.units)
     }
 
@@ -196,6 +209,7 @@ impl Setting {
             family: name.to_owned(),
             peak_flops_per_s: self.peak(DType::BF16),
             fp32_flops_per_s: self.peak(DType::F32),
+            tf32_flops_per_s: Some(self.peak(MatmulType::Tf32)),
             fp8_flops_per_s: None,
             memory_bytes: 0,
             nominal_memory_bytes: 0,
@@ -263,8 +277,9 @@ pub fn observe(
             let demand = Demand::of(program, segment, member.instr, true)?;
             let kernel = Kernel::of(&segment.instrs[member.instr]);
             if let (Some((family, size)), Some(class)) = (Family::of(&demand), demand.class()) {
-                let bound = setting.bound(family, kernel.dtype, &size);
-                asked.push(((family, kernel.op, kernel.dtype), size, class, bound));
+                let faster = setting.is_faster_in_tf32(&demand);
+                let bound = setting.bound(family, if faster { MatmulType::Tf32 } else { kernel.dtype.into() }, &size);
+                asked.push(((!faster).then_some((family, kernel.op, kernel.dtype)), size, class, bound));
             }
         }
         let all: f64 = asked.iter().map(|(.., bound)| bound).sum();
@@ -272,6 +287,7 @@ pub fn observe(
         for (key, size, class, bound) in asked {
             let share = seconds * bound / all.max(f64::MIN_POSITIVE);
             *classes.entry(class.to_string()).or_default() += share;
+            let Some(key) = key else { continue };
             let sizes = seen.entry(key).or_default();
             match sizes.iter_mut().find(|(known, _)| *known == size) {
                 Some((_, times)) => times.push(share),
@@ -335,7 +351,7 @@ mod tests {
     }
 
     fn matmul(n: u64, calls: u64) -> Demand {
-        let (rows, cols, inner, dtype) = (n, n, n, DType::BF16);
+        let (rows, cols, inner, dtype) = (n, n, n, DType::BF16.into());
         Demand::Matmul { rows, cols, inner, calls, dtype, bytes: 1, gradients: 0, logits: 0 }
     }
 
@@ -395,6 +411,31 @@ mod tests {
         assert!((found / 2e-6 - 1.0).abs() < 1e-3, "{found}");
         assert_eq!(unmeasured, ["dropout bf16"]);
         assert_eq!(seconds("gelu", Demand::Elementwise { bytes: 9 }).1, [""; 0]);
+    }
+
+    #[test]
+    fn what_was_measured_in_fp32_says_nothing_of_tf32_on_a_gpu() {
+        let Demand::Matmul { rows, cols, inner, calls, bytes, gradients, logits, .. } = matmul(1024, 1) else {
+            unreachable!()
+        };
+        let tf32 = Demand::Matmul { rows, cols, inner, calls, dtype: MatmulType::Tf32, bytes, gradients, logits };
+        let mut setting = planted().settings.remove(0);
+        setting.flops_per_s = BTreeMap::from([(DType::BF16, 1e12), (DType::F32, 1e11)]);
+        let fp32 = Table { dtype: DType::F32, ..setting.tables[0].clone() };
+        setting.add(vec![fp32]);
+        let kernel = Kernel { op: "linear", dtype: DType::F32 };
+        let of = |setting: &Setting| {
+            let mut unmeasured = BTreeSet::new();
+            (setting.seconds(kernel, &tf32, &Mesh::ONE, &mut unmeasured), unmeasured.len())
+        };
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-3;
+        // On a CPU it is fp32, which was measured.
+        let (found, unmeasured) = of(&setting);
+        assert!(near(found, 2.0 * 1024f64.powi(3) / 5e11) && unmeasured == 0, "{found}");
+        // On a GPU matmuls reach the share of their peak that those of 16 bits reach: half of half the rate.
+        setting.threads = 0;
+        let (found, unmeasured) = of(&setting);
+        assert!(near(found, 2.0 * 1024f64.powi(3) / 2.5e11) && unmeasured == 1, "{found}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl AtPeak {
             Demand::Nothing | Demand::Receive { .. } => AtPeak::Nothing,
             Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => AtPeak::Matmul {
                 flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / gpu.peak(dtype),
-                fp8: dtype.is_fp8() && gpu.fp8_flops_per_s.is_some(),
+                fp8: dtype.stored().is_fp8() && gpu.fp8_flops_per_s.is_some(),
                 bytes_s: bytes_s(bytes),
                 filled: filled(rows, cols, inner, gpu.units as u64).ln(),
                 misaligned: misaligned([rows, cols, inner]),

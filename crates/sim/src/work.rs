@@ -2,7 +2,7 @@
 
 use lockstep_ir::op::{Call, Cost, Matmuls, Saved, Transfer};
 use lockstep_ir::program::{BufferId, Instr, Segment, StepProgram, Sum};
-use lockstep_ir::{Axes, Collective, DType, MeshAxis, TypeError};
+use lockstep_ir::{Axes, Collective, DType, MatmulType, MeshAxis, TypeError};
 use std::collections::BTreeSet;
 
 /// What an instruction asks of the hardware. Instructions that ask the same take the same time.
@@ -20,8 +20,8 @@ pub enum Demand {
         inner: u64,
         /// How many.
         calls: u64,
-        /// Type of the operands.
-        dtype: DType,
+        /// What it multiplies in.
+        dtype: MatmulType,
         /// Bytes of operands and results of all of them.
         bytes: u64,
         /// Weights whose gradient it adds to a sum.
@@ -181,6 +181,7 @@ impl Demand {
             Cost::Nothing => Demand::Nothing,
             Cost::Matmul(Matmuls { rows, cols, inner, calls, gradients, logits, passes, reread }) => {
                 let bytes = bytes * passes + reread * dtype.bytes() as u64;
+                let dtype = if instr.tf32 { MatmulType::Tf32 } else { dtype.into() };
                 Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits }
             }
             Cost::Attention { head_dim, seq, backward } => {

@@ -146,6 +146,7 @@ fn processor_of(cores: f64) -> Hardware {
         family: "cpu".into(),
         peak_flops_per_s: 50e9 * cores,
         fp32_flops_per_s: 50e9 * cores,
+        tf32_flops_per_s: None,
         fp8_flops_per_s: None,
         memory_bytes: u64::MAX,
         nominal_memory_bytes: u64::MAX,

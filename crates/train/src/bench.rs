@@ -201,7 +201,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let profile = match timings {
         Some(timings) => {
             show("measuring the peaks of matmuls and memory");
-            let peaks = device.peaks(plan.threads, plan.precision.compute)?;
+            let peaks = device.peaks(plan.threads, plan.precision.multiplies())?;
             Some(profile(&plan, &[ProfiledStep { step, timings }], peaks)?)
         }
         None => None,

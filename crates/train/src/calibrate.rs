@@ -166,7 +166,7 @@ fn blank(
     let device = devices.device(target)?;
     let (mut flops_per_s, mut bytes_per_s) = (BTreeMap::new(), 0.0);
     for (_, dtype) in precisions {
-        let (flops, bytes) = device.peaks(threads, *dtype)?;
+        let (flops, bytes) = device.peaks(threads, (*dtype).into())?;
         flops_per_s.insert(*dtype, flops);
         bytes_per_s = bytes;
     }

@@ -325,7 +325,8 @@ impl Run<'_> {
             }
         }
         if !self.profiling.taken.is_empty() {
-            let peaks = self.devices.device(self.plan.target)?.peaks(self.plan.threads, self.plan.precision.compute)?;
+            let peaks =
+                self.devices.device(self.plan.target)?.peaks(self.plan.threads, self.plan.precision.multiplies())?;
             self.outcome.profile = Some(profile(self.plan, &self.profiling.taken, peaks)?);
         }
         Ok(self.outcome)

@@ -5,7 +5,10 @@ mod common;
 use common::{Ran, losses, run_to, tiny, write_corpus};
 use lockstep_config::Config;
 use lockstep_host::Devices;
+use lockstep_ir::Axis;
+use lockstep_ir::program::{Arg, Instr};
 use lockstep_train::{Event, RunOptions, run};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -60,6 +63,34 @@ fn bf16_is_deterministic_learns_as_well_and_keeps_its_promises_about_accumulatio
     assert!((last / reference - 1.0).abs() < 0.02, "bf16 {last}, fp32 {reference}");
     let whole = run("bf16", "reproducible = true", "d");
     assert_eq!(whole, run("bf16", "reproducible = true\nmicro_batch = 2", "e"));
+}
+
+#[test]
+fn tf32_is_a_permission_that_a_cpu_does_not_take_and_routers_do_not_have() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let run = |policy: &str| {
+        let config = tiny(dir.path(), &format!("steps = 6\nvalidate_every = 3\n[precision]\npolicy = \"{policy}\""));
+        losses(&config, &dir.path().join(policy))
+    };
+    assert_eq!(run("tf32"), run("fp32"));
+    let text = "[model]\narchitecture = \"mixtral\"\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 48\nexperts = 4\n\
+                [train]\nseq = 16\nglobal_batch = 4\ndevice = \"cuda\"\n[precision]\npolicy = \"tf32\"\n\
+                [parallel]\ntp = 2\ndp = 2\nzero = 3\n[recompute]\npolicy = \"full\"\n";
+    let plan = lockstep_plan::plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
+    let instrs = || plan.program().segments.iter().flat_map(|s| &s.instrs);
+    let rounds: BTreeSet<&str> = instrs().filter(|i| i.tf32).map(|i| i.op.name()).collect();
+    let expected = ["linear", "linear_grad_input", "linear_grad_weight", "vocab_grad", "vocab_logits"];
+    assert_eq!(rounds, BTreeSet::from(expected));
+    // Of each linear layer every matmul, those that are recomputed too; of a router none.
+    let router = |i: &&Instr| {
+        let experts = |a: &Arg| a.ty.dims.iter().any(|d| d.sections[0].axis == Axis::Experts);
+        i.inputs.iter().chain(i.outputs.iter().flatten()).any(experts)
+    };
+    for instr in instrs().filter(|i| i.op.name().starts_with("linear")) {
+        assert_eq!(instr.tf32, !router(&instr), "{instr:?}");
+    }
+    assert!(instrs().filter(|i| i.op.name().starts_with("linear")).any(|i| router(&i)));
 }
 
 #[test]

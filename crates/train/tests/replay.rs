@@ -56,13 +56,14 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
-const WAYS: [(&str, Of, &str); 58] = [
+const WAYS: [(&str, Of, &str); 59] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
     ("bf16", Of::All, "[precision]\npolicy = \"bf16\""),
     ("bf16-gradients", Of::Llama, "micro_batch = 4\n[precision]\npolicy = \"bf16\"\ngradients = \"bf16\""),
     ("fp16", Of::Llama, "[precision]\npolicy = \"fp16\""),
+    ("tf32", Of::All, "[precision]\npolicy = \"tf32\""),
     ("fp8", Of::Llama, "[precision]\npolicy = \"fp8\"\nfp8_weights = 0"),
     (
         "fp8-full",

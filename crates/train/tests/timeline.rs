@@ -93,7 +93,7 @@ fn long_steps_leave_out_what_repeats_and_a_gpu_gives_seconds() {
     let plan = plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
     let catalogue = lockstep_sim::Catalogue::builtin();
     let gpu = catalogue.gpu("h100").unwrap();
-    let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap();
+    let timeline = planned_timeline(plan.program(), 1, Some((gpu, plan.precision.multiplies()))).unwrap();
     assert!(timeline.left_out > 4000 && timeline.marks.len() < 10_000);
     assert_eq!(timeline.clock, Clock::PeakRates("h100".into()));
     assert_eq!(timeline.peak().unwrap().total(), plan.memory.peak.live_bytes);
@@ -111,7 +111,7 @@ fn fp32_takes_longer_than_bf16_and_collectives_have_bytes_and_no_time() {
              [precision]\npolicy = \"{precision}\"\n"
         );
         let plan = plan(&Devices::new(), &Config::parse(&text, "run.toml", &[]).unwrap()).unwrap();
-        planned_timeline(plan.program(), 1, Some((gpu, plan.precision.compute))).unwrap()
+        planned_timeline(plan.program(), 1, Some((gpu, plan.precision.multiplies()))).unwrap()
     };
     let (bf16, fp32) = (timed("bf16"), timed("fp32"));
     let longest = |t: &lockstep_plan::MemoryTimeline| {

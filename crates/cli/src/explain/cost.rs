@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::{ConfigArgs, hardware};
 use lockstep_config::Config;
 use lockstep_ir::units::{counted, thousands};
-use lockstep_ir::{DType, units};
+use lockstep_ir::{MatmulType, units};
 use lockstep_plan::Plan;
 use lockstep_sim::{GpuSpec, Hardware};
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ pub(super) struct Cost {
 /// The time it takes.
 struct Time {
     gpu: GpuSpec,
-    compute: DType,
+    compute: MatmulType,
     /// FLOP per second of matmuls in that type.
     peak: f64,
     mfu: f64,
@@ -100,13 +100,13 @@ impl CostArgs {
         let ranks = plan.layout.mesh.ranks() as u64;
         let time = predicted.map(|p| {
             let gpu = p.hardware.gpu.clone();
-            let peak = gpu.peak(plan.precision.compute);
+            let peak = gpu.peak(plan.precision.multiplies());
             let used = mfu.unwrap_or(p.forecast.mfu);
             let gpu_days = flops / (peak * used) / 86_400.0;
             let shared = |gpus: u64| Shared { gpus, days: gpu_days / gpus as f64, copies: gpus / ranks };
             // A prediction is for as many as the layout has.
             let gpus = self.gpus.or((mfu.is_none() && ranks > 1).then_some(ranks));
-            let compute = plan.precision.compute;
+            let compute = plan.precision.multiplies();
             Time { gpu, compute, peak, mfu: used, predicted: mfu.is_none(), gpu_days, shared: gpus.map(shared) }
         });
         Ok(Some(Cost { tokens, flops, time }))

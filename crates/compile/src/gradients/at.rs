@@ -103,7 +103,9 @@ impl At<'_> {
 
     /// Appends a B node.
     pub fn append(&mut self, op: Op, reads: &[ValueId], name: &str) -> Result<Vec<ValueId>, TypeError> {
-        self.g.node(op, reads, name, Phase::InputGrad, self.node.layer)
+        let made = self.g.node(op, reads, name, Phase::InputGrad, self.node.layer)?;
+        self.g.keep_tf32(self.node.tf32);
+        Ok(made)
     }
 
     pub fn name(&self, value: ValueId) -> String {
@@ -167,6 +169,7 @@ impl At<'_> {
         }
         let name = format!("dw.{}", self.g.get(parameter).name);
         let dw = self.g.node(op, reads, &name, Phase::WeightGrad, self.node.layer)?[0];
+        self.g.keep_tf32(self.node.tf32);
         self.sum_into_state(dw, parameter);
         Ok(())
     }

@@ -35,6 +35,7 @@ fn add_norm(g: &mut Graph) {
                     outputs: [&add.outputs[..1], &norm.outputs[..]].concat(),
                     phase: Phase::Forward,
                     layer: norm.layer,
+                    tf32: false,
                 };
                 g.nodes[n] = fused;
                 g.nodes.remove(a);

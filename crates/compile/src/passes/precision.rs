@@ -5,7 +5,7 @@
 
 use crate::Context;
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 
 pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
@@ -28,7 +28,25 @@ pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeE
         }
     }
     without_idle_casts(&mut g);
+    if context.precision.tf32 {
+        permit_tf32(&mut g);
+    }
     Ok(g)
+}
+
+/// Linear layers and the output head may round to TF32, but for those with weights that stay as they are (routers). The matmuls of their gradients follow.
+fn permit_tf32(g: &mut Graph) {
+    let exact: Vec<bool> = g
+        .values
+        .iter()
+        .map(|v| matches!(&v.source, Source::State(State::Parameter(parameter)) if parameter.exact))
+        .collect();
+    let in_f32 = |v: &ValueId| g.values[v.0].ty.dtype == DType::F32 && !exact[v.0];
+    for node in &mut g.nodes {
+        let multiplies = node.op.spec().multiplies;
+        let linear = matches!(node.op, Op::Linear | Op::LinearCrossEntropy { .. });
+        node.tf32 = linear && multiplies.iter().all(|input| in_f32(&node.inputs[*input]));
+    }
 }
 
 /// Takes out casts to the type that a value has already.
@@ -51,8 +69,10 @@ fn without_idle_casts(g: &mut Graph) {
 #[cfg(test)]
 mod tests {
     use crate::Precision;
-    use crate::passes::tests::{check, small_model};
-    use lockstep_ir::DType;
+    use crate::passes::autodiff;
+    use crate::passes::tests::{check, lines, small_model};
+    use lockstep_ir::graph::{Source, State};
+    use lockstep_ir::{DType, Graph};
 
     #[test]
     fn parameters_and_activations_are_rounded_and_statistics_are_not() {
@@ -77,6 +97,23 @@ F loss: f64[batch:1], loss.lse: f32[batch:1, seq:4] = cross_entropy(logits, targ
 return    loss
 ",
         );
+    }
+
+    #[test]
+    fn with_tf32_linear_layers_and_their_gradients_may_round_and_those_of_exact_weights_may_not() {
+        let (mut before, mut context) = small_model();
+        context.precision = Precision { tf32: true, ..Precision::FP32 };
+        let matmuls = |g: &Graph| {
+            let derived = autodiff(&super::precision(g, &context).unwrap(), &context).unwrap();
+            lines(&derived, &[" = linear"], false).lines().map(|line| line.ends_with(" in tf32")).collect::<Vec<_>>()
+        };
+        assert_eq!(matmuls(&before), [true; 3]);
+        for value in &mut before.values {
+            if let Source::State(State::Parameter(parameter)) = &mut value.source {
+                parameter.exact = true;
+            }
+        }
+        assert_eq!(matmuls(&before), [false; 3]);
     }
 
     #[test]

@@ -70,7 +70,8 @@ impl Rewrite {
                 copy
             }));
         }
-        g.nodes.push(Node { op, inputs: reads, outputs: copies, phase: Phase::InputGrad, layer: node.layer });
+        let Node { layer, tf32, .. } = *node;
+        g.nodes.push(Node { op, inputs: reads, outputs: copies, phase: Phase::InputGrad, layer, tf32 });
         Ok(self.copies[v.0].unwrap_or(v))
     }
 }

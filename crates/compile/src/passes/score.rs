@@ -22,10 +22,11 @@ pub(super) fn score(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         // Every head of today is one of these.
         return Err(TypeError { op: "linear_score", reason: "the loss is not fused with the output head".into() });
     };
-    let Node { op, inputs, outputs, phase, layer } = g.nodes[at].clone();
+    let Node { op, inputs, outputs, phase, layer, tf32 } = g.nodes[at].clone();
     let Op::LinearCrossEntropy { score: false, rows } = op else { return Ok(g) };
     let behind = g.nodes.split_off(at);
     let misses = g.node(Op::LinearCrossEntropy { score: true, rows }, &inputs, MISSES, phase, layer)?[1];
+    g.keep_tf32(tf32);
     g.values[misses.0].name = MISSES.to_owned();
     if let Some(node) = g.nodes.last_mut() {
         node.outputs[0] = outputs[0];

@@ -12,7 +12,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
     let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op, inputs, outputs, layer, .. }) = g.nodes.pop() else { return Ok(()) };
+    let Some(Node { op, inputs, outputs, layer, tf32, .. }) = g.nodes.pop() else { return Ok(()) };
     let Op::LinearCrossEntropy { rows, .. } = op else { return Ok(()) };
     let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
     let (loss, dx, dw, misses) = match outputs[..] {
@@ -30,7 +30,11 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     let parts = context.layout.mesh.size(MeshAxis::Tp);
     let chunks = (0..spans).flat_map(|b| (0..span).step_by(rows).map(move |s| (b * span + s, rows.min(span - s))));
     let (mut statistics, mut pieces, mut missed): (Vec<ValueId>, Vec<ValueId>, Vec<ValueId>) = Default::default();
-    let node = |g: &mut Graph, op, reads: &[ValueId], name: &str| g.node(op, reads, name, Phase::Forward, layer);
+    let node = |g: &mut Graph, op, reads: &[ValueId], name: &str| {
+        let made = g.node(op, reads, name, Phase::Forward, layer)?;
+        g.keep_tf32(tf32);
+        Ok::<_, TypeError>(made)
+    };
     for (c, (first, count)) in chunks.enumerate() {
         let rows = Rows { first, count, ranks };
         let made = node(g, Op::VocabLogits { rows, parts }, &[x, w, targets], &format!("logits.{c}"))?;

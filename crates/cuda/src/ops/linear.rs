@@ -21,6 +21,10 @@ pub fn launches() -> Launches {
 
 /// The matmuls that an instruction may ask for, so that they can be planned before anything runs.
 pub fn shapes(bound: &Bound) -> Vec<MatmulShape> {
+    matmuls(bound).into_iter().map(|shape| MatmulShape { tf32: bound.tf32, ..shape }).collect()
+}
+
+fn matmuls(bound: &Bound) -> Vec<MatmulShape> {
     let size = |letter| bound.size(letter);
     let (m, input) = (size("batch") * size("seq"), bound.float);
     let plain = |gemm, m, n, output| MatmulShape::new(gemm, (m, n, size("inputs")), input, output);

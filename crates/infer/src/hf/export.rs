@@ -56,7 +56,7 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     let dtype = match (options.dtype, config.precision.policy) {
         (Some(dtype), _) => dtype,
         (None, PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8) => DType::BF16,
-        (None, PrecisionPolicy::Fp32 | PrecisionPolicy::Fp16) => DType::F32,
+        (None, PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 | PrecisionPolicy::Fp16) => DType::F32,
     };
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));

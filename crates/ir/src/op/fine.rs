@@ -4,7 +4,7 @@
 //! for itself. Units of blocks stand with the rows of the operand side by side, as matrix libraries take them. A weight in blocks has one unit for
 //! every 128 × 128 elements, written down for each row.
 
-use super::quantise::bytes;
+use super::quantise::{COST, bytes};
 use super::row::{FlopsRule, Operand, Samples, Spec, TypeVar, accumulator, f32, float, fp8, row};
 use super::sample::{Draw, Shapes, floats, normal, sample};
 use super::{Cost, Dims, Flops, Matmuls, Op, Sample, TypeError, attributes};
@@ -93,6 +93,7 @@ pub(super) static QUANTISE_ROWWISE: Spec = row(
 .same_over_tp(&["seq"])
 .cheap(&[0, 1, 2, 3])
 .own(&[1, 3])
+.cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[]));
 
 pub(super) static QUANTISE_ROWWISE_WEIGHT: Spec = row(
@@ -109,6 +110,7 @@ pub(super) static QUANTISE_ROWWISE_WEIGHT: Spec = row(
 .splits(&["outputs", "inputs"])
 .own(&[1, 3])
 .forward()
+.cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[]));
 
 pub(super) static QUANTISE_BLOCKWISE: Spec = row(
@@ -125,6 +127,7 @@ pub(super) static QUANTISE_BLOCKWISE: Spec = row(
 .gradient(&[])
 .splits(&["batch", "seq positions", "features across"])
 .cheap(&[0, 1, 2, 3])
+.cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[("features", "across"), ("seq", "positions")]));
 
 pub(super) static QUANTISE_BLOCKWISE_WEIGHT: Spec = row(
@@ -140,6 +143,7 @@ pub(super) static QUANTISE_BLOCKWISE_WEIGHT: Spec = row(
 )
 .splits(&["outputs down", "inputs across"])
 .forward()
+.cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[("inputs", "across"), ("outputs", "down")]));
 
 /// Units of so many rows and blocks, drawn.

@@ -3,6 +3,7 @@
 //! Matrix units of before 2024 take operands in fp8 only where the summed dimension is contiguous in both. So what is quantised is stored a second
 //! time as its transpose where a gradient asks for that: one kernel makes both.
 
+use super::cost::CostRule;
 use super::row::{FlopsRule, LocalRule, Operand, Samples, ShapeRule, Spec, TypeVar, accumulator, f32, float, fp8, row};
 use super::sample::{Draw, Shapes, floats, normal, sample};
 use super::{Cost, Flops, Matmuls, Op, Sample, attributes};
@@ -94,11 +95,14 @@ fn shapes(batch: usize) -> Shapes {
     Shapes::sized(batch, 64, 16)
 }
 
+/// As frameworks do it, with more or fewer reads of a tensor.
+pub(super) const COST: CostRule = |_, _, _| Cost::Quantise;
+
 const LARGEST: &[Operand] = &[f32("amax", "counted")];
 
 /// The largest magnitude of rows.
 const fn amax(name: &'static str, inputs: &'static [Operand], samples: Samples) -> Spec {
-    row(name, inputs, LARGEST, samples).own(&[0]).forward().shape(COUNTED).local(COUNTED_HERE)
+    row(name, inputs, LARGEST, samples).own(&[0]).forward().shape(COUNTED).cost(COST).local(COUNTED_HERE)
 }
 
 pub(super) static AMAX: Spec = amax("amax", &[float("x", "batch seq features")], |batch| {
@@ -123,7 +127,7 @@ pub(super) static WEIGHT_AMAX: Spec = row("weight_amax", &[float("w", "outputs i
 .splits(&["outputs counted", "inputs counted"])
 .forward()
 .shape(COUNTED)
-.cost(|_, _, _| Cost::Quantise)
+.cost(COST)
 .local(COUNTED_HERE);
 
 pub(super) static STACK_AMAX: Spec =
@@ -133,7 +137,7 @@ pub(super) static STACK_AMAX: Spec =
     .splits(&["experts", "outputs counted", "inputs counted"])
     .forward()
     .shape(COUNTED)
-    .cost(|_, _, _| Cost::Quantise)
+    .cost(COST)
     .local(COUNTED_HERE);
 
 /// The format that the op says, and a unit.
@@ -169,7 +173,7 @@ pub(super) static QUANTISE: Spec = row(
 .splits(&["batch", "seq", "features"])
 .cheap(&[0, 1])
 .own(&[2])
-.cost(|_, _, _| Cost::Quantise)
+.cost(COST)
 .shape(FORMAT);
 
 /// Rows of experts are sorted where they are transposed, by what sums over them.
@@ -183,6 +187,7 @@ pub(super) static QUANTISE_CHOICES: Spec = row(
 .splits(&["batch", "seq", "features"])
 .cheap(&[0])
 .own(&[1])
+.cost(COST)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_BLOCKS: Spec = row(
@@ -195,6 +200,7 @@ pub(super) static QUANTISE_BLOCKS: Spec = row(
 .splits(&["parts", "rows", "features"])
 .cheap(&[0])
 .own(&[1])
+.cost(COST)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_WEIGHT: Spec = row(
@@ -206,7 +212,7 @@ pub(super) static QUANTISE_WEIGHT: Spec = row(
 .splits(&["outputs", "inputs"])
 .own(&[2])
 .forward()
-.cost(|_, _, _| Cost::Quantise)
+.cost(COST)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_STACK: Spec = row(
@@ -218,6 +224,7 @@ pub(super) static QUANTISE_STACK: Spec = row(
 .splits(&["experts", "outputs", "inputs"])
 .own(&[2])
 .forward()
+.cost(COST)
 .shape(FORMAT);
 
 /// A tensor of bytes, drawn.

@@ -253,7 +253,7 @@ impl<'a> Space<'a> {
         let own = self.config.precision.gradients;
         let mixed = match self.config.precision.policy {
             PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => !self.config.train.reproducible,
-            PrecisionPolicy::Fp32 | PrecisionPolicy::Fp16 => false,
+            PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 | PrecisionPolicy::Fp16 => false,
         };
         let all = [GradientPrecision::Fp32, GradientPrecision::Bf16];
         if mixed { self.values("precision.gradients", own, all) } else { vec![own] }

@@ -59,8 +59,9 @@ fn instruction(program: &StepProgram, segment: &Segment, at: usize, instr: &Inst
     let outputs: Vec<String> = instr.outputs.iter().map(|o| o.as_ref().map_or("_".to_owned(), operand)).collect();
     let scratch = instr.workspace.map(|w| format!("{} bytes at {}", program.buffers[w.0].bytes, place(program, w.0)));
     let group = segment.group_of(at).map(|group| (group.fusion.name(), group.instrs.clone()));
+    let tf32 = if instr.tf32 { " in tf32" } else { "" };
     format!(
-        "{} {:?} {:?} {} <- {inputs:?} -> {outputs:?} after {:?}, scratch {scratch:?}, group {group:?}, {:?}\n",
+        "{} {:?} {:?} {}{tf32} <- {inputs:?} -> {outputs:?} after {:?}, scratch {scratch:?}, group {group:?}, {:?}\n",
         instr.phase.letter(),
         instr.stream,
         instr.layer,
