@@ -145,6 +145,24 @@ $fp8
 [recompute]
 policy = \"full\""
 
+check llama-rowwise 11 <<< "[model]
+$bytes
+kv_heads = 2
+$long
+$fp8
+fp8_recipe = \"rowwise\""
+# Blocks of 128 are whole on every rank.
+check llama-block 31 <<< "[model]
+vocab_size = 131
+layers = 8
+dim = 256
+heads = 4
+kv_heads = 2
+ffn = 256
+${train/seq = 32/seq = 256}
+$fp8
+fp8_recipe = \"block\""
+
 # By all-to-all ranks have whole heads.
 context=("2:cp=2,context=a2a" "4:cp=4,context=a2a")
 mix

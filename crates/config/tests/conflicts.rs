@@ -490,6 +490,15 @@ hint: remove precision.{key}, or choose precision.policy = \"fp8\"
     }
     check_set(
         TINY,
+        &["precision.fp8_recipe=block"],
+        "
+precision.fp8_recipe = \"block\" is given, and precision.policy = \"bf16\" has no fp8
+  --> --set precision.fp8_recipe=block
+hint: remove precision.fp8_recipe, or choose precision.policy = \"fp8\"
+",
+    );
+    check_set(
+        TINY,
         &["precision.policy=fp8", "train.reproducible=true"],
         "
 train.reproducible = true asks for the same bits at any train.micro_batch, and the scales of fp8 are those of a micro-batch

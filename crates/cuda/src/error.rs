@@ -84,6 +84,19 @@ pub enum CudaError {
         /// Its compute capability, as 10 × major + minor.
         capability: u32,
     },
+    /// The matmul library has no matmuls in fp8 with such scales.
+    #[error(
+        "cuBLASLt {}.{} has no matmul in fp8 with a scale for each {each} on this GPU: those are for compute capability 9.0, from \
+         cuBLASLt 12.9 on",
+        version / 10_000, version / 100 % 100
+    )]
+    #[hint("choose precision.fp8_recipe = \"current\"")]
+    NoRecipe {
+        /// Its version, as 10000 × major + 100 × minor + patch.
+        version: usize,
+        /// What has a scale.
+        each: &'static str,
+    },
     /// No memory is left.
     #[error("the device has no memory left")]
     #[hint("{MEMORY_HINT}")]
@@ -279,6 +292,7 @@ impl From<CudaError> for ExecError {
             | CudaError::Lost { .. }
             | CudaError::Call { .. }
             | CudaError::Compile { .. }
+            | CudaError::NoRecipe { .. }
             | CudaError::Unsupported(_)
             | CudaError::Internal(_) => None,
         };

@@ -46,6 +46,8 @@ const DESC_TRANSA: c_int = 3;
 const DESC_TRANSB: c_int = 4;
 const DESC_FAST_ACCUMULATION: c_int = 25;
 const DESC_SCALE_MODES: [c_int; 2] = [31, 32];
+/// An address that nobody reads.
+const SOME_UNITS: Address = 256;
 const PREFERENCE_WORKSPACE: c_int = 1;
 const PREFERENCE_ALIGNMENT: [c_int; 4] = [5, 6, 7, 8];
 
@@ -298,6 +300,8 @@ impl Matmul {
             for which in DESC_SCALE_MODES {
                 self.set(desc, which, shape.units.mode())?;
             }
+            // The library proposes nothing where there are none; each call says where they are.
+            self.place_units(desc, (SOME_UNITS, SOME_UNITS))?;
         }
         self.describe_epilogue(desc, shape)?;
         Ok(Described { desc, a: layout(a, second)?, b: layout(b, input)?, c: layout(c, output)? })
@@ -357,7 +361,11 @@ impl Matmul {
     pub fn prepare(&self, shape: MatmulShape) -> Result<(), CudaError> {
         match self.prepared(shape)? {
             true => Ok(()),
-            false => Err(CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}"))),
+            false => Err(match shape.units {
+                Units::One => CudaError::Internal(format!("cuBLASLt proposes nothing for {shape:?}")),
+                Units::Rows => CudaError::NoRecipe { version: (self.lt.version)(), each: "row" },
+                Units::Blocks => CudaError::NoRecipe { version: (self.lt.version)(), each: "block" },
+            }),
         }
     }
 

@@ -4,7 +4,7 @@
 use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Steps, TRAINING_PASSES, autodiff};
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
-use lockstep_ir::op::{Blocks, Norm, Routing, samples};
+use lockstep_ir::op::{Blocks, Fine, Norm, Routing, samples};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType, ValueId, counter, verify};
 
 const BATCH: usize = 2;
@@ -239,7 +239,8 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         }
         _ if op.spec().gradient_reads.is_none() => return None,
         // Rounding is no function with a gradient: what takes its place is tried below.
-        Op::Quantise { .. } | Op::Fp8Linear { .. } | Op::Fp8Grouped { .. } | Op::Fp8Rows { .. } => return None,
+        Op::Quantise { .. } | Op::QuantiseFine { .. } => return None,
+        Op::Fp8Linear { .. } | Op::FineLinear { .. } | Op::Fp8Grouped { .. } | Op::Fp8Rows { .. } => return None,
         // Ops of one tensor, each element on its own.
         _ => {
             assert_eq!(op.spec().inputs.len(), 1, "{} needs a graph of its own here", op.name());
@@ -289,7 +290,7 @@ fn gradients_agree_with_finite_differences() {
     }
     for (op, optional) in calls.into_iter().chain(windows) {
         let Some(forward) = graph_through(op, optional) else {
-            let rounds = op.name().starts_with("quantise") || op.name().starts_with("fp8_");
+            let rounds = ["quantise", "fp8_", "rowwise", "blockwise"].iter().any(|of| op.name().starts_with(of));
             assert!(rounds || op.spec().gradient_reads.is_none(), "{}", op.name());
             continue;
         };
@@ -319,12 +320,12 @@ fn gradients_agree_with_finite_differences() {
 
 #[test]
 fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
-    let (rows, wide) = (32, Dim::new(Axis::Embed, 64));
+    let (rows, wide) = (128, Dim::new(Axis::Embed, 128));
     let mut b = Build { g: Graph::new() };
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, rows)]);
     let [tokens, targets] = ["tokens", "targets"].map(|name| b.g.input(name, ids.clone()));
     let table = b.parameter("table", &[Dim::new(Axis::Vocab, 6), wide.clone()]);
-    let ffn = Dim::new(Axis::Ffn, 96);
+    let ffn = Dim::new(Axis::Ffn, 256);
     let up = b.parameter("up", &[ffn.clone(), wide.clone()]);
     let down = b.parameter("down", &[wide.clone(), ffn]);
     let x = b.op(Op::Embedding, &[tokens, table], "x")[0];
@@ -348,15 +349,24 @@ fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
         let data = |v: ValueId| Some(feed(&graph, v, None)?.into_iter().map(|x| smaller(v, x)).collect());
         let values = reference::evaluate(&graph, data);
         let of = |w: ValueId| values[graph.gradients_of(w)[0].0].clone().unwrap();
-        (graph.to_string().matches("= fp8_").count(), [table, up, down].map(of))
+        (
+            ["= fp8_", "wise_linear", "wise_grad"]
+                .map(|op| graph.to_string().matches(op).count())
+                .iter()
+                .sum::<usize>(),
+            [table, up, down].map(of),
+        )
     };
     let (none, exact) = gradients(bf16);
-    let (matmuls, found) = gradients(Precision { fp8: Some(Fp8 { weights: Some(0), ..Fp8::default() }), ..bf16 });
-    assert_eq!((none, matmuls), (0, 6));
-    for (exact, found) in exact.iter().zip(&found) {
-        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-        let apart = norm(&mut exact.iter().zip(found).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
-        assert!((1e-4..0.1).contains(&apart), "{apart}");
+    for fine in [None, Some(Fine::Rows), Some(Fine::Blocks)] {
+        let (matmuls, found) =
+            gradients(Precision { fp8: Some(Fp8 { weights: Some(0), fine, ..Fp8::default() }), ..bf16 });
+        assert_eq!((none, matmuls), (0, 6));
+        for (exact, found) in exact.iter().zip(&found) {
+            let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+            let apart = norm(&mut exact.iter().zip(found).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
+            assert!((1e-4..0.1).contains(&apart), "{fine:?}: {apart}");
+        }
     }
 }
 

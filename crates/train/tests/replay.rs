@@ -76,6 +76,11 @@ const WAYS: [(&str, Of, &str); 59] = [
         "micro_batch = 4\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[parallel]\ncp = 2\ntp = 2\nsequence_parallel = true",
     ),
     (
+        "fp8-rowwise-tp2-sp",
+        Of::Llama,
+        "micro_batch = 4\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"rowwise\"\n[parallel]\ntp = 2\nsequence_parallel = true",
+    ),
+    (
         "fp8-dp2-zero3-pp2-zb-v",
         Of::Llama,
         "micro_batch = 1\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[parallel]\ndp = 2\nzero = 3\npp = 2\nschedule = \"zb-v\"",

@@ -1,6 +1,6 @@
 //! What a matmul does with its result before it is stored.
 
-use super::{Described, Matmul, MatmulShape, check};
+use super::{Described, Handle, Matmul, MatmulShape, check};
 use crate::driver::{Address, Stream};
 use crate::{CudaError, cache};
 use lockstep_ir::DType;
@@ -140,7 +140,7 @@ impl Matmul {
         let Some(plan) = self.to_run(shape)? else { return Ok(()) };
         // As with an epilogue: where units stand is part of the description.
         let described = self.describe(shape)?;
-        let placed = self.place_units(&described, (first_unit, second_unit));
+        let placed = self.place_units(described.desc, (first_unit, second_unit));
         let beta = if shape.adds { 1.0 } else { 0.0 };
         let called = placed.and_then(|()| {
             // SAFETY: the plan is of this shape, whose matrices these are by the caller's word.
@@ -152,9 +152,9 @@ impl Matmul {
     }
 
     /// Says where the units of the factors are.
-    pub(super) fn place_units(&self, d: &Described, (first, second): (Address, Address)) -> Result<(), CudaError> {
-        self.set(d.desc, DESC_A_SCALE, second)?;
-        self.set(d.desc, DESC_B_SCALE, first)
+    pub(super) fn place_units(&self, desc: Handle, (first, second): (Address, Address)) -> Result<(), CudaError> {
+        self.set(desc, DESC_A_SCALE, second)?;
+        self.set(desc, DESC_B_SCALE, first)
     }
 
     /// Whether a matmul fuses GELU, or its derivative, into its epilogue in less time than it takes without and a copy of the result, which is what a

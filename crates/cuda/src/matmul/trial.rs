@@ -78,7 +78,7 @@ impl Trial<'_> {
         // Any operand does as a bias.
         self.matmul.place(d, shape.epilogue, Beside { bias: a, matrix: self.beside })?;
         if shape.units != Units::One {
-            self.matmul.place_units(d, (self.units, self.units))?;
+            self.matmul.place_units(d.desc, (self.units, self.units))?;
         }
         let once = || {
             // SAFETY: the matrices are as large as the shape says.
