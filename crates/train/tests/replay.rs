@@ -56,7 +56,7 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
-const WAYS: [(&str, Of, &str); 59] = [
+const WAYS: [(&str, Of, &str); 60] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
