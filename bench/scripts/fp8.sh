@@ -26,6 +26,12 @@ for _ in $(seq "$rounds"); do
         step "124m-$precision" --preset llama-124m --seq 1024 --batch 64 --precision $precision
         step "moe-3b-$precision" bench/configs/moe-3b.toml --batch 4 --recompute budget=51.9GiB --precision $precision
     done
+    for precision in bf16 fp8; do
+        step "moe-3b-saved-$precision" bench/configs/moe-3b.toml --batch 4 --recompute none --precision $precision
+    done
+    for recipe in rowwise block; do
+        step "1b-$recipe-fp8" --preset llama-3.2-1b --seq 4096 --batch 8 --precision fp8 --set precision.fp8_recipe=$recipe
+    done
     step "1b-51.4GiB-fp8" --preset llama-3.2-1b --seq 4096 --batch 8 --precision fp8 --recompute budget=51.4GiB
     if [ -n "$peer" ]; then
         for how in bf16 fp8; do
@@ -43,7 +49,7 @@ for file in pathlib.Path(sys.argv[1]).iterdir():
     if file.name != "out":
         of[file.name] = list(zip(*[map(float, line.split()) for line in file.read_text().splitlines()]))
 speed = lambda name: statistics.median(of[name][0])
-base = {"1b-51.4GiB-fp8": "1b-bf16"}
+base = {name: "1b-bf16" for name in ["1b-51.4GiB-fp8", "1b-rowwise-fp8", "1b-block-fp8"]}
 print(f'{"":<18} {"tokens/s":>9} {"GiB":>7}  beside bf16   rounds')
 for name in sorted(of):
     other = base.get(name, name.replace("-fp8", "-bf16"))

@@ -36,8 +36,8 @@ SUFFIXES = (".rs", ".md", ".py")
 MAX_FILE_BYTES = 200_000  # Longer files are mostly generated tables.
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 8192
-SEQ, BATCH, STEPS = 1024, 8, 2000
-VALIDATION_SEQUENCES = 488
+SEQ, BATCH, STEPS = 256, 32, 2000
+VALIDATION_SEQUENCES = 1952
 # A sequence has one more token than it predicts.
 TRAIN_TOKENS = STEPS * BATCH * SEQ + 1
 VALIDATION_TOKENS = VALIDATION_SEQUENCES * SEQ + 1

@@ -265,7 +265,7 @@ tables! {
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
         /// With fp8, what has a scale of its own. current: a whole tensor, and of experts each one's weights; gradients are in E5M2. rowwise: each row of
         /// a matmul's operand. block: 128 elements of a row, and of a weight 128 × 128, as DeepSeek-V3 has it. Those two have gradients in E4M3, and
-        /// are slower and closer to bf16; experts have the scales of current with any.
+        /// are slower; experts have the scales of current with any.
         fp8_recipe: Fp8Recipe = Choice(Fp8Recipe::WORDS), Fixed("\"current\""), Changeable,
             finds ["tensorwise", "rowwise scaling", "blockwise", "block scaling", "current scaling", "DeepSeek fp8", "recipe_name"];
         /// With fp8, the fewest weights of a linear layer or an expert's matrix (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not

@@ -90,7 +90,7 @@ pub enum CudaError {
          cuBLASLt 12.9 on",
         version / 10_000, version / 100 % 100
     )]
-    #[hint("choose precision.fp8_recipe = \"current\"")]
+    #[hint("choose the recipe with a scale for each tensor (current), or train in bf16")]
     NoRecipe {
         /// Its version, as 10000 × major + 100 × minor + patch.
         version: usize,
