@@ -132,7 +132,7 @@ $train"
 fp8=$'[precision]\npolicy = "fp8"\nfp8_weights = 0'
 bytes=$'vocab_size = 131\nlayers = 8\ndim = 64\nheads = 4\nffn = 96'
 long=${train/seq = 32/seq = 128}
-check llama-fp8 3 <<< "[model]
+check llama-fp8 6 <<< "[model]
 $bytes
 kv_heads = 2
 $long
@@ -207,7 +207,7 @@ $train
 ep_bound = 3.0
 [recompute]
 policy = \"full\""
-check mixtral-fp8 9 <<< "[model]
+check mixtral-fp8 18 <<< "[model]
 architecture = \"mixtral\"
 vocab_size = 131
 layers = 8
