@@ -151,14 +151,10 @@ kv_heads = 2
 $long
 $fp8
 fp8_recipe = \"rowwise\""
-# Blocks of 128 are whole on every rank.
+# Blocks of 128 are whole on two tensor-parallel ranks.
+wide=$'vocab_size = 131\nlayers = 8\ndim = 256\nheads = 4\nkv_heads = 2\nffn = 256'
 check llama-block 31 <<< "[model]
-vocab_size = 131
-layers = 8
-dim = 256
-heads = 4
-kv_heads = 2
-ffn = 256
+$wide
 ${train/seq = 32/seq = 256}
 $fp8
 fp8_recipe = \"block\""
@@ -209,12 +205,7 @@ ep_bound = 3.0
 policy = \"full\""
 check mixtral-fp8 18 <<< "[model]
 architecture = \"mixtral\"
-vocab_size = 131
-layers = 8
-dim = 256
-heads = 4
-kv_heads = 2
-ffn = 256
+$wide
 experts = 4
 $train
 $fp8"

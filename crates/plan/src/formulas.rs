@@ -318,12 +318,13 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k + experts / S)" } else { "" };
     // In fp8 a byte of each element of what norms and the MLP's activation give, and of each matmul two units and what a weight's follows from; of the
     // attention's output what its unit follows from.
+    let apart = |op: &Op| matches!(op, Op::Linear | Op::FineLinear { .. });
     let bytes = match config.precision.policy == PrecisionPolicy::Fp8 {
-        true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| i.op != Op::Linear).then_some(2.0 * d + ffn),
+        true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| !apart(&i.op)).then_some(2.0 * d + ffn),
         false => Some(0.0),
     };
     let Some(bytes) = bytes.filter(|_| experts == 0.0 || config.precision.policy != PrecisionPolicy::Fp8) else {
-        // Some in one type and some in another: what a formula would say of it is what the program says.
+        // Some in one type and some in another, or in many units: what a formula would say of it is what the program says.
         return Vec::new();
     };
     let (units, units_text) =

@@ -318,55 +318,93 @@ fn gradients_agree_with_finite_differences() {
     }
 }
 
-#[test]
-fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
-    let (rows, wide) = (128, Dim::new(Axis::Embed, 128));
-    let mut b = Build { g: Graph::new() };
-    let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, rows)]);
+/// The gradients of these parameters and how many matmuls are in fp8, with a layout's passes before recomputation. Weights are
+/// drawn a third as large, so that GELUs are neither all open nor all shut.
+fn gradients_in(g: &Graph, of: [ValueId; 3], precision: Precision, layout: &str) -> (usize, [Vec<f64>; 3]) {
+    let context = Context { precision, layout: layout.parse().unwrap(), ..context() };
+    let passes = TRAINING_PASSES.iter().take_while(|pass| pass.name != "recompute");
+    let graph = passes.fold(g.clone(), |g, pass| (pass.run)(&g, &context).unwrap());
+    verify::graph(&graph).unwrap();
+    let smaller = |v: ValueId, x: f64| if graph.ty(v).dtype == DType::U32 { x } else { 0.3 * x };
+    let data = |v: ValueId| Some(feed(&graph, v, None)?.into_iter().map(|x| smaller(v, x)).collect());
+    let values = reference::evaluate(&graph, data);
+    let gradient = |w: ValueId| values[graph.gradients_of(w)[0].0].clone().unwrap();
+    let in_fp8 = graph.nodes.iter().filter(|node| {
+        !node.op.spec().multiplies.is_empty() && node.inputs.iter().any(|v| graph.ty(*v).dtype.is_fp8())
+    });
+    (in_fp8.count(), of.map(gradient))
+}
+
+/// Six matmuls in fp8, whose gradients are near those in bf16, and not the same.
+fn check_near(g: &Graph, of: [ValueId; 3], fp8: Fp8, layout: &str) {
+    let bf16 = Precision::of(DType::BF16, DType::F32);
+    let (none, exact) = gradients_in(g, of, bf16, layout);
+    let fp8 = Fp8 { weights: Some(0), ..fp8 };
+    let (matmuls, found) = gradients_in(g, of, Precision { fp8: Some(fp8), ..bf16 }, layout);
+    assert_eq!((none, matmuls), (0, 6), "{fp8:?} {layout}");
+    for (exact, found) in exact.iter().zip(&found) {
+        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+        let apart = norm(&mut exact.iter().zip(found).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
+        assert!((1e-4..0.1).contains(&apart), "{fp8:?} {layout}: {apart}");
+    }
+}
+
+/// Tokens and targets of 128 positions, and what the table has for each.
+fn embedded(b: &mut Build, wide: &Dim) -> (ValueId, ValueId, ValueId) {
+    let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 128)]);
     let [tokens, targets] = ["tokens", "targets"].map(|name| b.g.input(name, ids.clone()));
     let table = b.parameter("table", &[Dim::new(Axis::Vocab, 6), wide.clone()]);
-    let ffn = Dim::new(Axis::Ffn, 256);
-    let up = b.parameter("up", &[ffn.clone(), wide.clone()]);
-    let down = b.parameter("down", &[wide.clone(), ffn]);
-    let x = b.op(Op::Embedding, &[tokens, table], "x")[0];
-    b.g.enter_layer(Some(0));
-    let hidden = b.op(Op::Linear, &[x, up], "hidden")[0];
-    let active = b.op(Op::Gelu, &[hidden], "active")[0];
-    let y = b.op(Op::Linear, &[active, down], "y")[0];
+    (b.op(Op::Embedding, &[tokens, table], "x")[0], table, targets)
+}
+
+/// The graph with a loss on the sum of what a layer gives and its input.
+fn with_loss(mut b: Build, y: ValueId, x: ValueId, targets: ValueId) -> Graph {
     let sum = b.op(Op::Add, &[y, x], "sum")[0];
     b.g.enter_layer(None);
     let loss = b.op(Op::CrossEntropy, &[sum, targets], "loss")[0];
     b.g.outputs.push(loss);
     b.g.losses.push(Loss { value: loss, weight: 1.0 });
-    let bf16 = Precision::of(DType::BF16, DType::F32);
-    let gradients = |precision: Precision| {
-        let context = Context { precision, ..context() };
-        let passes = TRAINING_PASSES.iter().take_while(|pass| pass.name != "recompute");
-        let graph = passes.fold(b.g.clone(), |g, pass| (pass.run)(&g, &context).unwrap());
-        verify::graph(&graph).unwrap();
-        // Weights of 0.3, so that GELUs are neither all open nor all shut.
-        let smaller = |v: ValueId, x: f64| if graph.ty(v).dtype == DType::U32 { x } else { 0.3 * x };
-        let data = |v: ValueId| Some(feed(&graph, v, None)?.into_iter().map(|x| smaller(v, x)).collect());
-        let values = reference::evaluate(&graph, data);
-        let of = |w: ValueId| values[graph.gradients_of(w)[0].0].clone().unwrap();
-        (
-            ["= fp8_", "wise_linear", "wise_grad"]
-                .map(|op| graph.to_string().matches(op).count())
-                .iter()
-                .sum::<usize>(),
-            [table, up, down].map(of),
-        )
-    };
-    let (none, exact) = gradients(bf16);
+    b.g
+}
+
+#[test]
+fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
+    let (wide, ffn) = (Dim::new(Axis::Embed, 128), Dim::new(Axis::Ffn, 256));
+    let mut b = Build { g: Graph::new() };
+    let (x, table, targets) = embedded(&mut b, &wide);
+    let up = b.parameter("up", &[ffn.clone(), wide.clone()]);
+    let down = b.parameter("down", &[wide, ffn]);
+    b.g.enter_layer(Some(0));
+    let hidden = b.op(Op::Linear, &[x, up], "hidden")[0];
+    let active = b.op(Op::Gelu, &[hidden], "active")[0];
+    let y = b.op(Op::Linear, &[active, down], "y")[0];
+    let g = with_loss(b, y, x, targets);
     for fine in [None, Some(Fine::Rows), Some(Fine::Blocks)] {
-        let (matmuls, found) =
-            gradients(Precision { fp8: Some(Fp8 { weights: Some(0), fine, ..Fp8::default() }), ..bf16 });
-        assert_eq!((none, matmuls), (0, 6));
-        for (exact, found) in exact.iter().zip(&found) {
-            let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-            let apart = norm(&mut exact.iter().zip(found).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
-            assert!((1e-4..0.1).contains(&apart), "{fine:?}: {apart}");
-        }
+        check_near(&g, [table, up, down], Fp8 { fine, ..Fp8::default() }, "dp=1");
+    }
+}
+
+#[test]
+fn gradients_of_experts_through_fp8_are_those_without_as_far_as_bytes_go() {
+    let (wide, ffn, experts) = (Dim::new(Axis::Embed, 128), Dim::new(Axis::Ffn, 128), Dim::new(Axis::Experts, 6));
+    let mut b = Build { g: Graph::new() };
+    let (x, table, targets) = embedded(&mut b, &wide);
+    let up = b.parameter("up", &[experts.clone(), ffn.clone(), wide.clone()]);
+    let down = b.parameter("down", &[experts.clone(), wide.clone(), ffn]);
+    let router = b.parameter("router", &[experts, wide]);
+    b.g.enter_layer(Some(0));
+    // Six experts are no multiple of 16: these logits stay as they are, and so does the choice.
+    let logits = b.op(Op::Linear, &[x, router], "logits")[0];
+    let logits = b.op(Op::Cast { to: DType::F32 }, &[logits], "exact")[0];
+    let routed = b.op(Op::Route { given: false, how: Routing::top(2) }, &[logits], "routed");
+    let chosen = routed[1];
+    let hidden = b.op(Op::GroupedLinear { each: false }, &[x, up, chosen], "hidden")[0];
+    let active = b.op(Op::Gelu, &[hidden], "active")[0];
+    let each = b.op(Op::GroupedLinear { each: true }, &[active, down, chosen], "each")[0];
+    let y = b.op(Op::Combine { weighted: true }, &[each, routed[0]], "y")[0];
+    let g = with_loss(b, y, x, targets);
+    for layout in ["dp=1", "ep=2"] {
+        check_near(&g, [table, up, down], Fp8::default(), layout);
     }
 }
 

@@ -40,25 +40,22 @@ impl Quantised {
         self.outputs.last().copied().flatten().ok_or_else(|| refuse("the unit of an operand is not there"))
     }
 
-    /// Quantises what it was made from once more, for this output.
-    fn again(&self, at: &mut At, output: usize) -> Result<ValueId, Stop> {
+    /// Quantises what it was made from once more.
+    fn again(&self, at: &mut At) -> Result<Vec<ValueId>, Stop> {
         let name = format!("{}.fp8.again", at.g.get(self.inputs[0]).name);
-        Ok(at.append(self.op, &self.inputs, &name)?[output])
+        Ok(at.append(self.op, &self.inputs, &name)?)
     }
 
-    /// The same for two.
-    fn both_again(&self, at: &mut At, outputs: [usize; 2]) -> Result<[ValueId; 2], Stop> {
-        let name = format!("{}.fp8.again", at.g.get(self.inputs[0]).name);
-        let made = at.append(self.op, &self.inputs, &name)?;
+    /// Outputs of forward. What is saved as it is, for another op, is quantised once more instead.
+    fn saved<const N: usize>(&self, at: &mut At, outputs: [usize; N]) -> Result<[ValueId; N], Stop> {
+        let made = match at.is_saved_anyway(self.inputs[0]) {
+            true => self.again(at)?,
+            false => {
+                let all: Option<Vec<ValueId>> = self.outputs.iter().copied().collect();
+                all.ok_or_else(|| refuse("bytes of an operand are not there"))?
+            }
+        };
         Ok(outputs.map(|output| made[output]))
-    }
-
-    /// An output of forward. What is saved as it is, for another op, is quantised once more instead.
-    fn saved(&self, at: &mut At, output: usize) -> Result<ValueId, Stop> {
-        match at.is_saved_anyway(self.inputs[0]) {
-            true => self.again(at, output),
-            false => self.outputs[output].ok_or_else(|| refuse("bytes of an operand are not there")),
-        }
     }
 }
 
@@ -79,11 +76,11 @@ fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::Fp8Linear { to });
     let dy = at.dy(0)?;
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
-    let x_transposed = x.saved(at, 1)?;
+    let [x_transposed] = x.saved(at, [1])?;
     let [dy, dy_transposed, dy_unit] = quantised(at, dy, Factor::Tokens, &x)?[..] else {
         return Err(refuse("dy has no transpose"));
     };
-    let w_transposed = w.again(at, 1)?;
+    let w_transposed = w.again(at)?[1];
     let dx = at.make(Op::Fp8Linear { to }, &[dy, dy_unit, w_transposed, w.unit()?], 0)?;
     at.weight_of(Op::Fp8GradWeight, &[dy_transposed, dy_unit, x_transposed, x.unit()?], w.inputs[0])?;
     at.add(0, dx)
@@ -96,14 +93,10 @@ fn fine_linear(at: &mut At) -> Result<(), Stop> {
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
     let (name, op) = (format!("{}.fp8", at.g.get(dy).name), Op::QuantiseFine { by, weight: false, to: DType::E4M3 });
     let dy = at.append(op, &[dy], &name)?;
-    let [w, w_units] = w.both_again(at, [2, 3])?;
-    let [x, x_units] = match at.is_saved_anyway(x.inputs[0]) {
-        true => x.both_again(at, [2, 3])?,
-        false => [x.saved(at, 2)?, x.saved(at, 3)?],
-    };
-    let dx = at.make(Op::FineLinear { by, to }, &[dy[0], dy[1], w, w_units], 0)?;
-    let parameter = Quantised::of(at, 2)?.inputs[0];
-    at.weight_of(Op::FineGradWeight { by }, &[dy[2], dy[3], x, x_units], parameter)?;
+    let of_w = w.again(at)?;
+    let [x, x_units] = x.saved(at, [2, 3])?;
+    let dx = at.make(Op::FineLinear { by, to }, &[dy[0], dy[1], of_w[2], of_w[3]], 0)?;
+    at.weight_of(Op::FineGradWeight { by }, &[dy[2], dy[3], x, x_units], w.inputs[0])?;
     at.add(0, dx)
 }
 
@@ -120,8 +113,8 @@ impl OfExperts {
         let dy = at.dy(0)?;
         let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
         let [dy, dy_unit] = quantised(at, dy, factor, &x)?[..] else { return Err(refuse("dy has no unit")) };
-        let x_bytes = x.saved(at, 0)?;
-        let w_transposed = w.again(at, 1)?;
+        let [x_bytes] = x.saved(at, [0])?;
+        let w_transposed = w.again(at)?[1];
         Ok(Self { dy: [dy, dy_unit], x: [x_bytes, x.unit()?], w: [w_transposed, w.unit()?], parameter: w.inputs[0] })
     }
 }
