@@ -31,6 +31,7 @@ check() {
     "$lockstep" verify "$config.toml" --device "$device" --set "$key" --full-size --steps 2 "${layouts[@]}" 2>log | grep -E "^  (at most |.* kept$)|BROKEN" || { cat log && exit 1; }
 }
 check dense precision.fp8_recipe=current dp=2,zero=3 tp=2,sp cp=2 pp=2,zb-v dp=2,tp=2
+check dense precision.fp8_recipe=delayed dp=2,zero=3 tp=2,sp cp=2 pp=2,zb-v
 check dense recompute.policy=full dp=2,zero=2,pp=2
 check dense precision.fp8_recipe=rowwise tp=2,sp dp=2,zero=3
 check dense precision.fp8_recipe=block tp=2,sp cp=2,pp=2
@@ -41,7 +42,7 @@ losses() { "$lockstep" metrics "$1" --format csv --keys loss; }
 run() { "$lockstep" train "$1.toml" --run-dir "$2" --quiet --set train.device="$device" --set train.deterministic=true --set precision.fp8_recipe="$3" >log 2>&1; }
 newest() { ls "$1/checkpoints" 2>/dev/null | sort | tail -1 || true; }
 echo "## killed and resumed"
-for what in "dense current" "dense rowwise" "dense block" "mixture current"; do
+for what in "dense current" "dense delayed" "dense rowwise" "dense block" "mixture current"; do
     read -r config recipe <<<"$what"
     run "$config" "whole-$config-$recipe" "$recipe" || { cat log && exit 1; }
     kills=0

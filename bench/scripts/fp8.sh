@@ -29,7 +29,7 @@ for _ in $(seq "$rounds"); do
     for precision in bf16 fp8; do
         step "moe-3b-saved-$precision" bench/configs/moe-3b.toml --batch 4 --recompute none --precision $precision
     done
-    for recipe in rowwise block; do
+    for recipe in delayed rowwise block; do
         step "1b-$recipe-fp8" --preset llama-3.2-1b --seq 4096 --batch 8 --precision fp8 --set precision.fp8_recipe=$recipe
     done
     step "1b-51.4GiB-fp8" --preset llama-3.2-1b --seq 4096 --batch 8 --precision fp8 --recompute budget=51.4GiB
@@ -49,7 +49,7 @@ for file in pathlib.Path(sys.argv[1]).iterdir():
     if file.name != "out":
         of[file.name] = list(zip(*[map(float, line.split()) for line in file.read_text().splitlines()]))
 speed = lambda name: statistics.median(of[name][0])
-base = {name: "1b-bf16" for name in ["1b-51.4GiB-fp8", "1b-rowwise-fp8", "1b-block-fp8"]}
+base = {name: "1b-bf16" for name in ["1b-51.4GiB-fp8", "1b-delayed-fp8", "1b-rowwise-fp8", "1b-block-fp8"]}
 print(f'{"":<18} {"tokens/s":>9} {"GiB":>7}  beside bf16   rounds')
 for name in sorted(of):
     other = base.get(name, name.replace("-fp8", "-bf16"))

@@ -145,6 +145,12 @@ $fp8
 [recompute]
 policy = \"full\""
 
+check llama-delayed 13 <<< "[model]
+$bytes
+kv_heads = 2
+$long
+$fp8
+fp8_recipe = \"delayed\""
 check llama-rowwise 11 <<< "[model]
 $bytes
 kv_heads = 2

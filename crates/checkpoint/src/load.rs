@@ -121,6 +121,11 @@ impl Loaded {
         Ok(TensorView { dtype: *dtype, shape, pieces, files: &self.files })
     }
 
+    /// Whether `group` is there and has a tensor of this name.
+    pub fn has(&self, group: &str, name: &str) -> bool {
+        self.groups.get(group).is_some_and(|tensors| tensors.contains_key(name))
+    }
+
     /// The bytes of a file that was saved with it, if it has one of this name.
     pub fn attachment(&self, name: &str) -> Option<&[u8]> {
         self.attachments.iter().find(|file| file.name == name).map(|file| &file.map[..])

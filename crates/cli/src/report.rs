@@ -80,8 +80,9 @@ fn recorded(name: &str, run: &Path) -> String {
     if let Ok(analysis) = analyze(run) {
         out += &card(&format!("{name}: predicted and measured"), &preformatted(&machine::analysis_text(&analysis)));
     }
-    if let Some(text) = compared(run) {
-        out += &card(&format!("{name}: fp8 beside bf16"), &format!("<p>{text}</p>"));
+    let text: String = in_fp8(run).iter().map(|text| format!("<p>{text}</p>")).collect();
+    if !text.is_empty() {
+        out += &card(&format!("{name}: fp8 beside bf16"), &text);
     }
     let mut inside = String::new();
     for (file, title) in FILES {
@@ -97,10 +98,31 @@ fn recorded(name: &str, run: &Path) -> String {
     out + &card(&format!("{name}: provenance"), &inside)
 }
 
-/// How far losses in fp8 are from those in bf16, where a run has compared them.
-fn compared(run: &Path) -> Option<String> {
+/// What fp8 does to a run that has it.
+fn in_fp8(run: &Path) -> Vec<String> {
     let mut columns = MetricColumns::default();
-    columns.follow(&run.join("metrics.jsonl")).ok()?;
+    match columns.follow(&run.join("metrics.jsonl")) {
+        Ok(_) => [compared(&columns), lost(&columns)].into_iter().flatten().collect(),
+        Err(_) => Vec::new(),
+    }
+}
+
+/// Elements that rounding to fp8 lost in the last step.
+fn lost(columns: &MetricColumns) -> Option<String> {
+    let shares = |key: &str| {
+        let share = |class: &str| {
+            let last = *columns.get(&format!("{key}/{class}"))?.last()?;
+            last.is_finite().then(|| format!("{:.4}% of {class}", 100.0 * last))
+        };
+        let all: Vec<String> = ["weights", "activations", "gradients"].into_iter().filter_map(share).collect();
+        (!all.is_empty()).then(|| all.join(", "))
+    };
+    let (small, large) = (shares("fp8_underflow")?, shares("fp8_overflow")?);
+    Some(format!("Elements in the last step that became 0: {small}; that were too large for their scale: {large}."))
+}
+
+/// How far losses in fp8 are from those in bf16, where a run has compared them.
+fn compared(columns: &MetricColumns) -> Option<String> {
     let steps = columns.get("step")?.iter().zip(columns.get("shadow_difference")?);
     let known: Vec<(&f64, &f64)> = steps.filter(|(_, share)| share.is_finite()).collect();
     let largest = known.iter().max_by(|a, b| a.1.total_cmp(b.1))?;

@@ -24,10 +24,12 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, STATS, Stays, TRAINING_PASSES,
-    autodiff, fp8_layers, fuse,
+    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, SEEN, STATS, Stays,
+    TRAINING_PASSES, autodiff, fp8_layers, fuse,
 };
-pub use settings::{Candidate, Context, Fp8, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps};
+pub use settings::{
+    Candidate, Context, Fp8, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Scaling, Steps,
+};
 pub use stage::balanced as balanced_stages;
 
 use lockstep_ir::op::Flops;

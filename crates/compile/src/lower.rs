@@ -569,7 +569,9 @@ fn class_of(state: &State) -> Class {
     match state {
         State::Parameter(_) | State::Constant(_) => Class::Parameters,
         State::Gradient { .. } => Class::Gradients,
-        State::Moment { .. } | State::Master { .. } | State::Scalars | State::Total => Class::Optimizer,
+        State::Moment { .. } | State::Master { .. } | State::Scalars | State::Total(_) | State::History(_) => {
+            Class::Optimizer
+        }
         State::Cache => Class::Activations,
     }
 }

@@ -88,8 +88,30 @@ pub struct Fp8 {
     pub skip_first: usize,
     /// None of so many of its last.
     pub skip_last: usize,
+    /// Where units come from.
+    pub scaling: Scaling,
+}
+
+/// Where the units of tensors in fp8 come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scaling {
+    /// From the largest magnitude of the tensor.
+    #[default]
+    Current,
+    /// From the largest magnitudes of activations and gradients in earlier steps; those of weights from their own.
+    Delayed,
+    /// From those of its rows or blocks, each for itself.
+    Fine(Fine),
+}
+
+impl Fp8 {
     /// What has a unit of its own, where that is no whole tensor.
-    pub fine: Option<Fine>,
+    pub fn fine(&self) -> Option<Fine> {
+        match self.scaling {
+            Scaling::Fine(by) => Some(by),
+            Scaling::Current | Scaling::Delayed => None,
+        }
+    }
 }
 
 impl Precision {

@@ -256,7 +256,7 @@ fn update(
             let source = &g.get(*v).source;
             matches!(source, Source::State(State::Scalars | State::Moment { .. } | State::Master { .. }))
         };
-        let everywhere = |v: &ValueId| optimizer(v) || g.get(*v).source == Source::State(State::Total);
+        let everywhere = |v: &ValueId| optimizer(v) || matches!(g.get(*v).source, Source::State(State::Total(_)));
         let known = |has: &BTreeSet<ValueId>, v: &ValueId| has.contains(v) || everywhere(v);
         let partly = node.op.spec().variadic || node.op == Op::AddState;
         if !partly && !node.inputs.iter().all(|v| known(has, v)) {

@@ -263,11 +263,13 @@ tables! {
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
-        /// With fp8, what has a scale of its own. current: a whole tensor, and of experts each one's weights; gradients are in E5M2. rowwise: each row of
-        /// a matmul's operand. block: 128 elements of a row, and of a weight 128 × 128, as DeepSeek-V3 has it. Those two have gradients in E4M3, and
-        /// are slower; experts have the scales of current with any.
+        /// With fp8, what has a scale of its own. current: a whole tensor, and of experts each one's weights, by its largest element. delayed: the same,
+        /// but activations and gradients by their largest elements in the last 16 steps, which checkpoints keep: ranks need not agree on a scale in
+        /// every micro-batch, and what grows beyond is cut off. rowwise: each row of a matmul's operand. block: 128 elements of a row, and of a weight
+        /// 128 × 128, as DeepSeek-V3 has it. Those two are slower; experts have the scales of current with them.
         fp8_recipe: Fp8Recipe = Choice(Fp8Recipe::WORDS), Fixed("\"current\""), Changeable,
-            finds ["tensorwise", "rowwise scaling", "blockwise", "block scaling", "current scaling", "DeepSeek fp8", "recipe_name"];
+            finds ["tensorwise", "rowwise scaling", "blockwise", "block scaling", "current scaling", "delayed scaling",
+                "amax history", "amax_history_len", "DelayedScaling", "DeepSeek fp8", "recipe_name"];
         /// With fp8, the fewest weights of a linear layer or an expert's matrix (on one rank) for its matmuls to be in fp8; smaller ones stay in bf16. If it is not
         /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 (of experts: 128) stay in bf16 too.
         fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,

@@ -91,6 +91,8 @@ words! {
     Fp8Recipe {
         /// A tensor, by its largest element in this micro-batch.
         Current = "current",
+        /// A tensor, by its largest elements in the last steps.
+        Delayed = "delayed",
         /// A row of a matmul's operand.
         Rowwise = "rowwise",
         /// 128 elements of a row; of a weight 128 × 128.

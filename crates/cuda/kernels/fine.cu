@@ -5,7 +5,8 @@ enum By { BLOCKS, BLOCKS_OF_WEIGHT, MEASURE, ROWS };
 
 template <typename T, typename F, int BY>
 static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u32 *of_columns, u8 *q, float *units,
-                                                     u8 *transposed, float *units_transposed, i64 rows, i64 columns) {
+                                                     u8 *transposed, float *units_transposed, double *seen, i64 rows,
+                                                     i64 columns) {
     __shared__ u32 tile[TILE * (WORDS + 1)];
     __shared__ u32 found[8][TILE], most[TILE];
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
@@ -56,6 +57,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
         return;
     }
     u32 of_tile = 0;
+    Lost lost;
     if (BY == BLOCKS_OF_WEIGHT)
         for (int i = 0; i < TILE; i++) of_tile = max(of_tile, most[i]);
     if (BY == ROWS) {
@@ -81,6 +83,10 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
                 if (BY != ROWS) units[blockIdx.y * rows + row + r] = unit;
                 else if (blockIdx.y == 0) units[row + r] = unit;
             }
+            if (seen) {
+#pragma unroll
+                for (int c = 0; c < 8; c++) lost.count<F>(v[half][r][c], v[half][r][c] * scale);
+            }
             if (!q) continue;
             u64 bytes = 0;
 #pragma unroll
@@ -98,6 +104,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
             }
         }
     }
+    if (seen) store_lost(lost, seen, rows * columns);
     if (!transposed) return;
     __syncthreads();
     for (int c = warp; c < TILE; c += 8) {
@@ -111,8 +118,8 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
 #define FINE(name, T, F, BY)                                                                                           \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         name(const T *x, u32 *of_rows, u32 *of_columns, u8 *q, float *units, u8 *transposed, float *units_transposed,  \
-             i64 rows, i64 columns) {                                                                                  \
-        quantise_fine<T, F, BY>(x, of_rows, of_columns, q, units, transposed, units_transposed, rows, columns);        \
+             double *seen, i64 rows, i64 columns) {                                                                    \
+        quantise_fine<T, F, BY>(x, of_rows, of_columns, q, units, transposed, units_transposed, seen, rows, columns);  \
     }
 #define FINE_OF(T, NAME)                                                                                               \
     FINE(blocks_##NAME##_e4m3, T, E4M3, BLOCKS)                                                                        \

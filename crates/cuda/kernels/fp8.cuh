@@ -1,8 +1,11 @@
 // fp8: the formats, units, and what a block of threads has of a tensor.
 
-// The formats: the exponent of the largest number, and two numbers as bytes. What is too large becomes the largest finite one.
+// The formats: the exponent of the largest number, that number, half of the smallest one, and two numbers as bytes. What is too large becomes the largest
+// finite one.
 struct E4M3 {
     static const int TOP = 8;
+    static __device__ __forceinline__ float largest() { return 448.0f; }
+    static __device__ __forceinline__ float half_smallest() { return 0x1p-10f; }
     static __device__ __forceinline__ u32 two(float low, float high) {
         u16 bytes = 0;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
@@ -14,6 +17,8 @@ struct E4M3 {
 
 struct E5M2 {
     static const int TOP = 15;
+    static __device__ __forceinline__ float largest() { return 57344.0f; }
+    static __device__ __forceinline__ float half_smallest() { return 0x1p-17f; }
     static __device__ __forceinline__ u32 two(float low, float high) {
         u16 bytes = 0;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
@@ -48,3 +53,44 @@ static __device__ __forceinline__ void load8(const f16 *from, float *x) { load(f
 // A block has a tile of 128 rows and 128 columns; a thread has 8 columns of 4 rows at a time, so that 4 rows of a column are a word of the transpose.
 const int TILE = 128;
 const int WORDS = TILE / 4;
+
+// What rounding loses, as on the host: all elements, those that are too large, those that become 0, and tiles by the class of their largest magnitude.
+const int SEEN = 128, CLASSES = 3, LOWEST = 31;
+
+// Of elements that a thread has: those too large and those that become 0, and the largest magnitude.
+struct Lost {
+    u32 large = 0, small = 0, most = 0;
+    template <typename F>
+    __device__ __forceinline__ void count(float x, float scaled) {
+        float size = fabsf(scaled);
+        large += !(size <= F::largest());
+        small += x != 0.0f && size <= F::half_smallest();
+        most = max(most, magnitude(x));
+    }
+};
+
+// Adds up what the threads of a block have of a tile. `elements` are those of the matrix, which its first block counts.
+static __device__ __forceinline__ void store_lost(Lost lost, double *seen, i64 elements) {
+    __shared__ u32 counts[2], shared[32];
+    if (threadIdx.x < 2) counts[threadIdx.x] = 0;
+    u32 most = block_max(lost.most, shared);
+    __syncthreads();
+#pragma unroll
+    for (int step = 16; step; step >>= 1) {
+        lost.large += __shfl_xor_sync(~0u, lost.large, step);
+        lost.small += __shfl_xor_sync(~0u, lost.small, step);
+    }
+    if ((threadIdx.x & 31) == 0) {
+        if (lost.large) atomicAdd(counts, lost.large);
+        if (lost.small) atomicAdd(counts + 1, lost.small);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0 && blockIdx.y == 0) atomicAdd(seen, (double)elements);
+        if (counts[0]) atomicAdd(seen + 1, (double)counts[0]);
+        if (counts[1]) atomicAdd(seen + 2, (double)counts[1]);
+        int exponent = (int)(most >> 23) + ((most & 0x7fffffu) > 0x600000u);
+        int place = CLASSES + min(max(exponent - LOWEST, 0), SEEN - 1 - CLASSES);
+        if (most) atomicAdd(seen + place, 1.0);
+    }
+}

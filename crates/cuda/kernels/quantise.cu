@@ -36,7 +36,7 @@ extern "C" __global__ void amax_of_shares(const float *shares, int count, float 
 
 template <typename T, typename F>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
-                                                float *unit, i64 rows, i64 columns) {
+                                                float *unit, double *seen, i64 rows, i64 columns) {
     // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
     __shared__ u32 tile[TILE * (WORDS + 1)];
     u32 most = 0;
@@ -51,6 +51,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;
+    Lost lost;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int line = (threadIdx.x >> 4) + half * 16;
@@ -64,7 +65,11 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
 #pragma unroll
         for (int r = 0; r < 4; r++) {
 #pragma unroll
-            for (int c = 0; c < 8; c++) v[r][c] *= scale;
+            for (int c = 0; c < 8; c++) {
+                float scaled = v[r][c] * scale;
+                if (seen && r < there) lost.count<F>(v[r][c], scaled);
+                v[r][c] = scaled;
+            }
         }
         if (q) {
 #pragma unroll
@@ -83,6 +88,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
             }
         }
     }
+    if (seen) store_lost(lost, seen, rows * columns);
     if (!transposed) return;
     __syncthreads();
     int lane = threadIdx.x & 31;
@@ -96,8 +102,9 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
 
 #define QUANTISE(name, T, F)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, i64 rows, i64 columns) {  \
-        quantise<T, F>(x, amax, parts, q, transposed, unit, rows, columns);                                          \
+        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, double *seen, i64 rows,   \
+             i64 columns) {                                                                                          \
+        quantise<T, F>(x, amax, parts, q, transposed, unit, seen, rows, columns);                                    \
     }
 QUANTISE(quantise_f32_e4m3, float, E4M3)
 QUANTISE(quantise_f32_e5m2, float, E5M2)
@@ -105,3 +112,20 @@ QUANTISE(quantise_bf16_e4m3, bf16, E4M3)
 QUANTISE(quantise_bf16_e5m2, bf16, E5M2)
 QUANTISE(quantise_f16_e4m3, f16, E4M3)
 QUANTISE(quantise_f16_e5m2, f16, E5M2)
+
+// next [steps]: the largest magnitude of what was seen, then those of the steps before. One thread has one step.
+extern "C" __global__ void __launch_bounds__(1024)
+    remember(const float *history, const double *seen, const float *stats, float *next, int steps) {
+    __shared__ int found;
+    if (threadIdx.x == 0) found = -1;
+    __syncthreads();
+    for (int i = CLASSES + threadIdx.x; i < SEEN; i += blockDim.x)
+        if (seen[i] > 0.0) atomicMax(&found, i);
+    int i = threadIdx.x;
+    float before = i < steps ? history[max(i - 1, 0)] : 0.0f, own = i < steps ? history[i] : 0.0f;
+    __syncthreads();
+    if (i >= steps) return;
+    bool moves = found >= 0 && found + 1 < SEEN && !isnan(stats[1]);
+    float newest = __uint_as_float((u32)(found - CLASSES + LOWEST) << 23);
+    next[i] = !moves ? own : i == 0 ? newest : fmaxf(before, 0.0f);
+}

@@ -10,7 +10,7 @@ use lockstep_ir::{DType, Init, counter};
 /// Whether the device can draw such values: those that integers and one multiplication of floats make.
 pub fn drawn_here(init: &Init) -> bool {
     match init {
-        Init::Normal { .. } | Init::Ones | Init::Zeros => true,
+        Init::Normal { .. } | Init::Ones | Init::Zeros | Init::All(_) => true,
         Init::RopeTable { .. } => false,
     }
 }
@@ -25,6 +25,7 @@ pub unsafe fn draw(on: Launcher, mut to: Address, dtype: DType, values: &Initial
             Init::Normal { std } => (true, *std),
             Init::Ones => (false, 1.0),
             Init::Zeros => (false, 0.0),
+            Init::All(value) => (false, *value),
             Init::RopeTable { .. } => return Err(CudaError::Internal("a table of angles is drawn on the host".into())),
         };
         let args = args![to, Value::Long(counter::key(values.seed, name)), scale, drawn, *elements];
@@ -51,7 +52,13 @@ mod tests {
         }
         let gpu = Gpu::open(0, false).unwrap();
         let stream = Stream::new(&gpu.device).unwrap();
-        for init in [Init::Normal { std: 0.02 }, Init::Normal { std: 0.02 / 9.797_959 }, Init::Ones, Init::Zeros] {
+        for init in [
+            Init::Normal { std: 0.02 },
+            Init::Normal { std: 0.02 / 9.797_959 },
+            Init::Ones,
+            Init::Zeros,
+            Init::All(-64.0),
+        ] {
             // Parts that start at odd places, and one whose counters need more than 21 bits.
             let part = |name, columns, rows| InitialPart { name, columns, elements: columns * rows };
             let parts = vec![part("q.weight", 7, 33), part("k.weight", 7, 5), part("v.weight", 1600, 3000)];

@@ -69,6 +69,11 @@ const OPTIMIZER: &str = "optimizer";
 pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
     let mut result = Vec::new();
     for tensor in tensors {
+        if is_history(tensor) {
+            let (shape, elements) = (tensor.whole.sizes(), tensor.whole.elements());
+            let whole = Part { name: tensor.name.clone(), shape, start: 0, elements };
+            result.push((OPTIMIZER, tensor.name.clone(), tensor, whole));
+        }
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
         let parts = parts(parameter, &tensor.whole);
         // Of a parameter in bf16 or fp16, the f32 master weights count.
@@ -83,6 +88,11 @@ pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> 
         }
     }
     result
+}
+
+/// Whether a tensor is what earlier steps have left, which a checkpoint may lack: that of a run that did without.
+fn is_history(tensor: &Tensor) -> bool {
+    matches!(tensor.role, Role::State(State::History(_)))
 }
 
 /// The f32 master weights of a parameter that is stored in bf16 or fp16.
@@ -112,7 +122,8 @@ pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, s
         Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint),
         Weights::Copies(copies) => start_from(tensors, executor, copies),
         Weights::Live(other) => {
-            for tensor in tensors.iter().filter(|t| matches!(t.role, Role::State(State::Parameter(_)))) {
+            let copied = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_))) || is_history(t);
+            for tensor in tensors.iter().filter(copied) {
                 executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
             }
             Ok(())
@@ -149,7 +160,7 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
                 let master = master(tensors, tensor).map(|t| (t.name.as_str(), t.whole.dtype));
                 executor.fill(&[Some(own), master].into_iter().flatten().collect::<Vec<_>>(), &values)?;
             }
-            Role::State(State::Constant(init)) => {
+            Role::State(State::Constant(init) | State::History(init)) => {
                 let (columns, elements) = (columns(&tensor.whole.sizes()), tensor.whole.elements());
                 let parts = vec![InitialPart { name: &tensor.name, columns, elements }];
                 executor.fill(&[own], &Initial { init, seed, parts })?;
@@ -165,6 +176,9 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
 pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<()> {
     let mut data: Vec<u8> = Vec::new();
     for (group, name, tensor, part) in stored(tensors) {
+        if is_history(tensor) && !checkpoint.has(group, &name) {
+            continue;
+        }
         let view = checkpoint.tensor(group, &name)?;
         if view.dtype != DType::F32 || view.shape != part.shape {
             return Err(CheckpointError::Damaged {

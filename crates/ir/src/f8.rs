@@ -64,6 +64,14 @@ impl F8 {
         if rest > f32::INFINITY.to_bits() { 0x7f } else { finite }
     }
 
+    /// Whether rounding `x / unit` loses a number: that it is too large for the format, or not 0 and becomes 0. NaN counts as too large.
+    #[inline(always)]
+    pub fn loses(self, x: f32, unit: f32) -> [bool; 2] {
+        let (most, half) = (self.to_f32(self.largest), self.to_f32(1) / 2.0);
+        let scaled = (x * (1.0 / unit)).abs();
+        [scaled.is_nan() || scaled > most, x != 0.0 && scaled <= half]
+    }
+
     /// What the bytes of a tensor stand for one of, where this is its largest magnitude: a power of two. NaN where the magnitude is none or infinite;
     /// 1 of zeros.
     #[inline(always)]
@@ -84,9 +92,78 @@ impl F8 {
     }
 }
 
+/// What rounding tensors to fp8 has lost, as numbers that may be added up over micro-batches and ranks: all elements, those that were too large, those
+/// that became 0, and then parts of [`Seen::TILE`] × [`Seen::TILE`] elements by the class of their largest magnitude.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen;
+
+impl Seen {
+    /// How many numbers.
+    pub const COUNT: usize = 128;
+    /// Where those of the parts begin.
+    pub const CLASSES: usize = 3;
+    /// Rows and columns of a part.
+    pub const TILE: usize = 128;
+    /// The exponent of the lowest class, as f32 has it: 2⁻⁹⁶ and below.
+    const LOWEST: u32 = 31;
+
+    /// The place of a part with this largest magnitude. Magnitudes of a class have the same unit, but for the lowest and the highest, where infinity
+    /// and NaN are. None of zeros.
+    #[inline(always)]
+    pub fn place(amax: f32) -> Option<usize> {
+        let bits = amax.to_bits() & 0x7fff_ffff;
+        let exponent = (bits >> 23) + u32::from(bits & 0x7f_ffff > 0x60_0000);
+        let class = (exponent.saturating_sub(Self::LOWEST) as usize).min(Self::COUNT - 1 - Self::CLASSES);
+        (bits != 0).then_some(Self::CLASSES + class)
+    }
+
+    /// A magnitude with the unit of all that was seen. None where that were zeros, or numbers without bounds.
+    pub fn largest(seen: &[f64]) -> Option<f32> {
+        let place = seen.iter().rposition(|count| *count > 0.0).filter(|place| *place >= Self::CLASSES)?;
+        let exponent = (place - Self::CLASSES) as u32 + Self::LOWEST;
+        (place + 1 < Self::COUNT).then(|| f32::from_bits(exponent << 23))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_rounding_loses_is_what_bytes_show() {
+        for format in BOTH {
+            for unit in [1.0, 2f32.powi(-20)] {
+                for bits in (0..0x7f80_0000u32).step_by(0x1_2345) {
+                    let x = f32::from_bits(bits);
+                    let byte = format.from_f32(x / unit);
+                    let large = x / unit > format.to_f32(format.largest);
+                    assert_eq!(format.loses(x, unit), [large, x != 0.0 && byte == 0], "{x} of {unit}");
+                }
+                assert_eq!(format.loses(f32::INFINITY, unit), [true, false]);
+                assert_eq!(format.loses(f32::NAN, unit), [true, false]);
+            }
+        }
+    }
+
+    #[test]
+    fn magnitudes_of_a_class_have_its_unit() {
+        for exponent in -95..28 {
+            for mantissa in [1.0, 1.3, 1.75, 1.750_001, 1.999] {
+                let (amax, mut seen) = (mantissa * 2f32.powi(exponent), [0.0; Seen::COUNT]);
+                seen[..Seen::CLASSES].fill(5.0);
+                seen[Seen::place(amax).unwrap()] = 3.0;
+                seen[Seen::CLASSES] = 1.0;
+                let largest = Seen::largest(&seen).unwrap();
+                BOTH.iter().for_each(|format| assert_eq!(format.unit(largest), format.unit(amax), "{amax}"));
+            }
+        }
+        assert_eq!(Seen::place(0.0), None);
+        assert_eq!(Seen::largest(&[1.0; Seen::CLASSES]), None);
+        for endless in [f32::INFINITY, f32::NAN, f32::MAX] {
+            assert_eq!(Seen::place(endless), Some(Seen::COUNT - 1));
+        }
+        assert_eq!(Seen::largest(&[1.0; Seen::COUNT]), None);
+    }
 
     const BOTH: [F8; 2] = [F8::E4M3, F8::E5M2];
 

@@ -78,13 +78,37 @@ pub enum State {
     },
     /// The sum of something else over the micro-batches of a step. Every stage has it, and where none of its nodes adds to it it
     /// stays 0.
-    Total,
+    Total(Tally),
+    /// What the last steps have left for the next: filled once before the first, and in checkpoints.
+    History(Init),
     /// Filled once before the first step.
     Constant(Init),
     /// Written by the host before every step: learning rate, counts.
     Scalars,
     /// Keys and values of the positions seen so far. What was never written is never read.
     Cache,
+}
+
+/// What is counted over the micro-batches of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tally {
+    /// Losses.
+    Losses,
+    /// Tokens of experts.
+    Loads,
+    /// What rounding to fp8 lost of a tensor.
+    Fp8(Fp8Class),
+}
+
+/// Tensors that matmuls in fp8 read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fp8Class {
+    /// Parameters.
+    Weights,
+    /// What forward makes.
+    Activations,
+    /// What backward makes.
+    Gradients,
 }
 
 /// How a parameter is stored, named, started and treated by the optimizer.
@@ -375,7 +399,8 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Gradient { .. }) => "gradient",
                 Source::State(State::Moment { .. }) => "moment",
                 Source::State(State::Master { .. }) => "master",
-                Source::State(State::Total) => "total",
+                Source::State(State::Total(_)) => "total",
+                Source::State(State::History(_)) => "history",
                 Source::State(State::Constant(_)) => "constant",
                 Source::State(State::Scalars) => "scalars",
                 Source::State(State::Cache) => "cache",

@@ -14,6 +14,8 @@ pub enum Init {
     Ones,
     /// All zeros.
     Zeros,
+    /// All this number.
+    All(f32),
     /// Cosines, then sines, of every position (rows) and frequency.
     RopeTable {
         /// Base of the frequencies.
@@ -48,6 +50,7 @@ impl Init {
         match self {
             Init::Ones => out.fill(1.0),
             Init::Zeros => out.fill(0.0),
+            Init::All(value) => out.fill(*value),
             Init::Normal { std } => {
                 let key = counter::key(seed, name);
                 for (i, x) in out.iter_mut().enumerate() {

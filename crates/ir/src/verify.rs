@@ -63,7 +63,8 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             }
             if let Source::Node { into: Some(id) } = value.source {
                 let state = graph.get(id);
-                let sums = matches!(state.source, Source::State(State::Gradient { .. } | State::Total) | Source::Sum);
+                let sums =
+                    matches!(state.source, Source::State(State::Gradient { .. } | State::Total(_)) | Source::Sum);
                 defined[id.0] = true;
                 if !sums || state.ty != value.ty {
                     return Err(unsound(at, format!("`{}` cannot be summed into `{}`", value.name, state.name)));

@@ -5,8 +5,8 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, Result, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Stays, Steps, compile, fit,
-    fp8_layers,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Scaling, Stays, Steps,
+    compile, fit, fp8_layers,
 };
 use lockstep_config::{Config, Fp8Recipe, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
 use lockstep_ir::account::{self, MemoryBreakdown};
@@ -287,10 +287,11 @@ fn precision(config: &Config) -> Precision {
         weights: config.precision.fp8_weights,
         skip_first: config.precision.fp8_skip_first,
         skip_last: config.precision.fp8_skip_last,
-        fine: match config.precision.fp8_recipe {
-            Fp8Recipe::Current => None,
-            Fp8Recipe::Rowwise => Some(Fine::Rows),
-            Fp8Recipe::Block => Some(Fine::Blocks),
+        scaling: match config.precision.fp8_recipe {
+            Fp8Recipe::Current => Scaling::Current,
+            Fp8Recipe::Delayed => Scaling::Delayed,
+            Fp8Recipe::Rowwise => Scaling::Fine(Fine::Rows),
+            Fp8Recipe::Block => Scaling::Fine(Fine::Blocks),
         },
     });
     Precision { compute, gradients, fp8, tf32: config.precision.policy == PrecisionPolicy::Tf32 }

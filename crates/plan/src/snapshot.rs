@@ -37,8 +37,8 @@ fn stored(program: &StepProgram) -> impl Iterator<Item = &Tensor> {
     };
     program.tensors.iter().filter(move |tensor| match &tensor.role {
         Role::State(State::Parameter(_)) => !has_master(tensor),
-        Role::State(State::Master { .. } | State::Moment { .. }) => true,
-        Role::State(State::Gradient { .. } | State::Total | State::Constant(_) | State::Scalars | State::Cache)
+        Role::State(State::Master { .. } | State::Moment { .. } | State::History(_)) => true,
+        Role::State(State::Gradient { .. } | State::Total(_) | State::Constant(_) | State::Scalars | State::Cache)
         | Role::Input
         | Role::Output
         | Role::StepOutput => false,

@@ -9,6 +9,7 @@ pub fn unit(key: &str) -> &'static str {
         "tokens_per_s" => "tokens/s",
         "mfu" => "share of peak",
         "shadow_difference" => "share of loss",
+        "fp8_overflow" | "fp8_underflow" => "share of elements",
         "noise_scale" => "sequences",
         "expert_most" | "expert_least" => "× even",
         key if key.ends_with("_bytes") => "bytes",

@@ -1,5 +1,6 @@
 //! What a step gave, as `metrics.jsonl` has it.
 
+use crate::fp8::Fp8Metrics;
 use crate::loads::ExpertMetrics;
 use lockstep_cuda::Telemetry;
 use lockstep_infer::TaskScores;
@@ -70,6 +71,9 @@ pub struct StepMetrics {
     /// The losses in bf16 and in fp8, where they were compared before this step.
     #[serde(flatten)]
     pub shadow: ShadowMetrics,
+    /// What rounding lost, in fp8.
+    #[serde(flatten)]
+    pub fp8: Fp8Metrics,
     /// Mean validation loss per token, in nats, where it was taken after this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,

@@ -6,10 +6,11 @@ mod tests;
 
 use crate::Result;
 use crate::checkpoint::Saver;
+use crate::fp8::{Fp8Metrics, fp8_class};
 use crate::metrics::ShadowMetrics;
 use crate::noise::Measured;
 use crate::read_ahead::ReadAhead;
-use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, STATS};
+use lockstep_compile::{FIRST_STATS, LOADS, ROWS_BEYOND, SEEN, STATS};
 use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
@@ -17,6 +18,7 @@ use lockstep_host::Devices;
 use lockstep_infer::Request;
 use lockstep_infer::feed::{Feed, Scored, TextScore, losses};
 use lockstep_infer::state::{self, Weights};
+use lockstep_ir::graph::Fp8Class;
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepLimits, StepProgram, StepScalars};
 use lockstep_plan::Plan;
@@ -35,6 +37,8 @@ pub struct Session {
     first: Option<First>,
     /// Whether the program counts the tokens of experts.
     loads: bool,
+    /// What the program counts the losses of rounding to fp8 of, row by row.
+    rounded: Vec<Fp8Class>,
     /// Whether gradients are summed in fixed point, with no loss scale but this session's.
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
@@ -82,6 +86,8 @@ pub struct StepResult {
     pub first: Option<Measured>,
     /// Of a model with experts: the tokens of every expert, layer by layer of those that have some; else nothing.
     pub loads: Vec<f64>,
+    /// Of a run in fp8: what rounding lost.
+    pub fp8: Fp8Metrics,
     /// Rows of tokens that found no place with their experts: if there are any, the update was not applied.
     pub beyond: u64,
     /// When it was done, where the device has a clock.
@@ -143,6 +149,7 @@ impl Session {
         let mut session = Self {
             first: config.train.noise_scale.then_some(First { ranks, sequences }),
             loads: tensors.iter().any(|tensor| tensor.name == LOADS),
+            rounded: tensors.iter().filter_map(fp8_class).collect(),
             limits: config.spikes.skip,
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
@@ -164,7 +171,8 @@ impl Session {
             data_wait: Duration::ZERO,
             saver: None,
         };
-        let once = [Some(STATS), session.first.map(|_| FIRST_STATS), session.loads.then_some(LOADS)];
+        let seen = (!session.rounded.is_empty()).then_some(SEEN);
+        let once = [Some(STATS), session.first.map(|_| FIRST_STATS), session.loads.then_some(LOADS), seen];
         let once = once.into_iter().flatten().map(|name| (name.to_owned(), 1));
         let beyond = session.feed.beyond().iter().map(|name| (name.clone(), session.micro_batches));
         session.results =
@@ -392,13 +400,17 @@ impl Session {
             }
         };
         let loads = if self.loads { losses(&read(LOADS, 0)?).collect() } else { Vec::new() };
+        let fp8 = match self.rounded.is_empty() {
+            true => Fp8Metrics::default(),
+            false => Fp8Metrics::of(&losses(&read(SEEN, 0)?).collect::<Vec<_>>(), &self.rounded),
+        };
         let mut beyond = 0.0;
         for (name, m) in self.feed.beyond().iter().flat_map(|name| (0..micro_batches).map(move |m| (name, m))) {
             beyond += losses(&read(name, m)?).sum::<f64>();
         }
         let loss = sum / targets as f64;
         let applied = !factor.is_nan();
-        Ok(StepResult { loss, grad_norm, applied, first, loads, beyond: beyond as u64, time: None })
+        Ok(StepResult { loss, grad_norm, applied, first, loads, fp8, beyond: beyond as u64, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

@@ -1,7 +1,9 @@
 //! Every op's gradient against finite differences, in f64: the gradient comes from autodiff, both sides are evaluated by
 //! the reference.
 
-use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Steps, TRAINING_PASSES, autodiff};
+use lockstep_compile::{
+    AdamW, Context, Fp8, Optimizer, Precision, Recompute, Scaling, Steps, TRAINING_PASSES, autodiff,
+};
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
 use lockstep_ir::op::{Blocks, Fine, Norm, Routing, samples};
@@ -379,8 +381,8 @@ fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
     let active = b.op(Op::Gelu, &[hidden], "active")[0];
     let y = b.op(Op::Linear, &[active, down], "y")[0];
     let g = with_loss(b, y, x, targets);
-    for fine in [None, Some(Fine::Rows), Some(Fine::Blocks)] {
-        check_near(&g, [table, up, down], Fp8 { fine, ..Fp8::default() }, "dp=1");
+    for scaling in [Scaling::Current, Scaling::Fine(Fine::Rows), Scaling::Fine(Fine::Blocks)] {
+        check_near(&g, [table, up, down], Fp8 { scaling, ..Fp8::default() }, "dp=1");
     }
 }
 

@@ -56,7 +56,7 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
-const WAYS: [(&str, Of, &str); 60] = [
+const WAYS: [(&str, Of, &str); 61] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
@@ -79,6 +79,11 @@ const WAYS: [(&str, Of, &str); 60] = [
         "fp8-rowwise-tp2-sp",
         Of::Llama,
         "micro_batch = 4\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"rowwise\"\n[parallel]\ntp = 2\nsequence_parallel = true",
+    ),
+    (
+        "fp8-delayed-dp2-zero3-tp2",
+        Of::Llama,
+        "micro_batch = 2\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"delayed\"\n[parallel]\ndp = 2\nzero = 3\ntp = 2",
     ),
     (
         "fp8-dp2-zero3-pp2-zb-v",

@@ -1,7 +1,8 @@
 //! Gradients through fp8: rounding counts as the identity, and gradients enter their two matmuls in fp8 too.
 
 use super::{At, Rules, Stop, attributes};
-use lockstep_ir::graph::Node;
+use crate::passes::history;
+use lockstep_ir::graph::{Fp8Class, Node, Source, State};
 use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, Op, OpKind, TypeError, ValueId};
 
@@ -37,7 +38,8 @@ impl Quantised {
     }
 
     fn unit(&self) -> Result<ValueId, Stop> {
-        self.outputs.last().copied().flatten().ok_or_else(|| refuse("the unit of an operand is not there"))
+        let Op::Quantise { of, .. } = self.op else { return Err(refuse("an operand has many units")) };
+        self.outputs[of.unit()].ok_or_else(|| refuse("the unit of an operand is not there"))
     }
 
     /// Quantises what it was made from once more.
@@ -51,8 +53,9 @@ impl Quantised {
         let made = match at.is_saved_anyway(self.inputs[0]) {
             true => self.again(at)?,
             false => {
-                let all: Option<Vec<ValueId>> = self.outputs.iter().copied().collect();
-                all.ok_or_else(|| refuse("bytes of an operand are not there"))?
+                let all: Option<Vec<ValueId>> = outputs.iter().map(|output| self.outputs[*output]).collect();
+                let all = all.ok_or_else(|| refuse("bytes of an operand are not there"))?;
+                return Ok(std::array::from_fn(|i| all[i]));
             }
         };
         Ok(outputs.map(|output| made[output]))
@@ -63,11 +66,14 @@ fn refuse(reason: &str) -> Stop {
     Stop::Refused(TypeError { op: "fp8", reason: reason.to_owned() })
 }
 
-/// Quantises a gradient, with as many parts as an operand of forward had.
-fn quantised(at: &mut At, dy: ValueId, of: Factor, x: &Quantised) -> Result<Vec<ValueId>, Stop> {
+/// Quantises the gradient of a matmul of these, with as many parts as an operand of forward had, or in the unit of earlier steps where that has one.
+fn quantised(at: &mut At, dy: ValueId, of: Factor, [x, w]: [&Quantised; 2]) -> Result<Vec<ValueId>, Stop> {
     let parts = at.g.ty(x.inputs[1]).dims[0].size();
     let name = at.g.get(dy).name.clone();
-    let amax = at.append(Op::Amax { of, parts }, &[dy], &format!("{name}.amax"))?[0];
+    let amax = match at.g.get(x.inputs[1]).source {
+        Source::State(State::History(_)) => history(at.g, w.inputs[0], Fp8Class::Gradients),
+        _ => at.append(Op::Amax { of, parts }, &[dy], &format!("{name}.amax"))?[0],
+    };
     Ok(at.append(Op::Quantise { of, to: DType::E5M2 }, &[dy, amax], &format!("{name}.fp8"))?)
 }
 
@@ -77,7 +83,7 @@ fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     let dy = at.dy(0)?;
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
     let [x_transposed] = x.saved(at, [1])?;
-    let [dy, dy_transposed, dy_unit] = quantised(at, dy, Factor::Tokens, &x)?[..] else {
+    let [dy, dy_transposed, dy_unit, _] = quantised(at, dy, Factor::Tokens, [&x, &w])?[..] else {
         return Err(refuse("dy has no transpose"));
     };
     let w_transposed = w.again(at)?[1];
@@ -86,12 +92,12 @@ fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     at.add(0, dx)
 }
 
-/// The same with many units: gradients are in E4M3, since a row or a block spans less than a tensor.
+/// The same with many units.
 fn fine_linear(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::FineLinear { by, to });
     let dy = at.dy(0)?;
     let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
-    let (name, op) = (format!("{}.fp8", at.g.get(dy).name), Op::QuantiseFine { by, weight: false, to: DType::E4M3 });
+    let (name, op) = (format!("{}.fp8", at.g.get(dy).name), Op::QuantiseFine { by, weight: false, to: DType::E5M2 });
     let dy = at.append(op, &[dy], &name)?;
     let of_w = w.again(at)?;
     let [x, x_units] = x.saved(at, [2, 3])?;
@@ -112,7 +118,7 @@ impl OfExperts {
     fn of(at: &mut At, factor: Factor) -> Result<Self, Stop> {
         let dy = at.dy(0)?;
         let (x, w) = (Quantised::of(at, 0)?, Quantised::of(at, 2)?);
-        let [dy, dy_unit] = quantised(at, dy, factor, &x)?[..] else { return Err(refuse("dy has no unit")) };
+        let [dy, dy_unit, _] = quantised(at, dy, factor, [&x, &w])?[..] else { return Err(refuse("dy has no unit")) };
         let [x_bytes] = x.saved(at, [0])?;
         let w_transposed = w.again(at)?[1];
         Ok(Self { dy: [dy, dy_unit], x: [x_bytes, x.unit()?], w: [w_transposed, w.unit()?], parameter: w.inputs[0] })

@@ -1,14 +1,15 @@
 //! fp8: the matmuls of linear layers and of experts take their operands in fp8.
 //!
 //! Each operand gets the unit of its largest magnitude, in this micro-batch (current scaling): all ranks that have parts of a tensor give theirs, and
-//! each takes the largest. Backward reads the transposes of what forward has quantised, so those are saved, one byte an element, instead of the operands
+//! each takes the largest. Or activations and gradients get that of the largest magnitudes of the last steps (delayed scaling), which is known before they
+//! are. Backward reads the transposes of what forward has quantised, so those are saved, one byte an element, instead of the operands
 //! themselves. A weight is quantised where it is used, and once more for backward.
 
 use crate::Context;
-use crate::settings::Fp8;
-use lockstep_ir::graph::{Node, Source, State};
+use crate::settings::{Fp8, Scaling};
+use lockstep_ir::graph::{Fp8Class, Node, Source, State};
 use lockstep_ir::op::{BLOCK, Factor, Fine};
-use lockstep_ir::{Axes, Axis, DType, Dim, Graph, Layout, MeshAxis, Op, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axes, Axis, DType, Dim, Graph, Init, Layout, MeshAxis, Op, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 /// Sizes of matmuls are multiples of this many: the matrix units take 16 bytes at a time.
@@ -20,11 +21,12 @@ pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> 
     let Some(settings) = context.precision.fp8 else { return Ok(graph.clone()) };
     let mut g = graph.clone();
     let layers = layers(&g);
-    let mut operands = Operands { known: BTreeMap::new(), layout: &context.layout };
+    let (known, delayed) = (BTreeMap::new(), settings.scaling == Scaling::Delayed);
+    let mut operands = Operands { known, layout: &context.layout, delayed };
     for mut node in std::mem::take(&mut g.nodes) {
         if stays(&g, &node, context, settings, layers) == Some(None) {
             let to = g.ty(node.inputs[0]).dtype;
-            if let (Op::Linear, Some(by)) = (node.op, settings.fine) {
+            if let (Op::Linear, Some(by)) = (node.op, settings.fine()) {
                 let x = operands.quantised_finely(&mut g, node.inputs[0], (by, false), &node)?;
                 let w = operands.quantised_finely(&mut g, node.inputs[1], (by, true), &node)?;
                 g.nodes.push(Node { op: Op::FineLinear { by, to }, inputs: [x, w].concat(), ..node });
@@ -101,12 +103,12 @@ fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize
         return None;
     }
     let tp = context.layout.mesh.size(MeshAxis::Tp);
-    let multiple = match (of_experts, settings.fine) {
+    let multiple = match (of_experts, settings.fine()) {
         (true, _) => MULTIPLE_OF_EXPERTS,
         (false, Some(Fine::Blocks)) => BLOCK,
         (false, _) => MULTIPLE,
     };
-    let rows = if of_experts { 0 } else { rows(x, &context.layout, settings.fine)? };
+    let rows = if of_experts { 0 } else { rows(x, &context.layout, settings.fine())? };
     let dims = &w.ty.dims[w.ty.dims.len() - 2..];
     let whole = dims.iter().all(|d| d.size().is_multiple_of(multiple * tp)) && rows.is_multiple_of(multiple);
     let weights = dims.iter().map(Dim::size).product::<usize>() / tp;
@@ -133,11 +135,30 @@ fn rows(x: &TensorType, layout: &Layout, fine: Option<Fine>) -> Option<usize> {
     Some(x.dims[0].size() / layout.mesh.size(Axes::SEQUENCES) * positions)
 }
 
+/// Steps whose largest magnitudes count.
+const STEPS: usize = 16;
+
+/// The largest magnitudes, in the last steps, of what a matmul with this weight reads in forward or in backward. Before the first step there is a
+/// guess, by which nothing usual is too large: all of it is below 0.
+pub(crate) fn history(g: &mut Graph, weight: ValueId, class: Fp8Class) -> ValueId {
+    let (what, guess) = match class {
+        Fp8Class::Weights | Fp8Class::Activations => ("x", 64.0),
+        Fp8Class::Gradients => ("dy", 16.0),
+    };
+    let name = format!("history.{what}.{}", g.get(weight).name);
+    let uses = g.values.iter().filter(|v| v.name.starts_with(&name)).count();
+    let name = if uses == 0 { name } else { format!("{name}.{}", uses + 1) };
+    let ty = TensorType::new(DType::F32, [Dim::new(Axis::Scalar, STEPS)]);
+    g.state(name, ty, State::History(Init::All(-guess)))
+}
+
 /// What has been quantised so far: an operand that several matmuls read is quantised once.
 struct Operands<'a> {
     /// Bytes and unit, by value.
     known: BTreeMap<ValueId, [ValueId; 2]>,
     layout: &'a Layout,
+    /// Whether activations have units of earlier steps.
+    delayed: bool,
 }
 
 impl Operands<'_> {
@@ -146,11 +167,16 @@ impl Operands<'_> {
             return Ok(*known);
         }
         let (name, phase, layer) = (g.get(v).name.clone(), reader.phase, reader.layer);
-        let op = Op::Amax { of, parts: parts(self.layout, of) };
-        let amax = g.node(op, &[v], &format!("{name}.amax"), phase, layer)?[0];
+        let amax = match self.delayed && !of.is_weight() {
+            true => history(g, reader.inputs[1], Fp8Class::Activations),
+            false => {
+                let op = Op::Amax { of, parts: parts(self.layout, of) };
+                g.node(op, &[v], &format!("{name}.amax"), phase, layer)?[0]
+            }
+        };
         let op = Op::Quantise { of, to: DType::E4M3 };
         let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
-        let operand = [made[0], made[made.len() - 1]];
+        let operand = [made[0], made[of.unit()]];
         self.known.insert(v, operand);
         Ok(operand)
     }
@@ -175,7 +201,7 @@ impl Operands<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::{Stays, fp8_layers};
     use crate::Context;
     use crate::passes::tests::{lines, small_model_of};
@@ -185,8 +211,9 @@ mod tests {
     use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, TensorType};
 
     /// Two matmuls of one layer that read the same, with 512 weights each.
-    fn graph(rows: usize) -> (Graph, Context) {
+    pub fn graph(rows: usize, layout: &str) -> (Graph, Context) {
         let (_, mut context) = small_model_of(1, rows);
+        context.layout = layout.parse().unwrap();
         context.precision = Precision::of(DType::BF16, DType::F32);
         let mut g = Graph::new();
         let dim = Dim::new;
@@ -212,7 +239,7 @@ mod tests {
 
     /// The same behind autodiff, with layers of so many weights in fp8.
     fn behind_fp8(fewest: usize, rows: usize) -> Graph {
-        let (g, mut context) = graph(rows);
+        let (g, mut context) = graph(rows, "dp=1");
         context.precision.fp8 = Some(Fp8 { weights: Some(fewest), ..Fp8::default() });
         let stored = (PRECISION.run)(&g, &context).unwrap();
         autodiff(&(FP8.run)(&stored, &context).unwrap(), &context).unwrap()
@@ -224,17 +251,17 @@ mod tests {
         assert_eq!(
             lines(&g, &["quantise", "fp8_"], true),
             "\
-F x.fp8: e4m3[batch:1, seq:32, embed:16], x.fp8.transposed: e4m3[embed:16, batch:1, seq:32], x.fp8.unit: f32[scalar:1] = quantise(x, x.amax) { to: E4M3 }
-F up.fp8: e4m3[vocab:32, embed:16], _, up.fp8.unit: f32[scalar:1] = quantise_weight(up, up.amax) { to: E4M3 }
+F x.fp8: e4m3[batch:1, seq:32, embed:16], x.fp8.transposed: e4m3[embed:16, batch:1, seq:32], x.fp8.unit: f32[scalar:1], _ = quantise(x, x.amax) { to: E4M3 }
+F up.fp8: e4m3[vocab:32, embed:16], _, up.fp8.unit: f32[scalar:1], _ = quantise_weight(up, up.amax) { to: E4M3 }
 F a: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, up.fp8, up.fp8.unit) { to: BF16 }
-F other.fp8: e4m3[vocab:32, embed:16], _, other.fp8.unit: f32[scalar:1] = quantise_weight(other, other.amax) { to: E4M3 }
+F other.fp8: e4m3[vocab:32, embed:16], _, other.fp8.unit: f32[scalar:1], _ = quantise_weight(other, other.amax) { to: E4M3 }
 F b: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, other.fp8, other.fp8.unit) { to: BF16 }
-B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1] = quantise(d.sum, d.sum.amax) { to: E5M2 }
-B _, other.fp8.again.transposed: e4m3[embed:16, vocab:32], _ = quantise_weight(other, other.amax) { to: E4M3 }
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2 }
+B _, other.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(other, other.amax) { to: E4M3 }
 B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, other.fp8.again.transposed, other.fp8.unit) { to: BF16 }
 W dw.other: f32[vocab:32, embed:16] += grad.other = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
-B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1] = quantise(d.sum, d.sum.amax) { to: E5M2 }
-B _, up.fp8.again.transposed: e4m3[embed:16, vocab:32], _ = quantise_weight(up, up.amax) { to: E4M3 }
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2 }
+B _, up.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(up, up.amax) { to: E4M3 }
 B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, up.fp8.again.transposed, up.fp8.unit) { to: BF16 }
 W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
 "
@@ -243,7 +270,7 @@ W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transpos
 
     #[test]
     fn layers_at_the_ends_stay_where_asked() {
-        let (g, mut context) = graph(32);
+        let (g, mut context) = graph(32, "dp=1");
         let stored = (PRECISION.run)(&g, &context).unwrap();
         for (skip_first, skip_last) in [(1, 0), (0, 1)] {
             context.precision.fp8 = Some(Fp8 { weights: Some(0), skip_first, skip_last, ..Fp8::default() });

@@ -7,7 +7,7 @@
 
 use super::optimizer::sum_over;
 use crate::Context;
-use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{Axes, Graph, MeshAxis, Op, Placement, Sharding, TypeError, ValueId};
 
 /// Output of the training step of a model with experts: the tokens of every expert, a row for each layer that has some.
@@ -44,7 +44,7 @@ pub(super) fn count(g: &mut Graph, context: &Context) -> Result<Option<ValueId>,
         let name = layer.map_or("load".to_owned(), |layer| format!("layers.{layer}.load"));
         let load = g.node(Op::ExpertLoad { experts }, &[chosen], &name, Phase::Forward, layer)?[0];
         nodes.append(&mut g.nodes);
-        let total = g.state(format!("{name}.total"), g.ty(load).clone(), State::Total);
+        let total = g.state(format!("{name}.total"), g.ty(load).clone(), State::Total(Tally::Loads));
         g.values[load.0].source = Source::Node { into: Some(total) };
         let tokens = g.get(chosen).sharding;
         let split = |all: Axes, dim| all.and(tokens.axes(Placement::Split(dim)));
@@ -57,7 +57,7 @@ pub(super) fn count(g: &mut Graph, context: &Context) -> Result<Option<ValueId>,
     if totals.is_empty() {
         return Ok(None);
     }
-    let here = g.node(Op::StackLoads, &totals, LOADS, Phase::Update, None)?[0];
+    let here = g.node(Op::StackTotals, &totals, LOADS, Phase::Update, None)?[0];
     // A total is 0 on stages that do not have its layer.
     let loads = sum_over(g, here, &[over, context.layout.mesh.wide(MeshAxis::Pp.into())])?;
     if loads != here {
@@ -128,7 +128,7 @@ mod tests {
             "\
 total     layers.1.load.total: f64[experts:3] @(dp: partial)
 F layers.1.load: f64[experts:3] @(dp: partial) += layers.1.load.total = expert_load(routed.chosen) { experts: 3 }
-U expert_loads.here: f64[scalar:1, experts:3] @(dp: partial) = stack_loads(layers.1.load.total)
+U expert_loads.here: f64[scalar:1, experts:3] @(dp: partial) = stack_totals(layers.1.load.total)
 U expert_loads: f64[scalar:1, experts:3] = all_reduce(expert_loads.here) { over: dp }
 U bias.next: f32[experts:3] = move_bias(bias, expert_loads, gradient_stats) { row: 0, rate: 0.5 }
 update    bias <- bias.next

@@ -12,16 +12,19 @@ mod recompute;
 mod score;
 mod shard;
 mod vocab;
+mod watch;
 mod zero;
 
 pub use autodiff::autodiff;
 pub use experts::ROWS_BEYOND;
+pub(crate) use fp8::history;
 pub use fp8::{Stays, fp8_layers};
 pub use fuse::fuse;
 pub use loads::LOADS;
 pub use optimizer::{AdamW, FIRST_STATS, Rule, STATS};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
 pub use score::MISSES;
+pub use watch::SEEN;
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};
@@ -53,13 +56,15 @@ const EXPERTS: Pass = Pass { name: "experts", effect: Effect::BitPreserving, run
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
 pub(crate) const AUTODIFF: Pass = Pass { name: "autodiff", effect: Effect::BitPreserving, run: autodiff };
 const RECOMPUTE: Pass = Pass { name: "recompute", effect: Effect::BitPreserving, run: recompute::recompute };
+const WATCH: Pass = Pass { name: "watch", effect: Effect::BitPreserving, run: watch::watch };
 const SCORE: Pass = Pass { name: "score", effect: Effect::BitPreserving, run: score::score };
 const SHARD: Pass = Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard };
 const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero };
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 9] = [FUSE, PRECISION, EXPERTS, FP8, AUTODIFF, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 10] =
+    [FUSE, PRECISION, EXPERTS, FP8, AUTODIFF, WATCH, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.

@@ -1,9 +1,9 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
-use super::{loads, zero};
+use super::{loads, watch, zero};
 use crate::settings::{Context, ParameterGroup};
 use crate::stage;
-use lockstep_ir::graph::{Node, Phase, Source, State};
+use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{
     Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepScalars, TensorType, TypeError,
     ValueId,
@@ -116,6 +116,7 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     if let Some(loads) = loads {
         loads::move_biases(&mut g, loads, stats)?;
     }
+    watch::report(&mut g, context, stats)?;
     let layers = layers(&g);
     let mut next: Vec<(Option<usize>, ValueId, ValueId)> = Vec::new();
     for t in &trained {
@@ -341,7 +342,7 @@ fn limits(g: &mut Graph, context: &Context) -> Result<[ValueId; 2], TypeError> {
     g.nodes.extend(after);
     let split = g.get(loss).sharding.axes(Placement::Split(0));
     let partial = Sharding::REPLICATED.with(split, Placement::Partial);
-    let total = g.state("losses.total", g.ty(sum).clone(), State::Total);
+    let total = g.state("losses.total", g.ty(sum).clone(), State::Total(Tally::Losses));
     g.values[added.0].ty = g.ty(sum).clone();
     g.values[added.0].source = Source::Node { into: Some(total) };
     [sum, added, total].iter().for_each(|v| g.values[v.0].sharding = partial);

@@ -69,7 +69,9 @@ fn finished(g: &Graph, units: &[std::ops::Range<usize>]) -> Vec<Vec<ValueId>> {
     let mut last: BTreeMap<ValueId, usize> = BTreeMap::new();
     for (u, unit) in units.iter().enumerate() {
         for v in g.nodes[unit.clone()].iter().flat_map(|n| n.outputs.iter().flatten()) {
-            if let Source::Node { into: Some(state) } = g.get(*v).source {
+            if let Source::Node { into: Some(state) } = g.get(*v).source
+                && matches!(g.get(state).source, Source::State(State::Gradient { .. }))
+            {
                 last.insert(state, u);
             }
         }

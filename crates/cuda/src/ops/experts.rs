@@ -22,7 +22,7 @@ pub fn launches() -> Launches {
         RouterLoss { balance, z } => router::router_loss(call, balance, z),
         RouterLossGrad { balance, z } => router::router_loss_grad(call, balance, z),
         ExpertLoad { .. } => router::load(call),
-        StackLoads => router::stack_loads(call),
+        StackTotals => router::stack_totals(call),
         MoveBias { row, rate } => router::move_bias(call, row, rate),
         GroupedLinear { each } => linear(call, call.bound.sharers(each)),
         GroupedGradInput => grad_input(call),

@@ -1,7 +1,7 @@
 //! fp8 with many units in a tensor: bytes and their transposes, and matmuls of them.
 
 use super::launch::{Launches, launches};
-use super::quantise::{forward, grad_weight};
+use super::quantise::{counted, forward, grad_weight};
 use crate::CudaError;
 use crate::call::{Call, suffix};
 use crate::kernels::args;
@@ -38,7 +38,8 @@ unsafe fn quantise(call: Call, (by, weight): (Fine, bool), to: DType) -> Result<
     let largest = if by == Fine::Rows { Some(call.scratch()?) } else { None };
     let of_columns = largest.map(|largest| largest + 4 * rows as u64);
     let [q, units, transposed, units_transposed] = outputs;
-    let args = args![call.input(0), largest, of_columns, q, units, transposed, units_transposed, rows, columns];
+    let seen = counted(call, 4)?;
+    let args = args![call.input(0), largest, of_columns, q, units, transposed, units_transposed, seen, rows, columns];
     let (kernel, format) = match (by, weight) {
         (Fine::Rows, _) => ("rows", suffix(to)),
         (Fine::Blocks, false) => ("blocks", suffix(to)),

@@ -7,13 +7,14 @@ use crate::kernels::args;
 use crate::matmul::{Gemm, MatmulShape, Units, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::Factor;
-use lockstep_ir::{DType, Op};
+use lockstep_ir::{DType, Op, Seen};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
     launches! { call:
         Amax { of, .. } => amax(call, of),
         Quantise { of, to } => quantise(call, of, to),
+        Remember { row } => remember(call, row),
         Fp8Linear { .. } => forward(call),
         Fp8GradWeight => grad_weight(call),
     }
@@ -55,19 +56,40 @@ const TILE: usize = 128;
 unsafe fn quantise(call: Call, of: Factor, to: DType) -> Result<(), CudaError> {
     let (columns, count): (usize, _) = (call.bound.columns.iter().sum(), matrices(call, of));
     let rows = call.bound.inputs[0].elements / columns.max(1) / count;
-    let (transposed, unit) = match of {
-        Factor::Choices | Factor::Blocks => (None, call.output(1)),
-        Factor::Tokens | Factor::Weight | Factor::Stack => (call.output(1), call.output(2)),
-    };
+    let transposed = call.output(1).filter(|_| of.transposes());
+    let (unit, seen) = (call.output(of.unit()), counted(call, of.unit() + 1)?);
     if !columns.is_multiple_of(16) || (transposed.is_some() && !rows.is_multiple_of(16)) {
         return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
     }
     let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
     let kernel = format!("quantise_{}_{}", call.suffix(), suffix(to));
     let parts = call.bound.inputs[1].elements / count;
-    let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, rows, columns];
+    let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, rows, columns];
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
     unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
+}
+
+/// The output that counts what rounding loses, where it is asked for: kernels add to it.
+pub fn counted(call: Call, output: usize) -> Result<Option<u64>, CudaError> {
+    let seen = call.output(output);
+    if let Some(seen) = seen.filter(|_| !call.adds(output)) {
+        // SAFETY: the output has as many numbers; a double of zero bits is zero.
+        unsafe { call.stream.fill(seen, 0, 8 * Seen::COUNT)? };
+    }
+    Ok(seen)
+}
+
+/// The largest magnitudes of the last steps, one step further.
+unsafe fn remember(call: Call, row: usize) -> Result<(), CudaError> {
+    let (Some(next), steps) = (call.output(0), call.size("steps")) else { return Ok(()) };
+    if steps > 1024 {
+        return Err(CudaError::Internal(format!("{steps} steps, and a block has 1024 threads")));
+    }
+    let seen = call.input(1) + (8 * row * Seen::COUNT) as u64;
+    // SAFETY: the operands have these sizes; the shape rule has checked the row.
+    unsafe {
+        call.plain(("quantise", "remember"), [1, 1, 1], 1024, args![call.input(0), seen, call.input(2), next, steps])
+    }
 }
 
 /// The matmuls of an instruction, with and without a sum that they add to.

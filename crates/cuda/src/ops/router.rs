@@ -87,12 +87,12 @@ pub unsafe fn load(call: Call) -> Result<(), CudaError> {
     }
 }
 
-pub unsafe fn stack_loads(call: Call) -> Result<(), CudaError> {
-    let Some(loads) = call.output(0) else { return Ok(()) };
-    let bytes = 8 * call.size("experts");
-    (0..call.bound.inputs.len()).try_for_each(|layer| {
+pub unsafe fn stack_totals(call: Call) -> Result<(), CudaError> {
+    let Some(totals) = call.output(0) else { return Ok(()) };
+    let bytes = 8 * call.size("entries");
+    (0..call.bound.inputs.len()).try_for_each(|row| {
         // SAFETY: there is a row for every input, of as many elements.
-        unsafe { call.stream.copy(loads + (layer * bytes) as u64, call.input(layer), bytes) }
+        unsafe { call.stream.copy(totals + (row * bytes) as u64, call.input(row), bytes) }
     })
 }
 

@@ -20,7 +20,7 @@ pub fn kernels<T: Float>() -> Kernels {
         RouterLoss { balance, z } => router::router_loss(call, balance, z),
         RouterLossGrad { balance, z } => router::router_loss_grad(call, call.seed(2) * balance, call.seed(2) * z),
         ExpertLoad { .. } => router::load(call),
-        StackLoads => router::stack_loads(call),
+        StackTotals => router::stack_totals(call),
         MoveBias { row, rate } => router::move_bias(call, row, rate),
         GroupedLinear { each } => linear::<T>(call, call.sharers(each)),
         GroupedGradInput => grad_input::<T>(call),

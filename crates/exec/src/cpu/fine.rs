@@ -4,6 +4,7 @@ use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::{Bf16, Float};
 use super::gemm::{Matrix, Target, gemm};
 use super::linear::weight_product_of;
+use super::quantise::Counts;
 use crate::by_kind;
 use lockstep_ir::op::{BLOCK, Fine};
 use lockstep_ir::{DType, F8};
@@ -45,6 +46,13 @@ fn quantise<T: Float>(call: Call, (by, weight): (Fine, bool), to: DType) {
     }
     if transposed.is_some() || units_transposed.is_some() {
         tensor.round(call, of_columns, transposed.map(Ptr), units_transposed.map(Ptr), true);
+    }
+    if let (Some(seen), Some(units)) = (Counts::asked(call, 4), units.map(Ptr)) {
+        let width = of_rows.1;
+        // SAFETY: every row has a unit for every `width` columns.
+        let unit = |i: usize| unsafe { *units.at(i % columns / width * rows + i / columns) };
+        seen.count(call, tensor.x, rows * columns, format, unit);
+        seen.store(call, 4);
     }
 }
 

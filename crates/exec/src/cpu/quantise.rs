@@ -9,13 +9,15 @@ use super::linear::weight_product_of;
 use super::simd::vectorised;
 use crate::by_kind;
 use lockstep_ir::op::Factor;
-use lockstep_ir::{DType, F8};
+use lockstep_ir::{DType, F8, Seen};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The kernels of this family.
 pub fn kernels<T: Float>() -> Kernels {
     by_kind! { call: Call => Kernel;
         Amax { of, .. } => amax::<T>(call, of),
         Quantise { of, to } => quantise::<T>(call, of, to),
+        Remember { row } => remember(call, row),
         Fp8Linear { .. } => forward::<T>(call),
         Fp8GradWeight => grad_weight(call),
     }
@@ -81,8 +83,8 @@ fn quantise<T: Float>(call: Call, of: Factor, to: DType) {
     let count = matrices(call, of);
     let each = call.bound.inputs[0].elements / count;
     let parts = call.bound.inputs[1].elements / count;
-    let transposes = !matches!(of, Factor::Choices | Factor::Blocks);
-    let units = call.output::<f32>(if transposes { 2 } else { 1 });
+    let units = call.output::<f32>(of.unit());
+    let seen = Counts::asked(call, of.unit() + 1);
     for matrix in 0..count {
         // SAFETY: the op table says that the input is they, and that there is a unit for every matrix.
         let unit = unsafe {
@@ -97,10 +99,90 @@ fn quantise<T: Float>(call: Call, of: Factor, to: DType) {
         // SAFETY: matrices have as many elements.
         let at = |bytes: *mut u8| Ptr(unsafe { bytes.add(matrix * each) });
         let q = call.output::<u8>(0).map(at);
-        let transposed = call.output::<u8>(1).filter(|_| transposes).map(at);
+        let transposed = call.output::<u8>(1).filter(|_| of.transposes()).map(at);
         // SAFETY: as above.
         let x = Ptr(unsafe { call.input::<T>(0).add(matrix * each) });
         quantise_matrix(call, (x, each), (q, transposed), format, unit);
+        if let Some(seen) = &seen {
+            seen.count(call, x, each, format, |_| unit);
+        }
+    }
+    if let Some(seen) = seen {
+        seen.store(call, of.unit() + 1);
+    }
+}
+
+/// Counts of what rounding loses.
+pub struct Counts([AtomicU64; Seen::COUNT]);
+
+impl Counts {
+    /// Of an output, where it is asked for.
+    pub fn asked(call: Call, output: usize) -> Option<Self> {
+        call.output::<f64>(output).map(|_| Self(std::array::from_fn(|_| AtomicU64::new(0))))
+    }
+
+    /// Counts x `[rows, columns]`, of `n` elements, whose element `i` has the unit `unit(i)`.
+    pub fn count<T: Float>(
+        &self,
+        call: Call,
+        x: Ptr<*const T>,
+        n: usize,
+        format: F8,
+        unit: impl Fn(usize) -> f32 + Sync,
+    ) {
+        let columns: usize = call.bound.columns.iter().sum();
+        let (rows, across) = (n / columns, columns.div_ceil(Seen::TILE));
+        let add = |place: usize, count: u64| self.0[place].fetch_add(count, Ordering::Relaxed);
+        add(0, n as u64);
+        call.ranges(rows.div_ceil(Seen::TILE) * across, 1, |from, to| {
+            for part in from..to {
+                let (top, left) = (part / across * Seen::TILE, part % across * Seen::TILE);
+                let (bottom, right) = ((top + Seen::TILE).min(rows), (left + Seen::TILE).min(columns));
+                let (mut most, mut lost) = (0, [0, 0]);
+                for at in (top..bottom).flat_map(|row| (left..right).map(move |column| row * columns + column)) {
+                    // SAFETY: the elements are the operand's.
+                    let x = unsafe { (*x.at(at)).to() };
+                    most = most.max(x.to_bits() & 0x7fff_ffff);
+                    lost.iter_mut().zip(format.loses(x, unit(at))).for_each(|(lost, here)| *lost += u64::from(here));
+                }
+                add(1, lost[0]);
+                add(2, lost[1]);
+                if let Some(place) = Seen::place(f32::from_bits(most)) {
+                    add(place, 1);
+                }
+            }
+        });
+    }
+
+    /// Writes them, or adds them to what is there.
+    pub fn store(self, call: Call, output: usize) {
+        let Some(out) = call.output::<f64>(output) else { return };
+        for (i, count) in self.0.into_iter().enumerate() {
+            // SAFETY: the output has as many numbers.
+            unsafe {
+                let before = if call.adds(output) { *out.add(i) } else { 0.0 };
+                *out.add(i) = before + count.into_inner() as f64;
+            }
+        }
+    }
+}
+
+/// The newest magnitude first, where one was seen that has bounds; guesses go with it.
+fn remember(call: Call, row: usize) {
+    let (Some(next), steps) = (call.output::<f32>(0), call.size("steps")) else { return };
+    // SAFETY: the operands have these sizes, and the shape rule has checked the row. The output may be where the first input is.
+    unsafe {
+        let seen = Ptr(call.input::<f64>(1)).slice(row * Seen::COUNT, Seen::COUNT);
+        let applied = !(*call.input::<f32>(2).add(1)).is_nan();
+        let history: Vec<f32> = (0..steps).map(|i| *call.input::<f32>(0).add(i)).collect();
+        let largest = Seen::largest(seen).filter(|_| applied);
+        for i in 0..steps {
+            *next.add(i) = match (largest, i) {
+                (Some(largest), 0) => largest,
+                (Some(_), _) => history[i - 1].max(0.0),
+                (None, _) => history[i],
+            };
+        }
     }
 }
 

@@ -187,14 +187,14 @@ pub fn load(call: Call) {
     chosen.iter().for_each(|e| load[*e as usize % experts] += 1.0);
 }
 
-/// loads `[layers, experts]` of those of every layer.
-pub fn stack_loads(call: Call) {
-    let (Some(loads), experts) = (call.output::<f64>(0).map(Ptr), call.size("experts")) else { return };
-    for layer in 0..call.bound.inputs.len() {
+/// totals `[rows, entries]` of each `[entries]`.
+pub fn stack_totals(call: Call) {
+    let (Some(totals), entries) = (call.output::<f64>(0).map(Ptr), call.size("entries")) else { return };
+    for row in 0..call.bound.inputs.len() {
         // SAFETY: there is a row for every input, of as many elements.
         unsafe {
-            let load = Ptr(call.input::<f64>(layer)).slice(0, experts);
-            loads.slice(layer * experts, experts).copy_from_slice(load);
+            let total = Ptr(call.input::<f64>(row)).slice(0, entries);
+            totals.slice(row * entries, entries).copy_from_slice(total);
         }
     }
 }

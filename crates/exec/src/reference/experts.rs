@@ -18,7 +18,7 @@ pub fn definitions() -> Definitions {
             vec![router_loss_grad(&at.dims, [balance, z].map(|w| at.seed(2) * f64::from(w)), at.x)]
         },
         ExpertLoad { .. } => vec![load(&at.dims, at.x[0])],
-        StackLoads => vec![at.x.concat()],
+        StackTotals => vec![at.x.concat()],
         MoveBias { row, rate } => vec![move_bias(&at.dims, row, f64::from(rate), at.x)],
         GroupedLinear { each } => vec![linear(&at.dims, at.sharers(each), at.x)],
         GroupedGradInput => vec![grad_input(&at.dims, at.x)],

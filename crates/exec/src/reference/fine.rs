@@ -1,7 +1,7 @@
 //! fp8 with many units in a tensor, in f64.
 
 use super::at::{At, Definition, Definitions, matmul};
-use super::quantise::nearest;
+use super::quantise::{nearest, seen};
 use crate::by_kind;
 use lockstep_ir::op::{BLOCK, Fine};
 use lockstep_ir::{DType, F8};
@@ -66,10 +66,11 @@ fn quantise(at: &At, (by, weight): (Fine, bool), to: DType) -> Vec<Vec<f64>> {
     let transposed_at = |row: usize, column: usize| {
         units_transposed[if by == Fine::Rows { column } else { row / BLOCK * columns + column }]
     };
+    let seen = seen(x, columns, to, |i| unit_at(i / columns, i % columns));
     let q = (0..x.len()).map(|i| nearest(to, x[i] / unit_at(i / columns, i % columns))).collect();
     let transposed = (0..x.len())
         .map(|i| (i % rows, i / rows))
         .map(|(row, column)| nearest(to, x[row * columns + column] / transposed_at(row, column)))
         .collect();
-    vec![q, units, transposed, units_transposed]
+    vec![q, units, transposed, units_transposed, seen]
 }

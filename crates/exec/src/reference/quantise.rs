@@ -5,13 +5,14 @@ use super::dispatch::of_rows;
 use super::experts;
 use crate::by_kind;
 use lockstep_ir::op::Factor;
-use lockstep_ir::{DType, F8};
+use lockstep_ir::{DType, F8, Seen};
 
 /// What these ops are.
 pub fn definitions() -> Definitions {
     by_kind! { at: &At => Definition;
         Amax { of, parts } => vec![matrices(at, of).flat_map(|x| vec![amax(x); parts]).collect()],
         Quantise { of, to } => quantise(at, of, to),
+        Remember { row } => vec![remember(at, row)],
         Fp8Linear { .. } => {
             let y = matmul((at.rows(), at.size("outputs"), at.size("inputs")), at.x[0], false, at.x[2], true);
             vec![in_units(at, y)]
@@ -68,18 +69,46 @@ fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
     let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
     let columns = at.types[0].dims.last().map_or(1, |d| d.size());
     let (mut bytes, mut transposed, mut units) = (Vec::new(), Vec::new(), Vec::new());
+    let mut all = vec![0.0; Seen::COUNT];
     let each = at.x[1].len() / matrices(at, of).count();
     for (x, amaxes) in matrices(at, of).zip(at.x[1].chunks(each)) {
         let unit = f64::from(format.unit(amax(amaxes) as f32));
         let q: Vec<f64> = x.iter().map(|x| nearest(to, x / unit)).collect();
         let rows = q.len() / columns;
+        all.iter_mut().zip(seen(x, columns, to, |_| unit)).for_each(|(all, here)| *all += here);
         transposed.extend((0..q.len()).map(|i| q[i % rows * columns + i / rows]));
         bytes.extend(q);
         units.push(unit);
     }
-    match of {
-        Factor::Choices | Factor::Blocks => vec![bytes, units],
-        Factor::Tokens | Factor::Weight | Factor::Stack => vec![bytes, transposed, units],
+    if of.transposes() { vec![bytes, transposed, units, all] } else { vec![bytes, units, all] }
+}
+
+/// What rounding loses of x, whose element `i` has the unit `unit(i)`.
+pub fn seen(x: &[f64], columns: usize, to: DType, unit: impl Fn(usize) -> f64) -> Vec<f64> {
+    let largest = nearest(to, f64::MAX);
+    let mut seen = vec![0.0; Seen::COUNT];
+    seen[0] = x.len() as f64;
+    let across = columns.div_ceil(Seen::TILE);
+    let mut parts = vec![0.0; x.len().div_ceil(columns).div_ceil(Seen::TILE) * across];
+    for (i, x) in x.iter().enumerate() {
+        let scaled = x / unit(i);
+        seen[1] += f64::from(scaled.is_nan() || scaled.abs() > largest);
+        seen[2] += f64::from(*x != 0.0 && nearest(to, scaled) == 0.0);
+        let part: &mut f64 = &mut parts[i / columns / Seen::TILE * across + i % columns / Seen::TILE];
+        *part = part.max(x.abs());
+    }
+    parts.iter().filter_map(|most| Seen::place(*most as f32)).for_each(|place| seen[place] += 1.0);
+    seen
+}
+
+/// The newest magnitude first, where one was seen that has bounds; guesses go with it.
+fn remember(at: &At, row: usize) -> Vec<f64> {
+    let (history, applied) = (at.x[0], !at.x[2][1].is_nan());
+    match Seen::largest(&at.x[1][row * Seen::COUNT..(row + 1) * Seen::COUNT]).filter(|_| applied) {
+        Some(largest) => {
+            [f64::from(largest)].into_iter().chain(history.iter().map(|x| x.max(0.0))).take(history.len()).collect()
+        }
+        None => history.to_vec(),
     }
 }
 

@@ -373,14 +373,14 @@ fn loads(layers: Option<usize>) -> (TensorType, Draw) {
     (TensorType::new(DType::F64, rows.into_iter().chain([experts()]).collect::<Vec<_>>()), Draw::Below(5))
 }
 
-pub(super) static STACK_LOADS: Spec =
-    row("stack_loads", &[f64("load", "experts")], &[f64("loads", "layers experts")], |_| {
-        vec![sample(Op::StackLoads, [loads(None), loads(None), loads(None)])]
+pub(super) static STACK_TOTALS: Spec =
+    row("stack_totals", &[f64("total", "entries")], &[f64("totals", "rows entries")], |_| {
+        vec![sample(Op::StackTotals, [loads(None), loads(None), loads(None)])]
     })
     .variadic()
     .keeps_partial()
     .shape(|_, inputs, dims| {
-        dims.set("layers", &Dim::new(Axis::Scalar, inputs.len()));
+        dims.set("rows", &Dim::new(Axis::Scalar, inputs.len()));
         Ok(())
     });
 

@@ -4,7 +4,7 @@
 //! for itself. Units of blocks stand with the rows of the operand side by side, as matrix libraries take them. A weight in blocks has one unit for
 //! every 128 × 128 elements, written down for each row.
 
-use super::quantise::{COST, bytes};
+use super::quantise::{COST, SEEN, bytes, seen};
 use super::row::{FlopsRule, Operand, Samples, Spec, TypeVar, accumulator, f32, float, fp8, row};
 use super::sample::{Draw, Shapes, floats, normal, sample};
 use super::{Cost, Dims, Flops, Matmuls, Op, Sample, TypeError, attributes};
@@ -40,6 +40,7 @@ fn bind(op: &Op, dims: &mut Dims, of: &[(&'static str, &'static str)]) -> Result
         return Err(op.refuse(format!("{to} is no format of fp8")));
     }
     dims.set_float(TypeVar::U, to);
+    dims.set("seen", &seen());
     of.iter().try_for_each(|(counted, in_blocks)| {
         let count = blocks(op, dims.size(counted))?;
         dims.set(in_blocks, &count);
@@ -85,6 +86,7 @@ pub(super) static QUANTISE_ROWWISE: Spec = row(
         f32("units", "batch seq"),
         fp8("transposed", "features batch seq"),
         f32("units_transposed", "features"),
+        SEEN,
     ],
     |batch| rows(batch, Fine::Rows),
 )
@@ -92,7 +94,8 @@ pub(super) static QUANTISE_ROWWISE: Spec = row(
 .splits(&["batch", "seq", "features"])
 .same_over_tp(&["seq"])
 .cheap(&[0, 1, 2, 3])
-.own(&[1, 3])
+.sums(4)
+.own(&[1, 3, 4])
 .cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[]));
 
@@ -104,11 +107,13 @@ pub(super) static QUANTISE_ROWWISE_WEIGHT: Spec = row(
         f32("units", "outputs"),
         fp8("transposed", "inputs outputs"),
         f32("units_transposed", "inputs"),
+        SEEN,
     ],
     |_| weights(Fine::Rows),
 )
 .splits(&["outputs", "inputs"])
-.own(&[1, 3])
+.sums(4)
+.own(&[1, 3, 4])
 .forward()
 .cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[]));
@@ -121,11 +126,14 @@ pub(super) static QUANTISE_BLOCKWISE: Spec = row(
         f32("units", "across batch seq"),
         fp8("transposed", "features batch seq"),
         f32("units_transposed", "batch positions features"),
+        SEEN,
     ],
     |batch| rows(batch, Fine::Blocks),
 )
 .gradient(&[])
 .splits(&["batch", "seq positions", "features across"])
+.sums(4)
+.own(&[4])
 .cheap(&[0, 1, 2, 3])
 .cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[("features", "across"), ("seq", "positions")]));
@@ -138,10 +146,13 @@ pub(super) static QUANTISE_BLOCKWISE_WEIGHT: Spec = row(
         f32("units", "across outputs"),
         fp8("transposed", "inputs outputs"),
         f32("units_transposed", "down inputs"),
+        SEEN,
     ],
     |_| weights(Fine::Blocks),
 )
 .splits(&["outputs down", "inputs across"])
+.sums(4)
+.own(&[4])
 .forward()
 .cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[("inputs", "across"), ("outputs", "down")]));

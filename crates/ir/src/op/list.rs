@@ -103,7 +103,8 @@ ops! {
         /// As many as ranks may have parts.
         parts: usize,
     } = quantise::AMAX | quantise::CHOICES_AMAX | quantise::BLOCKS_AMAX | quantise::WEIGHT_AMAX | quantise::STACK_AMAX => of as usize,
-    /// A tensor in fp8, and its transpose: multiples of a unit, the power of two that follows from its largest magnitude ([`F8::unit`](crate::F8::unit)).
+    /// A tensor in fp8, and its transpose: multiples of a unit, the power of two that follows from its largest magnitude ([`F8::unit`](crate::F8::unit)), or
+    /// from the magnitudes of earlier steps; and what rounding lost ([`Seen`](crate::Seen)).
     Quantise {
         @[
             /// What.
@@ -148,6 +149,12 @@ ops! {
             by: Fine
         ]
     } = fine::ROWWISE_GRAD_WEIGHT | fine::BLOCKWISE_GRAD_WEIGHT => by as usize,
+    /// The largest magnitudes of a tensor in the last steps, the newest first, with that of this step, of what was seen of tensors in this row. What is
+    /// below 0 is a guess, which counts until something was seen. Changes nothing where the factor is NaN or nothing bounded was seen.
+    Remember {
+        /// Which of the tensors.
+        row: usize,
+    } = quantise::REMEMBER,
     /// `GroupedLinear` of operands in fp8. The input gradient is one too, of `dy` and the transposes of the weights.
     Fp8Grouped {
         @[
@@ -425,8 +432,8 @@ ops! {
         /// How many experts there are.
         experts: usize,
     } = experts::EXPERT_LOAD,
-    /// The loads of several layers, one below the other.
-    StackLoads = experts::STACK_LOADS,
+    /// Sums over micro-batches, one below the other.
+    StackTotals = experts::STACK_TOTALS,
     /// Moves the bias of the router's choice against the loads of a step, which are in this row: up where an expert has got less than
     /// the mean, down where it has got more. Does nothing where the factor is NaN.
     MoveBias {

@@ -4,10 +4,12 @@
 //! time as its transpose where a gradient asks for that: one kernel makes both.
 
 use super::cost::CostRule;
-use super::row::{FlopsRule, LocalRule, Operand, Samples, ShapeRule, Spec, TypeVar, accumulator, f32, float, fp8, row};
+use super::row::{
+    FlopsRule, LocalRule, Operand, Samples, ShapeRule, Spec, TypeVar, accumulator, f32, f64, float, fp8, row,
+};
 use super::sample::{Draw, Shapes, floats, normal, sample};
 use super::{Cost, Flops, Matmuls, Op, Sample, attributes};
-use crate::{Axis, DType, Dim, TensorType};
+use crate::{Axis, DType, Dim, Seen, TensorType};
 
 /// What is quantised: rows of activations and gradients, or weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +30,16 @@ impl Factor {
     /// Whether it is a parameter.
     pub const fn is_weight(self) -> bool {
         matches!(self, Factor::Weight | Factor::Stack)
+    }
+
+    /// Whether its transpose is made with it: rows of experts are sorted where they are transposed, by what sums over them.
+    pub const fn transposes(self) -> bool {
+        !matches!(self, Factor::Choices | Factor::Blocks)
+    }
+
+    /// Which output of [`Op::Quantise`] its unit is; what rounding lost is the next.
+    pub const fn unit(self) -> usize {
+        1 + self.transposes() as usize
     }
 }
 
@@ -148,8 +160,17 @@ const FORMAT: ShapeRule = |op, _, dims| {
     }
     dims.set_float(TypeVar::U, to);
     dims.set("one", &one());
+    dims.set("seen", &seen());
     Ok(())
 };
+
+/// What rounding lost, which sums over micro-batches and ranks count.
+pub(super) const SEEN: Operand = f64("seen", "seen");
+
+/// As many numbers as that is.
+pub(super) fn seen() -> Dim {
+    Dim::new(Axis::Scalar, Seen::COUNT)
+}
 
 /// A tensor and its largest magnitude.
 fn with_amax(of: Factor, to: DType, x: (TensorType, Draw)) -> Sample {
@@ -162,7 +183,7 @@ fn with_amax(of: Factor, to: DType, x: (TensorType, Draw)) -> Sample {
 pub(super) static QUANTISE: Spec = row(
     "quantise",
     &[float("x", "batch seq features"), f32("amax", "?")],
-    &[fp8("q", "batch seq features"), fp8("transposed", "features batch seq"), f32("unit", "one")],
+    &[fp8("q", "batch seq features"), fp8("transposed", "features batch seq"), f32("unit", "one"), SEEN],
     |batch| {
         let of = |to, by| with_amax(Factor::Tokens, to, (shapes(batch).act(inputs()), Draw::Scaled(by)));
         let gradient = of(DType::E5M2, 1.0);
@@ -172,45 +193,48 @@ pub(super) static QUANTISE: Spec = row(
 .gradient(&[])
 .splits(&["batch", "seq", "features"])
 .cheap(&[0, 1])
-.own(&[2])
+.sums(3)
+.own(&[2, 3])
 .cost(COST)
 .shape(FORMAT);
 
-/// Rows of experts are sorted where they are transposed, by what sums over them.
 pub(super) static QUANTISE_CHOICES: Spec = row(
     "quantise_choices",
     &[float("x", "batch seq choices features"), f32("amax", "?")],
-    &[fp8("q", "batch seq choices features"), f32("unit", "one")],
+    &[fp8("q", "batch seq choices features"), f32("unit", "one"), SEEN],
     |batch| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Choices, to, choices(batch))).into(),
 )
 .gradient(&[])
 .splits(&["batch", "seq", "features"])
 .cheap(&[0])
-.own(&[1])
+.sums(2)
+.own(&[1, 2])
 .cost(COST)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_BLOCKS: Spec = row(
     "quantise_blocks",
     &[float("x", "parts rows features"), f32("amax", "?")],
-    &[fp8("q", "parts rows features"), f32("unit", "one")],
+    &[fp8("q", "parts rows features"), f32("unit", "one"), SEEN],
     |_| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Blocks, to, blocks())).into(),
 )
 .gradient(&[])
 .splits(&["parts", "rows", "features"])
 .cheap(&[0])
-.own(&[1])
+.sums(2)
+.own(&[1, 2])
 .cost(COST)
 .shape(FORMAT);
 
 pub(super) static QUANTISE_WEIGHT: Spec = row(
     "quantise_weight",
     &[float("w", "outputs inputs"), f32("amax", "?")],
-    &[fp8("q", "outputs inputs"), fp8("transposed", "inputs outputs"), f32("unit", "one")],
+    &[fp8("q", "outputs inputs"), fp8("transposed", "inputs outputs"), f32("unit", "one"), SEEN],
     |_| vec![with_amax(Factor::Weight, DType::E4M3, normal([outputs(), inputs()]))],
 )
 .splits(&["outputs", "inputs"])
-.own(&[2])
+.sums(3)
+.own(&[2, 3])
 .forward()
 .cost(COST)
 .shape(FORMAT);
@@ -218,11 +242,12 @@ pub(super) static QUANTISE_WEIGHT: Spec = row(
 pub(super) static QUANTISE_STACK: Spec = row(
     "quantise_stack",
     &[float("w", "experts outputs inputs"), f32("amax", "experts ?")],
-    &[fp8("q", "experts outputs inputs"), fp8("transposed", "experts inputs outputs"), f32("units", "experts")],
+    &[fp8("q", "experts outputs inputs"), fp8("transposed", "experts inputs outputs"), f32("units", "experts"), SEEN],
     |_| vec![with_amax(Factor::Stack, DType::E4M3, stack())],
 )
 .splits(&["experts", "outputs", "inputs"])
-.own(&[2])
+.sums(3)
+.own(&[2, 3])
 .forward()
 .cost(COST)
 .shape(FORMAT);
@@ -284,4 +309,29 @@ pub(super) static FP8_GRAD_WEIGHT: Spec = row(
 .flops(|_, dims, _| Flops::all(2 * dims.product("batch seq outputs inputs")))
 .multiplies(&[0, 2], |_, dims, call| {
     Cost::Matmul(Matmuls::of_weights(1, dims, dims.product("batch seq") as u64, call))
+});
+
+/// What several tensors have lost.
+fn of_tensors() -> (TensorType, Draw) {
+    (TensorType::new(DType::F64, [Dim::new(Axis::Scalar, 3), seen()]), Draw::Below(2))
+}
+
+pub(super) static REMEMBER: Spec = row(
+    "remember",
+    &[f32("history", "steps"), f64("seen", "tensors seen"), f32("stats", "stats")],
+    &[f32("next", "steps")],
+    |_| {
+        let stats = (floats([Dim::new(Axis::Scalar, 2)]), Draw::Stats);
+        let history = normal([Dim::new(Axis::Scalar, 16)]);
+        let of = |row| sample(Op::Remember { row }, [history.clone(), of_tensors(), stats.clone()]);
+        [0, 1, 2].map(of).into()
+    },
+)
+.in_place(&[(0, 0)])
+.shape(|op, _, dims| {
+    attributes!(op, Op::Remember { row });
+    match row < dims.size("tensors") && dims.size("seen") == Seen::COUNT {
+        true => Ok(()),
+        false => Err(op.refuse(format!("row {row} of {} with {}", dims.size("tensors"), dims.size("seen")))),
+    }
 });

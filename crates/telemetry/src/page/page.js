@@ -12,6 +12,8 @@ const CHARTS = [
   { title: "Gradient norm", keys: ["grad_norm"], log: true, events: true },
   { title: "Loss in bf16 and fp8", keys: ["shadow_loss_bf16", "shadow_loss_fp8"], log: true, events: true },
   { title: "fp8 beside bf16: difference of losses", keys: ["shadow_difference"], percent: true },
+  { title: "fp8: elements that became 0", match: /^fp8_underflow\//, percent: true },
+  { title: "fp8: elements too large for their scale", match: /^fp8_overflow\//, percent: true },
   { title: "Learning rate", keys: ["lr"] },
   { title: "Throughput", keys: ["tokens_per_s"] },
   { title: "MFU", keys: ["mfu"], percent: true },

@@ -179,6 +179,7 @@ impl Run<'_> {
             critical_batch_tokens: self.outcome.noise_scale.map(|n| n * self.config.train.seq as f64),
             experts: ExpertMetrics::of(&result.loads, &self.config.model),
             shadow,
+            fp8: result.fp8.clone(),
             val_loss: None,
             tasks: BTreeMap::new(),
         };

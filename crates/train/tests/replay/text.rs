@@ -19,7 +19,8 @@ fn kernel(op: &Op) -> String {
         Some((window, None)) => format!(" {{ window: {window:?} }}"),
         None => op.attributes(),
     };
-    format!("{}{attributes}", op.name())
+    let name = if *op == Op::StackTotals { "stack_loads" } else { op.name() };
+    format!("{name}{attributes}")
 }
 
 /// What lies where, by lifetime: tensors by the names that checkpoints and hosts know.

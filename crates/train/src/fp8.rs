@@ -1,0 +1,67 @@
+//! What rounding to fp8 lost in a step, for `metrics.jsonl`.
+
+use lockstep_ir::Seen;
+use lockstep_ir::graph::{Fp8Class, State, Tally};
+use lockstep_ir::program::{Role, Tensor};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// Shares of the elements that matmuls in fp8 read, of weights, activations and gradients. Empty for a run without fp8.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Fp8Metrics {
+    /// Those that were too large for their scale, and became the largest number.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub fp8_overflow: BTreeMap<String, f64>,
+    /// Those that were not 0, and became 0.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub fp8_underflow: BTreeMap<String, f64>,
+}
+
+impl Fp8Metrics {
+    /// From what was seen of every tensor, and what each is.
+    pub(crate) fn of(seen: &[f64], classes: &[Fp8Class]) -> Self {
+        let mut sums: BTreeMap<&str, [f64; Seen::CLASSES]> = BTreeMap::new();
+        for (row, class) in seen.chunks_exact(Seen::COUNT).zip(classes) {
+            let sum = sums.entry(name(*class)).or_default();
+            sum.iter_mut().zip(row).for_each(|(sum, count)| *sum += count);
+        }
+        let shares = |which: usize| {
+            let share =
+                |(name, sum): (&&str, &[f64; Seen::CLASSES])| ((*name).to_owned(), sum[which] / sum[0].max(1.0));
+            sums.iter().map(share).collect()
+        };
+        Self { fp8_overflow: shares(1), fp8_underflow: shares(2) }
+    }
+}
+
+fn name(class: Fp8Class) -> &'static str {
+    match class {
+        Fp8Class::Weights => "weights",
+        Fp8Class::Activations => "activations",
+        Fp8Class::Gradients => "gradients",
+    }
+}
+
+/// Of what a program's tensor counts the losses of rounding, if it does.
+pub(crate) fn fp8_class(tensor: &Tensor) -> Option<Fp8Class> {
+    match tensor.role {
+        Role::State(State::Total(Tally::Fp8(class))) => Some(class),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_a_class_count_together() {
+        let row = |counts: [f64; 3]| [counts.to_vec(), vec![1.0; Seen::COUNT - 3]].concat();
+        let seen = [row([100.0, 1.0, 5.0]), row([10.0, 0.0, 0.0]), row([300.0, 0.0, 15.0])].concat();
+        let metrics = Fp8Metrics::of(&seen, &[Fp8Class::Gradients, Fp8Class::Weights, Fp8Class::Gradients]);
+        let expected =
+            r#"{"fp8_overflow":{"gradients":0.0025,"weights":0.0},"fp8_underflow":{"gradients":0.05,"weights":0.0}}"#;
+        assert_eq!(serde_json::to_string(&metrics).unwrap(), expected);
+        assert_eq!(serde_json::to_string(&Fp8Metrics::default()).unwrap(), "{}");
+    }
+}
