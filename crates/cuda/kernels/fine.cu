@@ -57,6 +57,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
         return;
     }
     u32 of_tile = 0;
+    bool counts = looks(seen);
     Lost lost;
     if (BY == BLOCKS_OF_WEIGHT)
         for (int i = 0; i < TILE; i++) of_tile = max(of_tile, most[i]);
@@ -83,7 +84,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
                 if (BY != ROWS) units[blockIdx.y * rows + row + r] = unit;
                 else if (blockIdx.y == 0) units[row + r] = unit;
             }
-            if (seen) {
+            if (counts) {
 #pragma unroll
                 for (int c = 0; c < 8; c++) lost.count<F>(v[half][r][c], v[half][r][c] * scale);
             }
@@ -104,7 +105,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
             }
         }
     }
-    if (seen) store_lost(lost, seen, rows * columns);
+    if (counts) store_lost(lost, seen);
     if (!transposed) return;
     __syncthreads();
     for (int c = warp; c < TILE; c += 8) {

@@ -54,43 +54,52 @@ static __device__ __forceinline__ void load8(const f16 *from, float *x) { load(f
 const int TILE = 128;
 const int WORDS = TILE / 4;
 
-// What rounding loses, as on the host: all elements, those that are too large, those that become 0, and tiles by the class of their largest magnitude.
-const int SEEN = 128, CLASSES = 3, LOWEST = 31;
+// What rounding loses, as on the host: elements of every 16th tile, those of them that are too large, those that become 0, and tiles by the class of their
+// largest magnitude.
+const int SEEN = 128, CLASSES = 3, LOWEST = 31, EVERY = 16;
 
-// Of elements that a thread has: those too large and those that become 0, and the largest magnitude.
+// Whether a block's tile is one of those whose elements count.
+static __device__ __forceinline__ bool looks(const double *seen) {
+    return seen && (blockIdx.x * gridDim.y + blockIdx.y) % EVERY == 0;
+}
+
+// Of elements that a thread has: all, those too large and those that become 0.
 struct Lost {
-    u32 large = 0, small = 0, most = 0;
+    u32 all = 0, large = 0, small = 0;
     template <typename F>
     __device__ __forceinline__ void count(float x, float scaled) {
         float size = fabsf(scaled);
         large += !(size <= F::largest());
         small += x != 0.0f && size <= F::half_smallest();
-        most = max(most, magnitude(x));
+        all += 1;
     }
 };
 
-// Adds up what the threads of a block have of a tile. `elements` are those of the matrix, which its first block counts.
-static __device__ __forceinline__ void store_lost(Lost lost, double *seen, i64 elements) {
-    __shared__ u32 counts[2], shared[32];
-    if (threadIdx.x < 2) counts[threadIdx.x] = 0;
-    u32 most = block_max(lost.most, shared);
+// Adds up what the threads of a block have of a tile.
+static __device__ __forceinline__ void store_lost(Lost lost, double *seen) {
+    __shared__ u32 counts[CLASSES];
+    if (threadIdx.x < CLASSES) counts[threadIdx.x] = 0;
     __syncthreads();
 #pragma unroll
     for (int step = 16; step; step >>= 1) {
+        lost.all += __shfl_xor_sync(~0u, lost.all, step);
         lost.large += __shfl_xor_sync(~0u, lost.large, step);
         lost.small += __shfl_xor_sync(~0u, lost.small, step);
     }
     if ((threadIdx.x & 31) == 0) {
-        if (lost.large) atomicAdd(counts, lost.large);
-        if (lost.small) atomicAdd(counts + 1, lost.small);
+        atomicAdd(counts, lost.all);
+        atomicAdd(counts + 1, lost.large);
+        atomicAdd(counts + 2, lost.small);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        if (blockIdx.x == 0 && blockIdx.y == 0) atomicAdd(seen, (double)elements);
-        if (counts[0]) atomicAdd(seen + 1, (double)counts[0]);
-        if (counts[1]) atomicAdd(seen + 2, (double)counts[1]);
-        int exponent = (int)(most >> 23) + ((most & 0x7fffffu) > 0x600000u);
-        int place = CLASSES + min(max(exponent - LOWEST, 0), SEEN - 1 - CLASSES);
-        if (most) atomicAdd(seen + place, 1.0);
-    }
+    if (threadIdx.x < CLASSES && counts[threadIdx.x]) atomicAdd(seen + threadIdx.x, (double)counts[threadIdx.x]);
+}
+
+// Counts a tile with this largest magnitude of a thread's elements.
+static __device__ __forceinline__ void store_class(u32 most, double *seen) {
+    __shared__ u32 shared[32];
+    most = block_max(most, shared);
+    if (threadIdx.x || !most) return;
+    int exponent = (int)(most >> 23) + ((most & 0x7fffffu) > 0x600000u);
+    atomicAdd(seen + CLASSES + min(max(exponent - LOWEST, 0), SEEN - 1 - CLASSES), 1.0);
 }

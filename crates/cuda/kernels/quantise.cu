@@ -36,7 +36,7 @@ extern "C" __global__ void amax_of_shares(const float *shares, int count, float 
 
 template <typename T, typename F>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
-                                                float *unit, double *seen, i64 rows, i64 columns) {
+                                                float *unit, double *seen, int measures, i64 rows, i64 columns) {
     // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
     __shared__ u32 tile[TILE * (WORDS + 1)];
     u32 most = 0;
@@ -51,7 +51,9 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;
+    bool counts = looks(seen);
     Lost lost;
+    u32 largest = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int line = (threadIdx.x >> 4) + half * 16;
@@ -62,14 +64,23 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
 #pragma unroll
         for (int r = 0; r < 4; r++)
             if (r < there) load8(x + (row + r) * columns + column, v[r]);
+        if (counts) {
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int c = 0; c < 8; c++)
+                    if (r < there) lost.count<F>(v[r][c], v[r][c] * scale);
+        }
+        if (measures) {
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int c = 0; c < 8; c++) largest = max(largest, magnitude(v[r][c]));
+        }
 #pragma unroll
         for (int r = 0; r < 4; r++) {
 #pragma unroll
-            for (int c = 0; c < 8; c++) {
-                float scaled = v[r][c] * scale;
-                if (seen && r < there) lost.count<F>(v[r][c], scaled);
-                v[r][c] = scaled;
-            }
+            for (int c = 0; c < 8; c++) v[r][c] *= scale;
         }
         if (q) {
 #pragma unroll
@@ -88,7 +99,8 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
             }
         }
     }
-    if (seen) store_lost(lost, seen, rows * columns);
+    if (counts) store_lost(lost, seen);
+    if (seen && measures) store_class(largest, seen);
     if (!transposed) return;
     __syncthreads();
     int lane = threadIdx.x & 31;
@@ -102,9 +114,9 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
 
 #define QUANTISE(name, T, F)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, double *seen, i64 rows,   \
-             i64 columns) {                                                                                          \
-        quantise<T, F>(x, amax, parts, q, transposed, unit, seen, rows, columns);                                    \
+        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, double *seen,             \
+             int measures, i64 rows, i64 columns) {                                                                  \
+        quantise<T, F>(x, amax, parts, q, transposed, unit, seen, measures, rows, columns);                          \
     }
 QUANTISE(quantise_f32_e4m3, float, E4M3)
 QUANTISE(quantise_f32_e5m2, float, E5M2)

@@ -2,7 +2,7 @@
 
 use super::{At, Rules, Stop, attributes};
 use crate::passes::history;
-use lockstep_ir::graph::{Fp8Class, Node, Source, State};
+use lockstep_ir::graph::{Fp8Class, Node};
 use lockstep_ir::op::Factor;
 use lockstep_ir::{DType, Op, OpKind, TypeError, ValueId};
 
@@ -70,11 +70,12 @@ fn refuse(reason: &str) -> Stop {
 fn quantised(at: &mut At, dy: ValueId, of: Factor, [x, w]: [&Quantised; 2]) -> Result<Vec<ValueId>, Stop> {
     let parts = at.g.ty(x.inputs[1]).dims[0].size();
     let name = at.g.get(dy).name.clone();
-    let amax = match at.g.get(x.inputs[1]).source {
-        Source::State(State::History(_)) => history(at.g, w.inputs[0], Fp8Class::Gradients),
-        _ => at.append(Op::Amax { of, parts }, &[dy], &format!("{name}.amax"))?[0],
+    let measures = matches!(x.op, Op::Quantise { measures: true, .. });
+    let amax = match measures {
+        true => history(at.g, w.inputs[0], Fp8Class::Gradients),
+        false => at.append(Op::Amax { of, parts }, &[dy], &format!("{name}.amax"))?[0],
     };
-    Ok(at.append(Op::Quantise { of, to: DType::E5M2 }, &[dy, amax], &format!("{name}.fp8"))?)
+    Ok(at.append(Op::Quantise { of, to: DType::E5M2, measures }, &[dy, amax], &format!("{name}.fp8"))?)
 }
 
 /// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read.

@@ -167,14 +167,15 @@ impl Operands<'_> {
             return Ok(*known);
         }
         let (name, phase, layer) = (g.get(v).name.clone(), reader.phase, reader.layer);
-        let amax = match self.delayed && !of.is_weight() {
+        let measures = self.delayed && !of.is_weight();
+        let amax = match measures {
             true => history(g, reader.inputs[1], Fp8Class::Activations),
             false => {
                 let op = Op::Amax { of, parts: parts(self.layout, of) };
                 g.node(op, &[v], &format!("{name}.amax"), phase, layer)?[0]
             }
         };
-        let op = Op::Quantise { of, to: DType::E4M3 };
+        let op = Op::Quantise { of, to: DType::E4M3, measures };
         let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
         let operand = [made[0], made[of.unit()]];
         self.known.insert(v, operand);
@@ -251,17 +252,17 @@ pub(super) mod tests {
         assert_eq!(
             lines(&g, &["quantise", "fp8_"], true),
             "\
-F x.fp8: e4m3[batch:1, seq:32, embed:16], x.fp8.transposed: e4m3[embed:16, batch:1, seq:32], x.fp8.unit: f32[scalar:1], _ = quantise(x, x.amax) { to: E4M3 }
-F up.fp8: e4m3[vocab:32, embed:16], _, up.fp8.unit: f32[scalar:1], _ = quantise_weight(up, up.amax) { to: E4M3 }
+F x.fp8: e4m3[batch:1, seq:32, embed:16], x.fp8.transposed: e4m3[embed:16, batch:1, seq:32], x.fp8.unit: f32[scalar:1], _ = quantise(x, x.amax) { to: E4M3, measures: false }
+F up.fp8: e4m3[vocab:32, embed:16], _, up.fp8.unit: f32[scalar:1], _ = quantise_weight(up, up.amax) { to: E4M3, measures: false }
 F a: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, up.fp8, up.fp8.unit) { to: BF16 }
-F other.fp8: e4m3[vocab:32, embed:16], _, other.fp8.unit: f32[scalar:1], _ = quantise_weight(other, other.amax) { to: E4M3 }
+F other.fp8: e4m3[vocab:32, embed:16], _, other.fp8.unit: f32[scalar:1], _ = quantise_weight(other, other.amax) { to: E4M3, measures: false }
 F b: bf16[batch:1, seq:32, vocab:32] = fp8_linear(x.fp8, x.fp8.unit, other.fp8, other.fp8.unit) { to: BF16 }
-B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2 }
-B _, other.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(other, other.amax) { to: E4M3 }
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2, measures: false }
+B _, other.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(other, other.amax) { to: E4M3, measures: false }
 B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, other.fp8.again.transposed, other.fp8.unit) { to: BF16 }
 W dw.other: f32[vocab:32, embed:16] += grad.other = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
-B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2 }
-B _, up.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(up, up.amax) { to: E4M3 }
+B d.sum.fp8: e5m2[batch:1, seq:32, vocab:32], d.sum.fp8.transposed: e5m2[vocab:32, batch:1, seq:32], d.sum.fp8.unit: f32[scalar:1], _ = quantise(d.sum, d.sum.amax) { to: E5M2, measures: false }
+B _, up.fp8.again.transposed: e4m3[embed:16, vocab:32], _, _ = quantise_weight(up, up.amax) { to: E4M3, measures: false }
 B d.x.fp8: bf16[batch:1, seq:32, embed:16] = fp8_linear(d.sum.fp8, d.sum.fp8.unit, up.fp8.again.transposed, up.fp8.unit) { to: BF16 }
 W dw.up: f32[vocab:32, embed:16] += grad.up = fp8_grad_weight(d.sum.fp8.transposed, d.sum.fp8.unit, x.fp8.transposed, x.fp8.unit)
 "

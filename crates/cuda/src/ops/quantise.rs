@@ -13,7 +13,7 @@ use lockstep_ir::{DType, Op, Seen};
 pub fn launches() -> Launches {
     launches! { call:
         Amax { of, .. } => amax(call, of),
-        Quantise { of, to } => quantise(call, of, to),
+        Quantise { of, to, measures } => quantise(call, of, to, measures),
         Remember { row } => remember(call, row),
         Fp8Linear { .. } => forward(call),
         Fp8GradWeight => grad_weight(call),
@@ -53,7 +53,7 @@ unsafe fn amax(call: Call, of: Factor) -> Result<(), CudaError> {
 const TILE: usize = 128;
 
 /// Bytes, their transpose and their unit, of every matrix. Sizes are multiples of 16, as matmuls of bytes want them.
-unsafe fn quantise(call: Call, of: Factor, to: DType) -> Result<(), CudaError> {
+unsafe fn quantise(call: Call, of: Factor, to: DType, measures: bool) -> Result<(), CudaError> {
     let (columns, count): (usize, _) = (call.bound.columns.iter().sum(), matrices(call, of));
     let rows = call.bound.inputs[0].elements / columns.max(1) / count;
     let transposed = call.output(1).filter(|_| of.transposes());
@@ -64,7 +64,8 @@ unsafe fn quantise(call: Call, of: Factor, to: DType) -> Result<(), CudaError> {
     let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
     let kernel = format!("quantise_{}_{}", call.suffix(), suffix(to));
     let parts = call.bound.inputs[1].elements / count;
-    let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, rows, columns];
+    let args =
+        args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, measures, rows, columns];
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
     unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
 }

@@ -51,7 +51,7 @@ fn quantise<T: Float>(call: Call, (by, weight): (Fine, bool), to: DType) {
         let width = of_rows.1;
         // SAFETY: every row has a unit for every `width` columns.
         let unit = |i: usize| unsafe { *units.at(i % columns / width * rows + i / columns) };
-        seen.count(call, tensor.x, rows * columns, format, unit);
+        seen.count(call, (tensor.x, rows * columns), false, format, unit);
         seen.store(call, 4);
     }
 }

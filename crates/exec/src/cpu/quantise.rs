@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub fn kernels<T: Float>() -> Kernels {
     by_kind! { call: Call => Kernel;
         Amax { of, .. } => amax::<T>(call, of),
-        Quantise { of, to } => quantise::<T>(call, of, to),
+        Quantise { of, to, measures } => quantise::<T>(call, of, to, measures),
         Remember { row } => remember(call, row),
         Fp8Linear { .. } => forward::<T>(call),
         Fp8GradWeight => grad_weight(call),
@@ -78,7 +78,7 @@ vectorised! {
 const BLOCK: usize = 64;
 
 /// Bytes, their transpose and their unit, of every matrix.
-fn quantise<T: Float>(call: Call, of: Factor, to: DType) {
+fn quantise<T: Float>(call: Call, of: Factor, to: DType, measures: bool) {
     let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
     let count = matrices(call, of);
     let each = call.bound.inputs[0].elements / count;
@@ -104,7 +104,7 @@ fn quantise<T: Float>(call: Call, of: Factor, to: DType) {
         let x = Ptr(unsafe { call.input::<T>(0).add(matrix * each) });
         quantise_matrix(call, (x, each), (q, transposed), format, unit);
         if let Some(seen) = &seen {
-            seen.count(call, x, each, format, |_| unit);
+            seen.count(call, (x, each), measures, format, |_| unit);
         }
     }
     if let Some(seen) = seen {
@@ -125,32 +125,38 @@ impl Counts {
     pub fn count<T: Float>(
         &self,
         call: Call,
-        x: Ptr<*const T>,
-        n: usize,
+        (x, n): (Ptr<*const T>, usize),
+        measures: bool,
         format: F8,
         unit: impl Fn(usize) -> f32 + Sync,
     ) {
         let columns: usize = call.bound.columns.iter().sum();
         let (rows, across) = (n / columns, columns.div_ceil(Seen::TILE));
-        let add = |place: usize, count: u64| self.0[place].fetch_add(count, Ordering::Relaxed);
-        add(0, n as u64);
+        let add = |place: usize, count: u64| {
+            self.0[place].fetch_add(count, Ordering::Relaxed);
+        };
         call.ranges(rows.div_ceil(Seen::TILE) * across, 1, |from, to| {
+            let mut lost = [0; Seen::CLASSES];
             for part in from..to {
                 let (top, left) = (part / across * Seen::TILE, part % across * Seen::TILE);
                 let (bottom, right) = ((top + Seen::TILE).min(rows), (left + Seen::TILE).min(columns));
-                let (mut most, mut lost) = (0, [0, 0]);
-                for at in (top..bottom).flat_map(|row| (left..right).map(move |column| row * columns + column)) {
-                    // SAFETY: the elements are the operand's.
-                    let x = unsafe { (*x.at(at)).to() };
-                    most = most.max(x.to_bits() & 0x7fff_ffff);
-                    lost.iter_mut().zip(format.loses(x, unit(at))).for_each(|(lost, here)| *lost += u64::from(here));
+                // SAFETY: the elements are the operand's.
+                let element = |at: usize| unsafe { (*x.at(at)).to() };
+                let all = (top..bottom).flat_map(|row| (left..right).map(move |column| row * columns + column));
+                if part % Seen::EVERY == 0 {
+                    for at in all.clone() {
+                        let [large, small] = format.loses(element(at), unit(at));
+                        [true, large, small].iter().enumerate().for_each(|(i, here)| lost[i] += u64::from(*here));
+                    }
                 }
-                add(1, lost[0]);
-                add(2, lost[1]);
-                if let Some(place) = Seen::place(f32::from_bits(most)) {
-                    add(place, 1);
+                if measures {
+                    let most = all.map(|at| element(at).to_bits() & 0x7fff_ffff).max().unwrap_or(0);
+                    if let Some(place) = Seen::place(f32::from_bits(most)) {
+                        add(place, 1);
+                    }
                 }
             }
+            lost.iter().enumerate().for_each(|(place, count)| add(place, *count));
         });
     }
 

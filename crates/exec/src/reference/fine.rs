@@ -66,7 +66,7 @@ fn quantise(at: &At, (by, weight): (Fine, bool), to: DType) -> Vec<Vec<f64>> {
     let transposed_at = |row: usize, column: usize| {
         units_transposed[if by == Fine::Rows { column } else { row / BLOCK * columns + column }]
     };
-    let seen = seen(x, columns, to, |i| unit_at(i / columns, i % columns));
+    let seen = seen(x, columns, to, false, |i| unit_at(i / columns, i % columns));
     let q = (0..x.len()).map(|i| nearest(to, x[i] / unit_at(i / columns, i % columns))).collect();
     let transposed = (0..x.len())
         .map(|i| (i % rows, i / rows))

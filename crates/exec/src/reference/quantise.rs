@@ -11,7 +11,7 @@ use lockstep_ir::{DType, F8, Seen};
 pub fn definitions() -> Definitions {
     by_kind! { at: &At => Definition;
         Amax { of, parts } => vec![matrices(at, of).flat_map(|x| vec![amax(x); parts]).collect()],
-        Quantise { of, to } => quantise(at, of, to),
+        Quantise { of, to, measures } => quantise(at, of, to, measures),
         Remember { row } => vec![remember(at, row)],
         Fp8Linear { .. } => {
             let y = matmul((at.rows(), at.size("outputs"), at.size("inputs")), at.x[0], false, at.x[2], true);
@@ -65,7 +65,7 @@ fn in_units(at: &At, product: Vec<f64>) -> Vec<f64> {
     product.into_iter().map(|y| y * at.x[1][0] * at.x[3][0]).collect()
 }
 
-fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
+fn quantise(at: &At, of: Factor, to: DType, measures: bool) -> Vec<Vec<f64>> {
     let Some(format) = F8::of(to) else { unreachable!("the op table refuses {to}") };
     let columns = at.types[0].dims.last().map_or(1, |d| d.size());
     let (mut bytes, mut transposed, mut units) = (Vec::new(), Vec::new(), Vec::new());
@@ -75,7 +75,7 @@ fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
         let unit = f64::from(format.unit(amax(amaxes) as f32));
         let q: Vec<f64> = x.iter().map(|x| nearest(to, x / unit)).collect();
         let rows = q.len() / columns;
-        all.iter_mut().zip(seen(x, columns, to, |_| unit)).for_each(|(all, here)| *all += here);
+        all.iter_mut().zip(seen(x, columns, to, measures, |_| unit)).for_each(|(all, here)| *all += here);
         transposed.extend((0..q.len()).map(|i| q[i % rows * columns + i / rows]));
         bytes.extend(q);
         units.push(unit);
@@ -84,20 +84,21 @@ fn quantise(at: &At, of: Factor, to: DType) -> Vec<Vec<f64>> {
 }
 
 /// What rounding loses of x, whose element `i` has the unit `unit(i)`.
-pub fn seen(x: &[f64], columns: usize, to: DType, unit: impl Fn(usize) -> f64) -> Vec<f64> {
+pub fn seen(x: &[f64], columns: usize, to: DType, measures: bool, unit: impl Fn(usize) -> f64) -> Vec<f64> {
     let largest = nearest(to, f64::MAX);
     let mut seen = vec![0.0; Seen::COUNT];
-    seen[0] = x.len() as f64;
     let across = columns.div_ceil(Seen::TILE);
     let mut parts = vec![0.0; x.len().div_ceil(columns).div_ceil(Seen::TILE) * across];
     for (i, x) in x.iter().enumerate() {
-        let scaled = x / unit(i);
-        seen[1] += f64::from(scaled.is_nan() || scaled.abs() > largest);
-        seen[2] += f64::from(*x != 0.0 && nearest(to, scaled) == 0.0);
-        let part: &mut f64 = &mut parts[i / columns / Seen::TILE * across + i % columns / Seen::TILE];
-        *part = part.max(x.abs());
+        let (scaled, part) = (x / unit(i), i / columns / Seen::TILE * across + i % columns / Seen::TILE);
+        parts[part] = x.abs().max(parts[part]);
+        if part % Seen::EVERY == 0 {
+            seen[0] += 1.0;
+            seen[1] += f64::from(scaled.is_nan() || scaled.abs() > largest);
+            seen[2] += f64::from(*x != 0.0 && nearest(to, scaled) == 0.0);
+        }
     }
-    parts.iter().filter_map(|most| Seen::place(*most as f32)).for_each(|place| seen[place] += 1.0);
+    parts.iter().filter(|_| measures).filter_map(|most| Seen::place(*most as f32)).for_each(|place| seen[place] += 1.0);
     seen
 }
 

@@ -112,6 +112,8 @@ ops! {
         ]
         /// In which format.
         to: DType,
+        /// Whether its own largest magnitude counts too among what is seen, for later steps.
+        measures: bool,
     } = quantise::QUANTISE | quantise::QUANTISE_CHOICES | quantise::QUANTISE_BLOCKS | quantise::QUANTISE_WEIGHT | quantise::QUANTISE_STACK
         => of as usize,
     /// `y = x · wᵀ` of operands in fp8. The input gradient is one too, of `dy` and the transpose of `w`.

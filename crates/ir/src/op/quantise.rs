@@ -177,7 +177,7 @@ fn with_amax(of: Factor, to: DType, x: (TensorType, Draw)) -> Sample {
     let experts = (of == Factor::Stack).then(|| x.0.dims[0].clone());
     let dims: Vec<Dim> = experts.into_iter().chain([parts(3)]).collect();
     let amax = (floats(dims), Draw::Of(Op::Amax { of, parts: 3 }, 0, &[0]));
-    sample(Op::Quantise { of, to }, [x, amax])
+    sample(Op::Quantise { of, to, measures: !of.is_weight() && to == DType::E5M2 }, [x, amax])
 }
 
 pub(super) static QUANTISE: Spec = row(
