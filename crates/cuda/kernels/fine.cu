@@ -5,8 +5,7 @@ enum By { BLOCKS, BLOCKS_OF_WEIGHT, MEASURE, ROWS };
 
 template <typename T, typename F, int BY>
 static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u32 *of_columns, u8 *q, float *units,
-                                                     u8 *transposed, float *units_transposed, double *seen, i64 rows,
-                                                     i64 columns) {
+                                                     u8 *transposed, float *units_transposed, i64 rows, i64 columns) {
     __shared__ u32 tile[TILE * (WORDS + 1)];
     __shared__ u32 found[8][TILE], most[TILE];
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
@@ -57,8 +56,6 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
         return;
     }
     u32 of_tile = 0;
-    bool counts = looks(seen);
-    Lost lost;
     if (BY == BLOCKS_OF_WEIGHT)
         for (int i = 0; i < TILE; i++) of_tile = max(of_tile, most[i]);
     if (BY == ROWS) {
@@ -84,10 +81,6 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
                 if (BY != ROWS) units[blockIdx.y * rows + row + r] = unit;
                 else if (blockIdx.y == 0) units[row + r] = unit;
             }
-            if (counts) {
-#pragma unroll
-                for (int c = 0; c < 8; c++) lost.count<F>(v[half][r][c], v[half][r][c] * scale);
-            }
             if (!q) continue;
             u64 bytes = 0;
 #pragma unroll
@@ -105,7 +98,6 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
             }
         }
     }
-    if (counts) store_lost(lost, seen);
     if (!transposed) return;
     __syncthreads();
     for (int c = warp; c < TILE; c += 8) {
@@ -119,8 +111,14 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
 #define FINE(name, T, F, BY)                                                                                           \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         name(const T *x, u32 *of_rows, u32 *of_columns, u8 *q, float *units, u8 *transposed, float *units_transposed,  \
-             double *seen, i64 rows, i64 columns) {                                                                    \
-        quantise_fine<T, F, BY>(x, of_rows, of_columns, q, units, transposed, units_transposed, seen, rows, columns);  \
+             i64 rows, i64 columns) {                                                                                  \
+        quantise_fine<T, F, BY>(x, of_rows, of_columns, q, units, transposed, units_transposed, rows, columns);        \
+    }
+#define LOST(name, T, F)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        name(const T *x, const float *units, i64 width, double *seen, i64 rows, i64 columns) {                         \
+        auto unit = [=](i64 row, i64 column) { return units[column / width * rows + row]; };                           \
+        look<T, F>(x, seen, rows, columns, unit);                                                                      \
     }
 #define FINE_OF(T, NAME)                                                                                               \
     FINE(blocks_##NAME##_e4m3, T, E4M3, BLOCKS)                                                                        \
@@ -128,7 +126,9 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
     FINE(blocks_of_weight_##NAME##_e4m3, T, E4M3, BLOCKS_OF_WEIGHT)                                                    \
     FINE(measure_##NAME, T, E4M3, MEASURE)                                                                             \
     FINE(rows_##NAME##_e4m3, T, E4M3, ROWS)                                                                            \
-    FINE(rows_##NAME##_e5m2, T, E5M2, ROWS)
+    FINE(rows_##NAME##_e5m2, T, E5M2, ROWS)                                                                            \
+    LOST(lost_##NAME##_e4m3, T, E4M3)                                                                                  \
+    LOST(lost_##NAME##_e5m2, T, E5M2)
 FINE_OF(float, f32)
 FINE_OF(bf16, bf16)
 FINE_OF(f16, f16)

@@ -54,14 +54,9 @@ static __device__ __forceinline__ void load8(const f16 *from, float *x) { load(f
 const int TILE = 128;
 const int WORDS = TILE / 4;
 
-// What rounding loses, as on the host: elements of every 16th tile, those of them that are too large, those that become 0, and tiles by the class of their
+// What rounding loses, as on the host: elements of every 61st tile, those of them that are too large, those that become 0, and tiles by the class of their
 // largest magnitude.
-const int SEEN = 128, CLASSES = 3, LOWEST = 31, EVERY = 16;
-
-// Whether a block's tile is one of those whose elements count.
-static __device__ __forceinline__ bool looks(const double *seen) {
-    return seen && (blockIdx.x * gridDim.y + blockIdx.y) % EVERY == 0;
-}
+const int SEEN = 128, CLASSES = 3, LOWEST = 31, EVERY = 61;
 
 // Of elements that a thread has: all, those too large and those that become 0.
 struct Lost {
@@ -75,7 +70,7 @@ struct Lost {
     }
 };
 
-// Adds up what the threads of a block have of a tile.
+// Adds up what the threads of a block have.
 static __device__ __forceinline__ void store_lost(Lost lost, double *seen) {
     __shared__ u32 counts[CLASSES];
     if (threadIdx.x < CLASSES) counts[threadIdx.x] = 0;
@@ -93,6 +88,23 @@ static __device__ __forceinline__ void store_lost(Lost lost, double *seen) {
     }
     __syncthreads();
     if (threadIdx.x < CLASSES && counts[threadIdx.x]) atomicAdd(seen + threadIdx.x, (double)counts[threadIdx.x]);
+}
+
+// Of the tile that a block looks at: a thread has 8 columns of every 16th row. `unit` is given a row and a column.
+template <typename T, typename F, typename U>
+static __device__ __forceinline__ void look(const T *x, double *seen, i64 rows, i64 columns, U unit) {
+    i64 across = (columns + TILE - 1) / TILE, tile = (i64)blockIdx.x * EVERY;
+    i64 column = tile % across * TILE + (threadIdx.x & 15) * 8;
+    Lost lost;
+    for (int i = threadIdx.x >> 4; i < TILE; i += blockDim.x >> 4) {
+        i64 row = tile / across * TILE + i;
+        if (row >= rows || column >= columns) continue;
+        float v[8], scale = reciprocal(unit(row, column));
+        load8(x + row * columns + column, v);
+#pragma unroll
+        for (int c = 0; c < 8; c++) lost.count<F>(v[c], v[c] * scale);
+    }
+    store_lost(lost, seen);
 }
 
 // Counts a tile with this largest magnitude of a thread's elements.

@@ -34,25 +34,28 @@ extern "C" __global__ void amax_of_shares(const float *shares, int count, float 
     for (int i = threadIdx.x; i < parts; i += blockDim.x) out[i] = __uint_as_float(most);
 }
 
-template <typename T, typename F>
+static __device__ __forceinline__ u32 largest_of(const float *amax, int parts) {
+    u32 most = 0;
+    for (int i = 0; i < parts; i++) most = max(most, magnitude(amax[i]));
+    return most;
+}
+
+// With MEASURES, tiles are counted by their largest magnitudes too.
+template <typename T, typename F, bool MEASURES>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
-                                                float *unit, double *seen, int measures, i64 rows, i64 columns) {
+                                                float *unit, double *seen, i64 rows, i64 columns) {
     // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
     __shared__ u32 tile[TILE * (WORDS + 1)];
-    u32 most = 0;
     i64 before = blockIdx.z * rows * columns;
     x += before;
     q += q ? before : 0;
     transposed += transposed ? before : 0;
     amax += (i64)blockIdx.z * parts;
-    for (int i = 0; i < parts; i++) most = max(most, magnitude(amax[i]));
-    float one = unit_of<F>(most), scale = reciprocal(one);
+    float one = unit_of<F>(largest_of(amax, parts)), scale = reciprocal(one);
     if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) unit[blockIdx.z] = one;
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;
-    bool counts = looks(seen);
-    Lost lost;
     u32 largest = 0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -64,14 +67,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
 #pragma unroll
         for (int r = 0; r < 4; r++)
             if (r < there) load8(x + (row + r) * columns + column, v[r]);
-        if (counts) {
-#pragma unroll
-            for (int r = 0; r < 4; r++)
-#pragma unroll
-                for (int c = 0; c < 8; c++)
-                    if (r < there) lost.count<F>(v[r][c], v[r][c] * scale);
-        }
-        if (measures) {
+        if (MEASURES) {
 #pragma unroll
             for (int r = 0; r < 4; r++)
 #pragma unroll
@@ -99,8 +95,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
             }
         }
     }
-    if (counts) store_lost(lost, seen);
-    if (seen && measures) store_class(largest, seen);
+    if (MEASURES) store_class(largest, seen);
     if (!transposed) return;
     __syncthreads();
     int lane = threadIdx.x & 31;
@@ -112,18 +107,28 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
     }
 }
 
-#define QUANTISE(name, T, F)                                                                                         \
+#define QUANTISE(name, T, F, MEASURES)                                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                                                \
-        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, double *seen,             \
-             int measures, i64 rows, i64 columns) {                                                                  \
-        quantise<T, F>(x, amax, parts, q, transposed, unit, seen, measures, rows, columns);                          \
+        name(const T *x, const float *amax, int parts, u8 *q, u8 *transposed, float *unit, double *seen, i64 rows,   \
+             i64 columns) {                                                                                          \
+        quantise<T, F, MEASURES>(x, amax, parts, q, transposed, unit, seen, rows, columns);                          \
     }
-QUANTISE(quantise_f32_e4m3, float, E4M3)
-QUANTISE(quantise_f32_e5m2, float, E5M2)
-QUANTISE(quantise_bf16_e4m3, bf16, E4M3)
-QUANTISE(quantise_bf16_e5m2, bf16, E5M2)
-QUANTISE(quantise_f16_e4m3, f16, E4M3)
-QUANTISE(quantise_f16_e5m2, f16, E5M2)
+#define LOST(name, T, F)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        name(const T *x, const float *amax, int parts, double *seen, i64 rows, i64 columns) {                        \
+        float one = unit_of<F>(largest_of(amax + (i64)blockIdx.y * parts, parts));                                   \
+        look<T, F>(x + blockIdx.y * rows * columns, seen, rows, columns, [one](i64, i64) { return one; });           \
+    }
+#define ALL(NAME, T, F)                                                                                              \
+    QUANTISE(quantise_##NAME, T, F, false)                                                                           \
+    QUANTISE(measure_##NAME, T, F, true)                                                                             \
+    LOST(lost_##NAME, T, F)
+ALL(f32_e4m3, float, E4M3)
+ALL(f32_e5m2, float, E5M2)
+ALL(bf16_e4m3, bf16, E4M3)
+ALL(bf16_e5m2, bf16, E5M2)
+ALL(f16_e4m3, f16, E4M3)
+ALL(f16_e5m2, f16, E5M2)
 
 // next [steps]: the largest magnitude of what was seen, then those of the steps before. One thread has one step.
 extern "C" __global__ void __launch_bounds__(1024)

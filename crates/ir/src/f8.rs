@@ -94,7 +94,8 @@ impl F8 {
 
 /// What rounding tensors to fp8 has lost, as numbers that may be added up over micro-batches and ranks: the elements that were looked at, those of them
 /// that were too large, those that became 0; and then, where that is asked for, all parts of [`Seen::TILE`] × [`Seen::TILE`] elements by the class of their
-/// largest magnitude. Elements of every [`Seen::EVERY`]th part are looked at, since looking takes longer than rounding.
+/// largest magnitude. Elements of every [`Seen::EVERY`]th part are looked at, since looking takes longer than
+/// rounding.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen;
 
@@ -105,8 +106,8 @@ impl Seen {
     pub const CLASSES: usize = 3;
     /// Rows and columns of a part.
     pub const TILE: usize = 128;
-    /// Of so many parts the elements of one count.
-    pub const EVERY: usize = 16;
+    /// Of so many parts the elements of one count: a prime, so that those are of all columns.
+    pub const EVERY: usize = 61;
     /// The exponent of the lowest class, as f32 has it: 2⁻⁹⁶ and below.
     const LOWEST: u32 = 31;
 

@@ -1,7 +1,7 @@
 //! fp8 with many units in a tensor: bytes and their transposes, and matmuls of them.
 
 use super::launch::{Launches, launches};
-use super::quantise::{counted, forward, grad_weight};
+use super::quantise::{counted, forward, grad_weight, looked_at};
 use crate::CudaError;
 use crate::call::{Call, suffix};
 use crate::kernels::args;
@@ -39,7 +39,7 @@ unsafe fn quantise(call: Call, (by, weight): (Fine, bool), to: DType) -> Result<
     let of_columns = largest.map(|largest| largest + 4 * rows as u64);
     let [q, units, transposed, units_transposed] = outputs;
     let seen = counted(call, 4)?;
-    let args = args![call.input(0), largest, of_columns, q, units, transposed, units_transposed, seen, rows, columns];
+    let args = args![call.input(0), largest, of_columns, q, units, transposed, units_transposed, rows, columns];
     let (kernel, format) = match (by, weight) {
         (Fine::Rows, _) => ("rows", suffix(to)),
         (Fine::Blocks, false) => ("blocks", suffix(to)),
@@ -51,6 +51,17 @@ unsafe fn quantise(call: Call, (by, weight): (Fine, bool), to: DType) -> Result<
             call.stream.fill(largest, 0, 4 * (rows + columns))?;
             call.typed(("fine", "measure"), grid, 256, args)?;
         }
-        call.plain(("fine", &format!("{kernel}_{}_{format}", call.suffix())), grid, 256, args)
+        call.plain(("fine", &format!("{kernel}_{}_{format}", call.suffix())), grid, 256, args)?;
+        match seen {
+            Some(seen) => {
+                let units =
+                    units.ok_or_else(|| CudaError::Internal("what is lost is asked for without units".into()))?;
+                let width = if by == Fine::Rows { columns } else { TILE };
+                let args = args![call.input(0), units, width, seen, rows, columns];
+                let kernel = format!("lost_{}_{format}", call.suffix());
+                call.plain(("fine", &kernel), [looked_at(rows, columns), 1, 1], 256, args)
+            }
+            None => Ok(()),
+        }
     }
 }

@@ -62,12 +62,27 @@ unsafe fn quantise(call: Call, of: Factor, to: DType, measures: bool) -> Result<
         return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
     }
     let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
-    let kernel = format!("quantise_{}_{}", call.suffix(), suffix(to));
+    let measures = measures && seen.is_some();
+    let of = format!("{}_{}", call.suffix(), suffix(to));
+    let kernel = format!("{}_{of}", if measures { "measure" } else { "quantise" });
     let parts = call.bound.inputs[1].elements / count;
-    let args =
-        args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, measures, rows, columns];
+    let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, rows, columns];
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
-    unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
+    unsafe {
+        call.plain(("quantise", &kernel), grid, 256, args)?;
+        match seen {
+            Some(seen) => {
+                let args = args![call.input(0), call.input(1), parts, seen, rows, columns];
+                call.plain(("quantise", &format!("lost_{of}")), [looked_at(rows, columns), count, 1], 256, args)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Tiles whose elements are looked at.
+pub fn looked_at(rows: usize, columns: usize) -> usize {
+    (rows.div_ceil(Seen::TILE) * columns.div_ceil(Seen::TILE)).div_ceil(Seen::EVERY)
 }
 
 /// The output that counts what rounding loses, where it is asked for: kernels add to it.

@@ -173,11 +173,11 @@ pub(super) fn seen() -> Dim {
 }
 
 /// A tensor and its largest magnitude.
-fn with_amax(of: Factor, to: DType, x: (TensorType, Draw)) -> Sample {
+fn with_amax(of: Factor, to: DType, measures: bool, x: (TensorType, Draw)) -> Sample {
     let experts = (of == Factor::Stack).then(|| x.0.dims[0].clone());
     let dims: Vec<Dim> = experts.into_iter().chain([parts(3)]).collect();
     let amax = (floats(dims), Draw::Of(Op::Amax { of, parts: 3 }, 0, &[0]));
-    sample(Op::Quantise { of, to, measures: !of.is_weight() && to == DType::E5M2 }, [x, amax])
+    sample(Op::Quantise { of, to, measures }, [x, amax])
 }
 
 pub(super) static QUANTISE: Spec = row(
@@ -185,9 +185,11 @@ pub(super) static QUANTISE: Spec = row(
     &[float("x", "batch seq features"), f32("amax", "?")],
     &[fp8("q", "batch seq features"), fp8("transposed", "features batch seq"), f32("unit", "one"), SEEN],
     |batch| {
-        let of = |to, by| with_amax(Factor::Tokens, to, (shapes(batch).act(inputs()), Draw::Scaled(by)));
-        let gradient = of(DType::E5M2, 1.0);
-        [vec![gradient], magnitudes(batch, |by| of(DType::E4M3, by))].concat()
+        let of =
+            |to, by, measures| with_amax(Factor::Tokens, to, measures, (shapes(batch).act(inputs()), Draw::Scaled(by)));
+        let measured = [DType::E4M3, DType::E5M2].map(|to| of(to, 1.0, true));
+        let gradient = of(DType::E5M2, 1.0, false);
+        [&measured[..], &[gradient], &magnitudes(batch, |by| of(DType::E4M3, by, false))].concat()
     },
 )
 .gradient(&[])
@@ -202,7 +204,9 @@ pub(super) static QUANTISE_CHOICES: Spec = row(
     "quantise_choices",
     &[float("x", "batch seq choices features"), f32("amax", "?")],
     &[fp8("q", "batch seq choices features"), f32("unit", "one"), SEEN],
-    |batch| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Choices, to, choices(batch))).into(),
+    |batch| {
+        [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Choices, to, to == DType::E4M3, choices(batch))).into()
+    },
 )
 .gradient(&[])
 .splits(&["batch", "seq", "features"])
@@ -216,7 +220,7 @@ pub(super) static QUANTISE_BLOCKS: Spec = row(
     "quantise_blocks",
     &[float("x", "parts rows features"), f32("amax", "?")],
     &[fp8("q", "parts rows features"), f32("unit", "one"), SEEN],
-    |_| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Blocks, to, blocks())).into(),
+    |_| [DType::E4M3, DType::E5M2].map(|to| with_amax(Factor::Blocks, to, to == DType::E4M3, blocks())).into(),
 )
 .gradient(&[])
 .splits(&["parts", "rows", "features"])
@@ -230,7 +234,7 @@ pub(super) static QUANTISE_WEIGHT: Spec = row(
     "quantise_weight",
     &[float("w", "outputs inputs"), f32("amax", "?")],
     &[fp8("q", "outputs inputs"), fp8("transposed", "inputs outputs"), f32("unit", "one"), SEEN],
-    |_| vec![with_amax(Factor::Weight, DType::E4M3, normal([outputs(), inputs()]))],
+    |_| vec![with_amax(Factor::Weight, DType::E4M3, false, normal([outputs(), inputs()]))],
 )
 .splits(&["outputs", "inputs"])
 .sums(3)
@@ -243,7 +247,7 @@ pub(super) static QUANTISE_STACK: Spec = row(
     "quantise_stack",
     &[float("w", "experts outputs inputs"), f32("amax", "experts ?")],
     &[fp8("q", "experts outputs inputs"), fp8("transposed", "experts inputs outputs"), f32("units", "experts"), SEEN],
-    |_| vec![with_amax(Factor::Stack, DType::E4M3, stack())],
+    |_| vec![with_amax(Factor::Stack, DType::E4M3, false, stack())],
 )
 .splits(&["experts", "outputs", "inputs"])
 .sums(3)
