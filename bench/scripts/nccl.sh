@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Ranks that are processes, over NCCL: 2 and 4 of them share the GPUs of this machine, so one GPU is enough. Collectives as every
-# communicator has them, and their speed; who is there; layouts against ranks that are threads; every schedule against one rank; a rank that is killed; the trace; what
+# communicator has them, and their speed; who is there; layouts against ranks that are threads, in fp8 and fp16 too; every schedule against one rank; a rank that is killed; the trace; what
 # metrics say of ranks; one rank with and without `launch`.
 # usage: bench/scripts/nccl.sh LOCKSTEP [PART...] > bench/records/nccl.txt
 set -uo pipefail
 lockstep=$(realpath "${1:?usage: bench/scripts/nccl.sh LOCKSTEP [PART...]}")
 shift
-parts=${*:-conformance collectives world layouts schedules kill trace busy speed}
+parts=${*:-conformance collectives world layouts precisions schedules kill trace busy speed}
 export COLUMNS=150
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -123,6 +123,21 @@ layouts() {
     layout "dp=4, deterministic" 0 $p.dp=4 $bits
     layout "dp_replicate=2 dp=2 zero=3, deterministic" 0 $p.dp_replicate=2 $p.dp=2 $p.zero=3 $bits
     layout "cp=2 tp=2 sp, bf16, deterministic" 0 $p.cp=2 $p.tp=2 $p.sequence_parallel=true precision.policy=bf16 $bits
+}
+
+# The same with numbers of other formats, which travel too: every recipe of fp8 over an axis that it has to agree over.
+precisions() {
+    local p=parallel bits=train.deterministic=true fp8=(precision.policy=fp8 precision.fp8_weights=0)
+    layout "dp=2 zero=3, fp8" 0 $p.dp=2 $p.zero=3 "${fp8[@]}" $bits
+    layout "tp=2 sp, fp8" 0 $p.tp=2 $p.sequence_parallel=true "${fp8[@]}" $bits
+    layout "dp=2 ep=2, mixtral, fp8" 0 $p.dp=2 $p.ep=2 model.architecture=mixtral model.experts=4 "${fp8[@]}" $bits
+    fp8+=(precision.fp8_recipe=delayed)
+    layout "dp=2 tp=2 sp, fp8 delayed" 0 $p.dp=2 $p.tp=2 $p.sequence_parallel=true "${fp8[@]}" $bits
+    layout "cp=2, fp8 delayed" 0 $p.cp=2 "${fp8[@]}" $bits
+    layout "pp=2 zb-v, fp8 delayed" 0 $p.pp=2 $p.schedule=zb-v train.micro_batch=1 "${fp8[@]}" $bits
+    layout "tp=2 sp, fp8 rowwise" 0 $p.tp=2 $p.sequence_parallel=true "${fp8[@]}" precision.fp8_recipe=rowwise $bits
+    layout "dp=2 zero=3, fp8 block" 0 $p.dp=2 $p.zero=3 "${fp8[@]}" precision.fp8_recipe=block $bits
+    layout "dp=2 zero=3, fp16" 0 $p.dp=2 $p.zero=3 precision.policy=fp16 $bits
 }
 
 # Every schedule with four stages alone, and with two stages beside each other axis, over the same processes one after the other.
