@@ -118,7 +118,7 @@ static __device__ __forceinline__ void quantise_fine(const T *x, u32 *of_rows, u
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         name(const T *x, const float *units, i64 width, double *seen, i64 rows, i64 columns) {                         \
         auto unit = [=](i64 row, i64 column) { return units[column / width * rows + row]; };                           \
-        look<T, F>(x, (i64)blockIdx.x * EVERY, seen, rows, columns, unit);                                             \
+        look<T, F>(x, seen, rows, columns, unit);                                                                      \
     }
 #define FINE_OF(T, NAME)                                                                                               \
     FINE(blocks_##NAME##_e4m3, T, E4M3, BLOCKS)                                                                        \

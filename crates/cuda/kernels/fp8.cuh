@@ -90,10 +90,10 @@ static __device__ __forceinline__ void store_lost(Lost lost, double *seen) {
     if (threadIdx.x < CLASSES && counts[threadIdx.x]) atomicAdd(seen + threadIdx.x, (double)counts[threadIdx.x]);
 }
 
-// Of a tile: a thread has 8 columns of every 16th row. `unit` is given a row and a column.
+// Of the tile that a block looks at: a thread has 8 columns of every 16th row. `unit` is given a row and a column.
 template <typename T, typename F, typename U>
-static __device__ __forceinline__ void look(const T *x, i64 tile, double *seen, i64 rows, i64 columns, U unit) {
-    i64 across = (columns + TILE - 1) / TILE;
+static __device__ __forceinline__ void look(const T *x, double *seen, i64 rows, i64 columns, U unit) {
+    i64 across = (columns + TILE - 1) / TILE, tile = (i64)blockIdx.x * EVERY;
     i64 column = tile % across * TILE + (threadIdx.x & 15) * 8;
     Lost lost;
     for (int i = threadIdx.x >> 4; i < TILE; i += blockDim.x >> 4) {

@@ -40,26 +40,19 @@ static __device__ __forceinline__ u32 largest_of(const float *amax, int parts) {
     return most;
 }
 
-// Where it is asked what is lost, there are as many blocks once more that look. With MEASURES, tiles are counted by their largest magnitudes too.
+// With MEASURES, tiles are counted by their largest magnitudes too.
 template <typename T, typename F, bool MEASURES>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
                                                 float *unit, double *seen, i64 rows, i64 columns) {
     // A word more in each line, and lines turned by pairs: what the threads of a warp store lies in different banks.
     __shared__ u32 tile[TILE * (WORDS + 1)];
-    int matrices = seen ? gridDim.z / 2 : gridDim.z, matrix = blockIdx.z % matrices;
-    i64 before = matrix * rows * columns;
+    i64 before = blockIdx.z * rows * columns;
     x += before;
     q += q ? before : 0;
     transposed += transposed ? before : 0;
-    amax += (i64)matrix * parts;
+    amax += (i64)blockIdx.z * parts;
     float one = unit_of<F>(largest_of(amax, parts)), scale = reciprocal(one);
-    if (blockIdx.z != matrix) {
-        i64 looked = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * EVERY;
-        if (looked < (i64)gridDim.x * gridDim.y)
-            look<T, F>(x, looked, seen, rows, columns, [one](i64, i64) { return one; });
-        return;
-    }
-    if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) unit[matrix] = one;
+    if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) unit[blockIdx.z] = one;
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;
@@ -120,9 +113,16 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
              i64 columns) {                                                                                          \
         quantise<T, F, MEASURES>(x, amax, parts, q, transposed, unit, seen, rows, columns);                          \
     }
+#define LOST(name, T, F)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        name(const T *x, const float *amax, int parts, double *seen, i64 rows, i64 columns) {                        \
+        float one = unit_of<F>(largest_of(amax + (i64)blockIdx.y * parts, parts));                                   \
+        look<T, F>(x + blockIdx.y * rows * columns, seen, rows, columns, [one](i64, i64) { return one; });           \
+    }
 #define ALL(NAME, T, F)                                                                                              \
     QUANTISE(quantise_##NAME, T, F, false)                                                                           \
-    QUANTISE(measure_##NAME, T, F, true)
+    QUANTISE(measure_##NAME, T, F, true)                                                                             \
+    LOST(lost_##NAME, T, F)
 ALL(f32_e4m3, float, E4M3)
 ALL(f32_e5m2, float, E5M2)
 ALL(bf16_e4m3, bf16, E4M3)

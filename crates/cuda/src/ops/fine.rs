@@ -1,12 +1,12 @@
 //! fp8 with many units in a tensor: bytes and their transposes, and matmuls of them.
 
 use super::launch::{Launches, launches};
-use super::quantise::{counted, forward, grad_weight};
+use super::quantise::{counted, forward, grad_weight, looked_at};
 use crate::CudaError;
 use crate::call::{Call, suffix};
 use crate::kernels::args;
 use lockstep_ir::op::Fine;
-use lockstep_ir::{DType, Seen, Workspace};
+use lockstep_ir::{DType, Workspace};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
@@ -59,8 +59,7 @@ unsafe fn quantise(call: Call, (by, weight): (Fine, bool), to: DType) -> Result<
                 let width = if by == Fine::Rows { columns } else { TILE };
                 let args = args![call.input(0), units, width, seen, rows, columns];
                 let kernel = format!("lost_{}_{format}", call.suffix());
-                let tiles = rows.div_ceil(Seen::TILE) * columns.div_ceil(Seen::TILE);
-                call.plain(("fine", &kernel), [tiles.div_ceil(Seen::EVERY), 1, 1], 256, args)
+                call.plain(("fine", &kernel), [looked_at(rows, columns), 1, 1], 256, args)
             }
             None => Ok(()),
         }

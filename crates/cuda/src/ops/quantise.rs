@@ -61,15 +61,28 @@ unsafe fn quantise(call: Call, of: Factor, to: DType, measures: bool) -> Result<
     if !columns.is_multiple_of(16) || (transposed.is_some() && !rows.is_multiple_of(16)) {
         return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
     }
-    // As many blocks again look at what is lost.
-    let looks = if seen.is_some() { 2 } else { 1 };
-    let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count * looks];
-    let measures = if measures && seen.is_some() { "measure" } else { "quantise" };
-    let kernel = format!("{measures}_{}_{}", call.suffix(), suffix(to));
+    let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
+    let measures = measures && seen.is_some();
+    let of = format!("{}_{}", call.suffix(), suffix(to));
+    let kernel = format!("{}_{of}", if measures { "measure" } else { "quantise" });
     let parts = call.bound.inputs[1].elements / count;
     let args = args![call.input(0), call.input(1), parts, call.output(0), transposed, unit, seen, rows, columns];
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
-    unsafe { call.plain(("quantise", &kernel), grid, 256, args) }
+    unsafe {
+        call.plain(("quantise", &kernel), grid, 256, args)?;
+        match seen {
+            Some(seen) => {
+                let args = args![call.input(0), call.input(1), parts, seen, rows, columns];
+                call.plain(("quantise", &format!("lost_{of}")), [looked_at(rows, columns), count, 1], 256, args)
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Tiles whose elements are looked at.
+pub fn looked_at(rows: usize, columns: usize) -> usize {
+    (rows.div_ceil(Seen::TILE) * columns.div_ceil(Seen::TILE)).div_ceil(Seen::EVERY)
 }
 
 /// The output that counts what rounding loses, where it is asked for: kernels add to it.
