@@ -40,7 +40,7 @@ static __device__ __forceinline__ u32 largest_of(const float *amax, int parts) {
     return most;
 }
 
-// With MEASURES, tiles are counted by their largest magnitudes too.
+// What is to be counted behind it starts at 0. With MEASURES, tiles are counted by their largest magnitudes here, on top of what is there.
 template <typename T, typename F, bool MEASURES>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
                                                 float *unit, double *seen, i64 rows, i64 columns) {
@@ -53,6 +53,7 @@ static __device__ __forceinline__ void quantise(const T *x, const float *amax, i
     amax += (i64)blockIdx.z * parts;
     float one = unit_of<F>(largest_of(amax, parts)), scale = reciprocal(one);
     if (unit && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) unit[blockIdx.z] = one;
+    if (!MEASURES && seen && !(blockIdx.x | blockIdx.y | blockIdx.z) && threadIdx.x < SEEN) seen[threadIdx.x] = 0.0;
     i64 first_row = (i64)blockIdx.x * TILE, first_column = (i64)blockIdx.y * TILE;
     int pack = threadIdx.x & 15, turn = 2 * (pack >> 2);
     i64 column = first_column + pack * 8;

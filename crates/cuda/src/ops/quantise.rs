@@ -57,12 +57,17 @@ unsafe fn quantise(call: Call, of: Factor, to: DType, measures: bool) -> Result<
     let (columns, count): (usize, _) = (call.bound.columns.iter().sum(), matrices(call, of));
     let rows = call.bound.inputs[0].elements / columns.max(1) / count;
     let transposed = call.output(1).filter(|_| of.transposes());
-    let (unit, seen) = (call.output(of.unit()), counted(call, of.unit() + 1)?);
+    let (unit, lost) = (call.output(of.unit()), of.unit() + 1);
+    let measures = measures && call.output(lost).is_some();
+    // Kernels that do not count have the numbers start at 0 for the next, which does.
+    let (seen, counts) = match measures {
+        true => (counted(call, lost)?, call.output(lost)),
+        false => (call.output(lost).filter(|_| !call.adds(lost)), call.output(lost)),
+    };
     if !columns.is_multiple_of(16) || (transposed.is_some() && !rows.is_multiple_of(16)) {
         return Err(CudaError::Internal(format!("{rows} × {columns} elements are no multiples of 16")));
     }
     let grid = [rows.div_ceil(TILE), columns.div_ceil(TILE), count];
-    let measures = measures && seen.is_some();
     let of = format!("{}_{}", call.suffix(), suffix(to));
     let kernel = format!("{}_{of}", if measures { "measure" } else { "quantise" });
     let parts = call.bound.inputs[1].elements / count;
@@ -70,7 +75,7 @@ unsafe fn quantise(call: Call, of: Factor, to: DType, measures: bool) -> Result<
     // SAFETY: the operands have these sizes; an output that nobody asks for is not written.
     unsafe {
         call.plain(("quantise", &kernel), grid, 256, args)?;
-        match seen {
+        match counts {
             Some(seen) => {
                 let args = args![call.input(0), call.input(1), parts, seen, rows, columns];
                 call.plain(("quantise", &format!("lost_{of}")), [looked_at(rows, columns), count, 1], 256, args)
