@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::table::wrapped;
 use lockstep_config::{count, nearest};
-use lockstep_ir::units::counted;
+use lockstep_ir::units::{counted, thousands};
 use lockstep_sim::Hardware;
 
 /// What was named; none where nothing was. A GPU alone is on nodes of which nothing is known.
@@ -37,6 +37,11 @@ pub fn named(gpu: Option<&str>, cluster: Option<&str>, gpus: Option<u64>) -> Res
 pub fn tokens(text: &str) -> Result<u64> {
     let wrong = || Failure::request(format!("--tokens {text} is not a count"), "give a count such as 300B or 15T");
     count(text).filter(|n| *n > 0).ok_or_else(wrong)
+}
+
+/// GPU-days, to a tenth where there are few.
+pub fn gpu_days(days: f64) -> String {
+    if days < 9.95 { format!("{days:.1}") } else { thousands(days.round() as u64) }
 }
 
 /// A share of the peak that a user gives.

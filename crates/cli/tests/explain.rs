@@ -239,6 +239,33 @@ fn a_cluster_gives_step_time_mfu_and_where_the_time_goes() {
 }
 
 #[test]
+fn a_step_on_a_gpu_of_8_gb_is_named_timed_and_priced_in_tenths_of_a_gpu_day() {
+    let place = Place::new();
+    place.config(
+        "[model]\npreset = \"llama-124m\"\n[train]\nseq = 1024\nmicro_batch = 4\n[precision]\npolicy = \"bf16\"\n",
+    );
+    let args = ["--gpu", "rtx4060", "--tokens", "2.5B"];
+    let explained = json(&place, &args);
+    assert_eq!(explained["fits"]["memory_bytes"].as_u64(), Some((8_188 - 1_160) << 20));
+    let (mfu, days) = (explained["cost"]["mfu"].as_f64().unwrap(), explained["cost"]["gpu_days"].as_f64().unwrap());
+    assert!((0.2..0.9).contains(&mfu) && (0.5..9.9).contains(&days), "{mfu}, {days}");
+    // PCIe 4.0 x8 is slower than what a copy to the host is taken to be.
+    let stalls = &explained["forecast"]["stalls"];
+    let stall = |field: &str| stalls[field].as_f64().unwrap();
+    assert!((stall("checkpoint_s") * 16e9 / stall("checkpoint_bytes") - 1.0).abs() < 1e-9, "{stalls}");
+    let text = place.ok(&[&["explain", "run.toml"], &args[..]].concat());
+    for part in [
+        " of 6.86 GiB on an RTX 4060 8GB\n",
+        "forecast of a step: 1 × RTX 4060 8GB in nodes of 8, 100 Gb/s for each node",
+        " of 30.2 TFLOP/s (bf16)",
+        "unverified figures of the catalogue: rtx4060.link_gb_per_s",
+        &format!("\n  {days:.1} GPU-days on rtx4060 at the predicted MFU of 0."),
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
 fn the_predicted_step_is_a_trace_of_all_stages() {
     let place = Place::new();
     place.config(STAGES);

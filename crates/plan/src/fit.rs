@@ -47,9 +47,9 @@ impl Room {
         Self { bytes: gpu.memory_bytes, shared: false, place }
     }
 
-    /// The article of a GPU's label: an H100, a B200.
+    /// The article of a GPU's label: an H100, an RTX 4090, a B200.
     pub fn article(gpu: &GpuSpec) -> &'static str {
-        if gpu.name.starts_with(['a', 'h', 'm']) { "an" } else { "a" }
+        if gpu.name.starts_with(['a', 'h', 'l', 'm', 'r']) { "an" } else { "a" }
     }
 
     /// What a plan of these stages needs of it.

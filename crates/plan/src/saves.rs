@@ -9,6 +9,7 @@ use crate::Plan;
 use crate::plan::optimizer;
 use lockstep_config::{Config, SaveEvery};
 use lockstep_ir::{Coordinates, MeshAxis};
+use lockstep_sim::Hardware;
 use serde::{Deserialize, Serialize};
 
 /// What is known of failures and of saving, where nobody has measured it.
@@ -24,7 +25,7 @@ pub struct FailureRate {
     pub node_bytes_per_s: f64,
     /// Bytes per second that all nodes write together.
     pub bytes_per_s: f64,
-    /// Bytes per second that a GPU copies to the memory of its host.
+    /// Bytes per second that a GPU copies to the memory of its host, where its link is not slower.
     pub to_host_bytes_per_s: f64,
 }
 
@@ -100,9 +101,11 @@ pub struct Stalls {
 const TOKEN: u64 = 4;
 
 impl Stalls {
-    /// Of a run whose steps take so long, on so many nodes.
-    pub fn new(config: &Config, plan: &Plan, nodes: usize, step_s: f64) -> Self {
+    /// Of a run on this hardware whose steps take so long.
+    pub fn new(config: &Config, plan: &Plan, hardware: &Hardware, step_s: f64) -> Self {
         let rate = FailureRate::builtin();
+        let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
+        let to_host_bytes_per_s = hardware.gpu.host_bytes_per_s.unwrap_or(f64::INFINITY).min(rate.to_host_bytes_per_s);
         let data_bytes = (TOKEN * plan.tokens_per_step).div_ceil(nodes.max(1) as u64);
         let data_s = data_bytes as f64 / rate.node_bytes_per_s.min(rate.bytes_per_s / nodes.max(1) as f64);
         let mesh = &plan.layout.mesh;
@@ -112,7 +115,7 @@ impl Stalls {
         let checkpoint_bytes = stages.map(|stage| plan.snapshot_bytes(first(stage))).max().unwrap_or(0);
         let save_s = rate.save_s(plan.checkpoint_bytes(), nodes);
         let checkpoint_s = match config.checkpoint.asynchronous {
-            true => checkpoint_bytes as f64 / rate.to_host_bytes_per_s,
+            true => checkpoint_bytes as f64 / to_host_bytes_per_s,
             false => save_s,
         };
         let checkpoint_every = match config.checkpoint.every {

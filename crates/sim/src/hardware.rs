@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 pub struct GpuSpec {
     /// The name that commands take.
     pub name: String,
+    /// What people and drivers call it, without its memory, where that is not its name: `RTX 4090`.
+    pub product: Option<String>,
     /// The family whose efficiencies it has.
     pub family: String,
     /// FLOP per second of dense 16-bit matmuls with 32-bit sums: bf16, or fp16 where there is no bf16 (V100).
@@ -33,6 +35,11 @@ pub struct GpuSpec {
     pub units: usize,
     /// Bytes per second that it sends to the other GPUs of its node together, in one direction.
     pub link_bytes_per_s: f64,
+    /// Bytes per second that it sends to the memory of its host, in one direction, where known.
+    pub host_bytes_per_s: Option<f64>,
+    /// Bytes per second that a node of eight sends to the others over Ethernet, in one direction, where no cluster is named; none for
+    /// GPUs that usually have a network adapter each.
+    pub node_bytes_per_s: Option<f64>,
     /// Where the figures come from.
     pub source: String,
     /// Figures that nobody has verified, by their names in the data file.
@@ -55,7 +62,7 @@ pub struct ClusterSpec {
     pub nodes: Option<usize>,
     /// Bytes per second that a node sends to the others, in one direction, over all its network adapters.
     pub node_bytes_per_s: f64,
-    /// What joins nodes: `infiniband`, `efa`, `roce`, `slingshot` or `omni-path`. Collectives have latencies by it.
+    /// What joins nodes: `infiniband`, `efa`, `roce`, `slingshot`, `omni-path` or `ethernet`. Collectives have latencies by it.
     pub fabric: String,
     /// Bytes per second that a GPU sends inside its node, where it is not that of the GPU.
     pub link_bytes_per_s: Option<f64>,
@@ -68,14 +75,19 @@ pub struct ClusterSpec {
 
 /// MiB of what nvidia-smi reports as a GPU's total that no arena can have. Measured on an H200 with driver 580: the driver reserves 616
 /// (`nvidia-smi -q -d MEMORY`; cuMemGetInfo leaves them out of its total), a context with our kernels and cuBLASLt takes 0.53 GiB.
-/// Other GPUs differ by some tens of MiB; AMD's were not measured.
+/// Other GPUs differ by some tens of MiB; small ones reserve less (an RTX 3060 382, an RTX 3090 453, by what CUDA sees of their total), so
+/// that they have up to 0.25 GiB more than this says. AMD's were not measured.
 const TAKEN_MIB: u64 = 616 + 544;
+
+/// Words that make another product of the one whose name stands before them: an RTX 3090 Ti is no RTX 3090.
+const VARIANTS: [&str; 5] = ["ti", "super", "d", "laptop", "max"];
 
 /// A GPU as a data file has it: decimal units, as published.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct GpuEntry {
     name: String,
+    product: Option<String>,
     family: Option<String>,
     tflops: f64,
     tflops_fp32: f64,
@@ -87,6 +99,8 @@ struct GpuEntry {
     memory_tb_per_s: f64,
     units: usize,
     link_gb_per_s: f64,
+    host_gb_per_s: Option<f64>,
+    node_gbit_per_s: Option<f64>,
     source: String,
     #[serde(default)]
     unverified: Vec<String>,
@@ -184,9 +198,16 @@ impl Catalogue {
         self.clusters.iter().find(|cluster| cluster.name.eq_ignore_ascii_case(name))
     }
 
-    /// The GPU that a driver calls so: "NVIDIA H100 80GB HBM3", say.
+    /// The GPU that a driver calls so: "NVIDIA H100 80GB HBM3", say. Of several, that of the most words, and of those the first.
     pub fn of_device(&self, name: &str) -> Option<&GpuSpec> {
-        name.split(|c: char| !c.is_ascii_alphanumeric()).find_map(|word| self.gpu(word))
+        let name = words(name);
+        let named = |product: &[String]| {
+            let other = |end: usize| name.get(end).is_some_and(|next| VARIANTS.contains(&next.as_str()));
+            name.windows(product.len()).enumerate().any(|(at, found)| found == product && !other(at + product.len()))
+        };
+        let products = self.gpus.iter().map(|gpu| (words(gpu.product.as_ref().unwrap_or(&gpu.name)), gpu));
+        let found = products.filter(|(product, _)| !product.is_empty() && named(product));
+        found.reduce(|best, next| if next.0.len() > best.0.len() { next } else { best }).map(|(_, gpu)| gpu)
     }
 
     /// A cluster with its GPU.
@@ -194,6 +215,12 @@ impl Catalogue {
         let cluster = self.cluster(cluster)?;
         Some(Hardware { gpu: self.gpu(&cluster.gpu)?.clone(), cluster: cluster.clone() })
     }
+}
+
+/// Letters and digits that stand together, in lower case.
+fn words(text: &str) -> Vec<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric());
+    words.filter(|word| !word.is_empty()).map(str::to_ascii_lowercase).collect()
 }
 
 impl GpuEntry {
@@ -208,6 +235,8 @@ impl GpuEntry {
             ("memory_tb_per_s", self.memory_tb_per_s),
             ("units", self.units as f64),
             ("link_gb_per_s", self.link_gb_per_s),
+            ("host_gb_per_s", self.host_gb_per_s.unwrap_or(1.0)),
+            ("node_gbit_per_s", self.node_gbit_per_s.unwrap_or(1.0)),
         ];
         if let Some((key, _)) = figures.into_iter().find(|(_, value)| !(*value > 0.0 && value.is_finite())) {
             return Err(format!("gpu {}: {key} is not above 0", self.name));
@@ -224,6 +253,7 @@ impl GpuEntry {
         Ok(GpuSpec {
             family: self.family.unwrap_or_else(|| self.name.clone()),
             name: self.name,
+            product: self.product,
             peak_flops_per_s: self.tflops * 1e12,
             fp32_flops_per_s: self.tflops_fp32 * 1e12,
             tf32_flops_per_s: self.tflops_tf32.map(|tflops| tflops * 1e12),
@@ -233,6 +263,8 @@ impl GpuEntry {
             bytes_per_s: self.memory_tb_per_s * 1e12,
             units: self.units,
             link_bytes_per_s: self.link_gb_per_s * 1e9,
+            host_bytes_per_s: self.host_gb_per_s.map(|gigabytes| gigabytes * 1e9),
+            node_bytes_per_s: self.node_gbit_per_s.map(|gigabits| gigabits * 1e9 / 8.0),
             source,
             unverified: self.unverified,
         })
@@ -279,6 +311,9 @@ impl GpuSpec {
     /// As people write it: `H100 80GB`.
     pub fn label(&self) -> String {
         let memory = format!("{}GB", self.nominal_memory_bytes / 1_000_000_000);
+        if let Some(product) = &self.product {
+            return format!("{product} {memory}");
+        }
         let name = self.name.to_uppercase();
         format!("{} {memory}", name.strip_suffix(&format!("-{memory}")).unwrap_or(&name))
     }
@@ -294,17 +329,22 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// GPUs of one kind where nothing is known of the nodes: eight on each, and for every GPU a network adapter of 400 Gb/s.
+    /// GPUs of one kind where nothing is known of the nodes: eight on each, and for every GPU a network adapter of 400 Gb/s, or for all of
+    /// a node the Ethernet that the catalogue gives for the GPU.
     pub fn assumed(gpu: &GpuSpec) -> Self {
         let gpus_per_node = 8;
+        let (node_bytes_per_s, network, fabric) = match gpu.node_bytes_per_s {
+            Some(bytes) => (bytes, format!("{} Gb/s for each node", (bytes * 8e-8).round() / 10.0), "ethernet"),
+            None => (gpus_per_node as f64 * 50e9, "400 Gb/s each".to_owned(), "infiniband"),
+        };
         let cluster = ClusterSpec {
             name: "assumed".into(),
-            label: format!("nodes of {gpus_per_node}, 400 Gb/s each"),
+            label: format!("nodes of {gpus_per_node}, {network}"),
             gpu: gpu.name.clone(),
             gpus_per_node,
             nodes: None,
-            node_bytes_per_s: gpus_per_node as f64 * 50e9,
-            fabric: "infiniband".into(),
+            node_bytes_per_s,
+            fabric: fabric.into(),
             link_bytes_per_s: None,
             source: "assumed".into(),
             unverified: ["gpus_per_node", "node_gbit_per_s", "fabric"].map(str::to_owned).into(),
@@ -325,91 +365,4 @@ impl Hardware {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use lockstep_ir::Hint;
-
-    #[test]
-    fn names_are_found_once_and_in_any_case() {
-        let all = Catalogue::builtin();
-        for (i, gpu) in all.gpus.iter().enumerate() {
-            assert_eq!(all.gpus.iter().position(|other| other.name == gpu.name), Some(i));
-        }
-        assert_eq!(all.gpu("A100").map(|g| g.peak_flops_per_s), Some(312e12));
-        assert_eq!(all.gpu("a1000"), None);
-        let h100 = all.gpu("h100").map(|g| (g.peak(DType::BF16), g.peak(DType::F32), g.label()));
-        assert_eq!(h100, Some((989e12, 67e12, "H100 80GB".into())));
-        let tf32 = |name: &str| all.gpu(name).map(|g| g.peak(MatmulType::Tf32));
-        // Without matrix units for it, it is fp32.
-        assert_eq!((tf32("h200"), tf32("a100"), tf32("v100")), (Some(494e12), Some(156e12), Some(15.7e12)));
-        assert_eq!(all.gpu("a100-40gb").map(GpuSpec::label), Some("A100 40GB".into()));
-        assert_eq!(all.of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name.as_str()), Some("a100"));
-        assert_eq!(all.of_device("NVIDIA GeForce RTX 3090"), None);
-    }
-
-    #[test]
-    fn memory_is_what_the_driver_reports_less_what_it_takes_and_names_stay_nominal() {
-        let all = Catalogue::builtin();
-        let gib = |name: &str| all.gpu(name).map(|gpu| format!("{:.1}", gpu.memory_bytes as f64 / f64::from(1 << 30)));
-        assert_eq!(gib("h100"), Some("78.5".into()));
-        assert_eq!(gib("a100-40gb"), Some("38.9".into()));
-        // cuMemGetInfo of an H200 whose process has a context: 149,557,477,376 bytes are free.
-        let h200 = all.gpu("h200").unwrap();
-        assert!((149_000_000_000..=149_557_477_376).contains(&h200.memory_bytes), "{}", h200.memory_bytes);
-        assert_eq!((h200.nominal_memory_bytes, h200.label()), (141_000_000_000, "H200 141GB".into()));
-        assert!(h200.source.contains("; memory: nvidia-smi"), "{}", h200.source);
-        for gpu in &all.gpus {
-            // Nobody sells more than there is, but for rounding and what a context takes.
-            let share = gpu.memory_bytes as f64 / gpu.nominal_memory_bytes as f64;
-            assert!((0.99..1.1).contains(&share), "{}: {share}", gpu.name);
-        }
-        assert_eq!(all.gpu("mi325x").map(|gpu| gpu.memory_bytes), Some(256_000_000_000));
-    }
-
-    #[test]
-    fn the_european_clusters_are_there_with_what_nobody_verified() {
-        let all = Catalogue::builtin();
-        for name in ["leonardo", "lumi", "marenostrum5", "jupiter", "alps", "meluxina", "vega", "karolina", "berzelius"]
-        {
-            assert!(all.hardware(name).is_some(), "{name}");
-        }
-        let leonardo = all.hardware("Leonardo").unwrap();
-        assert_eq!(leonardo.cluster.gpus_per_node, 4);
-        assert!(leonardo.unverified().contains(&"a100-64gb.tflops".to_owned()), "{:?}", leonardo.unverified());
-        for gpu in &all.gpus {
-            assert!(!gpu.source.is_empty(), "{}", gpu.name);
-        }
-    }
-
-    #[test]
-    fn a_users_file_adds_and_replaces_and_its_errors_name_the_figure() {
-        let mut all = Catalogue::builtin();
-        let gpu = |name: &str, tflops: f64| {
-            format!(
-                "[[gpu]]\nname = \"{name}\"\ntflops = {tflops:.1}\ntflops_fp32 = 1.0\nmemory_gb = 8.0\nmemory_tb_per_s = 1.0\nunits = 4\n\
-                 link_gb_per_s = 1.0\nsource = \"mine\"\n"
-            )
-        };
-        let count = all.gpus.len();
-        all.add("mine.toml", &gpu("mine", 5.0)).unwrap();
-        all.add("mine.toml", &gpu("mine", 6.0)).unwrap();
-        assert_eq!((all.gpus.len(), all.gpu("mine").map(|g| g.peak_flops_per_s)), (count + 1, Some(6e12)));
-        // As typed, where the driver's figure is not given.
-        let mine = all.gpu("mine").unwrap();
-        assert_eq!((mine.memory_bytes, mine.nominal_memory_bytes), (8_000_000_000, 8_000_000_000));
-        let driver = |mib: u64| gpu("mine", 6.0) + &format!("memory_mib = {mib}\n");
-        all.add("mine.toml", &driver(8192)).unwrap();
-        let mine = all.gpu("mine").unwrap();
-        assert_eq!((mine.memory_bytes, mine.label()), ((8192 - TAKEN_MIB) << 20, "MINE 8GB".into()));
-        let error = all.add("mine.toml", &driver(1024)).unwrap_err().with_hint();
-        assert!(
-            error.contains("gpu mine: memory_mib is not above what the driver and a context take, 1160"),
-            "{error}"
-        );
-        let error = all.add("mine.toml", &gpu("other", -1.0)).unwrap_err().with_hint();
-        assert!(error.contains("mine.toml: gpu other: tflops is not above 0"), "{error}");
-        let cluster = "[[cluster]]\nname = \"c\"\ngpu = \"h1000\"\ngpus_per_node = 4\nnode_gbit_per_s = 1.0\nfabric = \"efa\"\nsource = \"\"\n";
-        let error = all.add("c.toml", cluster).unwrap_err().with_hint();
-        assert!(error.contains("gpu \"h1000\" is not in the catalogue"), "{error}");
-    }
-}
+mod tests;

@@ -206,6 +206,7 @@ impl Setting {
         let source = format!("measured: {name}");
         let gpu = GpuSpec {
             name: name.to_owned(),
+            product: None,
             family: name.to_owned(),
             peak_flops_per_s: self.peak(DType::BF16),
             fp32_flops_per_s: self.peak(DType::F32),
@@ -216,6 +217,8 @@ impl Setting {
             bytes_per_s: self.bytes_per_s,
             units: self.units,
             link_bytes_per_s: self.bytes_per_s,
+            host_bytes_per_s: None,
+            node_bytes_per_s: None,
             source: source.clone(),
             unverified: Vec::new(),
         };

@@ -143,6 +143,7 @@ fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware>
 fn processor_of(cores: f64) -> Hardware {
     let gpu = GpuSpec {
         name: "cpu".into(),
+        product: None,
         family: "cpu".into(),
         peak_flops_per_s: 50e9 * cores,
         fp32_flops_per_s: 50e9 * cores,
@@ -153,6 +154,8 @@ fn processor_of(cores: f64) -> Hardware {
         bytes_per_s: 10e9 * cores,
         units: (cores.ceil() as usize).max(1),
         link_bytes_per_s: 5e9 * cores,
+        host_bytes_per_s: None,
+        node_bytes_per_s: None,
         source: "round figures".into(),
         unverified: Vec::new(),
     };

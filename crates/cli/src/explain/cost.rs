@@ -137,7 +137,7 @@ impl Cost {
             let mfu = if *predicted { format!("the predicted MFU of {mfu:.3}") } else { format!("MFU {mfu}") };
             text.push_str(&format!(
                 "  {} GPU-days on {} at {mfu} of {}/s ({compute})\n",
-                thousands(gpu_days.round() as u64),
+                hardware::gpu_days(*gpu_days),
                 gpu.name,
                 units::flops(*peak)
             ));

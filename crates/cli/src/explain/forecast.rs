@@ -30,8 +30,7 @@ pub(crate) struct Predicted {
 impl Predicted {
     pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self> {
         let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
-        let nodes = plan.layout.mesh.ranks().div_ceil(hardware.cluster.gpus_per_node);
-        let stalls = Stalls::new(config, plan, nodes, predicted.forecast.step_s);
+        let stalls = Stalls::new(config, plan, hardware, predicted.forecast.step_s);
         Ok(Self { stalls: Some(stalls), ..predicted })
     }
 

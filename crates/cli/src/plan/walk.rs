@@ -133,7 +133,7 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
     text.push_str(&wrapped(&speed, "  "));
     if let Some(tokens) = tokens {
         let days = days(recipe, tokens);
-        let gpu_days = thousands((days * recipe.gpus as f64).round() as u64);
+        let gpu_days = hardware::gpu_days(days * recipe.gpus as f64);
         text.push_str(&format!("{} tokens: {days:.1} days, {gpu_days} GPU-days\n", units::count(tokens)));
     }
     text + &crate::hardware::unverified(&hardware.unverified())

@@ -36,7 +36,7 @@ fn gpu<'a>(catalogue: &'a Catalogue, text: &str) -> Option<&'a GpuSpec> {
     let text = text.to_lowercase();
     let words: Vec<&str> = text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty()).collect();
     let first = words.iter().enumerate().find_map(|(i, word)| Some((i, catalogue.gpu(word)?)));
-    let (at, base) = first?;
+    let Some((at, base)) = first else { return catalogue.of_device(&text) };
     let memory = words[at + 1..].iter().take(3).find_map(|word| word.strip_suffix("gb")?.parse::<u32>().ok());
     let variant = memory.and_then(|gigabytes| catalogue.gpu(&format!("{}-{gigabytes}gb", base.name)));
     let kind = words[at + 1..].first().and_then(|word| catalogue.gpu(&format!("{}-{word}", base.name)));
