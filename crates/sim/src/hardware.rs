@@ -348,6 +348,15 @@ mod tests {
     }
 
     #[test]
+    fn every_nvidia_gpu_from_compute_capability_8_on_has_a_tf32_peak() {
+        let older_or_others = |name: &str| name == "v100" || name.starts_with("mi");
+        for gpu in Catalogue::builtin().gpus.iter().filter(|gpu| !older_or_others(&gpu.name)) {
+            let tf32 = gpu.tf32_flops_per_s.unwrap_or_else(|| panic!("{} has no tflops_tf32", gpu.name));
+            assert!(tf32 < gpu.peak_flops_per_s, "{}: {tf32} FLOP/s in TF32", gpu.name);
+        }
+    }
+
+    #[test]
     fn memory_is_what_the_driver_reports_less_what_it_takes_and_names_stay_nominal() {
         let all = Catalogue::builtin();
         let gib = |name: &str| all.gpu(name).map(|gpu| format!("{:.1}", gpu.memory_bytes as f64 / f64::from(1 << 30)));
