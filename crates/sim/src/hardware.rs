@@ -276,6 +276,14 @@ impl GpuSpec {
         }
     }
 
+    /// What matmuls of such a type are computed in: without matrix units for TF32, it is fp32.
+    pub fn multiplies_in(&self, compute: MatmulType) -> MatmulType {
+        match compute {
+            MatmulType::Tf32 if self.tf32_flops_per_s.is_none() => MatmulType::Stored(DType::F32),
+            MatmulType::Tf32 | MatmulType::Stored(_) => compute,
+        }
+    }
+
     /// As people write it: `H100 80GB`.
     pub fn label(&self) -> String {
         let memory = format!("{}GB", self.nominal_memory_bytes / 1_000_000_000);
@@ -342,6 +350,8 @@ mod tests {
         let tf32 = |name: &str| all.gpu(name).map(|g| g.peak(MatmulType::Tf32));
         // Without matrix units for it, it is fp32.
         assert_eq!((tf32("h200"), tf32("a100"), tf32("v100")), (Some(494e12), Some(156e12), Some(15.7e12)));
+        let name = |gpu: &str| all.gpu(gpu).map(|g| g.multiplies_in(MatmulType::Tf32).name());
+        assert_eq!((name("h200"), name("v100")), (Some("tf32"), Some("f32")));
         assert_eq!(all.gpu("a100-40gb").map(GpuSpec::label), Some("A100 40GB".into()));
         assert_eq!(all.of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name.as_str()), Some("a100"));
         assert_eq!(all.of_device("NVIDIA GeForce RTX 3090"), None);
