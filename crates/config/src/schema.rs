@@ -252,7 +252,8 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. tf32: the same, but matmuls of linear layers and of the output head may round their operands to TF32 (10 bits
-        /// of mantissa), as the matrix units of NVIDIA GPUs from compute capability 8.0 on do; what has none computes as in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
+        /// of mantissa), as the matrix units of NVIDIA GPUs from compute capability 8.0 on do; what has none computes as in fp32, and matmuls of attention, experts and
+        /// routers stay in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. fp8: as bf16, with
         /// operands of the layers' matmuls in fp8: weights and activations in E4M3, gradients in E5M2, each tensor with the scale of its
         /// largest element in this micro-batch. Embedding, norms, attention, routers and output head stay in bf16. On GPUs from
