@@ -282,7 +282,7 @@ tables! {
         fp8_skip_last: usize = Count(0, 1 << 16), Fixed("0"), Changeable, finds ["num_layers_at_end_in_bf16"];
         /// With fp8, steps from one comparison with bf16 to the next; the first step has one too, and 0 never compares. Before
         /// the step, the loss of its first micro-batch is computed without gradients, in fp8 and in bf16, from the same
-        /// weights. It changes no bit of the run, and shares the memory of evaluation.
+        /// weights. It leaves weights and updates as they are, and shares the memory of evaluation.
         shadow_every: u64 = Count(0, STEPS), Fixed("0"), Conduct,
             finds ["fp8 loss", "fp8 accuracy", "bf16 shadow", "loss difference", "compare fp8 with bf16"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite

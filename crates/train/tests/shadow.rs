@@ -47,7 +47,7 @@ fn losses_are_compared_at_their_steps_and_the_run_does_not_notice() {
         let at: Vec<u64> = steps.iter().filter(|m| m.shadow.shadow_loss_fp8.is_some()).map(|m| m.step).collect();
         assert_eq!(at, [1, 2, 4]);
         for shadow in steps.iter().filter_map(|m| m.shadow.shadow_difference) {
-            assert!(shadow > 0.0 && shadow < 0.05, "{shadow}");
+            assert!(shadow != 0.0 && shadow.abs() < 0.05, "{shadow}");
         }
         // The arena is that of the plan, in which the second evaluation is.
         let planned = plan(&Devices::new(), &compared).unwrap().memory.total_bytes;
@@ -94,11 +94,19 @@ fn every_layout_compares_the_same_losses() {
         let expected = shadows(&["train.micro_batch=4"]);
         for layout in layouts {
             for (found, expected) in shadows(layout).iter().zip(&expected) {
-                let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() / b.unwrap() - 1.0).abs() < 2e-3;
+                // A pipeline has the bits of one rank. With tensor parallelism sums in bf16 have another order, and rounding
+                // to fp8 makes more of that; a loss of the other type would still be twice as far off as the bound.
+                let difference = expected.shadow_difference.unwrap().abs();
+                assert!(difference > 0.0 && difference < 0.05, "{expected:?}");
+                let bound = match *layout {
+                    ["parallel.pp=2", "train.micro_batch=4"] => 0.0,
+                    layout if layout.contains(&"parallel.tp=2") => 0.5 * difference,
+                    _ => 0.02 * difference,
+                };
+                let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() / b.unwrap() - 1.0).abs() <= bound;
                 let losses = close(found.shadow_loss_fp8, expected.shadow_loss_fp8)
                     && close(found.shadow_loss_bf16, expected.shadow_loss_bf16);
-                let differs = found.shadow_difference.is_some_and(|share| share > 0.0 && share < 0.05);
-                assert!(losses && differs, "{model} {layout:?}: {found:?}, not {expected:?}");
+                assert!(losses, "{model} {layout:?}: {found:?}, not {expected:?}");
             }
         }
     }
