@@ -88,7 +88,7 @@ impl StepMetrics {
 }
 
 /// The mean losses per token of a step's first micro-batch, in nats, by the weights before its update; null where they are
-/// not finite.
+/// not finite. Nothing where experts had too little room for the micro-batch (`parallel.ep_bound`): that says nothing of fp8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ShadowMetrics {
     /// In bf16.

@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Ran, run_to, write_corpus};
+use common::{Ran, run_to, run_with, write_corpus};
 use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_plan::plan;
-use lockstep_train::{ShadowMetrics, StepMetrics};
+use lockstep_train::{Event, ShadowMetrics, StepMetrics, TrainError};
 use std::path::Path;
 
 /// A model whose matmuls can all be in fp8, on up to two tensor-parallel ranks.
@@ -110,4 +110,21 @@ fn every_layout_compares_the_same_losses() {
             }
         }
     }
+}
+
+#[test]
+fn a_comparison_for_which_experts_have_too_little_room_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let bound = ["parallel.ep=2", "parallel.ep_bound=1.0", "train.micro_batch=4", "train.validation_sequences=0"];
+    let set = [&FP8[..], &["precision.shadow_every=1"], &bound].concat();
+    let config = config(dir.path(), "architecture = \"mixtral\"\nexperts = 4", &set);
+    let mut steps = Vec::new();
+    let ended = run_with(&config, &dir.path().join("run"), &mut |event| {
+        if let Event::Stepped(m) = event {
+            steps.push((m.rows_beyond, m.shadow));
+        }
+    });
+    assert!(matches!(ended, Err(TrainError::ExpertBound { step: 1, .. })), "some expert gets more than its share");
+    assert!(matches!(steps[..], [(Some(1..), shadow)] if shadow == ShadowMetrics::default()), "{steps:?}");
 }
