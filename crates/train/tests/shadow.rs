@@ -128,3 +128,35 @@ fn a_comparison_for_which_experts_have_too_little_room_is_left_out() {
     assert!(matches!(ended, Err(TrainError::ExpertBound { step: 1, .. })), "some expert gets more than its share");
     assert!(matches!(steps[..], [(Some(1..), shadow)] if shadow == ShadowMetrics::default()), "{steps:?}");
 }
+
+#[test]
+fn a_run_in_which_nothing_is_in_fp8_says_so_once() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let warnings = |name: &str, set: &[&str]| -> Vec<String> {
+        let config = config(dir.path(), "", &[&["precision.policy=fp8", "train.steps=1"], set].concat());
+        let mut warned = Vec::new();
+        let ended = run_with(&config, &dir.path().join(name), &mut |event| {
+            if let Event::Warning(text) = event {
+                warned.extend(text.contains("fp8").then(|| text.to_owned()));
+            }
+        });
+        ended.unwrap();
+        warned
+    };
+    let small = warnings("small", &[]);
+    let [text] = &small[..] else { panic!("{small:?}") };
+    assert!(
+        text.starts_with(
+            "precision.policy = \"fp8\", and no matmul of this model is in fp8: the largest linear layer has 16,384 \
+             weights on a rank, and fp8 is faster from 1,048,576 on; give precision.fp8_weights = 0"
+        ),
+        "{text}"
+    );
+    let compared = warnings("compared", &["precision.shadow_every=1"]);
+    assert!(
+        compared.len() == 1 && compared[0].contains("precision.shadow_every compares bf16 with itself"),
+        "{compared:?}"
+    );
+    assert!(warnings("in fp8", &["precision.fp8_weights=0"]).is_empty());
+}
