@@ -84,7 +84,7 @@ struct Train {
     /// Tokens of a sequence: train.seq.
     #[arg(long)]
     seq: Option<usize>,
-    /// Types: fp32, or bf16 with fp32 master weights and sums: precision.policy.
+    /// What numbers are stored and multiplied in: precision.policy, which `lockstep config precision.policy` explains.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16", "fp8"])]
     precision: Option<String>,
     /// What computes: the CPU, a GPU, or a GPU where one is found: train.device.

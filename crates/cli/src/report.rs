@@ -9,7 +9,7 @@ use lockstep_host::Devices;
 use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_rundir::read_config;
-use lockstep_telemetry::{MetricColumns, RunPage};
+use lockstep_telemetry::{LossComparisons, MetricColumns, RunPage};
 use lockstep_train::{analyze, settled};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -123,15 +123,16 @@ fn lost(columns: &MetricColumns) -> Option<String> {
 
 /// How far losses in fp8 are from those in bf16, where a run has compared them.
 fn compared(columns: &MetricColumns) -> Option<String> {
-    let steps = columns.get("step")?.iter().zip(columns.get("shadow_difference")?);
-    let known: Vec<(&f64, &f64)> = steps.filter(|(_, share)| share.is_finite()).collect();
-    let largest = known.iter().max_by(|a, b| a.1.total_cmp(b.1))?;
-    let text = |(step, share): &(&f64, &f64)| format!("{:.4}% at step {step}", 100.0 * *share);
-    let (last, largest) = (text(known.last()?), text(largest));
-    Some(format!(
-        "Difference of losses on the same tokens: last {last}, largest {largest}, of {} comparisons.",
-        known.len()
-    ))
+    let all = LossComparisons::of(columns)?;
+    let at = |(step, share): (f64, f64)| format!("{:+.4}% at step {step}", 100.0 * share);
+    let mut text = format!("Loss in fp8 from that in bf16 on the same tokens, {} comparisons", all.count);
+    if let (Some(mean), Some(last), Some(largest)) = (all.mean(), all.differences.last(), all.largest()) {
+        text += &format!(": mean {:+.4}%, last {}, largest {}", 100.0 * mean, at(*last), at(largest));
+    }
+    if all.not_finite > 0 {
+        text += &format!("; at {} of them the loss in fp8 was not finite", all.not_finite);
+    }
+    Some(text + ".")
 }
 
 /// Files of a run directory that say how it was made, and what they are.

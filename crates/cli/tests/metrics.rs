@@ -226,8 +226,22 @@ fn a_run_in_fp8_says_how_far_its_loss_is_from_that_in_bf16() {
     place.ok(&["report", "run", "-o", "report.html"]);
     let text = fs::read_to_string(place.path("report.html")).unwrap();
     let said = text.split_once("run: fp8 beside bf16</h2><p>").unwrap().1.split_once("</p>").unwrap().0;
-    assert!(said.starts_with("Difference of losses on the same tokens: last 0."), "{said}");
-    assert!(said.contains("% at step 4, largest 0.") && said.ends_with(", of 3 comparisons."), "{said}");
+    assert!(said.starts_with("Loss in fp8 from that in bf16 on the same tokens, 3 comparisons: mean "), "{said}");
+    assert!(said.contains("% at step 4, largest ") && !said.contains("not finite"), "{said}");
+    // A comparison in which fp8 has no loss is not forgotten.
+    let file = place.path("run/metrics.jsonl");
+    let (before, after) = ("\"shadow_loss_fp8\":", "\"shadow_loss_fp8\":null,\"was\":");
+    let lines = fs::read_to_string(&file).unwrap();
+    let lines: Vec<String> = lines
+        .lines()
+        .map(|line| if line.contains("\"step\":4,") { line.replace(before, after) } else { line.to_owned() })
+        .collect();
+    fs::write(&file, lines.join("\n") + "\n").unwrap();
+    place.ok(&["report", "run", "-o", "report.html"]);
+    let text = fs::read_to_string(place.path("report.html")).unwrap();
+    let said = text.split_once("run: fp8 beside bf16</h2><p>").unwrap().1.split_once("</p>").unwrap().0;
+    assert!(said.contains("3 comparisons: mean ") && said.contains("% at step 2, largest "), "{said}");
+    assert!(said.ends_with("; at 1 of them the loss in fp8 was not finite."), "{said}");
 }
 
 #[test]

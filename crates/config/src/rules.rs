@@ -76,10 +76,16 @@ pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
         let recipe = values.word::<Fp8Recipe>("precision.fp8_recipe").filter(|recipe| *recipe != Fp8Recipe::Current);
         let key = weights.or(counted).or(recipe.map(|_| "precision.fp8_recipe"))?;
         let value = values.get(key)?;
+        // What a run was started with cannot be removed from it, but set to what needs no fp8.
+        let change = match (counted == Some(key), recipe.is_some() && weights.is_none()) {
+            (true, _) => format!(" (a run that goes on: --change {key}=0)"),
+            (false, true) => format!(" (a run that goes on: --change {key}={})", Fp8Recipe::Current),
+            (false, false) => String::new(),
+        };
         return Some(Conflict::new(
             &[key, "precision.policy"],
             format!("{key} = {value} is given, and precision.policy = \"{policy}\" has no fp8"),
-            format!("remove {key}, or choose precision.policy = \"fp8\""),
+            format!("remove {key}{change}, or choose precision.policy = \"fp8\""),
         ));
     }
     let reproducible = values.word("train.reproducible") == Some(true);

@@ -252,7 +252,8 @@ tables! {
     /// What numbers are stored in.
     precision: PrecisionConfig {
         /// fp32: everything in fp32. tf32: the same, but matmuls of linear layers and of the output head may round their operands to TF32 (10 bits
-        /// of mantissa), as the matrix units of NVIDIA GPUs from compute capability 8.0 on do; what has none computes as in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
+        /// of mantissa), as the matrix units of NVIDIA GPUs from compute capability 8.0 on do; what has none computes as in fp32, and matmuls of attention, experts and
+        /// routers stay in fp32. bf16: mixed precision, that is parameters and activations in bf16, with fp32 master
         /// weights, moments, norms, softmax, sums and losses. fp16: the same in fp16, with dynamic loss scaling. fp8: as bf16, with
         /// operands of the layers' matmuls in fp8: weights and activations in E4M3, gradients in E5M2, each tensor with the scale of its
         /// largest element in this micro-batch. Embedding, norms, attention, routers and output head stay in bf16. On GPUs from
@@ -281,7 +282,7 @@ tables! {
         fp8_skip_last: usize = Count(0, 1 << 16), Fixed("0"), Changeable, finds ["num_layers_at_end_in_bf16"];
         /// With fp8, steps from one comparison with bf16 to the next; the first step has one too, and 0 never compares. Before
         /// the step, the loss of its first micro-batch is computed without gradients, in fp8 and in bf16, from the same
-        /// weights. It changes no bit of the run, and shares the memory of evaluation.
+        /// weights. It leaves weights and updates as they are, and shares the memory of evaluation.
         shadow_every: u64 = Count(0, STEPS), Fixed("0"), Conduct,
             finds ["fp8 loss", "fp8 accuracy", "bf16 shadow", "loss difference", "compare fp8 with bf16"];
         /// Initial loss scale of fp16 runs, so that small gradients do not underflow. A gradient that is not finite

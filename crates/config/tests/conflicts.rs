@@ -476,6 +476,10 @@ hint: give a number that is a power of 2 from 1 to 2^30
 #[test]
 fn fp8_has_keys_of_its_own_and_depends_on_the_micro_batch() {
     for (key, value) in [("fp8_weights", 0), ("fp8_skip_first", 1), ("fp8_skip_last", 2), ("shadow_every", 10)] {
+        let change = match value {
+            0 => String::new(),
+            _ => format!(" (a run that goes on: --change precision.{key}=0)"),
+        };
         check_set(
             TINY,
             &[&format!("precision.{key}={value}")],
@@ -483,7 +487,7 @@ fn fp8_has_keys_of_its_own_and_depends_on_the_micro_batch() {
                 "
 precision.{key} = {value} is given, and precision.policy = \"bf16\" has no fp8
   --> --set precision.{key}={value}
-hint: remove precision.{key}, or choose precision.policy = \"fp8\"
+hint: remove precision.{key}{change}, or choose precision.policy = \"fp8\"
 "
             ),
         );
@@ -494,7 +498,7 @@ hint: remove precision.{key}, or choose precision.policy = \"fp8\"
         "
 precision.fp8_recipe = \"block\" is given, and precision.policy = \"bf16\" has no fp8
   --> --set precision.fp8_recipe=block
-hint: remove precision.fp8_recipe, or choose precision.policy = \"fp8\"
+hint: remove precision.fp8_recipe (a run that goes on: --change precision.fp8_recipe=current), or choose precision.policy = \"fp8\"
 ",
     );
     check_set(

@@ -170,10 +170,10 @@ impl HostDevice for CudaDevice {
     }
 
     fn peak(&self, compute: MatmulType) -> Result<Peak, ExecError> {
-        let published = Catalogue::builtin().of_device(&self.gpu.device.name).map(|gpu| gpu.peak(compute));
-        let (flops_per_s, what) = match published {
-            Some(published) => (published, "published peak"),
-            None => (lockstep_cuda::peaks::matmul(&self.gpu, compute)?, "measured matmul peak"),
+        let published = Catalogue::builtin().of_device(&self.gpu.device.name).cloned();
+        let (flops_per_s, what, compute) = match published {
+            Some(gpu) => (gpu.peak(compute), "published peak", gpu.multiplies_in(compute)),
+            None => (lockstep_cuda::peaks::matmul(&self.gpu, compute)?, "measured matmul peak", compute),
         };
         let (name, of) = (format!("{what} of the GPU"), format!("{}, {compute}", self.gpu.device.name));
         Ok(Peak { flops_per_s, name, of })

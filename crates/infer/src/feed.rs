@@ -281,8 +281,8 @@ impl Feed {
         Self { bound: bound.unwrap_or(1.0), ..self }
     }
 
-    /// Refuses losses that are not finite because rows found no place with their experts.
-    fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<()> {
+    /// Refuses losses of the first micro-batch that are not finite because rows found no place with their experts.
+    pub fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<()> {
         if self.beyond.is_empty() || losses(bytes).all(f64::is_finite) {
             return Ok(());
         }

@@ -9,7 +9,7 @@
 use crate::fusion::FusedGroup;
 use crate::graph::{Phase, State};
 use crate::mesh::{Axes, Mesh};
-use crate::{Op, Placement, Sharding, Span, TensorType, ValueId, counter};
+use crate::{DType, MatmulType, Op, Placement, Sharding, Span, TensorType, ValueId, counter};
 use serde::Serialize;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -227,6 +227,15 @@ impl Instr {
     /// Every buffer that it touches: those of its operands, then scratch.
     pub fn buffers(&self) -> impl Iterator<Item = BufferId> {
         self.operands().map(|a| a.buffer).chain(self.workspace)
+    }
+
+    /// What its matmuls multiply in, in a program whose linear layers multiply in `linear`: TF32 is only for instructions that may round
+    /// to it; attention and experts stay in f32.
+    pub fn multiplies_in(&self, linear: MatmulType) -> MatmulType {
+        match linear {
+            MatmulType::Tf32 if !self.tf32 => MatmulType::Stored(DType::F32),
+            MatmulType::Tf32 | MatmulType::Stored(_) => linear,
+        }
     }
 }
 

@@ -182,8 +182,8 @@ impl MemoryTimeline {
 /// Instructions of a step that are shown one by one; of longer steps only micro-batches that differ.
 const MOST: usize = 1 << 18;
 
-/// The timeline of the first `steps` steps as planned: every step is the same. With an accelerator and the type of matmuls,
-/// in seconds.
+/// The timeline of the first `steps` steps as planned: every step is the same. With an accelerator and the type of linear
+/// layers' matmuls, in seconds.
 pub fn planned_timeline(
     program: &StepProgram,
     steps: usize,
@@ -203,7 +203,10 @@ pub fn planned_timeline(
                 let cost = instr.cost()?;
                 let least = |(gpu, compute): (&GpuSpec, MatmulType)| match instr.op.communicates() {
                     true => 0.0,
-                    false => (cost.flops.hardware as f64 / gpu.peak(compute)).max(cost.bytes as f64 / gpu.bytes_per_s),
+                    false => {
+                        let matmul = gpu.peak(instr.multiplies_in(compute));
+                        (cost.flops.hardware as f64 / matmul).max(cost.bytes as f64 / gpu.bytes_per_s)
+                    }
                 };
                 let end = now + gpu.map_or(1.0, least);
                 marks.push(Mark::new(program, step, now, end, point));

@@ -308,6 +308,14 @@ impl GpuSpec {
         }
     }
 
+    /// What matmuls of such a type are computed in: without matrix units for TF32, it is fp32.
+    pub fn multiplies_in(&self, compute: MatmulType) -> MatmulType {
+        match compute {
+            MatmulType::Tf32 if self.tf32_flops_per_s.is_none() => MatmulType::Stored(DType::F32),
+            MatmulType::Tf32 | MatmulType::Stored(_) => compute,
+        }
+    }
+
     /// As people write it: `H100 80GB`.
     pub fn label(&self) -> String {
         let memory = format!("{}GB", self.nominal_memory_bytes / 1_000_000_000);

@@ -210,7 +210,8 @@ impl Setting {
             family: name.to_owned(),
             peak_flops_per_s: self.peak(DType::BF16),
             fp32_flops_per_s: self.peak(DType::F32),
-            tf32_flops_per_s: Some(self.peak(MatmulType::Tf32)),
+            // A CPU has none.
+            tf32_flops_per_s: (self.threads == 0).then(|| self.peak(MatmulType::Tf32)),
             fp8_flops_per_s: None,
             memory_bytes: 0,
             nominal_memory_bytes: 0,

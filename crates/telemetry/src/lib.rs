@@ -11,6 +11,7 @@ mod files;
 mod keys;
 mod page;
 mod scalars;
+mod shadow;
 mod sinks;
 
 pub use columns::MetricColumns;
@@ -19,4 +20,5 @@ pub use files::{MOST_LINE_BYTES, each_line, open_file, read_file, refuse_special
 pub use keys::unit;
 pub use page::{RunPage, random_text};
 pub use scalars::each_scalar;
+pub use shadow::LossComparisons;
 pub use sinks::{FailedSink, SINKS, SinkSpec, Sinks};

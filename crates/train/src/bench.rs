@@ -1,7 +1,7 @@
 //! The speed of a training step on random tokens, and where its time goes.
 
 use crate::compare::fill_all;
-use crate::profile::{Profile, ProfiledStep, profile};
+use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
 use crate::schedule::step_scalars;
 use crate::{Result, Session, TrainError, observed_timeline};
 use lockstep_config::{Config, PrecisionPolicy};
@@ -201,8 +201,8 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let profile = match timings {
         Some(timings) => {
             show("measuring the peaks of matmuls and memory");
-            let peaks = device.peaks(plan.threads, plan.precision.multiplies())?;
-            Some(profile(&plan, &[ProfiledStep { step, timings }], peaks)?)
+            let peaks = MeasuredPeaks::of(device.as_ref(), &plan)?;
+            Some(profile(&plan, &[ProfiledStep { step, timings }], &peaks)?)
         }
         None => None,
     };

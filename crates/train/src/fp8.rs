@@ -1,8 +1,11 @@
-//! What rounding to fp8 lost in a step, for `metrics.jsonl`.
+//! What rounding to fp8 lost in a step, for `metrics.jsonl`, and whether a run has anything in fp8.
 
-use lockstep_ir::Seen;
+use lockstep_compile::Stays;
+use lockstep_config::Config;
 use lockstep_ir::graph::{Fp8Class, State, Tally};
 use lockstep_ir::program::{Role, Tensor};
+use lockstep_ir::{Seen, units};
+use lockstep_plan::Plan;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -48,6 +51,34 @@ pub(crate) fn fp8_class(tensor: &Tensor) -> Option<Fp8Class> {
         Role::State(State::Total(Tally::Fp8(class))) => Some(class),
         _ => None,
     }
+}
+
+/// Where the policy is fp8 and every matmul stays in bf16, what to tell the user.
+pub(crate) fn nothing_in_fp8(config: &Config, plan: &Plan) -> Option<String> {
+    if plan.precision.fp8.is_none() || plan.fp8.iter().any(|(_, stays)| stays.is_none()) {
+        return None;
+    }
+    let small = plan.fp8.iter().filter_map(|(_, stays)| match stays {
+        Some(Stays::Small { weights, fewest }) => Some((*weights, *fewest)),
+        Some(Stays::Edge | Stays::Odd { .. }) | None => None,
+    });
+    let (why, remedy) = match small.max() {
+        Some((weights, fewest)) => {
+            let [weights, fewest] = [weights, fewest].map(|n| units::thousands(n as u64));
+            let why =
+                format!("the largest linear layer has {weights} weights on a rank, and fp8 is faster from {fewest} on");
+            (why, "give precision.fp8_weights = 0 to have layers of all sizes in fp8")
+        }
+        None => ("`lockstep explain` says why".to_owned(), "choose other sizes, or skip fewer layers"),
+    };
+    let compares = match config.precision.shadow_every {
+        0 => "",
+        _ => "; precision.shadow_every compares bf16 with itself",
+    };
+    Some(format!(
+        "precision.policy = \"fp8\", and no matmul of this model is in fp8: {why}; {remedy}, or precision.policy = \"bf16\", which \
+         computes the same{compares}"
+    ))
 }
 
 #[cfg(test)]

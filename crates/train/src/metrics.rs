@@ -88,7 +88,7 @@ impl StepMetrics {
 }
 
 /// The mean losses per token of a step's first micro-batch, in nats, by the weights before its update; null where they are
-/// not finite.
+/// not finite. Nothing where experts had too little room for the micro-batch (`parallel.ep_bound`): that says nothing of fp8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ShadowMetrics {
     /// In bf16.
@@ -97,7 +97,7 @@ pub struct ShadowMetrics {
     /// In fp8, as the step computes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shadow_loss_fp8: Option<f64>,
-    /// Their difference as a share of the loss in bf16, without its sign.
+    /// Their difference as a share of the loss in bf16: above 0 where fp8 has the larger loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shadow_difference: Option<f64>,
 }
@@ -108,7 +108,7 @@ impl ShadowMetrics {
         Self {
             shadow_loss_bf16: Some(bf16),
             shadow_loss_fp8: Some(fp8),
-            shadow_difference: Some(((fp8 - bf16) / bf16).abs()).filter(|share| share.is_finite()),
+            shadow_difference: Some((fp8 - bf16) / bf16).filter(|share| share.is_finite()),
         }
     }
 }
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn losses_that_are_not_finite_have_no_difference() {
         let text = |bf16, fp8| serde_json::to_string(&ShadowMetrics::of(bf16, fp8)).unwrap();
-        assert_eq!(text(2.0, 1.5), r#"{"shadow_loss_bf16":2.0,"shadow_loss_fp8":1.5,"shadow_difference":0.25}"#);
+        assert_eq!(text(2.0, 1.5), r#"{"shadow_loss_bf16":2.0,"shadow_loss_fp8":1.5,"shadow_difference":-0.25}"#);
         assert_eq!(text(2.0, f64::NAN), r#"{"shadow_loss_bf16":2.0,"shadow_loss_fp8":null}"#);
         // A step of prompts alone.
         assert_eq!(text(0.0, 0.0), r#"{"shadow_loss_bf16":0.0,"shadow_loss_fp8":0.0}"#);

@@ -2,8 +2,10 @@
 
 use crate::Result;
 use lockstep_exec::Timing;
+use lockstep_host::HostDevice;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::units::trace_span;
+use lockstep_ir::{DType, MatmulType};
 use lockstep_plan::{Plan, PlanError};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -41,8 +43,41 @@ pub(crate) struct ProfiledStep {
     pub timings: Vec<Timing>,
 }
 
-/// Sums up steps, beside the measured peaks of matmul (FLOP per second) and memory (bytes per second).
-pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], (matmul, bandwidth): (f64, f64)) -> Result<Profile> {
+/// What a device was measured to do at most.
+pub(crate) struct MeasuredPeaks {
+    /// FLOP per second of linear layers' matmuls.
+    linear: f64,
+    /// FLOP per second of all other matmuls: less with TF32, which is for linear layers alone.
+    other: f64,
+    /// Bytes per second.
+    bandwidth: f64,
+}
+
+impl MeasuredPeaks {
+    /// Measures the device that a plan is for.
+    pub(crate) fn of(device: &dyn HostDevice, plan: &Plan) -> Result<Self> {
+        let compute = plan.precision.multiplies();
+        let (linear, bandwidth) = device.peaks(plan.threads, compute)?;
+        let other = match compute {
+            MatmulType::Tf32 => device.peaks(plan.threads, DType::F32.into())?.0,
+            MatmulType::Stored(_) => linear,
+        };
+        Ok(Self { linear, other, bandwidth })
+    }
+
+    /// The least seconds that an instruction could take.
+    fn roofline(&self, instr: &Instr) -> Result<f64> {
+        let cost = instr.cost().map_err(PlanError::from)?;
+        let matmul = if instr.tf32 { self.linear } else { self.other };
+        // Matrix units multiply bytes at twice the rate.
+        let bytes = instr.op.spec().multiplies.iter().any(|input| instr.inputs[*input].ty.dtype.is_fp8());
+        let matmul = if bytes { 2.0 * matmul } else { matmul };
+        Ok((cost.flops.causal as f64 / matmul).max(cost.bytes as f64 / self.bandwidth))
+    }
+}
+
+/// Sums up steps, beside the measured peaks.
+pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], peaks: &MeasuredPeaks) -> Result<Profile> {
     let program = plan.program();
     let mut ops: Vec<OpTime> = Vec::new();
     let streams = Stream::ALL.into_iter().filter(|stream| program.uses(*stream));
@@ -64,7 +99,7 @@ pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], (matmul, bandwidth): 
             ops[at].calls += 1;
             ops[at].seconds += t.seconds;
             if let Some(sum) = &mut ops[at].roofline_s {
-                *sum += roofline(instr, matmul, bandwidth)?;
+                *sum += peaks.roofline(instr)?;
             }
             let start_us = (begin + t.start_s) * 1e6;
             let (ts, dur) = trace_span(start_us, start_us + t.seconds * 1e6);
@@ -86,10 +121,29 @@ pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], (matmul, bandwidth): 
     Ok(Profile { steps: steps.len(), ops, trace: Value::Array(trace) })
 }
 
-fn roofline(instr: &Instr, matmul: f64, bandwidth: f64) -> Result<f64> {
-    let cost = instr.cost().map_err(PlanError::from)?;
-    // Matrix units multiply bytes at twice the rate.
-    let bytes = instr.op.spec().multiplies.iter().any(|input| instr.inputs[*input].ty.dtype.is_fp8());
-    let matmul = if bytes { 2.0 * matmul } else { matmul };
-    Ok((cost.flops.causal as f64 / matmul).max(cost.bytes as f64 / bandwidth))
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_config::Config;
+    use lockstep_host::Devices;
+    use lockstep_plan::plan;
+
+    #[test]
+    fn with_tf32_attention_and_experts_are_held_against_the_peak_of_fp32() {
+        let text = "[model]\narchitecture = \"mixtral\"\nexperts = 4\nvocab_size = 256\nlayers = 1\ndim = 64\nheads = 4\nffn = 64\n\
+                    [train]\nseq = 16\nglobal_batch = 4\n[precision]\npolicy = \"tf32\"\n";
+        let plan = plan(&Devices::new(), &Config::parse(text, "run.toml", &[]).unwrap()).unwrap();
+        let peaks = MeasuredPeaks { linear: 100.0, other: 10.0, bandwidth: f64::INFINITY };
+        let instrs = plan.program().segments.iter().flat_map(|segment| &segment.instrs);
+        let mut slow = std::collections::BTreeSet::new();
+        for instr in instrs.filter(|instr| instr.cost().is_ok_and(|cost| cost.flops.causal > 0)) {
+            let flops = instr.cost().unwrap().flops.causal as f64;
+            let rate = flops / peaks.roofline(instr).unwrap();
+            assert!((rate - if instr.tf32 { 100.0 } else { 10.0 }).abs() < 1e-6, "{}: {rate}", instr.op.name());
+            if !instr.tf32 {
+                slow.insert(instr.op.name());
+            }
+        }
+        assert!(slow.contains("attention") && slow.contains("grouped_linear"), "{slow:?}");
+    }
 }

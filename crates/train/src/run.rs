@@ -20,7 +20,7 @@ use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
 use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
-use crate::profile::{Profile, ProfiledStep, profile};
+use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
 use crate::sample::{Sample, sample};
 use crate::session::Session;
 use crate::slow_rank::{Slow, SlowRanks};
@@ -325,9 +325,8 @@ impl Run<'_> {
             }
         }
         if !self.profiling.taken.is_empty() {
-            let peaks =
-                self.devices.device(self.plan.target)?.peaks(self.plan.threads, self.plan.precision.multiplies())?;
-            self.outcome.profile = Some(profile(self.plan, &self.profiling.taken, peaks)?);
+            let peaks = MeasuredPeaks::of(self.devices.device(self.plan.target)?.as_ref(), self.plan)?;
+            self.outcome.profile = Some(profile(self.plan, &self.profiling.taken, &peaks)?);
         }
         Ok(self.outcome)
     }

@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Ran, run_to, write_corpus};
+use common::{Ran, run_to, run_with, write_corpus};
 use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_plan::plan;
-use lockstep_train::{ShadowMetrics, StepMetrics};
+use lockstep_train::{Event, ShadowMetrics, StepMetrics, TrainError};
 use std::path::Path;
 
 /// A model whose matmuls can all be in fp8, on up to two tensor-parallel ranks.
@@ -47,7 +47,7 @@ fn losses_are_compared_at_their_steps_and_the_run_does_not_notice() {
         let at: Vec<u64> = steps.iter().filter(|m| m.shadow.shadow_loss_fp8.is_some()).map(|m| m.step).collect();
         assert_eq!(at, [1, 2, 4]);
         for shadow in steps.iter().filter_map(|m| m.shadow.shadow_difference) {
-            assert!(shadow > 0.0 && shadow < 0.05, "{shadow}");
+            assert!(shadow != 0.0 && shadow.abs() < 0.05, "{shadow}");
         }
         // The arena is that of the plan, in which the second evaluation is.
         let planned = plan(&Devices::new(), &compared).unwrap().memory.total_bytes;
@@ -94,12 +94,69 @@ fn every_layout_compares_the_same_losses() {
         let expected = shadows(&["train.micro_batch=4"]);
         for layout in layouts {
             for (found, expected) in shadows(layout).iter().zip(&expected) {
-                let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() / b.unwrap() - 1.0).abs() < 2e-3;
+                // A pipeline has the bits of one rank. With tensor parallelism sums in bf16 have another order, and rounding
+                // to fp8 makes more of that; a loss of the other type would still be twice as far off as the bound.
+                let difference = expected.shadow_difference.unwrap().abs();
+                assert!(difference > 0.0 && difference < 0.05, "{expected:?}");
+                let bound = match *layout {
+                    ["parallel.pp=2", "train.micro_batch=4"] => 0.0,
+                    layout if layout.contains(&"parallel.tp=2") => 0.5 * difference,
+                    _ => 0.02 * difference,
+                };
+                let close = |a: Option<f64>, b: Option<f64>| (a.unwrap() / b.unwrap() - 1.0).abs() <= bound;
                 let losses = close(found.shadow_loss_fp8, expected.shadow_loss_fp8)
                     && close(found.shadow_loss_bf16, expected.shadow_loss_bf16);
-                let differs = found.shadow_difference.is_some_and(|share| share > 0.0 && share < 0.05);
-                assert!(losses && differs, "{model} {layout:?}: {found:?}, not {expected:?}");
+                assert!(losses, "{model} {layout:?}: {found:?}, not {expected:?}");
             }
         }
     }
+}
+
+#[test]
+fn a_comparison_for_which_experts_have_too_little_room_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let bound = ["parallel.ep=2", "parallel.ep_bound=1.0", "train.micro_batch=4", "train.validation_sequences=0"];
+    let set = [&FP8[..], &["precision.shadow_every=1"], &bound].concat();
+    let config = config(dir.path(), "architecture = \"mixtral\"\nexperts = 4", &set);
+    let mut steps = Vec::new();
+    let ended = run_with(&config, &dir.path().join("run"), &mut |event| {
+        if let Event::Stepped(m) = event {
+            steps.push((m.rows_beyond, m.shadow));
+        }
+    });
+    assert!(matches!(ended, Err(TrainError::ExpertBound { step: 1, .. })), "some expert gets more than its share");
+    assert!(matches!(steps[..], [(Some(1..), shadow)] if shadow == ShadowMetrics::default()), "{steps:?}");
+}
+
+#[test]
+fn a_run_in_which_nothing_is_in_fp8_says_so_once() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let warnings = |name: &str, set: &[&str]| -> Vec<String> {
+        let config = config(dir.path(), "", &[&["precision.policy=fp8", "train.steps=1"], set].concat());
+        let mut warned = Vec::new();
+        let ended = run_with(&config, &dir.path().join(name), &mut |event| {
+            if let Event::Warning(text) = event {
+                warned.extend(text.contains("fp8").then(|| text.to_owned()));
+            }
+        });
+        ended.unwrap();
+        warned
+    };
+    let small = warnings("small", &[]);
+    let [text] = &small[..] else { panic!("{small:?}") };
+    assert!(
+        text.starts_with(
+            "precision.policy = \"fp8\", and no matmul of this model is in fp8: the largest linear layer has 16,384 \
+             weights on a rank, and fp8 is faster from 1,048,576 on; give precision.fp8_weights = 0"
+        ),
+        "{text}"
+    );
+    let compared = warnings("compared", &["precision.shadow_every=1"]);
+    assert!(
+        compared.len() == 1 && compared[0].contains("precision.shadow_every compares bf16 with itself"),
+        "{compared:?}"
+    );
+    assert!(warnings("in fp8", &["precision.fp8_weights=0"]).is_empty());
 }

@@ -119,6 +119,14 @@ fn fp32_takes_longer_than_bf16_and_collectives_have_bytes_and_no_time() {
         linear.fold(0.0, f64::max)
     };
     assert!(longest(&fp32) > 1.9 * longest(&bf16), "{} and {}", longest(&fp32), longest(&bf16));
+    // With TF32, attention stays in fp32.
+    let tf32 = timed("tf32");
+    let attention = |t: &lockstep_plan::MemoryTimeline| {
+        let marks = t.marks.iter().filter(|m| m.op.starts_with("attention"));
+        marks.map(|m| m.end - m.start).sum::<f64>()
+    };
+    assert!(longest(&tf32) < 0.5 * longest(&fp32), "{} and {}", longest(&tf32), longest(&fp32));
+    assert!(attention(&fp32) > 0.0 && (attention(&tf32) / attention(&fp32) - 1.0).abs() < 1e-6);
     let collectives: Vec<_> = bf16.marks.iter().filter(|m| m.moved_bytes.is_some()).collect();
     assert!(collectives.iter().any(|m| m.op == "all_reduce" && m.moved_bytes > Some(0)));
     assert!(collectives.iter().all(|m| m.start == m.end));

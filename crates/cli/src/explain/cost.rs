@@ -106,7 +106,7 @@ impl CostArgs {
             let shared = |gpus: u64| Shared { gpus, days: gpu_days / gpus as f64, copies: gpus / ranks };
             // A prediction is for as many as the layout has.
             let gpus = self.gpus.or((mfu.is_none() && ranks > 1).then_some(ranks));
-            let compute = plan.precision.multiplies();
+            let compute = gpu.multiplies_in(plan.precision.multiplies());
             Time { gpu, compute, peak, mfu: used, predicted: mfu.is_none(), gpu_days, shared: gpus.map(shared) }
         });
         Ok(Some(Cost { tokens, flops, time }))

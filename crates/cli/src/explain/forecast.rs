@@ -74,7 +74,8 @@ impl Predicted {
     pub(crate) fn as_text(&self, plan: &Plan) -> String {
         let f = &self.forecast;
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
-        let peak = self.hardware.gpu.peak(plan.precision.multiplies());
+        let compute = self.hardware.gpu.multiplies_in(plan.precision.multiplies());
+        let peak = self.hardware.gpu.peak(compute);
         let ranks = plan.layout.mesh.ranks() as u64;
         let title = format!("forecast of a step: {} × {}", thousands(ranks), self.place());
         let mut text = format!("\n{}\n", wrapped(&title, "  "));
@@ -84,7 +85,7 @@ impl Predicted {
             "tokens/s",
             format!("{} ({} per GPU)", thousands(f.tokens_per_s as u64), thousands(f.tokens_per_s_per_gpu as u64)),
         );
-        line("MFU", format!("{} of {}/s ({})", percent(f.mfu), units::flops(peak), plan.precision.multiplies()));
+        line("MFU", format!("{} of {}/s ({compute})", percent(f.mfu), units::flops(peak)));
         line("HFU", percent(f.hfu));
         let exposed = f.exposed_communication_s;
         line("exposed communication", format!("{}, {} of the step", exact(exposed), percent(exposed / f.step_s)));

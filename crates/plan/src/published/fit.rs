@@ -56,10 +56,11 @@ impl Target<'_> {
     }
 }
 
-/// Whether a row may fix a constant: those of fp8 are fitted to rows in fp8, and all others to the rest.
+/// Whether a row may fix a constant: those of fp8 are fitted to rows in fp8, and all others to the rest. MXFP8 is predicted as if it had a
+/// scale per tensor: what that lacks is not to be made up for by a constant.
 fn concerns(constant: &Constant, case: &Case) -> bool {
     let of = constant.of.as_str();
-    if constant.is_of_fp8() != case.row.is_fp8() {
+    if constant.is_of_fp8() != case.row.is_fp8() || (constant.is_of_fp8() && case.row.is_mxfp8()) {
         return false;
     }
     of.is_empty() || of == case.framework.name || of == case.hardware.gpu.family || of == case.hardware.cluster.fabric

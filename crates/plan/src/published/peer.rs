@@ -229,6 +229,9 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     line(format_args!("[train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {micro_batch}", split.global_batch));
     let policy = if row.is_fp8() { "fp8" } else { "bf16" };
     line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"{policy}\""));
+    if row.is_rowwise() {
+        line(format_args!("fp8_recipe = \"rowwise\""));
+    }
     let half_gradients = match peer {
         Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
         // In fp16 it sums gradients in the type of parameters.

@@ -229,6 +229,11 @@ mod tests {
 
     /// The same run in bf16 and in fp8.
     fn both() -> Vec<Case> {
+        of(&["bf16", "float8"])
+    }
+
+    /// The same run in these formats, in the words of sources.
+    fn of(precisions: &[&str]) -> Vec<Case> {
         let row = |precision: &str| {
             format!(
                 "torchtitan,llama-tiny,4,4096,32,8,14336,32768,4096,8,H100,1,1,8,3,2,16,none,{precision},torch.compile,1.0\n"
@@ -236,10 +241,27 @@ mod tests {
         };
         let header = "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpus,gpu,tp,pp,dp,zero,microbatch,global_batch,\
                       recompute,precision,notes,step_time_s\n";
-        let files = [File { name: "rows.csv".into(), text: format!("{header}{}{}", row("bf16"), row("float8")) }];
+        let text: String = precisions.iter().map(|precision| row(precision)).collect();
+        let files = [File { name: "rows.csv".into(), text: format!("{header}{text}") }];
         let Cases { cases, refused } = Cases::new(&Catalogue::builtin(), &files, None, 2, &|_, _| {});
         assert!(refused.is_empty(), "{refused:?}");
         cases
+    }
+
+    #[test]
+    fn scales_of_rows_are_in_the_program_and_mxfp8_is_marked_and_fixes_no_constant() {
+        let cases = of(&["float8 tensorwise", "float8 rowwise", "mxfp8_cublas", "float8 (fsdp float8 all-gather)"]);
+        let constants = Constants::builtin();
+        let seconds: Vec<f64> = cases.iter().map(|case| case.predict(&constants).step_s.unwrap()).collect();
+        assert!(seconds[1] != seconds[0], "{seconds:?}");
+        assert_eq!((seconds[2], seconds[3]), (seconds[0], seconds[0]));
+        let marked: Vec<String> = cases.iter().map(|case| case.row.not_modelled().join("; ")).collect();
+        let mx = "scales of 32 elements (MXFP8): predicted with one per tensor";
+        assert_eq!(marked, ["", "", mx, "all-gathers in fp8: predicted in bf16"]);
+        let files = ["rows".to_owned()];
+        let without = super::super::Without::default();
+        let fitted = super::super::fit(&cases[2..3], &files, &constants, &without, 2, 2, &|_, _, _| {}).constants;
+        assert_eq!(fitted.all, constants.all);
     }
 
     #[test]

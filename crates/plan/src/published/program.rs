@@ -65,7 +65,7 @@ pub(super) fn built(described: &Described, name: &str) -> Result<Built, String> 
             let by_rest = estimator.candidates(|op, output, _| cheap(op, output));
             let by_first = estimator.candidates(|op, output, ty| {
                 let hidden = ty.dims.last().is_some_and(|dim| dim.sections.iter().any(|s| s.axis == Axis::Ffn));
-                cheap(op, output) || (matches!(op, Op::Linear | Op::Fp8Linear { .. }) && hidden)
+                cheap(op, output) || (matches!(op, Op::Linear | Op::Fp8Linear { .. } | Op::FineLinear { .. }) && hidden)
             });
             context.recompute = Recompute::Values(Recomputed { first, by_first, by_rest });
         }

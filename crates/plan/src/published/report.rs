@@ -55,6 +55,9 @@ pub struct RowReport {
     /// What the row does not say.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub assumed: Vec<String>,
+    /// What it says and its config does not have.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub not_modelled: Vec<&'static str>,
     #[serde(skip)]
     cell: String,
 }
@@ -179,6 +182,7 @@ impl RowReport {
             memory_error: error(memory, measured.memory_bytes),
             calibrated: factor,
             assumed: case.assumed.clone(),
+            not_modelled: row.not_modelled(),
             cell: cell(row),
         }
     }

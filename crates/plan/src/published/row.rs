@@ -44,6 +44,30 @@ impl Row {
         let precision = self.precision.to_lowercase();
         ["fp8", "float8"].iter().any(|word| precision.contains(word))
     }
+
+    /// Whether each row of an operand had a scale of its own, in fp8.
+    pub fn is_rowwise(&self) -> bool {
+        self.is_fp8() && self.precision.to_lowercase().contains("rowwise")
+    }
+
+    /// Whether it was in MXFP8: a scale for every 32 elements.
+    pub fn is_mxfp8(&self) -> bool {
+        self.precision.to_lowercase().contains("mxfp8")
+    }
+
+    /// Whether weights were gathered in fp8.
+    fn gathers_fp8(&self) -> bool {
+        self.is_fp8() && self.precision.to_lowercase().contains("all-gather")
+    }
+
+    /// What of the row its config does not have.
+    pub fn not_modelled(&self) -> Vec<&'static str> {
+        let parts = [
+            (self.is_mxfp8(), "scales of 32 elements (MXFP8): predicted with one per tensor"),
+            (self.gathers_fp8(), "all-gathers in fp8: predicted in bf16"),
+        ];
+        parts.into_iter().filter_map(|(is, what)| is.then_some(what)).collect()
+    }
 }
 
 /// The shape of a model.

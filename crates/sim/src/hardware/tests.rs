@@ -16,6 +16,8 @@ fn names_are_found_once_and_in_any_case() {
     let tf32 = |name: &str| all.gpu(name).map(|g| g.peak(MatmulType::Tf32));
     // Without matrix units for it, it is fp32.
     assert_eq!((tf32("h200"), tf32("a100"), tf32("v100")), (Some(494e12), Some(156e12), Some(15.7e12)));
+    let name = |gpu: &str| all.gpu(gpu).map(|g| g.multiplies_in(MatmulType::Tf32).name());
+    assert_eq!((name("h200"), name("v100")), (Some("tf32"), Some("f32")));
     assert_eq!(all.gpu("a100-40gb").map(GpuSpec::label), Some("A100 40GB".into()));
     assert_eq!(all.of_device("NVIDIA A100-SXM4-80GB").map(|g| g.name.as_str()), Some("a100"));
     let device = |name: &str| all.of_device(name).map(|g| (g.name.as_str(), g.label()));
@@ -93,6 +95,15 @@ fn small_gpus_are_joined_by_pcie_and_their_nodes_by_ethernet() {
     );
     let l40s = all.hardware("aws-g6e").unwrap();
     assert_eq!((l40s.gpu.label(), l40s.cluster.node_bytes_per_s), ("L40S 48GB".into(), 50e9));
+}
+
+#[test]
+fn every_nvidia_gpu_from_compute_capability_8_on_has_a_tf32_peak() {
+    let older_or_others = |name: &str| name == "v100" || name.starts_with("mi");
+    for gpu in Catalogue::builtin().gpus.iter().filter(|gpu| !older_or_others(&gpu.name)) {
+        let tf32 = gpu.tf32_flops_per_s.unwrap_or_else(|| panic!("{} has no tflops_tf32", gpu.name));
+        assert!(tf32 < gpu.peak_flops_per_s, "{}: {tf32} FLOP/s in TF32", gpu.name);
+    }
 }
 
 #[test]

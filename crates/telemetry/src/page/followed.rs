@@ -1,6 +1,6 @@
 //! A run directory as others see it: what it is, how far it is, what has happened.
 
-use crate::{MetricColumns, each_line, read_file};
+use crate::{LossComparisons, MetricColumns, each_line, read_file};
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::fs;
@@ -86,6 +86,10 @@ impl FollowedRun {
                 Some((key.to_owned(), json!(value)))
             })
             .collect();
+        let compared = LossComparisons::of(&self.columns).map(|all| {
+            let last = all.differences.last().map(|(_, share)| share);
+            json!({ "count": all.count, "not_finite": all.not_finite, "difference": last })
+        });
         let modified = fs::metadata(self.dir.join("metrics.jsonl")).and_then(|file| file.modified()).ok();
         let age = modified.and_then(|at| SystemTime::now().duration_since(at).ok()).map(|age| age.as_secs_f64());
         json!({
@@ -94,6 +98,7 @@ impl FollowedRun {
             "first_step": self.first_step(),
             "last_step": self.last_step(),
             "last": last,
+            "fp8_compared": compared,
             "age_s": age,
             "ended": self.events.last().map(|event| &event["event"]).filter(|kind| *kind == "finish" || *kind == "interrupt"),
         })

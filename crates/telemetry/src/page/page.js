@@ -11,7 +11,7 @@ const CHARTS = [
   { title: "Loss", keys: ["loss", "val_loss"], log: true, events: true },
   { title: "Gradient norm", keys: ["grad_norm"], log: true, events: true },
   { title: "Loss in bf16 and fp8", keys: ["shadow_loss_bf16", "shadow_loss_fp8"], log: true, events: true },
-  { title: "fp8 beside bf16: difference of losses", keys: ["shadow_difference"], percent: true },
+  { title: "Loss in fp8: difference from bf16", keys: ["shadow_difference"], percent: true },
   { title: "fp8: elements that became 0", match: /^fp8_underflow\//, percent: true },
   { title: "fp8: elements too large for their scale", match: /^fp8_overflow\//, percent: true },
   { title: "Learning rate", keys: ["lr"] },
@@ -362,7 +362,9 @@ function cards() {
     const parts = ["step " + steps(run.last_step || 0) + (total ? " of " + steps(total) : "")];
     if (last.loss != null) parts.push("loss " + digits(last.loss));
     if (last.val_loss != null) parts.push("val loss " + digits(last.val_loss));
-    if (last.shadow_difference != null) parts.push("fp8 " + +(100 * last.shadow_difference).toPrecision(3) + "% from bf16");
+    const fp8 = run.fp8_compared || {}, percent = +(100 * fp8.difference).toPrecision(3);
+    if (fp8.difference != null) parts.push("loss in fp8 " + (percent > 0 ? "+" : "") + percent + "% from bf16");
+    if (fp8.not_finite) parts.push("loss in fp8 not finite at " + steps(fp8.not_finite) + " of " + steps(fp8.count) + " comparisons");
     if (last.tokens_per_s != null) parts.push(count(last.tokens_per_s) + " tokens/s");
     now.textContent = parts.join(" · ");
     const plan = run.plan || {};

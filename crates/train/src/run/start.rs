@@ -6,6 +6,7 @@ use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
 use crate::event::{Event, Show};
+use crate::fp8::nothing_in_fp8;
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::{Result, TrainError, learning_rate, settled, spikes};
@@ -76,7 +77,7 @@ pub(super) fn start<'a>(
     show: Show,
 ) -> Result<Run<'a>> {
     let (config, team) = (&course.config, devices.team());
-    announce(course, devices, &found, options, show);
+    announce(course, (plan, devices), &found, options, show);
     let initial = initial_weights(config, &found, show)?;
     let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
     let mut program = LoadedProgram::load(config, plan, devices, &input.train, show)?;
@@ -192,12 +193,21 @@ pub(super) fn start<'a>(
 }
 
 /// Says what is known before anything is opened.
-fn announce(course: &ResumePlan, devices: &Devices, found: &LatestCheckpoint, options: &RunOptions, show: Show) {
+fn announce(
+    course: &ResumePlan,
+    (plan, devices): (&Plan, &Devices),
+    found: &LatestCheckpoint,
+    options: &RunOptions,
+    show: Show,
+) {
     found.warnings.iter().for_each(|w| show(Event::Warning(w)));
     if let Some(why) = devices.not_taken(&course.config) {
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if let Some(text) = nothing_in_fp8(&course.config, plan) {
+        show(Event::Warning(&text));
+    }
     course.overruled.iter().for_each(|overruled| show(Event::Overruled(overruled)));
     for change in &course.undone {
         show(Event::Undone { change, goes_back: options.resume_from == Some(change.step) });
