@@ -89,12 +89,12 @@ pub struct Fp8 {
     /// None of so many of its last.
     pub skip_last: usize,
     /// Where units come from.
-    pub scaling: Scaling,
+    pub scaling: Fp8Scaling,
 }
 
 /// Where the units of tensors in fp8 come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Scaling {
+pub enum Fp8Scaling {
     /// From the largest magnitude of the tensor.
     #[default]
     Current,
@@ -108,8 +108,8 @@ impl Fp8 {
     /// What has a unit of its own, where that is no whole tensor.
     pub fn fine(&self) -> Option<Fine> {
         match self.scaling {
-            Scaling::Fine(by) => Some(by),
-            Scaling::Current | Scaling::Delayed => None,
+            Fp8Scaling::Fine(by) => Some(by),
+            Fp8Scaling::Current | Fp8Scaling::Delayed => None,
         }
     }
 }

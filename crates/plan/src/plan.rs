@@ -5,7 +5,7 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, Result, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Fp8, Optimizer, Precision, Recompute, Rule, Scaling, Stays, Steps,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Fp8Scaling, Optimizer, Precision, Recompute, Rule, Stays, Steps,
     compile, fit, fp8_layers,
 };
 use lockstep_config::{Config, Fp8Recipe, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
@@ -288,10 +288,10 @@ fn precision(config: &Config) -> Precision {
         skip_first: config.precision.fp8_skip_first,
         skip_last: config.precision.fp8_skip_last,
         scaling: match config.precision.fp8_recipe {
-            Fp8Recipe::Current => Scaling::Current,
-            Fp8Recipe::Delayed => Scaling::Delayed,
-            Fp8Recipe::Rowwise => Scaling::Fine(Fine::Rows),
-            Fp8Recipe::Block => Scaling::Fine(Fine::Blocks),
+            Fp8Recipe::Current => Fp8Scaling::Current,
+            Fp8Recipe::Delayed => Fp8Scaling::Delayed,
+            Fp8Recipe::Rowwise => Fp8Scaling::Fine(Fine::Rows),
+            Fp8Recipe::Block => Fp8Scaling::Fine(Fine::Blocks),
         },
     });
     Precision { compute, gradients, fp8, tf32: config.precision.policy == PrecisionPolicy::Tf32 }

@@ -2,7 +2,7 @@
 //! the reference.
 
 use lockstep_compile::{
-    AdamW, Context, Fp8, Optimizer, Precision, Recompute, Scaling, Steps, TRAINING_PASSES, autodiff,
+    AdamW, Context, Fp8, Fp8Scaling, Optimizer, Precision, Recompute, Steps, TRAINING_PASSES, autodiff,
 };
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
@@ -381,7 +381,7 @@ fn gradients_through_fp8_are_those_without_as_far_as_bytes_go() {
     let active = b.op(Op::Gelu, &[hidden], "active")[0];
     let y = b.op(Op::Linear, &[active, down], "y")[0];
     let g = with_loss(b, y, x, targets);
-    for scaling in [Scaling::Current, Scaling::Fine(Fine::Rows), Scaling::Fine(Fine::Blocks)] {
+    for scaling in [Fp8Scaling::Current, Fp8Scaling::Fine(Fine::Rows), Fp8Scaling::Fine(Fine::Blocks)] {
         check_near(&g, [table, up, down], Fp8 { scaling, ..Fp8::default() }, "dp=1");
     }
 }

@@ -6,7 +6,7 @@
 //! themselves. A weight is quantised where it is used, and once more for backward.
 
 use crate::Context;
-use crate::settings::{Fp8, Scaling};
+use crate::settings::{Fp8, Fp8Scaling};
 use lockstep_ir::graph::{Fp8Class, Node, Source, State};
 use lockstep_ir::op::{BLOCK, Factor, Fine};
 use lockstep_ir::{Axes, Axis, DType, Dim, Graph, Init, Layout, MeshAxis, Op, TensorType, TypeError, ValueId};
@@ -21,7 +21,7 @@ pub(super) fn fp8(graph: &Graph, context: &Context) -> Result<Graph, TypeError> 
     let Some(settings) = context.precision.fp8 else { return Ok(graph.clone()) };
     let mut g = graph.clone();
     let layers = layers(&g);
-    let (known, delayed) = (BTreeMap::new(), settings.scaling == Scaling::Delayed);
+    let (known, delayed) = (BTreeMap::new(), settings.scaling == Fp8Scaling::Delayed);
     let mut operands = Operands { known, layout: &context.layout, delayed };
     for mut node in std::mem::take(&mut g.nodes) {
         if stays(&g, &node, context, settings, layers) == Some(None) {

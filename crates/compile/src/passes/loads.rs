@@ -5,7 +5,7 @@
 //! The optimizer pass adds these ops, so neither models nor evaluation know of them. A bias of the choice is a
 //! parameter without a gradient (`Parameter::balance`).
 
-use super::optimizer::sum_over;
+use super::totals::sum_over;
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{Axes, Graph, MeshAxis, Op, Placement, Sharding, TypeError, ValueId};

@@ -11,6 +11,7 @@ mod precision;
 mod recompute;
 mod score;
 mod shard;
+mod totals;
 mod vocab;
 mod watch;
 mod zero;
@@ -24,7 +25,7 @@ pub use loads::LOADS;
 pub use optimizer::{AdamW, FIRST_STATS, Rule, STATS};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
 pub use score::MISSES;
-pub use watch::SEEN;
+pub use totals::SEEN;
 
 use crate::Context;
 use lockstep_ir::{Graph, TypeError};

@@ -1,6 +1,7 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
-use super::{loads, watch, zero};
+use super::totals::{self, sum_over};
+use super::{loads, zero};
 use crate::settings::{Context, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
@@ -116,7 +117,7 @@ pub(super) fn optimizer(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     if let Some(loads) = loads {
         loads::move_biases(&mut g, loads, stats)?;
     }
-    watch::report(&mut g, context, stats)?;
+    totals::report(&mut g, &context.layout.mesh, stats)?;
     let layers = layers(&g);
     let mut next: Vec<(Option<usize>, ValueId, ValueId)> = Vec::new();
     for t in &trained {
@@ -402,18 +403,6 @@ fn norm(
     let total = sum_over(g, total, &over.map(|axes| mesh.wide(axes)))?;
     let reads: Vec<ValueId> = [total, scalars].into_iter().chain(limits.into_iter().flatten()).collect();
     Ok(g.node(Op::GradientNorm, &reads, STATS, Phase::Update, None)?[0])
-}
-
-/// Sums what ranks have counted, over one set of axes after the other.
-pub(super) fn sum_over(g: &mut Graph, counted: ValueId, over: &[Axes]) -> Result<ValueId, TypeError> {
-    let mut total = counted;
-    for &over in over {
-        g.values[counted.0].sharding = g.get(counted).sharding.with(over, Placement::Partial);
-    }
-    for &over in over.iter().filter(|over| !over.is_empty()) {
-        total = g.relay(Op::AllReduce { over }, &[total], &over.to_string(), Phase::Update, None)?[0];
-    }
-    Ok(total)
 }
 
 /// Updates a parameter, or this rank's range of it: returns that range where the others must learn of it.

@@ -1,15 +1,11 @@
 //! What rounding to fp8 loses: counted for every tensor where it is rounded, over all micro-batches and ranks, once where it is recomputed.
 //!
-//! The step gives it out, and where units are those of earlier steps (delayed scaling) the histories of largest magnitudes go on by it. Counts are
-//! whole numbers, so every layout of ranks has the same shares; a tensor that ranks have copies of counts once for each.
+//! The step gives it out, and where units are those of earlier steps (delayed scaling) the histories of largest magnitudes go on by it
+//! (`totals.rs`). Counts are whole numbers, so every layout of ranks has the same shares; a tensor that ranks have copies of counts once for each.
 
-use super::optimizer::sum_over;
 use crate::Context;
 use lockstep_ir::graph::{Fp8Class, Node, Phase, Source, State, Tally, Value};
-use lockstep_ir::{Axes, Graph, MeshAxis, Op, TypeError, ValueId};
-
-/// Output of the training step of a model in fp8: what rounding lost, a row of [`Seen`](lockstep_ir::Seen) for every tensor.
-pub const SEEN: &str = "fp8_seen";
+use lockstep_ir::{Graph, Op, TypeError, ValueId};
 
 /// Which output of an op says what rounding lost, and whether it rounds a weight.
 fn rounds(op: Op) -> Option<(usize, bool)> {
@@ -44,46 +40,16 @@ pub(super) fn watch(graph: &Graph, _: &Context) -> Result<Graph, TypeError> {
     Ok(g)
 }
 
-/// Gives out what all tensors of the step have lost, and moves histories on.
-pub(super) fn report(g: &mut Graph, context: &Context, stats: ValueId) -> Result<(), TypeError> {
-    let counts = |v: &ValueId| matches!(g.get(*v).source, Source::State(State::Total(Tally::Fp8(_))));
-    let totals: Vec<ValueId> = (0..g.values.len()).map(ValueId).filter(counts).collect();
-    if totals.is_empty() {
-        return Ok(());
-    }
-    let here = g.node(Op::StackTotals, &totals, SEEN, Phase::Update, None)?[0];
-    // A total is 0 on stages that do not have its layer.
-    let mesh = context.layout.mesh;
-    let seen = sum_over(g, here, &[mesh.wide(Axes::STAGE), mesh.wide(MeshAxis::Pp.into())])?;
-    if seen != here {
-        g.values[here.0].name = format!("{SEEN}.here");
-        g.values[seen.0].name = SEEN.to_owned();
-    }
-    g.outputs.push(seen);
-    for (row, total) in totals.into_iter().enumerate() {
-        let counted = |v: &ValueId| g.get(*v).source == (Source::Node { into: Some(total) });
-        let Some(node) = g.nodes.iter().find(|node| node.outputs.iter().flatten().any(counted)) else { continue };
-        let Some(&history) = node.inputs.get(1) else { continue };
-        if !matches!(g.get(history).source, Source::State(State::History(_))) {
-            continue;
-        }
-        let name = format!("{}.next", g.get(history).name);
-        let next = g.node(Op::Remember { row }, &[history, seen, stats], &name, Phase::Update, None)?[0];
-        g.updates.push((history, next));
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use crate::passes::fp8::tests::graph;
     use crate::passes::tests::lines;
     use crate::passes::{FP8, PRECISION, RECOMPUTE, autodiff, passes_behind};
-    use crate::settings::{Fp8, Recompute, Scaling};
+    use crate::settings::{Fp8, Fp8Scaling, Recompute};
     use lockstep_ir::Graph;
 
     /// Two matmuls behind all passes, recomputed, on two ranks.
-    fn trained(scaling: Scaling) -> Graph {
+    fn trained(scaling: Fp8Scaling) -> Graph {
         let (g, mut context) = graph(64, "dp=2");
         context.precision.fp8 = Some(Fp8 { weights: Some(0), scaling, ..Fp8::default() });
         context.recompute = Recompute::Full;
@@ -95,7 +61,7 @@ mod tests {
 
     #[test]
     fn tensors_count_what_they_lose_once_and_histories_go_on_by_it() {
-        let (current, delayed) = (trained(Scaling::Current), trained(Scaling::Delayed));
+        let (current, delayed) = (trained(Fp8Scaling::Current), trained(Fp8Scaling::Delayed));
         // x, both weights, and the gradient of each matmul; x and weights once more in backward.
         let counts = |g: &Graph| lines(g, &["+= "], true).matches(".seen: f64").count();
         assert_eq!([counts(&current), counts(&delayed)], [5; 2]);
