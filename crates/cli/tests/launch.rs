@@ -112,9 +112,12 @@ fn a_rank_that_computes_longer_than_the_others_is_named() {
         return;
     };
     let place = place();
-    // Few checkpoints: threads that write them take turns with a rank that is pinned.
+    // Few checkpoints: threads that write them take turns with a rank that is pinned. Micro-batches that take longer than a turn: schedulers let
+    // those go first who have slept, so that ranks with a few milliseconds of work would not notice whom they share a core with.
+    let long =
+        ["train.global_batch=64", "train.micro_batch=32", "model.dim=128", "model.ffn=512", "checkpoint.every=0"];
     let keys = ["train.steps=100000", "train.validate_every=0", "parallel.dp=2", "train.threads=1"];
-    let launcher = spawn(place.command(&command("launch", "run", &keys)));
+    let launcher = spawn(place.command(&command("launch", "run", &[&keys[..], &long].concat())));
     wait_for_steps(&place, "run", 2);
     let pids = ranks_of(&launcher);
     // Rank 1 has a core with three others that compute without end.
