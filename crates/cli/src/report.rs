@@ -6,6 +6,7 @@ use crate::timeline::{memory_picture, wrote};
 use crate::watch::run_dirs;
 use crate::{explain, machine};
 use lockstep_host::Devices;
+use lockstep_ir::graph::Fp8Class;
 use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_rundir::read_config;
@@ -110,11 +111,11 @@ fn in_fp8(run: &Path) -> Vec<String> {
 /// Elements that rounding to fp8 lost in the last step.
 fn lost(columns: &MetricColumns) -> Option<String> {
     let shares = |key: &str| {
-        let share = |class: &str| {
-            let last = *columns.get(&format!("{key}/{class}"))?.last()?;
-            last.is_finite().then(|| format!("{:.4}% of {class}", 100.0 * last))
+        let share = |class: Fp8Class| {
+            let last = *columns.get(&format!("{key}/{}", class.name()))?.last()?;
+            last.is_finite().then(|| format!("{:.4}% of {}", 100.0 * last, class.name()))
         };
-        let all: Vec<String> = ["weights", "activations", "gradients"].into_iter().filter_map(share).collect();
+        let all: Vec<String> = Fp8Class::ALL.into_iter().filter_map(share).collect();
         (!all.is_empty()).then(|| all.join(", "))
     };
     let (small, large) = (shares("fp8_underflow")?, shares("fp8_overflow")?);

@@ -94,8 +94,8 @@ impl F8 {
 
 /// What rounding tensors to fp8 has lost, as numbers that may be added up over micro-batches and ranks: the elements that were looked at, those of them
 /// that were too large, those that became 0; and then, where that is asked for, all parts of [`Seen::TILE`] × [`Seen::TILE`] elements by the class of their
-/// largest magnitude. Elements of every [`Seen::EVERY`]th part are looked at, since looking takes longer than
-/// rounding.
+/// largest magnitude. Elements of every [`Seen::EVERY`]th part are looked at, since looking at all of them
+/// shows in the time of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen;
 

@@ -111,6 +111,20 @@ pub enum Fp8Class {
     Gradients,
 }
 
+impl Fp8Class {
+    /// All.
+    pub const ALL: [Fp8Class; 3] = [Fp8Class::Weights, Fp8Class::Activations, Fp8Class::Gradients];
+
+    /// As metrics call it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Fp8Class::Weights => "weights",
+            Fp8Class::Activations => "activations",
+            Fp8Class::Gradients => "gradients",
+        }
+    }
+}
+
 /// How a parameter is stored, named, started and treated by the optimizer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parameter {

@@ -25,7 +25,7 @@ impl Fp8Metrics {
     pub(crate) fn of(seen: &[f64], classes: &[Fp8Class]) -> Self {
         let mut sums: BTreeMap<&str, [f64; Seen::CLASSES]> = BTreeMap::new();
         for (row, class) in seen.chunks_exact(Seen::COUNT).zip(classes) {
-            let sum = sums.entry(name(*class)).or_default();
+            let sum = sums.entry(class.name()).or_default();
             sum.iter_mut().zip(row).for_each(|(sum, count)| *sum += count);
         }
         let shares = |which: usize| {
@@ -34,14 +34,6 @@ impl Fp8Metrics {
             sums.iter().map(share).collect()
         };
         Self { fp8_overflow: shares(1), fp8_underflow: shares(2) }
-    }
-}
-
-fn name(class: Fp8Class) -> &'static str {
-    match class {
-        Fp8Class::Weights => "weights",
-        Fp8Class::Activations => "activations",
-        Fp8Class::Gradients => "gradients",
     }
 }
 

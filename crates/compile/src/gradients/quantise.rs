@@ -50,15 +50,12 @@ impl Quantised {
 
     /// Outputs of forward. What is saved as it is, for another op, is quantised once more instead.
     fn saved<const N: usize>(&self, at: &mut At, outputs: [usize; N]) -> Result<[ValueId; N], Stop> {
-        let made = match at.is_saved_anyway(self.inputs[0]) {
-            true => self.again(at)?,
-            false => {
-                let all: Option<Vec<ValueId>> = outputs.iter().map(|output| self.outputs[*output]).collect();
-                let all = all.ok_or_else(|| refuse("bytes of an operand are not there"))?;
-                return Ok(std::array::from_fn(|i| all[i]));
-            }
+        let made: Vec<Option<ValueId>> = match at.is_saved_anyway(self.inputs[0]) {
+            true => self.again(at)?.into_iter().map(Some).collect(),
+            false => self.outputs.clone(),
         };
-        Ok(outputs.map(|output| made[output]))
+        let all: Option<Vec<ValueId>> = outputs.iter().map(|output| made[*output]).collect();
+        all.and_then(|all| all.try_into().ok()).ok_or_else(|| refuse("bytes of an operand are not there"))
     }
 }
 

@@ -146,8 +146,11 @@ pub(crate) fn history(g: &mut Graph, weight: ValueId, class: Fp8Class) -> ValueI
         Fp8Class::Gradients => ("dy", 16.0),
     };
     let name = format!("history.{what}.{}", g.get(weight).name);
-    let uses = g.values.iter().filter(|v| v.name.starts_with(&name)).count();
-    let name = if uses == 0 { name } else { format!("{name}.{}", uses + 1) };
+    // A weight that several layers share has one for each.
+    let is_taken =
+        |name: &str| g.values.iter().any(|v| matches!(v.source, Source::State(State::History(_))) && v.name == name);
+    let mut names = std::iter::once(name.clone()).chain((2..).map(|use_| format!("{name}.{use_}")));
+    let name = names.find(|name| !is_taken(name)).unwrap_or(name);
     let ty = TensorType::new(DType::F32, [Dim::new(Axis::Scalar, STEPS)]);
     g.state(name, ty, State::History(Init::All(-guess)))
 }

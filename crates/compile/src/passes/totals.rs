@@ -1,7 +1,8 @@
 //! What a step has counted, over all its micro-batches and ranks.
 
-use lockstep_ir::graph::{Phase, Source, State, Tally};
+use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{Axes, Graph, Mesh, MeshAxis, Op, Placement, TypeError, ValueId};
+use std::collections::BTreeMap;
 
 /// Output of the training step of a model in fp8: what rounding lost, a row of [`Seen`](lockstep_ir::Seen) for every tensor.
 pub const SEEN: &str = "fp8_seen";
@@ -33,13 +34,15 @@ pub(super) fn report(g: &mut Graph, mesh: &Mesh, stats: ValueId) -> Result<(), T
         g.values[seen.0].name = SEEN.to_owned();
     }
     g.outputs.push(seen);
-    for (row, total) in totals.into_iter().enumerate() {
-        let counted = |v: &ValueId| g.get(*v).source == (Source::Node { into: Some(total) });
-        let Some(node) = g.nodes.iter().find(|node| node.outputs.iter().flatten().any(counted)) else { continue };
-        let Some(&history) = node.inputs.get(1) else { continue };
-        if !matches!(g.get(history).source, Source::State(State::History(_))) {
-            continue;
-        }
+    let rows: BTreeMap<ValueId, usize> = totals.into_iter().enumerate().map(|(row, total)| (total, row)).collect();
+    let row_of = |v: &ValueId| match g.get(*v).source {
+        Source::Node { into: Some(total) } => rows.get(&total).copied(),
+        _ => None,
+    };
+    let is_history = |v: &&ValueId| matches!(g.get(**v).source, Source::State(State::History(_)));
+    let moved =
+        |node: &Node| Some((node.outputs.iter().flatten().find_map(row_of)?, *node.inputs.iter().find(is_history)?));
+    for (row, history) in g.nodes.iter().filter_map(moved).collect::<Vec<_>>() {
         let name = format!("{}.next", g.get(history).name);
         let next = g.node(Op::Remember { row }, &[history, seen, stats], &name, Phase::Update, None)?[0];
         g.updates.push((history, next));

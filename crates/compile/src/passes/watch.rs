@@ -1,11 +1,14 @@
-//! What rounding to fp8 loses: counted for every tensor where it is rounded, over all micro-batches and ranks, once where it is recomputed.
+//! What rounding to fp8 loses: counted for every tensor where it is rounded, over all micro-batches and ranks. What is rounded again in backward, or
+//! recomputed, counts once.
 //!
 //! The step gives it out, and where units are those of earlier steps (delayed scaling) the histories of largest magnitudes go on by it
-//! (`totals.rs`). Counts are whole numbers, so every layout of ranks has the same shares; a tensor that ranks have copies of counts once for each.
+//! (`totals.rs`). Counts are whole numbers, so it does not matter who adds what. They are of some tiles of what a rank has, so layouts look at other
+//! elements; histories know the largest magnitudes of all.
 
 use crate::Context;
 use lockstep_ir::graph::{Fp8Class, Node, Phase, Source, State, Tally, Value};
 use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use std::collections::BTreeSet;
 
 /// Which output of an op says what rounding lost, and whether it rounds a weight.
 fn rounds(op: Op) -> Option<(usize, bool)> {
@@ -20,7 +23,7 @@ fn rounds(op: Op) -> Option<(usize, bool)> {
 pub(super) fn watch(graph: &Graph, _: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
     let before = |node: &&Node| node.phase == Phase::Forward && rounds(node.op).is_some();
-    let known: Vec<&[ValueId]> = graph.nodes.iter().filter(before).map(|node| &node.inputs[..]).collect();
+    let known: BTreeSet<&[ValueId]> = graph.nodes.iter().filter(before).map(|node| &node.inputs[..]).collect();
     for (n, node) in graph.nodes.iter().enumerate() {
         let Some((output, weight)) = rounds(node.op) else { continue };
         let class = match (weight, node.phase) {
@@ -28,7 +31,7 @@ pub(super) fn watch(graph: &Graph, _: &Context) -> Result<Graph, TypeError> {
             (false, Phase::Forward) => Fp8Class::Activations,
             (false, _) => Fp8Class::Gradients,
         };
-        if node.phase != Phase::Forward && known.contains(&&node.inputs[..]) {
+        if node.phase != Phase::Forward && known.contains(&node.inputs[..]) {
             continue;
         }
         let ty = node.op.infer(&graph.input_types(node))?.swap_remove(output);
