@@ -12,6 +12,7 @@ use std::io::{self, Write};
 use std::ops::Range;
 
 use lockstep_ir::DType;
+use lockstep_ir::dynamic8::BLOCK_BYTES;
 use safetensors::Dtype as FileDType;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
@@ -105,11 +106,15 @@ impl<'a> TensorFile<'a> {
             let held = check_item(tensor)?;
             let start = end;
             end = start.checked_add(tensor.bytes()).ok_or("the tensors are too large together")?;
-            let dtype = file_dtype(tensor.dtype);
+            let (dtype, width) = file_dtype(tensor.dtype);
             let mut shape = tensor.shape.to_vec();
             if tensor.slices != Slice::whole(shape.iter().product()) {
                 let whole = std::mem::replace(&mut shape, vec![held]);
                 parts.insert(tensor.name, PartOf { shape: whole, slices: tensor.slices.clone() });
+            }
+            // The bytes of a block follow each other in the last dimension.
+            if let Some(last) = shape.last_mut() {
+                *last *= width;
             }
             infos.push((tensor.name.to_owned(), TensorInfo { dtype, shape, data_offsets: (start, end) }));
         }
@@ -188,13 +193,17 @@ pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, TensorPlace>, 
     let base = file.len() - payload.len();
     let mut places = BTreeMap::new();
     for (name, info) in metadata.tensors() {
-        let dtype = known_dtype(info.dtype)
+        let (dtype, width) = known_dtype(info)
             .ok_or_else(|| format!("tensor `{name}` has elements of type {}, which are not supported", info.dtype))?;
         let (start, end) = info.data_offsets;
+        let mut shape = info.shape.clone();
+        if let Some(last) = shape.last_mut() {
+            *last /= width;
+        }
         // `Metadata` has checked that the shape is of as many elements.
         let here = (end - start) / dtype.bytes();
         let (shape, slices) = match parts.remove(&name) {
-            None => (info.shape.clone(), Slice::whole(here)),
+            None => (shape, Slice::whole(here)),
             Some(PartOf { shape, slices }) => {
                 let held = held(&shape, dtype, &slices).map_err(|cause| format!("tensor `{name}`: {cause}"))?;
                 if held != here {
@@ -281,21 +290,30 @@ fn check_item(item: &Item<'_>) -> Result<usize, String> {
     }
 }
 
-pub(crate) fn file_dtype(dtype: DType) -> FileDType {
+/// The type that files call it, and how many of those an element is: a block is as many as it has bytes.
+pub(crate) fn file_dtype(dtype: DType) -> (FileDType, usize) {
     match dtype {
-        DType::F32 => FileDType::F32,
-        DType::BF16 => FileDType::BF16,
-        DType::F16 => FileDType::F16,
-        DType::E4M3 => FileDType::F8_E4M3,
-        DType::E5M2 => FileDType::F8_E5M2,
-        DType::F64 => FileDType::F64,
-        DType::U32 => FileDType::U32,
-        DType::Fixed64 => FileDType::I64,
+        DType::F32 => (FileDType::F32, 1),
+        DType::BF16 => (FileDType::BF16, 1),
+        DType::F16 => (FileDType::F16, 1),
+        DType::E4M3 => (FileDType::F8_E4M3, 1),
+        DType::E5M2 => (FileDType::F8_E5M2, 1),
+        DType::Signed8 => (FileDType::I8, BLOCK_BYTES),
+        DType::Unsigned8 => (FileDType::U8, BLOCK_BYTES),
+        DType::F64 => (FileDType::F64, 1),
+        DType::U32 => (FileDType::U32, 1),
+        DType::Fixed64 => (FileDType::I64, 1),
     }
 }
 
-fn known_dtype(dtype: FileDType) -> Option<DType> {
-    DType::ALL.into_iter().find(|&known| file_dtype(known) == dtype)
+/// The type of a tensor in a file, and how many of the file's elements one of it is.
+fn known_dtype(info: &TensorInfo) -> Option<(DType, usize)> {
+    let fits = |width: usize| info.shape.last().copied().unwrap_or(1).is_multiple_of(width);
+    let of = |known: DType| match file_dtype(known) {
+        (dtype, width) if dtype == info.dtype && fits(width) => Some((known, width)),
+        _ => None,
+    };
+    DType::ALL.into_iter().find_map(of)
 }
 
 #[cfg(test)]

@@ -78,7 +78,11 @@ pub fn inspect(args: &InspectArgs) -> Result<()> {
         let mut tensors = Vec::new();
         for name in loaded.names(group).unwrap_or_default() {
             let view = loaded.tensor(group, name)?;
-            tensors.push((name, view.dtype, view.shape.to_vec()));
+            let mut shape = view.shape.to_vec();
+            if let Some(last) = shape.last_mut() {
+                *last *= view.dtype.numbers();
+            }
+            tensors.push((name, view.dtype, shape));
         }
         groups.push((group, tensors));
     }

@@ -6,7 +6,8 @@ use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lockstep_infer::TaskScores;
-use lockstep_ir::{Hint, units};
+use lockstep_infer::state::Converted;
+use lockstep_ir::{DType, Hint, units};
 use lockstep_rundir::Changed;
 use lockstep_train::{Event, StepMetrics};
 use std::io::{IsTerminal, Write};
@@ -67,6 +68,7 @@ impl Progress {
             }
             Event::Saving { .. } => self.show_steps(),
             Event::Note(note) => self.say(&note.to_string()),
+            Event::Converted(kind) => self.say(&converted(kind)),
             Event::PrecisionInherited(policy) => self.say(&format!(
                 "precision.policy = \"{policy}\", as these weights are; an export keeps it unless it is given --dtype"
             )),
@@ -305,6 +307,18 @@ fn in_words(scores: &TaskScores) -> String {
     let all = [("acc", acc), ("acc_norm", acc_norm), ("perplexity", perplexity)];
     let known: Vec<String> = all.iter().filter_map(|(name, value)| Some(format!("{name} {:.4}", (**value)?))).collect();
     known.join(", ")
+}
+
+/// What a run that goes on keeps otherwise than its checkpoint did.
+fn converted(kind: &Converted) -> String {
+    let Converted { group, from, to, tensors, .. } = kind;
+    let what = if *group == "model" { "master weights" } else { "optimizer state" };
+    let lost = match kind.lost() {
+        0.0 => "nothing is lost".to_owned(),
+        lost => format!("rounding moves them by {:.2}% (root of mean squares)", 100.0 * lost),
+    };
+    let shown = |dtype: &DType| if dtype.is_block() { "int8" } else { dtype.name() };
+    format!("{what}: {tensors} tensors go from {} to {}; {lost}", shown(from), shown(to))
 }
 
 #[cfg(test)]

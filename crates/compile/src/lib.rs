@@ -28,7 +28,7 @@ pub use passes::{
     TRAINING_PASSES, autodiff, fp8_layers, fuse,
 };
 pub use settings::{
-    Candidate, Context, Fp8, Fp8Scaling, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps,
+    Candidate, Context, Fp8, Fp8Scaling, Moments, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps,
 };
 pub use stage::balanced as balanced_stages;
 

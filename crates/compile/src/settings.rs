@@ -77,6 +77,22 @@ pub struct Precision {
     pub fp8: Option<Fp8>,
     /// Whether matmuls of linear layers and of the output head that are in f32 may round their operands to TF32.
     pub tf32: bool,
+    /// What moments of matrices are kept in.
+    pub moments: Moments,
+    /// Whether matrices in bf16 are their own master weights: the update rounds them by random bits, and no f32 weights are kept.
+    pub own_master: bool,
+}
+
+/// What moments of matrices are kept in. Those of norms, embeddings and small tensors stay in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Moments {
+    /// f32.
+    #[default]
+    F32,
+    /// bf16, rounded by random bits.
+    Bf16,
+    /// Blocks of 8 bits ([`dynamic8`](lockstep_ir::dynamic8)), and bf16 where the rows that a rank has are no whole blocks.
+    Blocks,
 }
 
 /// Which linear layers have their operands in fp8.
@@ -120,7 +136,7 @@ impl Precision {
 
     /// Parameters and activations in one type, and so all matmuls; gradient sums in another.
     pub const fn of(compute: DType, gradients: DType) -> Self {
-        Self { compute, gradients, fp8: None, tf32: false }
+        Self { compute, gradients, fp8: None, tf32: false, moments: Moments::F32, own_master: false }
     }
 
     /// What the matmuls of most FLOPs multiply in, but for those in fp8.

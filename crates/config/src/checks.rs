@@ -39,6 +39,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::constant_rates_do_not_fall,
     rules::constants_have_an_optimizer,
     rules::loss_scales_are_of_fp16,
+    rules::masters_in_bf16_are_the_weights,
     rules::fp8_goes_with_the_rest,
     parameters_can_be_counted,
     activations_can_be_counted,

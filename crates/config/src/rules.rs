@@ -4,7 +4,7 @@ use crate::conflict::{Conflict, Derived};
 use crate::optimizers::{CONSTANTS, Constant, OptimizerName};
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{Fp8Recipe, LrSchedule, PrecisionPolicy};
+use crate::words::{Fp8Recipe, LrSchedule, MasterPrecision, PrecisionPolicy};
 
 fn optimizer(values: &Values) -> Option<OptimizerName> {
     values.word("optimizer.name")
@@ -98,6 +98,19 @@ pub(crate) fn fp8_goes_with_the_rest(values: &Values) -> Option<Conflict> {
             "remove train.reproducible, or choose precision.policy = \"bf16\"",
         )
     })
+}
+
+/// Only weights in bf16 can be their own master weights.
+pub(crate) fn masters_in_bf16_are_the_weights(values: &Values) -> Option<Conflict> {
+    let policy = values.word::<PrecisionPolicy>("precision.policy")?;
+    let own = values.word::<MasterPrecision>("precision.master")? == MasterPrecision::Bf16;
+    let key = "precision.master";
+    Conflict::when(
+        own && !matches!(policy, PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8),
+        &[key, "precision.policy"],
+        format!("{key} = \"bf16\" is given, and weights are not in bf16 with precision.policy = \"{policy}\""),
+        format!("remove {key} (a run that goes on: --change {key}=fp32), or choose precision.policy = \"bf16\""),
+    )
 }
 
 /// Lets a given warmup end with the run, and says so: a few steps of a long run are a smoke test, not a mistake.

@@ -25,8 +25,8 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, PrecisionPolicy,
-    RecomputePolicy,
+    AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, MasterPrecision,
+    MomentPrecision, PrecisionPolicy, RecomputePolicy,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -264,6 +264,18 @@ tables! {
         /// What gradients are accumulated in; train.reproducible sums in fixed point instead.
         gradients: GradientPrecision = Choice(GradientPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["gradient dtype", "grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32", "reduce_dtype"];
+        /// What the optimizer's moments of matrices are kept in. bf16: 2 bytes instead of 4, rounded up or down by random bits, so that they
+        /// are right on average. int8: 1 byte, in blocks of 256 numbers with a scale each (dynamic quantisation, as bitsandbytes has it), and bf16
+        /// where rows are no multiples of 256. Norms, embeddings and tensors of fewer than 4,096 elements stay in fp32. A run may be resumed with
+        /// another; what that loses is said.
+        moments: MomentPrecision = Choice(MomentPrecision::WORDS), Fixed("\"fp32\""), Changeable,
+            finds ["8-bit optimizer", "8-bit Adam", "adamw_8bit", "bitsandbytes", "paged_adamw_8bit", "optimizer state dtype",
+                "exp_avg_dtype", "exp_avg_sq_dtype", "precision-aware optimizer", "use_precision_aware_optimizer", "moment dtype"];
+        /// What master weights of matrices are kept in. bf16: nothing beside the weights themselves, which the update rounds up or down by random
+        /// bits (stochastic rounding), the same on every layout; only with precision.policy bf16 or fp8. Norms, embeddings and tensors of
+        /// fewer than 4,096 elements keep theirs in fp32.
+        master: MasterPrecision = Choice(MasterPrecision::WORDS), Fixed("\"fp32\""), Changeable,
+            finds ["stochastic rounding", "bf16 master weights", "main_params_dtype", "pure bf16", "bf16_stochastic_round"];
         /// With fp8, what has a scale of its own. current: a whole tensor, and of experts each one's weights, by its largest element. delayed: the same,
         /// but activations and gradients by their largest elements in the last 16 steps, which checkpoints keep: ranks need not agree on a scale in
         /// every micro-batch, and what grows beyond is cut off. rowwise: each row of a matmul's operand. block: 128 elements of a row, and of a weight

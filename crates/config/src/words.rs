@@ -107,6 +107,24 @@ words! {
         Bf16 = "bf16",
     }
 
+    /// What the optimizer's moments are kept in.
+    MomentPrecision {
+        /// fp32.
+        Fp32 = "fp32",
+        /// bf16.
+        Bf16 = "bf16",
+        /// 8 bits, in blocks of 256 with a scale each.
+        Int8 = "int8",
+    }
+
+    /// What master weights are kept in.
+    MasterPrecision {
+        /// fp32.
+        Fp32 = "fp32",
+        /// bf16: weights are their own.
+        Bf16 = "bf16",
+    }
+
     /// Where the layout comes from.
     LayoutSource {
         /// The keys of `parallel`.

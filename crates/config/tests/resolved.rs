@@ -90,6 +90,8 @@ threads = 0  # default
 [precision]
 policy = "bf16"  # preset llama-29m
 gradients = "fp32"  # default
+moments = "fp32"  # default
+master = "fp32"  # default
 fp8_recipe = "current"  # default
 # fp8_weights is not set
 fp8_skip_first = 0  # default

@@ -169,4 +169,16 @@ static __device__ __forceinline__ u64 hash_bits(u64 key, u64 counter) {
     return z ^ (z >> 31);
 }
 
+static __device__ __forceinline__ u32 mix_small(u32 z) {
+    z = (z ^ (z >> 16)) * 0x7feb352du;
+    z = (z ^ (z >> 15)) * 0x846ca68bu;
+    return z ^ (z >> 16);
+}
+
+// 32 random bits at `i` of a stream.
+static __device__ __forceinline__ u32 row_bits(u64 row, u32 i) {
+    u32 z = mix_small((u32)row + i * 0x9e3779b9u);
+    return mix_small(z ^ (u32)(row >> 32));
+}
+
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)

@@ -183,12 +183,6 @@ static __device__ void positions_grad(const T *dx, const u32 *starts, void *out,
     }
 }
 
-static __device__ __forceinline__ u32 mix_small(u32 z) {
-    z = (z ^ (z >> 16)) * 0x7feb352du;
-    z = (z ^ (z >> 15)) * 0x846ca68bu;
-    return z ^ (z >> 16);
-}
-
 // The mask is a function of the sequence's key, the site, position and feature.
 template <typename T>
 static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, Span span, u64 site, u32 below,
@@ -198,8 +192,7 @@ static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq
     u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
     u64 mask = hash_bits(hash_bits(key, site), (u64)s);
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        u32 z = mix_small((u32)mask + (u32)i * 0x9e3779b9u);
-        z = mix_small(z ^ (u32)(mask >> 32));
+        u32 z = row_bits(mask, (u32)i);
         y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
     }
 }

@@ -45,21 +45,6 @@ struct Window {
     }
 };
 
-static __device__ __forceinline__ float to_f32(i64 x) { return fixed_to(x); }
-
-// Four elements at once.
-static __device__ __forceinline__ void load4(const float *from, float *x) {
-    float4 v = *(const float4 *)from;
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-static __device__ __forceinline__ void load4(const bf16 *from, float *x) {
-    ushort4 v = *(const ushort4 *)from;
-    x[0] = to_f32(bf16{v.x}), x[1] = to_f32(bf16{v.y}), x[2] = to_f32(bf16{v.z}), x[3] = to_f32(bf16{v.w});
-}
-static __device__ __forceinline__ void load4(const i64 *from, float *x) {
-    for (int j = 0; j < 4; j++) x[j] = fixed_to(from[j]);
-}
-
 // The sums over 16 lanes of four numbers each, added in the order of one butterfly per number, with a third of its exchanges: lane l
 // gets that of number l / 4 % 4.
 static __device__ __forceinline__ double half_warp_sums(const double x[4]) {
@@ -72,28 +57,6 @@ static __device__ __forceinline__ double half_warp_sums(const double x[4]) {
     sum += __shfl_xor_sync(~0u, sum, 2);
     return sum + __shfl_xor_sync(~0u, sum, 1);
 }
-
-// Several tensors in one launch: block b belongs to the tensor whose first block is the last one not after b.
-const int MOST_TENSORS = 64;
-
-template <typename Entry>
-struct Many {
-    int count;
-    int first_block[MOST_TENSORS];
-    Entry entries[MOST_TENSORS];
-
-    __device__ __forceinline__ int find(int block) const {
-        int low = 0, high = count;
-        while (high - low > 1) {
-            int middle = (low + high) / 2;
-            if (first_block[middle] <= block)
-                low = middle;
-            else
-                high = middle;
-        }
-        return low;
-    }
-};
 
 // totals: the limbs, and how often a number did not count. Blocks of 64 elements are added in f64 by 16 lanes, then as integers,
 // which do not mind the order.

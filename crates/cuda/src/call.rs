@@ -166,6 +166,8 @@ pub fn suffix(dtype: DType) -> &'static str {
         DType::F16 => "f16",
         DType::E4M3 => "e4m3",
         DType::E5M2 => "e5m2",
+        DType::Signed8 => "signed8",
+        DType::Unsigned8 => "unsigned8",
         DType::F64 => "f64",
         DType::U32 => "u32",
         DType::Fixed64 => "fixed",

@@ -15,7 +15,7 @@ macro_rules! hopper {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 22] = [
+pub const SOURCES: [(&str, &str); 23] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -27,12 +27,13 @@ pub const SOURCES: [(&str, &str); 22] = [
     ("fine", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/fine.cu"))),
     ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
     ("grouped_fp8", concat!(hopper!(), include_str!("../kernels/grouped_fp8.cu"))),
+    ("kept", concat!(include_str!("../kernels/many.cuh"), include_str!("../kernels/kept.cu"))),
     ("loss", include_str!("../kernels/loss.cu")),
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::pointwise::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
     ("norm", include_str!("../kernels/norm.cu")),
     ("numbers", include_str!("../kernels/numbers.cu")),
-    ("optimizer", include_str!("../kernels/optimizer.cu")),
+    ("optimizer", concat!(include_str!("../kernels/many.cuh"), include_str!("../kernels/optimizer.cu"))),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
     ("quantise", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/quantise.cu"))),
     ("router", include_str!("../kernels/router.cu")),

@@ -1,9 +1,9 @@
 //! Instructions as executors run them: operands as places in the arena, dimensions as sizes.
 
 use crate::ExecError;
-use lockstep_ir::op::{BATCH, Dims, Elem, IGNORED_TARGET, ROWS, SEQ, TypeVar};
+use lockstep_ir::op::{BATCH, Dims, Elem, IGNORED_TARGET, ROUNDING, ROWS, SEQ, TypeVar};
 use lockstep_ir::program::{Arg, BufferId, Instr, Lifetime, Offsets, Role, Slot, StepProgram, Sum, Tensor};
-use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError};
+use lockstep_ir::{Coordinates, DType, DeviceProfile, Dim, Op, Placement, Run, Span, TypeError, counter};
 use std::collections::BTreeMap;
 
 /// An operand as the executor sees it.
@@ -88,6 +88,31 @@ pub struct Bound {
     pub columns: Vec<usize>,
     /// What `Op::Part` copies.
     pub blocks: Vec<Block>,
+    /// Which random bits an update rounds by, where it does.
+    pub rounding: Option<Rounding>,
+}
+
+/// The random bits of a tensor: those of its elements where they stand in the whole, whatever a rank has of it.
+pub struct Rounding {
+    /// The input with the step's key.
+    pub input: usize,
+    /// A number of the tensor's name.
+    pub site: u64,
+    /// Where the rank's elements stand.
+    pub places: Vec<Block>,
+}
+
+impl Rounding {
+    /// Of the state that an update changes first: weights, or a moment where it changes nothing else.
+    fn of(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
+        let (op, given) = (instr.op, instr.inputs.len());
+        let input = (0..given).find(|i| op.input(*i, given).name == ROUNDING)?;
+        let changed = &instr.inputs[op.spec().in_place.first()?.0];
+        let is_state = |t: &&Tensor| t.buffer == changed.buffer && matches!(t.role, Role::State(_));
+        let tensor = program.tensors.iter().find(is_state)?;
+        let places = Block::of(&changed.sharding.runs(&tensor.whole, &program.mesh, here));
+        Some(Self { input, site: counter::key(0, &tensor.name), places })
+    }
 }
 
 /// Rows of elements that a rank copies from a whole to its part.
@@ -201,6 +226,7 @@ impl Bound {
             sections: sizes_of(rows),
             columns: sizes_of(columns),
             blocks,
+            rounding: Rounding::of(program, instr, here),
         })
     }
 

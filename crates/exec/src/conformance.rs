@@ -45,6 +45,8 @@ fn tolerance(compute: DType) -> f64 {
         DType::F16 => 1.5e-3,
         // Of fp8: matrix units add products of bytes with 14 bits, and round on the way.
         DType::E4M3 | DType::E5M2 => 4e-3,
+        // Half a step of the coarsest tenth of a block.
+        DType::Signed8 | DType::Unsigned8 => 7.1e-3,
         _ => 2e-5,
     }
 }
@@ -206,6 +208,8 @@ fn check(
     let floats = inferred.iter().enumerate().filter(|(o, _)| matches!(op.output(*o).elem, Elem::Float(_)));
     let summed = if let Way::Summed(dtype) = way { Some(dtype) } else { None };
     let multiplied = op.spec().multiplies.iter().map(|input| types[*input].dtype);
+    let kept = inferred.iter().enumerate().filter(|(o, _)| matches!(op.output(*o).elem, Elem::Weight | Elem::Moment));
+    let floats = floats.chain(kept);
     let stored = floats.map(|(_, ty)| ty.dtype).chain(summed).chain([compute]).chain(multiplied);
     // Bytes are the same on all devices, and so is what stands beside them.
     let bytes = inferred.iter().any(|ty| ty.dtype.is_fp8());
@@ -295,7 +299,7 @@ fn execute(
     }
     let outputs: Vec<&Tensor> = program.tensors.iter().filter(|t| t.name.starts_with("out")).collect();
     for t in outputs.iter().filter(|t| t.role != Role::StepOutput) {
-        executor.write(&t.name, 0, &encode(t.ty.dtype, &vec![f64::NAN; t.ty.elements()]))?;
+        executor.write(&t.name, 0, &encode(t.ty.dtype, &vec![f64::NAN; t.ty.elements() * t.ty.dtype.numbers()]))?;
     }
     let guards: Vec<&Tensor> = program.tensors.iter().filter(|t| t.name.starts_with("guard")).collect();
     let pattern = |t: &Tensor| 0xa5u8.wrapping_mul(t.name.len() as u8);

@@ -59,7 +59,13 @@ pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
             DType::BF16 => put_numbers(part, data, |x| bf16::from_f32(x).to_le_bytes()),
             DType::F16 => put_numbers(part, data, |x| f16::from_f32(x).to_le_bytes()),
             DType::F32 => put_numbers(part, data, f32::to_le_bytes),
-            DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => {
+            DType::E4M3
+            | DType::E5M2
+            | DType::F64
+            | DType::U32
+            | DType::Fixed64
+            | DType::Signed8
+            | DType::Unsigned8 => {
                 unreachable!("no parameter is stored in {dtype}")
             }
         }

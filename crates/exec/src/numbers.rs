@@ -4,6 +4,7 @@
 
 use crate::ExecError;
 use crate::bound::{At, Bound};
+use lockstep_ir::dynamic8::BLOCK_BYTES;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Arg, Slot};
 use lockstep_ir::{DType, F8, Op, StepProgram, bf16, f16, fixed, units};
@@ -115,6 +116,11 @@ pub fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize
         }
         DType::E4M3 => find(&mut bytes.iter().map(|b| f64::from(F8::E4M3.to_f32(*b)))),
         DType::E5M2 => find(&mut bytes.iter().map(|b| f64::from(F8::E5M2.to_f32(*b)))),
+        // Of a block, its scale.
+        DType::Signed8 | DType::Unsigned8 => {
+            let scale = |b: &[u8; BLOCK_BYTES]| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            find(&mut bytes.as_chunks().0.iter().map(scale))
+        }
         DType::U32 => None,
     }
 }

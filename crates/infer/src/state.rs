@@ -1,7 +1,11 @@
 //! What a checkpoint holds of a program: every parameter and its moments, unpacked and under their own names.
 //!
-//! Parameters are f32 master weights under Hugging Face names, so that a checkpoint does not depend on how a
-//! program packs or rounds them.
+//! Parameters are master weights under Hugging Face names, so that a checkpoint does not depend on how a program packs or rounds them. They and
+//! moments are stored as the run keeps them: f32, or fewer bits where the config says so. A program that keeps them otherwise converts them.
+
+mod formats;
+
+pub use formats::{Converted, converted};
 
 use crate::Result;
 use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorCopy, TensorGroup, TensorRef, TensorSource};
@@ -9,7 +13,7 @@ use lockstep_exec::Executor;
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{DType, StepProgram, TensorType, bf16, f16};
+use lockstep_ir::{DType, StepProgram, TensorType};
 use std::ops::Range;
 
 /// One unpacked tensor: a range of rows of a program's tensor.
@@ -75,15 +79,14 @@ pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> 
             result.push((OPTIMIZER, tensor.name.clone(), tensor, whole));
         }
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
-        let parts = parts(parameter, &tensor.whole);
-        // Of a parameter in bf16 or fp16, the f32 master weights count.
+        // Of a parameter in bf16 or fp16, the f32 master weights count where it has some.
         let master = master(tensors, tensor).unwrap_or(tensor);
-        result.extend(parts.iter().map(|p| (MODEL, p.name.clone(), master, p.clone())));
+        result.extend(parts(parameter, &tensor.whole).into_iter().map(|p| (MODEL, p.name.clone(), master, p)));
         for moment in tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
             if *of == tensor.value {
-                let named = |p: &Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p.clone());
-                result.extend(parts.iter().map(named));
+                let named = |p: Part| (OPTIMIZER, format!("{which}.{}", p.name), moment, p);
+                result.extend(parts(parameter, &moment.whole).into_iter().map(named));
             }
         }
     }
@@ -119,7 +122,7 @@ pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, s
     initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
     match weights {
         Weights::Initial => Ok(()),
-        Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint),
+        Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint).map(|_| ()),
         Weights::Copies(copies) => start_from(tensors, executor, copies),
         Weights::Live(other) => {
             let copied = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_))) || is_history(t);
@@ -171,33 +174,52 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
     Ok(())
 }
 
-/// Writes a checkpoint's tensors into the executor, having checked every name, type and shape. One tensor of the program is in
-/// memory at a time.
-pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<()> {
-    let mut data: Vec<u8> = Vec::new();
-    for (group, name, tensor, part) in stored(tensors) {
-        if is_history(tensor) && !checkpoint.has(group, &name) {
+/// Writes a checkpoint's tensors into the executor, having checked every name and shape, and says which of them are kept in another type now.
+/// One tensor of the program is in memory at a time.
+pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<Vec<Converted>> {
+    let mut converted = Vec::new();
+    let all = stored(tensors);
+    for parts in all.chunk_by(|a, b| a.2.name == b.2.name) {
+        let (group, first, tensor, _) = &parts[0];
+        if is_history(tensor) && !checkpoint.has(group, first) {
             continue;
         }
-        let view = checkpoint.tensor(group, &name)?;
-        if view.dtype != DType::F32 || view.shape != part.shape {
-            return Err(CheckpointError::Damaged {
-                path: checkpoint.path.clone(),
-                file: view.file().to_owned(),
-                cause: format!("{name} is {} {:?}, the model wants f32 {:?}", view.dtype, view.shape, part.shape),
+        let to = tensor.whole.dtype;
+        let mut views = Vec::new();
+        for (group, name, _, part) in parts {
+            let view = checkpoint.tensor(group, name)?;
+            if !is_kept(view.dtype) || formats::numbers(view.dtype, view.shape) != formats::numbers(to, &part.shape) {
+                return Err(CheckpointError::Damaged {
+                    path: checkpoint.path.clone(),
+                    file: view.file().to_owned(),
+                    cause: format!("{name} is {} {:?}, the model wants {to} {:?}", view.dtype, view.shape, part.shape),
+                }
+                .into());
             }
-            .into());
+            views.push(view);
         }
-        if part.start == 0 {
-            data.clear();
-            data.resize(tensor.whole.elements() * 4, 0);
+        if views.iter().all(|view| view.dtype == to) {
+            let mut data = vec![0; tensor.whole.bytes() as usize];
+            for (view, (_, _, _, part)) in views.iter().zip(parts) {
+                view.copy_to(&mut data[part.start * to.bytes()..(part.start + part.elements) * to.bytes()]);
+            }
+            match to {
+                // What is rounded from them is written too.
+                DType::F32 => put(tensors, executor, tensor, data)?,
+                _ => executor.write(&tensor.name, 0, &data)?,
+            }
+            continue;
         }
-        view.copy_to(&mut data[part.start * 4..(part.start + part.elements) * 4]);
-        if part.start + part.elements == tensor.whole.elements() {
-            put(tensors, executor, tensor, &mut data)?;
-        }
+        let numbers: Vec<f32> = views.iter().flat_map(|view| formats::expand(view.dtype, &view.bytes())).collect();
+        formats::count(&mut converted, (group, views[0].dtype, to), &numbers);
+        put(tensors, executor, tensor, numbers.iter().flat_map(|x| x.to_le_bytes()).collect())?;
     }
-    Ok(())
+    Ok(converted)
+}
+
+/// Whether parameters and moments may be kept in this type.
+fn is_kept(dtype: DType) -> bool {
+    dtype.is_float() || dtype.is_block()
 }
 
 /// Writes weights of any origin into the executor. One tensor of the program is in memory at a time.
@@ -219,43 +241,29 @@ pub fn start_from(
             })?;
         }
         if part.start + part.elements == tensor.whole.elements() {
-            put(tensors, executor, tensor, &mut data)?;
+            put(tensors, executor, tensor, std::mem::take(&mut data))?;
         }
     }
     Ok(())
 }
 
 /// Writes the f32 values of a stored tensor, and those of the parameter whose master weights it holds. They are rounded in place.
-fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, data: &mut Vec<u8>) -> Result<()> {
+fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, mut data: Vec<u8>) -> Result<()> {
     let parameter = match &tensor.role {
         Role::State(State::Master { of }) => tensors.iter().find(|t| t.value == *of),
         _ => None,
     };
     // Rounding is in place, so the master weights go first.
     for to in [Some(tensor), parameter].into_iter().flatten() {
-        round(data, to.whole.dtype);
-        executor.write(&to.name, 0, data)?;
+        formats::round(&mut data, to.whole.dtype);
+        executor.write(&to.name, 0, &data)?;
     }
     Ok(())
 }
 
-/// Turns f32 values into the type of a parameter, in place.
-fn round(data: &mut Vec<u8>, dtype: DType) {
-    let bits: fn(f32) -> u16 = match dtype {
-        DType::BF16 => bf16::from_f32,
-        DType::F16 => f16::from_f32,
-        DType::F32 | DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => return,
-    };
-    for i in 0..data.len() / 4 {
-        let value = f32::from_le_bytes([data[4 * i], data[4 * i + 1], data[4 * i + 2], data[4 * i + 3]]);
-        data[2 * i..2 * i + 2].copy_from_slice(&bits(value).to_le_bytes());
-    }
-    data.truncate(data.len() / 2);
-}
-
 /// Bytes of the tensors of a checkpoint.
 pub fn bytes_of(tensors: &[Tensor]) -> u64 {
-    stored(tensors).iter().map(|(_, _, _, part)| part.elements as u64 * 4).sum()
+    stored(tensors).iter().map(|(_, _, of, part)| (part.elements * of.whole.dtype.bytes()) as u64).sum()
 }
 
 /// Some bytes of a tensor, fetched when they are wanted.
@@ -271,10 +279,11 @@ pub fn bytes<'a>(executor: &'a dyn Executor, tensor: &str, bytes: Range<usize>) 
 pub fn groups<'a>(tensors: &[Tensor], executor: &'a dyn Executor) -> [TensorGroup<'a>; 2] {
     let mut groups = GROUPS.map(|name| TensorGroup { name, tensors: Vec::new() });
     for (group, name, tensor, part) in stored(tensors) {
-        let data = bytes(executor, &tensor.name, part.start * 4..(part.start + part.elements) * 4);
+        let (dtype, width) = (tensor.whole.dtype, tensor.whole.dtype.bytes());
+        let data = bytes(executor, &tensor.name, part.start * width..(part.start + part.elements) * width);
         let to = groups.iter_mut().find(|g| g.name == group);
         if let Some(to) = to {
-            to.tensors.push(TensorRef { name, dtype: DType::F32, shape: part.shape, data });
+            to.tensors.push(TensorRef { name, dtype, shape: part.shape, data });
         }
     }
     groups

@@ -74,8 +74,9 @@ pub fn permute(key: u64, index: u64, n: u64) -> u64 {
     }
 }
 
+/// Mixes 32 bits: every one of them depends on all.
 #[inline(always)]
-fn mix_small(mut z: u32) -> u32 {
+pub fn mix_small(mut z: u32) -> u32 {
     z = (z ^ (z >> 16)).wrapping_mul(0x7feb_352d);
     z = (z ^ (z >> 15)).wrapping_mul(0x846c_a68b);
     z ^ (z >> 16)

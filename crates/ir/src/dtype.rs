@@ -1,3 +1,4 @@
+use crate::dynamic8;
 use serde::{Deserialize, Serialize};
 
 /// Element type of a tensor.
@@ -14,6 +15,10 @@ pub enum DType {
     E4M3,
     /// One byte, 5 bits of exponent and 2 of mantissa: gradients that enter a matmul.
     E5M2,
+    /// A block of 256 numbers of any sign in 8 bits each, and their scale ([`dynamic8`](crate::dynamic8)): first moments.
+    Signed8,
+    /// The same of numbers from 0 on: second moments.
+    Unsigned8,
     /// IEEE binary64, for losses and squared norms.
     F64,
     /// Unsigned 32-bit integers: token ids.
@@ -24,8 +29,18 @@ pub enum DType {
 
 impl DType {
     /// All of them.
-    pub const ALL: [DType; 8] =
-        [DType::F32, DType::BF16, DType::F16, DType::E4M3, DType::E5M2, DType::F64, DType::U32, DType::Fixed64];
+    pub const ALL: [DType; 10] = [
+        DType::F32,
+        DType::BF16,
+        DType::F16,
+        DType::E4M3,
+        DType::E5M2,
+        DType::Signed8,
+        DType::Unsigned8,
+        DType::F64,
+        DType::U32,
+        DType::Fixed64,
+    ];
 
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
@@ -34,7 +49,18 @@ impl DType {
             DType::BF16 | DType::F16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::Fixed64 => 8,
+            DType::Signed8 | DType::Unsigned8 => dynamic8::BLOCK_BYTES,
         }
+    }
+
+    /// Numbers that an element stands for: more than one where it is a block.
+    pub const fn numbers(self) -> usize {
+        if self.is_block() { dynamic8::BLOCK } else { 1 }
+    }
+
+    /// Whether an element is a block of numbers in 8 bits.
+    pub const fn is_block(self) -> bool {
+        matches!(self, DType::Signed8 | DType::Unsigned8)
     }
 
     /// Whether activations and parameters may be stored in this type.
@@ -42,6 +68,7 @@ impl DType {
         match self {
             DType::F32 | DType::BF16 | DType::F16 => true,
             DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => false,
+            DType::Signed8 | DType::Unsigned8 => false,
         }
     }
 
@@ -68,6 +95,8 @@ impl DType {
             DType::F16 => "f16",
             DType::E4M3 => "e4m3",
             DType::E5M2 => "e5m2",
+            DType::Signed8 => "signed8",
+            DType::Unsigned8 => "unsigned8",
             DType::F64 => "f64",
             DType::U32 => "u32",
             DType::Fixed64 => "fixed64",

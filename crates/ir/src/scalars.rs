@@ -1,7 +1,7 @@
 //! Numbers that the host gives a program with every step: learning rate, loss scale, limits; and gradients in fixed
 //! point.
 
-use crate::{Axis, DType, Dim, TensorType};
+use crate::{Axis, DType, Dim, TensorType, bf16, counter};
 
 /// The numbers that change from step to step, written to the device before each.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,6 +87,65 @@ impl StepLimits {
     /// Type of that vector.
     pub fn ty() -> TensorType {
         TensorType::new(DType::F32, [Dim::new(Axis::Scalar, Self::COUNT)])
+    }
+}
+
+/// Where the random bits of a step come from by which updates round weights and moments to bf16, written to the device before each step of a
+/// program that rounds so.
+///
+/// A number is rounded up or down by 16 random bits, so that it is right on average: to the nearest, an update of less than a 512th of a weight would
+/// be lost. The bits are those of (seed, step, tensor, element), so that every layout and every device rounds in the same way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepRounding {
+    key: u64,
+}
+
+impl StepRounding {
+    /// Name of the state that holds it.
+    pub const NAME: &'static str = "step_rounding";
+
+    /// That of a step of a run.
+    pub fn new(seed: u64, step: u64) -> Self {
+        Self { key: counter::bits(counter::key(seed, Self::NAME), step) }
+    }
+
+    /// As the vector that the device reads.
+    pub fn to_array(self) -> [u32; 2] {
+        [self.key as u32, (self.key >> 32) as u32]
+    }
+
+    /// From the vector that the device reads.
+    pub fn from_array([low, high]: [u32; 2]) -> Self {
+        Self { key: u64::from(high) << 32 | u64::from(low) }
+    }
+
+    /// Type of that vector.
+    pub fn ty() -> TensorType {
+        TensorType::new(DType::U32, [Dim::new(Axis::Scalar, 2)])
+    }
+
+    /// The stream of a tensor's random bits, where `site` is a number of its name.
+    pub fn stream(self, site: u64) -> u64 {
+        counter::bits(self.key, site)
+    }
+
+    /// Random bits of an element: for its weight (the low 16), its first moment (the high 16) and its second.
+    #[inline(always)]
+    pub fn bits(stream: u64, element: u32) -> [u32; 3] {
+        let bits = counter::row_bits(stream, element);
+        let more = counter::mix_small(bits ^ 0x9e37_79b9);
+        [bits & 0xffff, bits >> 16, more >> 16]
+    }
+
+    /// Rounds to bf16, up or down by 16 random bits. What is not finite stays so.
+    #[inline(always)]
+    pub fn round(x: f32, random: u32) -> u16 {
+        let bits = x.to_bits();
+        match x.is_finite() {
+            // Beyond the largest finite number it is infinite, as rounding to the nearest would have it.
+            true => (bits.wrapping_add(random & 0xffff) >> 16) as u16,
+            false => bf16::from_f32(x),
+        }
     }
 }
 

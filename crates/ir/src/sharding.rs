@@ -9,7 +9,7 @@
 //! parts along tp are inside of a chunk.
 
 use crate::mesh::{Axes, Coordinates, Mesh, MeshAxis};
-use crate::{Axis, Dim, Op, Section, TensorType, TypeError};
+use crate::{Axis, Dim, Op, Section, TensorType, TypeError, dynamic8};
 
 /// Placement of a tensor along one mesh axis.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -36,6 +36,9 @@ pub struct Sharding([Placement; MeshAxis::ALL.len()]);
 /// Elements of a [`Placement::Flat`] range are a multiple of this, so that sums over blocks of as many elements do not depend on
 /// where ranges end.
 pub const FLAT_BLOCK: usize = 64;
+
+/// From as many elements on, a range is whole blocks of numbers in 8 bits.
+const BLOCKED: usize = 4096;
 
 /// Consecutive elements of a tensor that a rank has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -210,7 +213,9 @@ impl Sharding {
         }
         let flat = self.axes(Placement::Flat);
         if !flat.is_empty() {
-            ty.dims = vec![Dim::new(Axis::Flat, flat_len(ty.elements(), mesh.size(flat)))];
+            // Of blocks as many as there are of the numbers' own range.
+            let numbers = ty.dtype.numbers();
+            ty.dims = vec![Dim::new(Axis::Flat, flat_len(ty.elements() * numbers, mesh.size(flat)) / numbers)];
         }
         ty
     }
@@ -333,7 +338,8 @@ pub fn gathered(part: &TensorType, whole: &TensorType, dim: usize, ranks: usize)
 
 /// Elements of each of `ranges` flat ranges, padding included.
 fn flat_len(elements: usize, ranges: usize) -> usize {
-    elements.div_ceil(ranges).next_multiple_of(FLAT_BLOCK)
+    let share = elements.div_ceil(ranges);
+    share.next_multiple_of(if share < BLOCKED { FLAT_BLOCK } else { dynamic8::BLOCK })
 }
 
 /// Which ranges of a dimension a rank has, and how long the dimension is there.

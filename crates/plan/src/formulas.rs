@@ -3,12 +3,13 @@
 
 use crate::{Plan, Result};
 use lockstep_config::{
-    AttentionMethod, Config, Features, GradientPrecision, ModelConfig, OptimizerName, PrecisionPolicy,
+    AttentionMethod, Config, Features, GradientPrecision, MasterPrecision, ModelConfig, MomentPrecision, OptimizerName,
+    PrecisionPolicy,
 };
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Buffer, Lifetime, Role};
-use lockstep_ir::{Axis, ContextParallel, Graph, MeshAxis, Op, StepProgram};
+use lockstep_ir::{Axis, ContextParallel, DType, Graph, MeshAxis, Op, StepProgram};
 use serde::Serialize;
 
 /// A count that is known twice.
@@ -260,7 +261,36 @@ fn gradient_bytes(config: &Config) -> f64 {
     }
 }
 
-/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights.
+/// Bytes of a moment of a matrix.
+pub(crate) fn moment_bytes(config: &Config) -> f64 {
+    match config.precision.moments {
+        MomentPrecision::Fp32 => 4.0,
+        MomentPrecision::Bf16 => 2.0,
+        MomentPrecision::Int8 => DType::Signed8.bytes() as f64 / DType::Signed8.numbers() as f64,
+    }
+}
+
+/// Bytes of the master weights of a matrix, where it needs some.
+pub(crate) fn master_bytes(config: &Config) -> f64 {
+    match config.precision.master {
+        MasterPrecision::Fp32 => 4.0,
+        MasterPrecision::Bf16 => 0.0,
+    }
+}
+
+/// Elements of matrices, whose moments and master weights may be in fewer bits; `None` where rows are no whole blocks of them.
+fn in_fewer_bits(config: &Config) -> Option<f64> {
+    let m = &config.model;
+    let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
+    let blocks = [d, q, ffn, wide].iter().all(|row| row % DType::Signed8.numbers() as f64 == 0.0);
+    let head = if m.tied_embeddings { 0.0 } else { m.vocab_size as f64 * d };
+    let mlp = if experts > 0.0 { products * d * ffn * (experts + shared) } else { products * d * ffn };
+    let all = layers * d * (2.0 * q + 2.0 * kv) + (layers - dense) * mlp + dense * products * d * wide + head;
+    (config.precision.moments != MomentPrecision::Int8 || blocks).then_some(all)
+}
+
+/// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights; of matrices less, where the
+/// config says so.
 fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let m = &config.model;
     let moments = if compute_bytes(config) == 4.0 { 8.0 } else { 12.0 };
@@ -276,9 +306,15 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
         0.0 => (0.0, String::new()),
         biases => ((per_parameter - 4.0) * biases, format!(" - {} · biases of choices", per_parameter - 4.0)),
     };
-    let closed = per_parameter * plan.parameters as f64 - less - still;
+    let saved = 2.0 * (4.0 - moment_bytes(config)) + (4.0 - master_bytes(config));
+    let (fewer, shorter) = match saved == 0.0 {
+        true => (0.0, String::new()),
+        false => (saved * in_fewer_bits(config)?, format!(" - {saved} · matrices")),
+    };
+    let closed = per_parameter * plan.parameters as f64 - less - still - fewer;
     let program = state_bytes(none) as f64 - tied;
-    let mut states = form("bytes of states", format!("{per_parameter} · parameters{routers}{moved}"), closed, program);
+    let text = format!("{per_parameter} · parameters{routers}{moved}{shorter}");
+    let mut states = form("bytes of states", text, closed, program);
     states.note = (tied > 0.0).then_some("the second accumulator of the tied table is left out");
     (config.optimizer.name == OptimizerName::AdamW).then_some(states)
 }

@@ -5,10 +5,12 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, Result, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Fp8, Fp8Scaling, Optimizer, Precision, Recompute, Rule, Stays, Steps,
-    compile, fit, fp8_layers,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Fp8Scaling, Moments, Optimizer, Precision, Recompute, Rule, Stays,
+    Steps, compile, fit, fp8_layers,
 };
-use lockstep_config::{Config, Fp8Recipe, GradientPrecision, PrecisionPolicy, RecomputePolicy, nearest};
+use lockstep_config::{
+    Config, Fp8Recipe, GradientPrecision, MasterPrecision, MomentPrecision, PrecisionPolicy, RecomputePolicy, nearest,
+};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::{Fine, Flops};
 use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
@@ -294,7 +296,14 @@ fn precision(config: &Config) -> Precision {
             Fp8Recipe::Block => Fp8Scaling::Fine(Fine::Blocks),
         },
     });
-    Precision { compute, gradients, fp8, tf32: config.precision.policy == PrecisionPolicy::Tf32 }
+    let moments = match config.precision.moments {
+        MomentPrecision::Fp32 => Moments::F32,
+        MomentPrecision::Bf16 => Moments::Bf16,
+        MomentPrecision::Int8 => Moments::Blocks,
+    };
+    let own_master = config.precision.master == MasterPrecision::Bf16;
+    let tf32 = config.precision.policy == PrecisionPolicy::Tf32;
+    Precision { compute, gradients, fp8, tf32, moments, own_master }
 }
 
 /// Most micro-batches of a step.

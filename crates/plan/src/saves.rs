@@ -6,6 +6,7 @@
 //! found numerically; Young's and Daly's formulas stand beside it.
 
 use crate::Plan;
+use crate::formulas::{master_bytes, moment_bytes};
 use crate::plan::optimizer;
 use lockstep_config::{Config, SaveEvery};
 use lockstep_ir::{Coordinates, MeshAxis};
@@ -163,9 +164,11 @@ impl SaveInterval {
     }
 }
 
-/// Bytes of a checkpoint of a run of so many parameters: fp32 master weights and moments.
+/// Bytes of a checkpoint of a run of so many parameters: master weights, or weights that are their own, and moments.
 pub fn checkpoint_bytes(config: &Config, parameters: u64) -> u64 {
-    4 * parameters * (1 + optimizer(config).rule.most_moments() as u64)
+    let weights = if master_bytes(config) == 0.0 { 2.0 } else { 4.0 };
+    let each = weights + moment_bytes(config) * optimizer(config).rule.most_moments() as f64;
+    (each * parameters as f64) as u64
 }
 
 /// Young's interval: to first order.

@@ -3,18 +3,15 @@
 use crate::Plan;
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Coordinates, DType, MeshAxis, StepProgram};
+use lockstep_ir::{Coordinates, MeshAxis, StepProgram};
 use std::collections::BTreeSet;
 
-/// Bytes of an element: checkpoints hold f32.
-const WIDTH: u64 = DType::F32.bytes() as u64;
-
 impl Plan {
-    /// Bytes of the tensors of a checkpoint: every parameter and every moment once, in f32. The snapshots of all ranks make them up.
+    /// Bytes of the tensors of a checkpoint: every parameter and every moment once, as they are kept. The snapshots of all ranks make them up.
     pub fn checkpoint_bytes(&self) -> u64 {
         let mut names = BTreeSet::new();
         let stored = self.compiled.programs.iter().flat_map(stored);
-        stored.filter(|t| names.insert(&t.name)).map(|t| t.whole.elements() as u64 * WIDTH).sum()
+        stored.filter(|t| names.insert(&t.name)).map(|t| t.whole.bytes()).sum()
     }
 
     /// Bytes of host memory that the snapshot of a rank takes: what it writes of a checkpoint.
@@ -26,7 +23,7 @@ impl Plan {
         let first = |t: &&Tensor| !before.iter().any(|program| program.tensor(&t.name).is_some());
         let elements =
             |t: &Tensor| t.sharding.first_runs(&t.whole, mesh, at).iter().map(|run| run.len as u64).sum::<u64>();
-        own.first().into_iter().flat_map(stored).filter(first).map(|t| elements(t) * WIDTH).sum()
+        own.first().into_iter().flat_map(stored).filter(first).map(|t| elements(t) * t.whole.dtype.bytes() as u64).sum()
     }
 }
 

@@ -8,7 +8,9 @@ use crate::parallel::in_parallel;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
-use lockstep_config::{Bytes, Config, GradientPrecision, PrecisionPolicy, RecomputePolicy, legal};
+use lockstep_config::{
+    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, PrecisionPolicy, RecomputePolicy, legal,
+};
 use lockstep_ir::{MeshAxis, StepProgram, units};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -269,7 +271,8 @@ fn policies(config: &Config) -> Vec<(RecomputePolicy, Recompute)> {
     }
 }
 
-/// The same config in less precision: from fp32 to bf16, from bf16 to gradients that are summed in bf16, and both.
+/// The same config in less precision, step by step: from fp32 to bf16, to gradients that are summed in bf16, moments in bf16, then in 8 bits with
+/// weights that are their own master weights.
 fn other_precisions(config: &Config) -> Vec<Config> {
     let mut all = Vec::new();
     let mut other = config.clone();
@@ -284,6 +287,16 @@ fn other_precisions(config: &Config) -> Vec<Config> {
     // Reproducible sums have a type of their own.
     if config.precision.gradients == GradientPrecision::Fp32 && !config.train.reproducible {
         other.precision.gradients = GradientPrecision::Bf16;
+        all.push(other.clone());
+    }
+    // What an optimizer keeps in fewer bytes: first what is known to be harmless.
+    if config.precision.moments == MomentPrecision::Fp32 {
+        other.precision.moments = MomentPrecision::Bf16;
+        all.push(other.clone());
+    }
+    if config.precision.master == MasterPrecision::Fp32 {
+        other.precision.moments = MomentPrecision::Int8;
+        other.precision.master = MasterPrecision::Bf16;
         all.push(other);
     }
     all
@@ -374,6 +387,10 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
     key("precision.policy", word(before.precision.policy), word(after.precision.policy));
     let word = |gradients: GradientPrecision| format!("\"{gradients}\"");
     key("precision.gradients", word(before.precision.gradients), word(after.precision.gradients));
+    let word = |moments: MomentPrecision| format!("\"{moments}\"");
+    key("precision.moments", word(before.precision.moments), word(after.precision.moments));
+    let word = |master: MasterPrecision| format!("\"{master}\"");
+    key("precision.master", word(before.precision.master), word(after.precision.master));
     keys
 }
 

@@ -24,11 +24,11 @@ use judge::{Found, judge};
 use lockstep_config::Config;
 use lockstep_exec::{ExecError, copy};
 use lockstep_host::Devices;
-use lockstep_infer::feed;
+use lockstep_infer::{feed, state};
 use lockstep_ir::graph::State;
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::{Role, Tensor};
-use lockstep_ir::{Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
+use lockstep_ir::{DType, Layout, MeshAxis, StepProgram, StepScalars, ValueId, counter};
 use lockstep_model::names;
 use lockstep_plan::{Plan, PlanError, plan_with};
 use numbers::{Spare, Stored, disturbed};
@@ -285,6 +285,7 @@ impl<'a> Run<'a> {
             self.replay(replayed, m, m * self.positions)?;
         }
         let scalars = step_scalars(config, step as u64, step as u64, self.plan.tokens_per_step);
+        self.session.round_as_in(step as u64)?;
         let result = self.session.run_step(StepScalars { lr: config.optimizer.lr as f32, ..scalars })?;
         let gradients = self.gradients(spare)?;
         let after = self.states(is_kept, spare)?;
@@ -335,7 +336,14 @@ impl<'a> Run<'a> {
             let text = format!("one rank has {} states, a layout of the same model {known}", states.len());
             return Err(ExecError::Internal(text).into());
         }
-        states.iter().try_for_each(|state| Ok(self.session.executor().write(&state.name, 0, &state.bytes)?))
+        let types: BTreeMap<String, DType> =
+            self.session.tensors().iter().map(|t| (t.name.clone(), t.whole.dtype)).collect();
+        states.iter().try_for_each(|state| {
+            // Where rows are cut through their blocks, a layout keeps a moment in another type.
+            let other = types.get(&state.name).filter(|dtype| **dtype != state.dtype);
+            let bytes = other.map(|to| state::converted(&state.bytes, state.dtype, *to));
+            Ok(self.session.executor().write(&state.name, 0, bytes.as_ref().unwrap_or(&state.bytes))?)
+        })
     }
 
     /// The gradient of every parameter: the sum over its uses lives in the accumulator of the first.

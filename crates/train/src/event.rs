@@ -7,6 +7,7 @@ use lockstep_config::Change;
 use lockstep_exec::Note;
 use lockstep_host::Peak;
 use lockstep_infer::TaskScores;
+use lockstep_infer::state::Converted;
 use lockstep_plan::Plan;
 use lockstep_rundir::{Changed, Overruled};
 use std::collections::BTreeMap;
@@ -77,6 +78,8 @@ pub enum Event<'a> {
     Overruled(&'a Overruled),
     /// The policy of precision is that of the weights that a new run begins with.
     PrecisionInherited(&'a str),
+    /// Tensors of the checkpoint are kept in another type from here on.
+    Converted(&'a Converted),
     /// What the executor says of the program that it has loaded.
     Note(&'a Note),
     /// A new run has the weights that the config names.

@@ -20,7 +20,7 @@ use lockstep_infer::state::{self, Weights};
 use lockstep_infer::{InferError, Request};
 use lockstep_ir::graph::Fp8Class;
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Axes, StepLimits, StepProgram, StepScalars};
+use lockstep_ir::{Axes, StepLimits, StepProgram, StepRounding, StepScalars};
 use lockstep_plan::Plan;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -43,6 +43,9 @@ pub struct Session {
     fixed_point: bool,
     /// Whether updates are skipped beyond limits.
     limits: bool,
+    /// Whether updates round by random bits, which are those of the run's seed.
+    rounds: bool,
+    seed: u64,
     feed: Feed,
     /// What is read of a step, each with its micro-batches, in the order in which `result` asks for it.
     results: Vec<(String, usize)>,
@@ -151,6 +154,8 @@ impl Session {
             loads: tensors.iter().any(|tensor| tensor.name == LOADS),
             rounded: tensors.iter().filter_map(fp8_class).collect(),
             limits: config.spikes.skip,
+            rounds: tensors.iter().any(|tensor| tensor.name == StepRounding::NAME),
+            seed: config.train.seed,
             fixed_point: config.train.reproducible && config.precision.loss_scale.is_none(),
             feed: Feed::new(
                 &tensors,
@@ -178,6 +183,7 @@ impl Session {
         session.results =
             [(session.feed.loss().to_owned(), session.micro_batches)].into_iter().chain(once).chain(beyond).collect();
         session.limit(StepLimits::NONE)?;
+        session.round_as_in(0)?;
         Ok(session)
     }
 
@@ -187,6 +193,15 @@ impl Session {
             return Ok(());
         }
         Ok(self.executor.write(StepLimits::NAME, 0, limits.to_array().map(f32::to_le_bytes).as_flattened())?)
+    }
+
+    /// Which step the random bits are of by which the steps that are queued from here on round; nothing where none do.
+    pub fn round_as_in(&mut self, step: u64) -> Result<()> {
+        if !self.rounds {
+            return Ok(());
+        }
+        let key = StepRounding::new(self.seed, step).to_array();
+        Ok(self.executor.write(StepRounding::NAME, 0, key.map(u32::to_le_bytes).as_flattened())?)
     }
 
     /// Has a thread read the samples of `data` that steps will ask for, from `first` on, a step ahead: the next step's are read while

@@ -56,7 +56,7 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
-const WAYS: [(&str, Of, &str); 61] = [
+const WAYS: [(&str, Of, &str); 62] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
@@ -89,6 +89,11 @@ const WAYS: [(&str, Of, &str); 61] = [
         "fp8-dp2-zero3-pp2-zb-v",
         Of::Llama,
         "micro_batch = 1\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n[parallel]\ndp = 2\nzero = 3\npp = 2\nschedule = \"zb-v\"",
+    ),
+    (
+        "state-bf16-dp2-zero1-tp2",
+        Of::Llama,
+        "micro_batch = 2\n[precision]\npolicy = \"bf16\"\nmoments = \"bf16\"\nmaster = \"bf16\"\n[parallel]\ndp = 2\nzero = 1\ntp = 2",
     ),
     ("noise-scale", Of::Llama, "micro_batch = 2\nnoise_scale = true"),
     ("ramp", Of::Llama, "micro_batch = 2\nbatch_ramp = [{ tokens = 256, global_batch = 16 }]"),

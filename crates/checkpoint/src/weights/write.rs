@@ -126,7 +126,7 @@ impl<'a> Shard<'a> {
             let bytes = bytes_of(copy, dtype).ok_or_else(|| format!("tensor `{}` is too large", copy.to))?;
             end = start.checked_add(bytes).ok_or("the tensors are too large together")?;
             let data_offsets = (start as usize, end as usize);
-            let info = TensorInfo { dtype: tensor_file::file_dtype(dtype), shape: copy.shape.clone(), data_offsets };
+            let info = TensorInfo { dtype: tensor_file::file_dtype(dtype).0, shape: copy.shape.clone(), data_offsets };
             infos.push((copy.to.clone(), info));
         }
         Ok(Shard { front: tensor_file::front(metadata, infos)?, copies, dtype, payload: end })

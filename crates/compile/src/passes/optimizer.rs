@@ -2,12 +2,12 @@
 
 use super::totals::{self, sum_over};
 use super::{loads, zero};
-use crate::settings::{Context, ParameterGroup};
+use crate::settings::{Context, Moments, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{
-    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepScalars, TensorType, TypeError,
-    ValueId,
+    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepRounding, StepScalars, TensorType,
+    TypeError, ValueId, dynamic8,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -422,23 +422,28 @@ fn update(
     let over = zero::shards_of(g, context, w, 1);
     let sharded = !over.is_empty();
     let sharding = g.get(w).sharding.with(over, Placement::Flat);
-    let state = |g: &mut Graph, name: String, state: State| {
-        let id = g.state(name, ty.clone(), state);
+    let state = |g: &mut Graph, name: String, ty: TensorType, state: State| {
+        let id = g.state(name, ty, state);
         g.values[id.0].sharding = sharding;
         id
     };
-    let moment = |g: &mut Graph, which| state(g, format!("{which}.{name}"), State::Moment { of: w, which });
     let rule = context.optimizer.rule.of(&ty);
+    let Kept { moments: kept, own_master } = Kept::of(g, context, w, sharding);
+    let moment = |g: &mut Graph, which| {
+        let ty = moment_type(&ty, which, kept);
+        state(g, format!("{which}.{name}"), ty, State::Moment { of: w, which })
+    };
     let moments: Vec<ValueId> = rule.moments().iter().map(|which| moment(g, which)).collect();
+    let key = (own_master || kept != Moments::F32).then(|| rounding(g));
     // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
-    let rounded = g.ty(w).dtype != DType::F32;
+    let rounded = g.ty(w).dtype != DType::F32 && !own_master;
     let whole_here = g.get(w).sharding.axes(Placement::Flat).is_empty();
     let master = match (rounded, sharded && whole_here) {
-        (true, _) => state(g, format!("master.{name}"), State::Master { of: w }),
+        (true, _) => state(g, format!("master.{name}"), ty.clone(), State::Master { of: w }),
         (false, true) => g.relay(Op::Shard { over }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };
-    let (op, reads) = match rule {
+    let (op, mut reads) = match rule {
         Rule::AdamW(AdamW { beta1, beta2, eps }) => {
             let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
             (op, vec![master, t.gradient, moments[0], moments[1], scalars, stats])
@@ -450,10 +455,12 @@ fn update(
             (Op::Sgd { momentum, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
         }
         Rule::Muon { momentum, .. } => {
-            let direction = direction(g, momentum, t.gradient, moments[0], stats, sharding)?;
+            let moved = [t.gradient, moments[0], stats].into_iter().chain(key).collect::<Vec<_>>();
+            let direction = direction(g, momentum, &moved, sharding)?;
             (Op::Descend { decay, lr_scale }, vec![master, direction, scalars, stats])
         }
     };
+    reads.extend(key);
     let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
     new.iter().for_each(|v| g.values[v.0].sharding = sharding);
     // Weights first, then the moments that the op itself updates, then the rounded copy.
@@ -475,23 +482,84 @@ fn update(
     Ok(None)
 }
 
+/// What is kept of a parameter in fewer bits.
+struct Kept {
+    moments: Moments,
+    own_master: bool,
+}
+
+impl Kept {
+    /// Matrices between features count, of any size that is worth it. Tables that are looked up in do not: a row of theirs may be still for
+    /// many steps, and what its neighbours do would be all that its block knows of.
+    fn of(g: &Graph, context: &Context, w: ValueId, sharding: Sharding) -> Self {
+        /// Fewer elements save nothing.
+        const LEAST: usize = 4096;
+        let ty = g.ty(w);
+        let exact = matches!(&g.get(w).source, Source::State(State::Parameter(p)) if p.exact);
+        let positions = ty.dims.iter().flat_map(|d| &d.sections).any(|s| s.axis == Axis::Seq);
+        if exact || positions || is_looked_up(g, w) || ty.dims.len() < 2 || ty.elements() < LEAST {
+            return Self { moments: Moments::F32, own_master: false };
+        }
+        let own_master = context.precision.own_master && ty.dtype == DType::BF16;
+        // A rank's part of a row is whole blocks too, and its range of all.
+        let local = |sharding: Sharding| sharding.local(ty, &context.layout.mesh);
+        let range = local(sharding).elements();
+        let whole = dynamic8::blocks(ty, DType::Signed8).is_some()
+            && dynamic8::blocks(&local(sharding.uncut()), DType::Signed8).is_some()
+            && range.is_multiple_of(dynamic8::BLOCK);
+        let moments = match context.precision.moments {
+            Moments::Blocks if !whole => Moments::Bf16,
+            moments => moments,
+        };
+        Self { moments, own_master }
+    }
+}
+
+/// Whether rows of a parameter are looked up, maybe after ranks have gathered it.
+fn is_looked_up(g: &Graph, w: ValueId) -> bool {
+    let tables = g.nodes.iter().filter(|n| n.op == Op::Embedding).map(|n| n.inputs[1]);
+    tables.into_iter().any(|mut table| {
+        while table != w {
+            let made = g.nodes.iter().filter(|n| n.op.communicates());
+            let from =
+                made.filter_map(|n| n.outputs.iter().position(|v| *v == Some(table)).map(|at| n.inputs[at])).next();
+            match from {
+                Some(from) => table = from,
+                None => return false,
+            }
+        }
+        true
+    })
+}
+
+/// The type of a moment of a parameter, which has this type in f32.
+fn moment_type(ty: &TensorType, which: &str, kept: Moments) -> TensorType {
+    let of = |dtype| TensorType::new(dtype, ty.dims.clone());
+    match (kept, which) {
+        (Moments::F32, _) => of(DType::F32),
+        (Moments::Bf16, _) => of(DType::BF16),
+        (Moments::Blocks, "v") => dynamic8::blocks(ty, DType::Unsigned8).unwrap_or(of(DType::BF16)),
+        (Moments::Blocks, _) => dynamic8::blocks(ty, DType::Signed8).unwrap_or(of(DType::BF16)),
+    }
+}
+
+/// The key of a step's random bits, which a graph has once.
+fn rounding(g: &mut Graph) -> ValueId {
+    let known = g.values.iter().position(|v| v.name == StepRounding::NAME).map(ValueId);
+    known.unwrap_or_else(|| g.state(StepRounding::NAME, StepRounding::ty(), State::Scalars))
+}
+
 /// Whether Muon's rule is for a parameter of this type: a matrix between features, and no table that is looked up in.
 fn is_matrix(ty: &TensorType) -> bool {
     let features = |axis: Axis| !matches!(axis, Axis::Vocab | Axis::Seq);
     ty.dims.len() == 2 && ty.dims.iter().flat_map(|d| &d.sections).all(|s| features(s.axis))
 }
 
-/// The orthogonalised momentum. Where ranks hold ranges or parts of it, each gathers the whole matrix, works on it, and keeps its own.
-fn direction(
-    g: &mut Graph,
-    momentum: f32,
-    gradient: ValueId,
-    moment: ValueId,
-    stats: ValueId,
-    sharding: Sharding,
-) -> Result<ValueId, TypeError> {
+/// The orthogonalised momentum, from what [`Op::Momentum`] reads. Where ranks hold ranges or parts of it, each gathers the whole matrix, works on it, and keeps its own.
+fn direction(g: &mut Graph, momentum: f32, reads: &[ValueId], sharding: Sharding) -> Result<ValueId, TypeError> {
+    let moment = reads[1];
     let name = format!("{}.update", g.get(moment).name);
-    let moved = g.node(Op::Momentum { momentum }, &[gradient, moment, stats], &name, Phase::Update, None)?;
+    let moved = g.node(Op::Momentum { momentum }, reads, &name, Phase::Update, None)?;
     moved.iter().for_each(|v| g.values[v.0].sharding = sharding);
     g.values[moved[0].0].name = format!("{}.next", g.get(moment).name);
     g.values[moved[1].0].name = name.clone();

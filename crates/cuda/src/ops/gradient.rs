@@ -67,11 +67,11 @@ pub unsafe fn square_sum(call: Call, sharers: usize, tail: usize) -> Result<(), 
             many.push(at.elements.div_ceil(CHUNK), [call.input(i), at.elements as u64, tail as u64]);
             if many.is_full() {
                 // SAFETY: address, elements and tail, as the kernel's struct has them.
-                unsafe { many.launch(call, &name, args)? };
+                unsafe { many.launch(call, ("optimizer", &name), args)? };
             }
         }
         // SAFETY: as above.
-        unsafe { many.launch(call, &name, args)? };
+        unsafe { many.launch(call, ("optimizer", &name), args)? };
     }
     // SAFETY: the scratch has the limbs and a mark, the output the limbs.
     unsafe { call.plain(("optimizer", "square_sum_end"), [1, 1, 1], 1, args![totals, out]) }

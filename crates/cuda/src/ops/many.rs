@@ -4,17 +4,14 @@ use crate::CudaError;
 use crate::call::{Call, THREADS};
 use crate::kernels::{Block, Value};
 
-/// Tensors of one launch.
-const MOST_TENSORS: usize = 64;
-
-/// The first parameter of kernels that take several tensors: how many, the first block of each, and `WORDS` words of each.
-pub struct Many<const WORDS: usize> {
+/// The first parameter of kernels that take several tensors, at most `MOST`: how many, the first block of each, and `WORDS` words of each.
+pub struct Many<const WORDS: usize, const MOST: usize = 64> {
     blocks: usize,
     first: Vec<u32>,
     entries: Vec<[u64; WORDS]>,
 }
 
-impl<const WORDS: usize> Many<WORDS> {
+impl<const WORDS: usize, const MOST: usize> Many<WORDS, MOST> {
     pub fn new() -> Self {
         Self { blocks: 0, first: Vec::new(), entries: Vec::new() }
     }
@@ -26,30 +23,33 @@ impl<const WORDS: usize> Many<WORDS> {
     }
 
     pub fn is_full(&self) -> bool {
-        self.entries.len() == MOST_TENSORS
+        self.entries.len() == MOST
     }
 
-    /// As the kernels' struct: a count, then `MOST_TENSORS` numbers of 32 bits, padding, then the entries.
+    /// As the kernels' struct: a count, then `MOST` numbers of 32 bits, padding, then the entries.
     fn words(&self) -> Vec<u64> {
-        let mut numbers = vec![0u32; (1 + MOST_TENSORS).next_multiple_of(2)];
+        let mut numbers = vec![0u32; (1 + MOST).next_multiple_of(2)];
         numbers[0] = self.entries.len() as u32;
         numbers[1..].iter_mut().zip(&self.first).for_each(|(to, first)| *to = *first);
         let pairs = numbers.as_chunks::<2>().0.iter().map(|[low, high]| u64::from(*low) | u64::from(*high) << 32);
         let mut words: Vec<u64> = pairs.chain(self.entries.iter().flatten().copied()).collect();
-        words.resize(numbers.len() / 2 + MOST_TENSORS * WORDS, 0);
+        words.resize(numbers.len() / 2 + MOST * WORDS, 0);
         words
     }
 
-    /// Queues a kernel of `optimizer.cu` for them.
+    /// Queues a kernel for them, where there are any.
     ///
     /// # Safety
     /// The entries are those of the kernel's struct.
-    pub unsafe fn launch(&mut self, call: Call, name: &str, args: &[Value]) -> Result<(), CudaError> {
+    pub unsafe fn launch(&mut self, call: Call, kernel: (&str, &str), args: &[Value]) -> Result<(), CudaError> {
+        if self.entries.is_empty() {
+            return Ok(());
+        }
         let grid = [self.blocks, 1, 1];
         // SAFETY: the caller vouches.
         unsafe {
             let block = Block { threads: THREADS, shared: 0 };
-            call.on().launch_with(("optimizer", name), grid, block, Some(&self.words()), args)?;
+            call.on().launch_with(kernel, grid, block, Some(&self.words()), args)?;
         }
         *self = Self::new();
         Ok(())

@@ -12,6 +12,7 @@ mod gradient;
 mod grouped;
 mod head;
 mod heads;
+mod kept;
 mod launch;
 mod linear;
 mod many;

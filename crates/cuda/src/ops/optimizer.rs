@@ -1,5 +1,6 @@
 //! Update rules of optimizers.
 
+use super::kept;
 use super::launch::{Launches, launches};
 use super::many::Many;
 use super::orthogonal::orthogonalise;
@@ -12,11 +13,23 @@ use lockstep_ir::{DType, Op};
 pub fn launches() -> Launches {
     launches! { call:
         AdamW { .. } => adamw_many(&[call]),
-        Lion { beta1, beta2, decay, lr_scale } => by_moment(call, "lion", [beta1, beta2, decay, lr_scale]),
-        Sgd { momentum, decay, lr_scale } => by_moment(call, "sgd", [momentum, 0.0, decay, lr_scale]),
-        Momentum { momentum: beta } => momentum(call, beta),
+        Lion { beta1, beta2, decay, lr_scale } => match call.bound.rounding {
+            Some(_) => kept::update(&[call], kept::Rule::Lion { beta1, beta2 }),
+            None => by_moment(call, "lion", [beta1, beta2, decay, lr_scale]),
+        },
+        Sgd { momentum, decay, lr_scale } => match call.bound.rounding {
+            Some(_) => kept::update(&[call], kept::Rule::Sgd { momentum }),
+            None => by_moment(call, "sgd", [momentum, 0.0, decay, lr_scale]),
+        },
+        Momentum { momentum: beta } => match call.bound.rounding {
+            Some(_) => kept::update(&[call], kept::Rule::Momentum { momentum: beta }),
+            None => momentum(call, beta),
+        },
         Orthogonalise => orthogonalise(call),
-        Descend { decay, lr_scale } => descend(call, decay, lr_scale),
+        Descend { decay, lr_scale } => match call.bound.rounding {
+            Some(_) => kept::update(&[call], kept::Rule::Descend),
+            None => descend(call, decay, lr_scale),
+        },
     }
 }
 
@@ -34,10 +47,13 @@ fn each(n: usize) -> [usize; 3] {
 pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
     let Some(first) = calls.first() else { return Ok(()) };
     let Op::AdamW { beta1, beta2, eps, .. } = first.bound.op else { return Ok(()) };
-    let name = format!("adamw_{}_{}", suffix(first.bound.inputs[1].dtype), rounded(calls, 3));
+    let (kept, calls): (Vec<Call>, Vec<Call>) = calls.iter().partition(|call| call.bound.rounding.is_some());
+    // SAFETY: the caller vouches.
+    unsafe { kept::update(&kept, kept::Rule::AdamW { beta1, beta2, eps })? };
+    let name = format!("adamw_{}_{}", suffix(first.bound.inputs[1].dtype), rounded(&calls, 3));
     let args = args![first.input(4), first.input(5), beta1, beta2, eps];
     let mut many = Many::<7>::new();
-    for call in calls {
+    for call in &calls {
         let (Some(w), Some(m), Some(v)) = (call.output(0), call.output(1), call.output(2)) else { continue };
         let Op::AdamW { decay, lr_scale, .. } = call.bound.op else { continue };
         let n = call.bound.inputs[0].elements;
@@ -46,11 +62,11 @@ pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
         many.push(n.div_ceil(4 * THREADS), entry);
         if many.is_full() {
             // SAFETY: as the kernel's struct has them; the operands have as many elements.
-            unsafe { many.launch(*first, &name, args)? };
+            unsafe { many.launch(*first, ("optimizer", &name), args)? };
         }
     }
     // SAFETY: as above.
-    unsafe { many.launch(*first, &name, args) }
+    unsafe { many.launch(*first, ("optimizer", &name), args) }
 }
 
 /// Lion or SGD: a rule with one moment.

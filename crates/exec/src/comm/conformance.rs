@@ -377,6 +377,7 @@ fn values(dtype: DType, key: u64, range: Range<usize>, any_order: bool) -> Vec<u
             DType::F64 => bytes.extend(number((1u128 << 80) as f64).to_le_bytes()),
             DType::Fixed64 => bytes.extend((bits as i64 >> 2).to_le_bytes()),
             DType::U32 => bytes.extend((bits as u32).to_le_bytes()),
+            DType::Signed8 | DType::Unsigned8 => unreachable!("moments stay where they are"),
         }
     }
     bytes
@@ -413,7 +414,7 @@ fn sum(dtype: DType, terms: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
             let widen = |bytes| f16::to_f32(u16::from_le_bytes(bytes));
             fold(terms, widen, |a, b| a + b, |sum| f16::from_f32(sum).to_le_bytes())
         }
-        DType::E4M3 | DType::E5M2 | DType::U32 => Vec::new(),
+        DType::E4M3 | DType::E5M2 | DType::Signed8 | DType::Unsigned8 | DType::U32 => Vec::new(),
     }
 }
 

@@ -23,25 +23,24 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
     for (i, (ty, how)) in order.chain(inputs.iter().enumerate().filter(|(_, (_, how))| made(how))) {
         let key = counter::key(seed, &format!("{}/{i}", op.name()));
         let normal = |j: usize| f64::from(counter::normal(key, j as u64));
+        let count = ty.elements() * ty.dtype.numbers();
         let data = match how {
-            Draw::Normal => (0..ty.elements()).map(normal).collect(),
-            Draw::Quarter => (0..ty.elements()).map(|j| 0.25 * normal(j)).collect(),
-            Draw::Scaled(by) => (0..ty.elements()).map(|j| by * normal(j)).collect(),
+            Draw::Normal => (0..count).map(normal).collect(),
+            Draw::Quarter => (0..count).map(|j| 0.25 * normal(j)).collect(),
+            Draw::Scaled(by) => (0..count).map(|j| by * normal(j)).collect(),
             Draw::Growing => {
-                let each = ty.elements() / ty.dims[0].size();
-                (0..ty.elements()).map(|j| 32f64.powi((j / each) as i32) * normal(j)).collect()
+                let each = count / ty.dims[0].size();
+                (0..count).map(|j| 32f64.powi((j / each) as i32) * normal(j)).collect()
             }
-            Draw::Positive => (0..ty.elements()).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
-            Draw::Powers => {
-                (0..ty.elements()).map(|j| 2f64.powi((counter::bits(key, j as u64) % 8) as i32 - 4)).collect()
-            }
+            Draw::Positive => (0..count).map(|j| f64::from((normal(j).abs() + 0.1) as f32)).collect(),
+            Draw::Powers => (0..count).map(|j| 2f64.powi((counter::bits(key, j as u64) % 8) as i32 - 4)).collect(),
             Draw::Below(bound) => {
-                (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
+                (0..count).map(|j| (counter::bits(key, j as u64) % u64::from(*bound)) as f64).collect()
             }
             Draw::Targets(bound) => {
                 let target =
                     |bits: u64| if bits >> 62 == 0 { u64::from(IGNORED_TARGET) } else { bits % u64::from(*bound) };
-                (0..ty.elements()).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
+                (0..count).map(|j| target(counter::bits(key, j as u64)) as f64).collect()
             }
             Draw::Choices => choices(key, &drawn[..i], inputs[i - 1].0.dims[0].size()),
             // Seven steps on from one to the next: the bounds are no multiples of seven.
@@ -49,15 +48,15 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 let first = counter::bits(key, 0) % u64::from(*bound);
                 let place = |j: u64| (first + 7 * j) % u64::from(*bound);
                 let of = |j: u64| if j % 8 == 5 { u64::from(NO_ROW) } else { place(j) };
-                (0..ty.elements() as u64).map(|j| of(j) as f64).collect()
+                (0..count as u64).map(|j| of(j) as f64).collect()
             }
             Draw::Between(low, high) => {
                 let range = u64::from(high - low + 1);
-                (0..ty.elements()).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
+                (0..count).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()
             }
             Draw::Unseen => {
                 let unseen = |j: usize| counter::bits(key, j as u64).is_multiple_of(3);
-                (0..ty.elements()).map(|j| if unseen(j) { f64::NEG_INFINITY } else { normal(j) }).collect()
+                (0..count).map(|j| if unseen(j) { f64::NEG_INFINITY } else { normal(j) }).collect()
             }
             Draw::Starts { stray } => starts(ty, key, *stray),
             Draw::Scalars => {
@@ -88,6 +87,13 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 known.outputs[*output].clone()
             }
         };
+        let mut data: Vec<f64> = data;
+        if ty.dtype.is_block() {
+            // A block whose largest number is negative would be another when it is rounded again.
+            for block in data.chunks_mut(ty.dtype.numbers()) {
+                block[0] = block.iter().fold(0.0, |most, x| most.max(x.abs()));
+            }
+        }
         // What the device will hold, so that both sides start from the same numbers.
         drawn[i] = decode(ty.dtype, &encode(ty.dtype, &data));
     }

@@ -1,6 +1,7 @@
 //! Programs of one instruction, and numbers as devices hold them.
 
 use super::{Part, Way};
+use lockstep_ir::dynamic8::Table;
 use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{
     Arg, Buffer, BufferId, Class, Entry, Instr, Lifetime, Offsets, Region, Role, Segment, Slot, StepProgram, Stream,
@@ -122,6 +123,9 @@ pub(super) fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
         DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
         DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
+        DType::Signed8 | DType::Unsigned8 => {
+            blocks(dtype, |table| table.round(&data.iter().map(|x| *x as f32).collect::<Vec<_>>()))
+        }
     }
 }
 
@@ -137,5 +141,13 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         DType::Fixed64 => {
             bytes.as_chunks().0.iter().map(|b| f64::from(fixed::to_f32(i64::from_le_bytes(*b)))).collect()
         }
+        DType::Signed8 | DType::Unsigned8 => {
+            blocks(dtype, |table| table.expand(bytes).into_iter().map(f64::from).collect())
+        }
     }
+}
+
+/// What the table of a type of blocks makes.
+fn blocks<T>(dtype: DType, make: impl Fn(&Table) -> Vec<T>) -> Vec<T> {
+    Table::of(dtype).map_or(Vec::new(), make)
 }

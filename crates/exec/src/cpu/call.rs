@@ -3,7 +3,7 @@
 use super::float::{Bf16, Float};
 use super::pool::Pool;
 use super::simd::Simd;
-pub use crate::bound::{At, Bound, VocabPart};
+pub use crate::bound::{At, Block, Bound, VocabPart};
 use lockstep_ir::program::Slot;
 use lockstep_ir::{DType, Op, OpKind, Span, StepScalars, fixed};
 

@@ -16,6 +16,7 @@ mod gradient;
 mod head;
 mod head_norm;
 mod heads;
+mod kept;
 mod linear;
 mod loss;
 mod norm;

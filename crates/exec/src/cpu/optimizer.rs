@@ -1,8 +1,9 @@
-//! Update rules of optimizers. All work in f32, in place, and round a copy of the new weights where asked for.
+//! Update rules of optimizers. All compute in f32, in place, whatever weights and moments are kept in (`kept.rs`), and round a copy of the new
+//! weights where asked for.
 
 use super::call::{At, Call, Kernel, Kernels, Ptr};
 use super::float::{Bf16, F16};
-use super::gradient::read;
+use super::kept::{GRAIN, Grad, Range, update};
 use super::orthogonal::orthogonalise;
 use super::simd::vectorised;
 use crate::by_kind;
@@ -38,22 +39,20 @@ struct AdamW {
 /// One AdamW step.
 pub fn adamw(call: Call, [beta1, beta2, eps]: [f32; 3], decay: f32, lr_scale: f32) {
     let (scalars, factor) = (call.scalars(4), factor(call, 5));
-    let (Some(w), Some(m), Some(v)) = (call.output::<f32>(0), call.output::<f32>(1), call.output::<f32>(2)) else {
+    if factor.is_nan() {
         return;
-    };
-    let (w, m, v) = (Ptr(w), Ptr(m), Ptr(v));
+    }
     let lr = scalars.lr * lr_scale;
     let (keep, rate, root) = (1.0 - lr * decay, lr / scalars.bias1, 1.0 / scalars.bias2.sqrt());
     let step = AdamW { factor, beta1, beta2, eps, keep, rate, root };
-    // SAFETY: `blocks` gives ranges of the operands, each once.
-    blocks(call, 1, factor, |grad, from, n| unsafe {
-        let (w, m, v) = (w.at(from), m.at(from), v.at(from));
+    // SAFETY: `update` gives ranges of the operands, each once.
+    update(call, 1, [0, 1, 2], |grad, [w, m, v], Range { n, .. }| unsafe {
         match grad {
             Grad::F32(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
             Grad::Bf16(grad) => adamw_range(call.simd, grad, w, m, v, n, step),
         }
     });
-    copy(call, 3, factor);
+    copy(call, 3);
 }
 
 vectorised! {
@@ -94,12 +93,12 @@ pub fn sgd(call: Call, momentum: f32, decay: f32, lr_scale: f32) {
 
 fn by_moment(call: Call, mix: f32, beta: f32, decay: f32, lr_scale: f32, signs: bool) {
     let (lr, factor) = (call.scalars(3).lr * lr_scale, factor(call, 4));
-    let (Some(w), Some(m)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
-    let (w, m) = (Ptr(w), Ptr(m));
+    if factor.is_nan() {
+        return;
+    }
     let step = ByMoment { factor, mix, beta, keep: 1.0 - lr * decay, lr };
-    // SAFETY: `blocks` gives ranges of the operands, each once.
-    blocks(call, 1, factor, |grad, from, n| unsafe {
-        let (w, m) = (w.at(from), m.at(from));
+    // SAFETY: `update` gives ranges of the operands, each once.
+    update(call, 1, [0, 1], |grad, [w, m], Range { n, .. }| unsafe {
         match (grad, signs) {
             (Grad::F32(grad), true) => lion_range(call.simd, grad, w, m, n, step),
             (Grad::Bf16(grad), true) => lion_range(call.simd, grad, w, m, n, step),
@@ -107,7 +106,7 @@ fn by_moment(call: Call, mix: f32, beta: f32, decay: f32, lr_scale: f32, signs: 
             (Grad::Bf16(grad), false) => sgd_range(call.simd, grad, w, m, n, step),
         }
     });
-    copy(call, 2, factor);
+    copy(call, 2);
 }
 
 vectorised! {
@@ -140,19 +139,18 @@ vectorised! {
 pub fn momentum(call: Call, beta: f32) {
     let factor = factor(call, 2);
     let At { elements, .. } = call.bound.inputs[0];
-    let (Some(m), Some(update)) = (call.output::<f32>(0), call.output::<f32>(1)) else { return };
-    let (m, update) = (Ptr(m), Ptr(update));
+    let Some(ahead) = call.output::<f32>(1) else { return };
+    let ahead = Ptr(ahead);
     if factor.is_nan() {
         // SAFETY: ranges of the output, each once.
-        call.rows(elements, |from, to| unsafe { update.slice(from, to - from).fill(0.0) });
+        call.rows(elements, |from, to| unsafe { ahead.slice(from, to - from).fill(0.0) });
         return;
     }
-    // SAFETY: `blocks` gives ranges of the operands, each once.
-    blocks(call, 0, factor, |grad, from, n| unsafe {
-        let (m, update) = (m.at(from), update.at(from));
+    // SAFETY: `update` gives ranges of the operands, each once.
+    update(call, 0, [0], |grad, [m], Range { from, n }| unsafe {
         match grad {
-            Grad::F32(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
-            Grad::Bf16(grad) => momentum_range(call.simd, grad, m, update, n, factor, beta),
+            Grad::F32(grad) => momentum_range(call.simd, grad, m, ahead.at(from), n, factor, beta),
+            Grad::Bf16(grad) => momentum_range(call.simd, grad, m, ahead.at(from), n, factor, beta),
         }
     });
 }
@@ -173,17 +171,17 @@ vectorised! {
 /// w = w − lr · (decay · w + update).
 pub fn descend(call: Call, decay: f32, lr_scale: f32) {
     let (lr, factor) = (call.scalars(2).lr * lr_scale, factor(call, 3));
-    let At { elements, .. } = call.bound.inputs[0];
-    let (update, Some(w)) = (Ptr(call.input::<f32>(1)), call.output::<f32>(0)) else { return };
     if factor.is_nan() {
         return;
     }
-    let w = Ptr(w);
-    // SAFETY: ranges of the operands, each once.
-    call.ranges(elements, GRAIN, |from, to| unsafe {
-        descend_range(call.simd, update.at(from), w.at(from), to - from, 1.0 - lr * decay, lr);
+    // SAFETY: `update` gives ranges of the operands, each once.
+    update(call, 1, [0], |direction, [w], Range { n, .. }| unsafe {
+        match direction {
+            Grad::F32(direction) => descend_range(call.simd, direction, w, n, 1.0 - lr * decay, lr),
+            Grad::Bf16(direction) => descend_range(call.simd, direction, w, n, 1.0 - lr * decay, lr),
+        }
     });
-    copy(call, 1, factor);
+    copy(call, 1);
 }
 
 vectorised! {
@@ -200,51 +198,13 @@ fn factor(call: Call, stats: usize) -> f32 {
     unsafe { *call.input::<f32>(stats).add(1) }
 }
 
-/// Elements of a task.
-const GRAIN: usize = 1 << 14;
-
-/// Gradients as their sums hold them; those of fixed-point sums are read into a block first.
-enum Grad {
-    F32(*const f32),
-    Bf16(*const Bf16),
-}
-
-/// Calls `f(gradients, first, count)` for ranges that cover all elements, on all threads; not at all where the factor is NaN.
-fn blocks(call: Call, input: usize, factor: f32, f: impl Fn(Grad, usize, usize) + Sync) {
-    if factor.is_nan() {
-        return;
-    }
-    let At { elements, dtype, .. } = call.bound.inputs[input];
-    let grad = Ptr(call.input::<u8>(input));
-    call.ranges(elements, GRAIN, |from, to| {
-        match dtype {
-            // SAFETY: from .. to lies in the gradient.
-            DType::F32 => f(Grad::F32(unsafe { grad.get().cast::<f32>().add(from) }), from, to - from),
-            // SAFETY: the same.
-            DType::BF16 => f(Grad::Bf16(unsafe { grad.get().cast::<Bf16>().add(from) }), from, to - from),
-            _ => {
-                const WIDTH: usize = 256;
-                let mut block = [0.0f32; WIDTH];
-                for start in (from..to).step_by(WIDTH) {
-                    let n = WIDTH.min(to - start);
-                    (0..n).for_each(|i| block[i] = read(dtype, grad, start + i));
-                    f(Grad::F32(block.as_ptr()), start, n);
-                }
-            }
-        }
-    });
-}
-
 /// Rounds the new weights, output 0, to output `to` where it is used.
-fn copy(call: Call, to: usize, factor: f32) {
+fn copy(call: Call, to: usize) {
     let At { elements, .. } = call.bound.inputs[0];
     let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])
     else {
         return;
     };
-    if factor.is_nan() {
-        return;
-    }
     let (w, copy) = (Ptr(w.cast_const()), Ptr(copy));
     // SAFETY: ranges of the operands, each once; both types are as large as their bits.
     call.ranges(elements, GRAIN, |from, to| unsafe {

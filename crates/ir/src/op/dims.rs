@@ -11,6 +11,8 @@ pub const BATCH: &str = "batch";
 pub const SEQ: &str = "seq";
 /// Rows of a chunk or of blocks, each of a token, in every row that has them.
 pub const ROWS: &str = "rows";
+/// The operand with a step's key of random bits, in every row that rounds by them ([`StepRounding`](crate::StepRounding)).
+pub const ROUNDING: &str = "rounding";
 
 /// The names in an operand's dimensions, in a group that is split together or in a product.
 pub fn names(dims: &'static str) -> impl Iterator<Item = &'static str> + Clone {

@@ -40,7 +40,7 @@ mod tests;
 pub use collective::Transfer;
 pub use context::Ring;
 pub use cost::{Call, Cost, Matmuls};
-pub use dims::{ANY, BATCH, Dims, LEADING, ROWS, SEQ, names};
+pub use dims::{ANY, BATCH, Dims, LEADING, ROUNDING, ROWS, SEQ, names};
 pub use dispatch::{Blocks, NO_ROW};
 pub use experts::{Routing, Score};
 pub use fine::{BLOCK, Fine};
@@ -156,12 +156,17 @@ impl Op {
             return Ok(inputs.iter().map(|ty| (*ty).clone()).collect());
         }
         let output = |o: &Operand| {
+            if matches!(o.elem, Elem::Weight | Elem::Moment) {
+                let changed = spec.inputs.iter().position(|input| input.name == o.name);
+                let changed = changed.and_then(|input| inputs.get(input)).map(|ty| (*ty).clone());
+                return changed.ok_or_else(|| self.refuse(format!("has no input `{}` to change", o.name)));
+            }
             let elem = match o.elem {
                 Elem::Is(dtype) => dtype,
                 Elem::Float(var) => dims.float(var),
                 Elem::Rounded => DType::BF16,
                 Elem::Fp8 => dims.float(TypeVar::U),
-                Elem::Accumulator | Elem::Any => match inputs.first() {
+                Elem::Accumulator | Elem::Weight | Elem::Moment | Elem::Any => match inputs.first() {
                     // Nothing is summed in f16 or fp8.
                     Some(input) if o.elem == Elem::Accumulator && !input.dtype.accumulates() => DType::F32,
                     Some(input) => input.dtype,
@@ -202,6 +207,8 @@ impl Op {
                 Elem::Rounded => ty.dtype.is_rounded(),
                 Elem::Fp8 => ty.dtype.is_fp8(),
                 Elem::Accumulator => ty.dtype.accumulates(),
+                Elem::Weight => matches!(ty.dtype, DType::F32 | DType::BF16),
+                Elem::Moment => matches!(ty.dtype, DType::F32 | DType::BF16) || ty.dtype.is_block(),
                 Elem::Any => true,
             };
             if !ok {

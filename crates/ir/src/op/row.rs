@@ -17,6 +17,11 @@ pub enum Elem {
     Fp8,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
+    /// Weights that an update changes: `f32`, or `bf16` where they are their own master weights. As an output, of the type of the input of
+    /// its name.
+    Weight,
+    /// A moment that an update changes: `f32`, `bf16`, or blocks of 8 bits. As an output, as `Weight`.
+    Moment,
     /// Any type.
     Any,
 }
@@ -177,6 +182,14 @@ pub(super) const fn u32(name: &'static str, dims: &'static str) -> Operand {
 
 pub(super) const fn fixed(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Is(DType::Fixed64) }
+}
+
+pub(super) const fn weight(name: &'static str) -> Operand {
+    Operand { name, dims: "*", elem: Elem::Weight }
+}
+
+pub(super) const fn moment(name: &'static str) -> Operand {
+    Operand { name, dims: "*", elem: Elem::Moment }
 }
 
 pub(super) const fn any(name: &'static str) -> Operand {

@@ -3,7 +3,7 @@
 //! Every row has its samples. Tests of the table and the conformance suite of executors go over all of them.
 
 use super::{Elem, Op, OpKind};
-use crate::{Axis, DType, Dim, Section, StepScalars, TensorType};
+use crate::{Axis, DType, Dim, Section, StepRounding, StepScalars, TensorType};
 
 /// How an input is drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -69,7 +69,7 @@ impl Sample {
             let dtype = match self.op.input(i, self.inputs.len()).elem {
                 Elem::Float(_) => compute,
                 Elem::Accumulator => sums,
-                Elem::Is(_) | Elem::Rounded | Elem::Fp8 | Elem::Any => ty.dtype,
+                Elem::Is(_) | Elem::Rounded | Elem::Fp8 | Elem::Weight | Elem::Moment | Elem::Any => ty.dtype,
             };
             TensorType::new(dtype, ty.dims.clone())
         };
@@ -127,6 +127,11 @@ pub(super) fn vocab() -> Dim {
 /// The step's scalars.
 pub(super) fn scalars() -> (TensorType, Draw) {
     (StepScalars::ty(), Draw::Scalars)
+}
+
+/// The step's key of random bits.
+pub(super) fn rounding() -> (TensorType, Draw) {
+    (StepRounding::ty(), Draw::Below(u32::MAX))
 }
 
 /// Shapes of a micro-batch.

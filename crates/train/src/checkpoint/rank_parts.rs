@@ -14,9 +14,6 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of an element: checkpoints hold f32.
-const WIDTH: usize = 4;
-
 /// Lets the ranks of this process write their parts at once, straight from their arenas or devices. `tensors` are those of all
 /// stages, each once. `progress` hears the bytes written and the bytes in all, its last word being that all are.
 pub(crate) fn write(
@@ -76,6 +73,8 @@ pub(crate) struct RankPart {
     pub(crate) shape: Vec<usize>,
     /// Which of its elements these are.
     slices: Vec<Slice>,
+    /// Their type.
+    pub(crate) dtype: DType,
     /// The tensor of the program that has them.
     pub(crate) tensor: String,
     /// Where they lie in the rank's part of it, in bytes.
@@ -85,8 +84,8 @@ pub(crate) struct RankPart {
 impl RankPart {
     /// The part with its bytes.
     pub(crate) fn with<'a>(&self, data: Vec<TensorBytes<'a>>) -> PartRef<'a> {
-        let RankPart { name, shape, slices, .. } = self.clone();
-        PartRef { name, dtype: DType::F32, shape, slices, data }
+        let RankPart { name, shape, slices, dtype, .. } = self.clone();
+        PartRef { name, dtype, shape, slices, data }
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -118,8 +117,9 @@ pub(crate) fn of_rank(
             continue;
         }
         let slices = Slice::of_runs(runs.iter().map(|run| (run.whole, run.len)));
-        let pieces = joined(&runs).map(|(start, len)| start * WIDTH..(start + len) * WIDTH).collect();
-        result.push(RankPart { name, shape: part.shape, slices, tensor: tensor.name.clone(), pieces });
+        let (dtype, width) = (tensor.whole.dtype, tensor.whole.dtype.bytes());
+        let pieces = joined(&runs).map(|(start, len)| start * width..(start + len) * width).collect();
+        result.push(RankPart { name, shape: part.shape, slices, dtype, tensor: tensor.name.clone(), pieces });
     }
     result
 }

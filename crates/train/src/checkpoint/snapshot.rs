@@ -8,8 +8,8 @@ use crate::{Result, TrainError};
 use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
 use lockstep_exec::{ExecError, Executor, HostBytes, World, cpu};
 use lockstep_infer::state::GROUPS;
+use lockstep_ir::Coordinates;
 use lockstep_ir::program::Tensor;
-use lockstep_ir::{Coordinates, DType};
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -148,7 +148,7 @@ impl RankSnapshot {
     fn groups(&self, writing: &Writing) -> Vec<TensorGroup<'_>> {
         let tensor = |(part, start): &(RankPart, usize)| TensorRef {
             name: part.name.clone(),
-            dtype: DType::F32,
+            dtype: part.dtype,
             shape: part.shape.clone(),
             data: self.data(part, *start, writing),
         };

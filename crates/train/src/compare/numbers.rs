@@ -1,6 +1,7 @@
 //! Tensors as devices have them, and passes over their numbers on all cores.
 
 use lockstep_exec::cpu;
+use lockstep_ir::dynamic8::Table;
 use lockstep_ir::graph::State;
 use lockstep_ir::{DType, F8, ValueId, bf16, counter, f16, fixed};
 use std::collections::BTreeMap;
@@ -26,12 +27,13 @@ const PART: usize = 1 << 15;
 impl Stored {
     /// How many numbers it has.
     pub fn len(&self) -> usize {
-        self.bytes.len() / self.dtype.bytes()
+        self.bytes.len() / self.dtype.bytes() * self.dtype.numbers()
     }
 
-    /// The bytes of some of them.
+    /// The bytes of some of them, of whole blocks where it is in blocks.
     pub fn range(&self, range: &Range<usize>) -> &[u8] {
-        &self.bytes[range.start * self.dtype.bytes()..range.end * self.dtype.bytes()]
+        let (bytes, numbers) = (self.dtype.bytes(), self.dtype.numbers());
+        &self.bytes[range.start / numbers * bytes..range.end.div_ceil(numbers) * bytes]
     }
 
     /// Those from `first` on, as many as there is room for.
@@ -49,6 +51,10 @@ impl Stored {
             DType::F64 => convert(bytes, to, f64::from_le_bytes),
             DType::U32 => convert(bytes, to, |b| f64::from(u32::from_le_bytes(b))),
             DType::Fixed64 => convert(bytes, to, |b| f64::from(fixed::to_f32(i64::from_le_bytes(b)))),
+            DType::Signed8 | DType::Unsigned8 => {
+                let numbers = Table::of(self.dtype).map(|table| table.expand(bytes));
+                numbers.iter().flatten().zip(to).for_each(|(x, to)| *to = f64::from(*x));
+            }
         }
     }
 
@@ -82,6 +88,7 @@ impl Stored {
                 }
             }
             DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => {}
+            DType::Signed8 | DType::Unsigned8 => {}
         }
     }
 }

@@ -88,7 +88,9 @@ impl Run<'_> {
         }
         let roll_backs = with(found.as_ref().map_or(0, |loaded| loaded.step));
         match &found {
-            Some(loaded) => self.session.restore(loaded)?,
+            Some(loaded) => {
+                self.session.restore(loaded)?;
+            }
             None => {
                 self.session.restart(self.config.train.seed)?;
                 if let Some(weights) = InitialWeights::open(self.config)? {

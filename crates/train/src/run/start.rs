@@ -86,7 +86,8 @@ pub(super) fn start<'a>(
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
             return Err(InferError::DataChanged { dir: input.folder }.into());
         }
-        program.session.restore(loaded)?;
+        let converted = program.session.restore(loaded)?;
+        converted.iter().for_each(|kind| show(Event::Converted(kind)));
     }
     let step = loaded.map_or(0, |loaded| loaded.step);
     let roll_backs = spikes::read(dir.path(), loaded.map(|l| &l.state), step)?;

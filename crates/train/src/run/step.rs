@@ -77,6 +77,7 @@ impl Run<'_> {
         let start = Instant::now();
         let limits = self.status.spikes.limits(&self.config.spikes, before + 1);
         self.session.limit(limits)?;
+        self.session.round_as_in(before + 1)?;
         let (config, updates, loss_scale) = (self.config, self.status.updates, self.status.loss_scale);
         let scalars = |targets| {
             let seed = loss_scale.map_or(1.0, |scale| scale.seed(targets));

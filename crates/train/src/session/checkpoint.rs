@@ -6,15 +6,15 @@ use crate::checkpoint::rank_parts;
 use crate::checkpoint::{SaveEnd, SaveRequest, Saver};
 use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
 use lockstep_exec::ExecError;
-use lockstep_infer::state::{self, Weights};
+use lockstep_infer::state::{self, Converted, Weights};
 use lockstep_infer::{InferError, InitialWeights};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 impl Session {
-    /// Replaces parameters and moments by a checkpoint's, of whatever layout.
-    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<(), InferError> {
+    /// Replaces parameters and moments by a checkpoint's, of whatever layout, and says which are kept in another type now.
+    pub fn restore(&mut self, checkpoint: &Loaded) -> Result<Vec<Converted>, InferError> {
         state::restore(&self.tensors, self.executor.as_mut(), checkpoint)
     }
 
