@@ -21,7 +21,7 @@ macro_rules! architectures {
             Dots1 = "dots1", dots1, Features {
                 qk_norm: QkNorm::Head, experts: true, shared_experts: true, sigmoid_router: true, ..Features::LLAMA
             };
-            SmolLm3 = "smollm3", smollm3, Features { rope_layers: &[1, 1, 1, 0], ..Features::LLAMA };
+            SmolLm3 = "smollm3", smollm3, Features { rope_layers: &[1, 1, 1, 0], tied: true, ..Features::LLAMA };
             Olmo2 = "olmo2", olmo2, Features::OLMO2;
             Olmo3 = "olmo3", olmo3, Features { layer_types: PATTERN_3_1, ..Features::OLMO2 };
             Gemma3Text = "gemma3_text", gemma3_text, Features {

@@ -1,5 +1,6 @@
 //! Patterns over layers: what each layer of a model has, and what the keys of patterns must keep.
 
+use crate::architecture::Architecture;
 use crate::checks::features;
 use crate::conflict::Conflict;
 use crate::schema::ModelConfig;
@@ -118,7 +119,7 @@ pub(crate) fn local_bases_have_layers(values: &Values) -> Option<Conflict> {
 
 /// The block of GPT-2 has parts of its own.
 pub(crate) fn gpt2_has_its_own_block(values: &Values) -> Option<Conflict> {
-    let usual = features(values);
+    let (architecture, usual) = (values.word::<Architecture>("model.architecture")?, features(values));
     if !usual.gpt2_block {
         return None;
     }
@@ -137,8 +138,10 @@ pub(crate) fn gpt2_has_its_own_block(values: &Values) -> Option<Conflict> {
         .or_else(|| word("model.softmax_scale_dim", values.get("model.head_dim").cloned()))?;
     Some(Conflict::new(
         &[key, "model.architecture"],
-        format!("{key} = {given} is given, and model.architecture = \"gpt2\" has a block of its own without it"),
-        format!("use model.architecture = \"llama\", or remove {key}"),
+        format!(
+            "{key} = {given} is given, and model.architecture = \"{architecture}\" has a block of its own without it"
+        ),
+        format!("choose another model.architecture, or remove {key}"),
     ))
 }
 

@@ -177,7 +177,7 @@ tables! {
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory,
             finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
         /// Whether the output head uses the embedding's weights.
-        tied_embeddings: bool = Bool, Derived("true for gpt2 and gemma3_text, else false", defaults::tied), Trajectory,
+        tied_embeddings: bool = Bool, Derived("true for gpt2, smollm3 and gemma3_text, else false", defaults::tied), Trajectory,
             finds ["tie_word_embeddings", "weight tying", "tied weights"];
         /// What embeddings are multiplied by before the first layer, as rounded to the type of the weights.
         embedding_scale: f64 = Float(POSITIVE),

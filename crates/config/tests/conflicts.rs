@@ -102,7 +102,7 @@ model.sliding_window = 64 is given, and model.architecture = \"gpt2\" has a bloc
   |
 3 | sliding_window = 64
   |                  ^^
-hint: use model.architecture = \"llama\", or remove model.sliding_window
+hint: choose another model.architecture, or remove model.sliding_window
 ",
     );
     let refused = |keys: &str| {

@@ -260,7 +260,9 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     set("tie_word_embeddings", json!(model.tied_embeddings));
     set("initializer_range", json!(model.init_std));
     set("use_cache", json!(true));
+    // Classes have tokens of their own where nothing is said, which may lie outside the vocabulary.
     set("bos_token_id", Value::Null);
+    set("pad_token_id", Value::Null);
     set("eos_token_id", json!(beside.end_token));
     for (name, value) in rope::write(family, model) {
         set(name, value);

@@ -53,10 +53,10 @@ mod tests {
     fn norm_of(axis: Axis, count: usize) -> Graph {
         let mut g = Graph::new();
         let features = Dim::packed([Section { axis, count, unit: 8 }]);
-        let position = [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4)];
-        let ty = |dims: &[Dim]| TensorType::new(DType::F32, dims.to_vec());
-        let row = ty(&[&position[..], &[features.clone()]].concat());
-        let (x, dy, w) = (g.input("x", row.clone()), g.input("dy", row), g.input("w", ty(&[features])));
+        let (batch, seq) = (Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4));
+        let row = TensorType::new(DType::F32, [batch, seq, features.clone()]);
+        let w = g.input("w", TensorType::new(DType::F32, [features]));
+        let (x, dy) = (g.input("x", row.clone()), g.input("dy", row));
         let y = g.op(Op::rms_norm_plus_one(1e-5), &[x, w], "y").unwrap();
         let (norm, phase) = (Norm::RmsPlusOne, Phase::InputGrad);
         g.node(Op::NormGradWeight { norm: norm.of_weight() }, &[dy, x, y[1]], "dw", Phase::WeightGrad, None).unwrap();

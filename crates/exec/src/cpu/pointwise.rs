@@ -116,7 +116,7 @@ pub fn geglu<T: Float>(call: Call) {
     });
 }
 
-/// Calls `row` with every row of gate_up and of y, and f.
+/// Calls `of_row` with every row of gate_up and of y, and f.
 fn gated<T: Float>(call: Call, of_row: impl Fn(*const T, *mut T, usize) + Sync) {
     let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let gate_up = Ptr(call.input::<T>(0));
@@ -158,7 +158,7 @@ pub fn geglu_grad<T: Float>(call: Call) {
     });
 }
 
-/// Calls `row` with every row of dy, of gate_up and of its gradient, and f.
+/// Calls `of_row` with every row of dy, of gate_up and of its gradient, and f.
 fn gated_grad<T: Float>(call: Call, of_row: impl Fn(*const T, *const T, *mut T, usize) + Sync) {
     let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let (dy, gate_up) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
