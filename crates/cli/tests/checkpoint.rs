@@ -90,11 +90,11 @@ fn mistakes_are_named_with_a_hint() {
         assert!(!place.path("x").exists());
     }
     let mut config: Value = serde_json::from_slice(&std::fs::read(place.path("hf/config.json")).unwrap()).unwrap();
-    config["rope_scaling"] = serde_json::json!({ "type": "yarn", "factor": 2.0 });
+    config["rope_scaling"] = serde_json::json!({ "type": "dynamic", "factor": 2.0 });
     std::fs::write(place.path("hf/config.json"), config.to_string()).unwrap();
     let text = place.fails(2, &["checkpoint", "import", "hf", "--out", "x"]);
     assert_eq!(
         text,
-        "error: hf/config.json: `type` = \"yarn\" is not supported\nhint: default and llama3 are supported\n"
+        "error: hf/config.json: `type` = \"dynamic\" is not supported\nhint: default, linear, llama3 and yarn are supported\n"
     );
 }

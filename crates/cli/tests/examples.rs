@@ -32,5 +32,5 @@ fn every_example_is_explained_and_fits() {
         assert!(said.contains("fits: ") || args.contains(&"--sequence-lengths"), "{name}: {said}");
         count += 1;
     }
-    assert_eq!(count, 11);
+    assert_eq!(count, 12);
 }

@@ -1,7 +1,7 @@
 //! The architectures that `model.architecture` names, and what of a config follows from each.
 
 use crate::value::{Field, Value};
-use crate::words::words;
+use crate::words::{Activation, LayerType, NormPlaces, QkNorm, words};
 
 /// Every architecture, a line each: its name, its word in `run.toml`, its file in `crates/model/src/architectures`, and what it has.
 /// Calls the macro `$with` with these lines: here it makes the enum, in `lockstep-model` the choice of the file.
@@ -12,14 +12,22 @@ macro_rules! architectures {
             Llama = "llama", llama, Features::LLAMA;
             Gpt2 = "gpt2", gpt2, Features::GPT2;
             Qwen2 = "qwen2", qwen2, Features { qkv_bias: true, ..Features::LLAMA };
-            Qwen3 = "qwen3", qwen3, Features { qk_norm: true, ..Features::LLAMA };
-            Mistral = "mistral", mistral, Features { sliding_window: true, ..Features::LLAMA };
+            Qwen3 = "qwen3", qwen3, Features { qk_norm: QkNorm::Head, ..Features::LLAMA };
+            Mistral = "mistral", mistral, Features::LLAMA;
             Mixtral = "mixtral", mixtral, Features { experts: true, ..Features::LLAMA };
-            Qwen3Moe = "qwen3_moe", qwen3_moe, Features { qk_norm: true, experts: true, ..Features::LLAMA };
-            Olmoe = "olmoe", olmoe, Features { whole_qk_norm: true, experts: true, ..Features::LLAMA };
+            Qwen3Moe = "qwen3_moe", qwen3_moe, Features { qk_norm: QkNorm::Head, experts: true, ..Features::LLAMA };
+            Olmoe = "olmoe", olmoe, Features { qk_norm: QkNorm::Whole, experts: true, ..Features::LLAMA };
             Deepseek = "deepseek", deepseek, Features { experts: true, shared_experts: true, ..Features::LLAMA };
             Dots1 = "dots1", dots1, Features {
-                qk_norm: true, experts: true, shared_experts: true, sigmoid_router: true, ..Features::LLAMA
+                qk_norm: QkNorm::Head, experts: true, shared_experts: true, sigmoid_router: true, ..Features::LLAMA
+            };
+            SmolLm3 = "smollm3", smollm3, Features { rope_layers: &[1, 1, 1, 0], tied: true, ..Features::LLAMA };
+            Olmo2 = "olmo2", olmo2, Features::OLMO2;
+            Olmo3 = "olmo3", olmo3, Features { layer_types: PATTERN_3_1, ..Features::OLMO2 };
+            Gemma3Text = "gemma3_text", gemma3_text, Features {
+                norms: NormPlaces::Sandwich, norm_plus_one: true, qk_norm: QkNorm::Head, activation: Activation::Gelu,
+                scaled_embedding: true, layer_types: PATTERN_5_1, rope_local_theta: Some(10_000.0), tied: true,
+                ..Features::LLAMA
             };
         }
     };
@@ -28,8 +36,20 @@ macro_rules! architectures {
 /// The default of `model.architecture`.
 pub(crate) const DEFAULT: &str = "\"llama\"";
 
-/// What the models of an architecture have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Three layers with a sliding window, then one without.
+const PATTERN_3_1: &[LayerType] = &[LayerType::Sliding, LayerType::Sliding, LayerType::Sliding, LayerType::Full];
+/// Five layers with a sliding window, then one without.
+const PATTERN_5_1: &[LayerType] = &[
+    LayerType::Sliding,
+    LayerType::Sliding,
+    LayerType::Sliding,
+    LayerType::Sliding,
+    LayerType::Sliding,
+    LayerType::Full,
+];
+
+/// What the models of an architecture have: parts that no key gives, and the defaults of keys for those that one does.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Features {
     /// Learned position embeddings, and no RoPE.
     pub learned_positions: bool,
@@ -38,14 +58,26 @@ pub struct Features {
     pub gpt2_block: bool,
     /// A bias of Q, K and V alone.
     pub qkv_bias: bool,
-    /// Norms over the heads of Q and K.
-    pub qk_norm: bool,
-    /// `model.sliding_window`.
-    pub sliding_window: bool,
+    /// The default of `model.norms`.
+    pub norms: NormPlaces,
+    /// The default of `model.norm_plus_one`.
+    pub norm_plus_one: bool,
+    /// The default of `model.qk_norm`.
+    pub qk_norm: QkNorm,
+    /// The default of `model.activation`.
+    pub activation: Activation,
+    /// Whether the default of `model.embedding_scale` is the root of the width.
+    pub scaled_embedding: bool,
+    /// The default of `model.layer_types`, where there is a sliding window.
+    pub layer_types: &'static [LayerType],
+    /// The default of `model.rope_layers`.
+    pub rope_layers: &'static [usize],
+    /// The default of `model.rope_local_theta`, where some layers have a sliding window and others not.
+    pub rope_local_theta: Option<f64>,
+    /// The default of `model.tied_embeddings`.
+    pub tied: bool,
     /// A mixture of experts in place of the MLP: `model.experts`.
     pub experts: bool,
-    /// Norms over all of Q and all of K: tensor-parallel ranks cannot split them.
-    pub whole_qk_norm: bool,
     /// Experts that every token goes to, and first layers without a mixture: `model.shared_experts`, `model.dense_layers`.
     pub shared_experts: bool,
     /// DeepSeek-V3's router: sigmoid scores, a scale, groups, and a bias of the choice that balances (`model.balance_bias`).
@@ -58,15 +90,24 @@ impl Features {
         learned_positions: false,
         gpt2_block: false,
         qkv_bias: false,
-        qk_norm: false,
-        sliding_window: false,
+        norms: NormPlaces::Pre,
+        norm_plus_one: false,
+        qk_norm: QkNorm::None,
+        activation: Activation::Silu,
+        scaled_embedding: false,
+        layer_types: &[],
+        rope_layers: &[],
+        rope_local_theta: None,
+        tied: false,
         experts: false,
-        whole_qk_norm: false,
         shared_experts: false,
         sigmoid_router: false,
     };
     /// Those of GPT-2.
-    pub const GPT2: Self = Self { learned_positions: true, gpt2_block: true, ..Self::LLAMA };
+    pub const GPT2: Self =
+        Self { learned_positions: true, gpt2_block: true, activation: Activation::Gelu, tied: true, ..Self::LLAMA };
+    /// Those of OLMo 2.
+    pub const OLMO2: Self = Self { norms: NormPlaces::Post, qk_norm: QkNorm::Whole, ..Self::LLAMA };
 }
 
 macro_rules! declare {

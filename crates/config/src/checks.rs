@@ -3,13 +3,14 @@
 use crate::architecture::{Architecture, Features};
 use crate::conflict::Conflict;
 use crate::experts;
+use crate::layers;
 use crate::legal::{self, Extents};
 use crate::optimizers::OptimizerName;
 use crate::rules;
 use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{AttentionMethod, RecomputePolicy};
+use crate::words::{AttentionMethod, QkNorm, RecomputePolicy};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// What the model's architecture has.
@@ -27,7 +28,9 @@ pub(crate) fn data_parallel_ranks(values: &Values) -> Option<u64> {
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     head_dim_is_even,
-    sliding_windows_are_of_their_architectures,
+    layers::patterns_fit_the_layers,
+    layers::local_bases_have_layers,
+    layers::gpt2_has_its_own_block,
     experts_are_of_their_architectures,
     tokens_go_to_experts_that_there_are,
     experts::parts_are_of_their_architectures,
@@ -69,22 +72,6 @@ fn head_dim_is_even(values: &Values) -> Option<Conflict> {
         &["model.head_dim", "model.heads", "model.dim"],
         format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
         "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
-    )
-}
-
-fn sliding_windows_are_of_their_architectures(values: &Values) -> Option<Conflict> {
-    let (window, architecture) =
-        (values.count("model.sliding_window")?, values.word::<Architecture>("model.architecture")?);
-    Conflict::when(
-        !architecture.features().sliding_window,
-        &["model.sliding_window", "model.architecture"],
-        format!(
-            "model.sliding_window = {window} is given, and model.architecture = \"{architecture}\" sees all tokens"
-        ),
-        format!(
-            "use model.architecture = {}: llama with a sliding window; or remove model.sliding_window",
-            Architecture::listed(|features| features.sliding_window)
-        ),
     )
 }
 
@@ -145,7 +132,8 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
     if values.get(key).is_some() {
         return conflict(key, why, remove(key));
     }
-    if !features.gpt2_block && !features.whole_qk_norm {
+    let whole = features.qk_norm == QkNorm::Whole;
+    if !features.gpt2_block && !whole {
         return None;
     }
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
@@ -228,7 +216,6 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             0 => None,
             _ => size("model.ffn"),
         },
-        whole_qk_norm: features(values).whole_qk_norm,
         experts: size("model.experts"),
         vocab: size("model.vocab_size")?,
         seq: size("train.seq")?,

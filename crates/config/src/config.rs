@@ -368,7 +368,6 @@ impl Config {
             kv_heads: model.kv_heads,
             ffn: model.expert_ffn.unwrap_or(model.ffn),
             dense_ffn: (model.dense_layers > 0).then_some(model.ffn),
-            whole_qk_norm: model.architecture.features().whole_qk_norm,
             experts: model.experts,
             vocab: model.vocab_size,
             seq: train.seq,

@@ -4,8 +4,10 @@ use crate::checks::{data_parallel_ranks, features, near_divisors};
 use crate::conflict::{Conflict, Derived};
 use crate::declare::Key;
 use crate::kind::MAX_BATCH;
-use crate::value::Value;
+use crate::layers;
+use crate::value::{Field, Value};
 use crate::values::Values;
+use crate::words::LayerType;
 use lockstep_ir::units::thousands;
 
 /// As many key and value heads as query heads.
@@ -53,9 +55,54 @@ pub(crate) fn positions(values: &Values) -> Derived {
     Ok(features(values).learned_positions.then_some(Value::Count(1024)))
 }
 
-/// GPT-2's head is tied.
 pub(crate) fn tied(values: &Values) -> Derived {
-    Ok(Some(Value::Bool(features(values).gpt2_block)))
+    Ok(Some(Value::Bool(features(values).tied)))
+}
+
+pub(crate) fn activation(values: &Values) -> Derived {
+    Ok(features(values).activation.to_value())
+}
+
+pub(crate) fn norms(values: &Values) -> Derived {
+    Ok(features(values).norms.to_value())
+}
+
+pub(crate) fn norm_plus_one(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(features(values).norm_plus_one)))
+}
+
+pub(crate) fn qk_norm(values: &Values) -> Derived {
+    Ok(features(values).qk_norm.to_value())
+}
+
+pub(crate) fn rope_layers(values: &Values) -> Derived {
+    Ok(features(values).rope_layers.to_vec().to_value())
+}
+
+/// As many of the pattern as there are layers.
+pub(crate) fn layer_types(values: &Values) -> Derived {
+    let Some(layers) = values.count("model.layers") else { return Ok(None) };
+    let sliding = values.count("model.sliding_window").is_some();
+    let pattern = features(values).layer_types.iter().filter(|_| sliding);
+    let pattern: Vec<LayerType> = pattern.copied().take(usize::try_from(layers).unwrap_or(usize::MAX)).collect();
+    Ok(pattern.to_value())
+}
+
+/// Where layers differ, that of the family; OLMo 3 scales the RoPE of the others alone.
+pub(crate) fn rope_local_theta(values: &Values) -> Derived {
+    let features = features(values);
+    let theta = features.rope_local_theta.map(Value::Float).or_else(|| values.get("model.rope_theta").cloned());
+    Ok(theta.filter(|_| !features.layer_types.is_empty() && layers::some_slide(values)))
+}
+
+pub(crate) fn softmax_scale_dim(values: &Values) -> Derived {
+    Ok(values.count("model.head_dim").map(Value::Count))
+}
+
+/// The root of the width, as Gemma has it.
+pub(crate) fn embedding_scale(values: &Values) -> Derived {
+    let scaled = features(values).scaled_embedding;
+    Ok(values.count("model.dim").map(|dim| Value::Float(if scaled { (dim as f64).sqrt() } else { 1.0 })))
 }
 
 /// No accumulation. Where data-parallel ranks do not divide the batch, [`layout_conflicts`] says so.

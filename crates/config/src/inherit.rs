@@ -20,7 +20,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 14] = [
+const SHAPE: [&str; 16] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -35,6 +35,8 @@ const SHAPE: [&str; 14] = [
     "model.dense_layers",
     "model.positions",
     "model.tied_embeddings",
+    "model.norms",
+    "model.qk_norm",
 ];
 
 /// Whether a key must be what the weights say.
@@ -47,7 +49,14 @@ pub(crate) fn is_of_presets(path: &str) -> bool {
     let more = [
         "model.rope_theta",
         "model.rope_scaling",
+        "model.rope_layers",
         "model.sliding_window",
+        "model.layer_types",
+        "model.rope_local_theta",
+        "model.softmax_scale_dim",
+        "model.activation",
+        "model.norm_plus_one",
+        "model.embedding_scale",
         "model.norm_eps",
         "model.experts_per_token",
         "model.norm_topk",

@@ -5,7 +5,7 @@ mod tables;
 
 use std::ops::Range;
 
-use tables::{CORPUS_KEYS, GROUP_KEYS, RAMP_KEYS, ROPE_SCALING_KEYS, WEIGHT_KEYS, form};
+use tables::{CORPUS_KEYS, GROUP_KEYS, RAMP_KEYS, ROPE_SCALING_KEYS, WEIGHT_KEYS, form, rope_scaling_forms};
 use toml::Spanned;
 use toml::de::{DeFloat, DeInteger, DeValue};
 
@@ -14,6 +14,7 @@ use crate::quantity::{self, Quantity};
 use crate::source::quoted;
 use crate::suggest;
 use crate::value::{AUTO, Value};
+use crate::words::LayerType;
 
 /// The largest batch, in sequences.
 pub(crate) const MAX_BATCH: u64 = 1 << 32;
@@ -130,6 +131,16 @@ pub(crate) const SLURM_OPTIONS: Item = Item {
     rule: "write options with their dashes, such as [\"--exclusive\"]",
     hold: |text| text.starts_with('-') && !text.contains('\n'),
 };
+pub(crate) const LAYER_TYPES: Item = Item {
+    plural: "kinds of layers",
+    rule: "write \"sliding\" or \"full\" for each layer of the pattern, such as [\"sliding\", \"sliding\", \"sliding\", \"full\"]",
+    hold: |text| LayerType::WORDS.contains(&text),
+};
+pub(crate) const ROPE_LAYERS: Item = Item {
+    plural: "layers with RoPE and without",
+    rule: "write 1 for a layer with RoPE and 0 for one without, such as [1, 1, 1, 0]",
+    hold: |number| ["0", "1"].contains(&number),
+};
 pub(crate) const LAYERS_OF_STAGES: Item = Item {
     plural: "numbers of layers",
     rule: "give every virtual stage a number of layers, such as [3, 4, 4, 3]",
@@ -168,7 +179,7 @@ impl Kind {
             Kind::Float(bounds) => format!("number, {}", bounds.text),
             Kind::Texts(item) | Kind::Counts(item) => format!("list of {}", item.plural),
             Kind::Text(word) => word.text.into(),
-            Kind::RopeScaling => form(&ROPE_SCALING_KEYS),
+            Kind::RopeScaling => rope_scaling_forms(),
             Kind::Corpora => format!("list of {}", form(&CORPUS_KEYS)),
             Kind::Weights => format!("list of {}", form(&WEIGHT_KEYS)),
             Kind::Groups => format!("list of {}", form(&GROUP_KEYS)),

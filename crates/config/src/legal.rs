@@ -19,8 +19,6 @@ pub struct Extents {
     pub ffn: usize,
     /// The same of layers without experts, where others have some.
     pub dense_ffn: Option<usize>,
-    /// Whether norms go over all of Q and all of K.
-    pub whole_qk_norm: bool,
     /// Experts of a layer, where it has any.
     pub experts: Option<usize>,
     /// Vocabulary entries; padded where they do not divide.
@@ -106,7 +104,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 8] {
+fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 7] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
     let dense_ffn = extents.dense_ffn.unwrap_or(0);
     let cp = layout.mesh.size(MeshAxis::Cp);
@@ -133,11 +131,6 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             dense_ffn.is_multiple_of(tp),
             &["model.ffn", "model.dense_layers"],
             format!("parallel.tp = {tp} does not divide model.ffn = {dense_ffn} of model.dense_layers"),
-        ),
-        (
-            !extents.whole_qk_norm || tp == 1,
-            &["model.architecture"],
-            format!("parallel.tp = {tp} would split the norms over all of Q and K that this model.architecture has"),
         ),
         (
             !layout.sequence_parallel || !seq.is_multiple_of(chunks) || (seq / cp).is_multiple_of(tp),

@@ -27,6 +27,7 @@ mod error;
 mod experts;
 mod inherit;
 mod kind;
+mod layers;
 pub mod legal;
 mod lookup;
 mod optimizers;
@@ -52,6 +53,7 @@ pub use config::PLANNED;
 pub use declare::KeyDoc;
 pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
+pub use layers::{LayerParts, LayerRope, shortest};
 pub use optimizers::OptimizerName;
 pub use presets::presets;
 pub use quantity::{bytes, count};
@@ -63,7 +65,7 @@ pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
 pub use words::{
-    AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, MasterPrecision,
-    MomentPrecision, PrecisionPolicy, RecomputePolicy,
+    Activation, AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource, LrSchedule,
+    MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy,
 };
 pub use written::{Change, Difference};

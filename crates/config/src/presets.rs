@@ -33,6 +33,10 @@ const MIXTRAL: &str = "architecture = 'mixtral', tied_embeddings = false, kv_hea
 const OLMOE: &str = "architecture = 'olmoe', kv_heads = 16, experts = 64, experts_per_token = 8, norm_topk = false";
 const DEEPSEEK: &str = "architecture = 'deepseek', kv_heads = 16, expert_ffn = 1408, experts = 64, experts_per_token = 6, \
                         shared_experts = 2, dense_layers = 1, norm_topk = false, norm_eps = 1e-6";
+const SMOLLM3: &str = "architecture = 'smollm3', kv_heads = 4, rope_theta = 5000000.0, norm_eps = 1e-6";
+const OLMO2: &str = "architecture = 'olmo2', rope_theta = 500000.0, norm_eps = 1e-6";
+const GEMMA3: &str = "architecture = 'gemma3_text', kv_heads = 1, head_dim = 256, sliding_window = 512, \
+                      rope_theta = 1000000.0, norm_eps = 1e-6";
 /// The layers of DeepSeek-V3 with multi-head attention in place of its latent attention, so of more parameters than it.
 const DEEPSEEK_V3: &str = "architecture = 'dots1', kv_heads = 128, head_dim = 128, expert_ffn = 2048, experts = 256, \
                            experts_per_token = 8, shared_experts = 1, dense_layers = 3, router_scale = 2.5, \
@@ -42,11 +46,13 @@ const fn preset(name: &'static str, seq: u32, sizes: [u32; 5], keys: &'static [&
     Preset { name, seq, sizes, keys }
 }
 
-const PRESETS: [Preset; 29] = [
+const PRESETS: [Preset; 39] = [
     preset("llama-15m", 256, [32000, 6, 288, 6, 768], &[TIED, "kv_heads = 6"]),
     preset("llama-29m", 512, [8192, 8, 512, 8, 1536], &[TIED, "kv_heads = 4"]),
     preset("llama-124m", 1024, [50304, 12, 768, 12, 2048], &[TIED, "kv_heads = 12"]),
     preset("llama-2-7b", 4096, [32000, 32, 4096, 32, 11008], &[LLAMA_2, "kv_heads = 32"]),
+    preset("llama-2-13b", 4096, [32000, 40, 5120, 40, 13824], &[LLAMA_2, "kv_heads = 40"]),
+    preset("llama-2-70b", 4096, [32000, 80, 8192, 64, 28672], &[LLAMA_2, "kv_heads = 8"]),
     preset("llama-3.2-1b", 8192, [128256, 16, 2048, 32, 8192], &[TIED, LLAMA_3, SCALED_32, "head_dim = 64"]),
     preset("llama-3.2-3b", 8192, [128256, 28, 3072, 24, 8192], &[TIED, LLAMA_3, SCALED_32, "head_dim = 128"]),
     preset("llama-3-8b", 8192, [128256, 32, 4096, 32, 14336], &[UNTIED, LLAMA_3]),
@@ -63,7 +69,10 @@ const PRESETS: [Preset; 29] = [
     preset("qwen2.5-1.5b", 4096, [151936, 28, 1536, 12, 8960], &[TIED, QWEN, "architecture = 'qwen2', kv_heads = 2"]),
     preset("qwen2.5-7b", 4096, [152064, 28, 3584, 28, 18944], &[UNTIED, QWEN, "architecture = 'qwen2', kv_heads = 4"]),
     preset("qwen3-0.6b", 4096, [151936, 28, 1024, 16, 3072], &[TIED, QWEN, QWEN3]),
+    preset("qwen3-4b", 4096, [151936, 36, 2560, 32, 9728], &[TIED, QWEN, QWEN3]),
     preset("qwen3-8b", 4096, [151936, 36, 4096, 32, 12288], &[UNTIED, QWEN, QWEN3]),
+    preset("qwen3-14b", 4096, [151936, 40, 5120, 40, 17408], &[UNTIED, QWEN, QWEN3]),
+    preset("qwen3-32b", 4096, [151936, 64, 5120, 64, 25600], &[UNTIED, QWEN, QWEN3]),
     preset("mistral-7b", 8192, [32000, 32, 4096, 32, 14336], &[LLAMA_2, MISTRAL]),
     preset("mixtral-8x7b", 4096, [32000, 32, 4096, 32, 14336], &[MIXTRAL]),
     preset("mixtral-8x22b", 4096, [32000, 56, 6144, 48, 16384], &[MIXTRAL]),
@@ -72,6 +81,11 @@ const PRESETS: [Preset; 29] = [
     preset("olmoe-1b-7b", 4096, [50304, 16, 2048, 16, 1024], &[LLAMA_2, OLMOE]),
     preset("deepseek-moe-16b", 4096, [102400, 28, 2048, 16, 10944], &[LLAMA_2, DEEPSEEK]),
     preset("deepseek-v3-mha", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, DEEPSEEK_V3]),
+    preset("smollm3-3b", 4096, [128256, 36, 2048, 16, 11008], &[TIED, SMOLLM3]),
+    preset("olmo-2-7b", 4096, [100352, 32, 4096, 32, 11008], &[UNTIED, OLMO2, "kv_heads = 32"]),
+    preset("olmo-2-32b", 4096, [100352, 64, 5120, 40, 27648], &[UNTIED, OLMO2, "kv_heads = 8"]),
+    preset("gemma-3-270m", 32768, [262144, 18, 640, 4, 2048], &[TIED, GEMMA3]),
+    preset("gemma-3-1b", 32768, [262144, 26, 1152, 4, 6912], &[TIED, GEMMA3]),
 ];
 
 /// The names of [`PRESETS`], in its order.

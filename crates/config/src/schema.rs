@@ -13,9 +13,9 @@ use crate::kind::Kind::{
     Size, Text, Texts,
 };
 use crate::kind::{
-    AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYERS_OF_STAGES, MAX_BATCH, MODULES, NOT_NEGATIVE,
-    OPS, PATHS, POSITIVE, POWER_OF_TWO, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT, TOKEN, TOKENIZER,
-    UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH, MODULES,
+    NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT,
+    TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::optimizers::{self, OptimizerName};
 use crate::origin::Provenance;
@@ -25,8 +25,8 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, MasterPrecision,
-    MomentPrecision, PrecisionPolicy, RecomputePolicy,
+    Activation, AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource, LrSchedule,
+    MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -72,6 +72,11 @@ tables! {
         ffn: usize =
             Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", defaults::ffn), Trajectory,
             finds ["intermediate_size", "d_ff", "ffn_hidden_size", "feed-forward", "MLP", "hidden_dim"];
+        /// Activation function of the feed-forward block. silu: SwiGLU. gelu: GeGLU, with the tanh approximation of GELU; gpt2 has it
+        /// without a gate.
+        activation: Activation =
+            Choice(Activation::WORDS), Derived("\"gelu\" for gemma3_text and gpt2, else \"silu\"", defaults::activation), Trajectory,
+            finds ["SwiGLU", "GeGLU", "GELU", "hidden_act", "hidden_activation", "gelu_pytorch_tanh", "swiglu"];
         /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, deepseek and dots1 have: how many experts take the place of the
         /// feed-forward block of every layer.
         experts: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
@@ -121,22 +126,63 @@ tables! {
         /// Base of the rotary position embeddings (RoPE); gpt2, which has none, does not look at it.
         rope_theta: f64 = Float(POSITIVE), Fixed("500000.0"), Trajectory,
             finds ["RoPE", "rotary embeddings", "rotary_base", "theta"];
-        /// Llama-3 style RoPE scaling for a longer context.
-        rope_scaling: Option<RopeScalingConfig> = Scaling, Unset, Trajectory, finds ["long context", "context extension"];
-        /// Sliding-window attention: how many tokens a token of a mistral model attends to at most, itself included; if not
-        /// set, all before it.
+        /// RoPE scaling for a longer context: that of Llama 3, or with `type`, "linear" or "yarn".
+        rope_scaling: Option<RopeScalingConfig> = Scaling, Unset, Trajectory,
+            finds ["long context", "context extension", "YaRN", "linear RoPE scaling", "position interpolation", "llama3"];
+        /// Which layers have RoPE, 1 with and 0 without (NoPE), as a pattern that repeats over the layers. If it is empty, all have
+        /// it.
+        rope_layers: Vec<usize> =
+            Counts(ROPE_LAYERS), Derived("[1, 1, 1, 0] for smollm3, else []", defaults::rope_layers), Trajectory,
+            finds ["NoPE", "no_rope_layers", "no_rope_layer_interval", "iRoPE", "no positional encoding"];
+        /// Sliding-window attention: how many tokens a token attends to at most, itself included, in the layers that
+        /// model.layer_types says; if not set, all before it.
         sliding_window: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
             finds ["sliding window", "SWA", "local attention", "attention window"], was ["window"];
+        /// Which layers have the sliding window, "sliding" with and "full" without, as a pattern that repeats over the layers. If it is
+        /// empty, all are the same.
+        layer_types: Vec<LayerType> = Texts(LAYER_TYPES),
+            Derived("3 sliding and 1 full for olmo3, 5 and 1 for gemma3_text, if there is a window, else []", defaults::layer_types),
+            Trajectory,
+            finds ["sliding_window_pattern", "interleaved attention", "local and global attention", "hybrid attention",
+                "full attention layers"];
+        /// Base of RoPE in layers with a sliding window where others have none; model.rope_scaling does not touch it. If it is not
+        /// set, they have the RoPE of the others.
+        rope_local_theta: Option<f64> = Float(POSITIVE),
+            Derived("10000 for gemma3_text, model.rope_theta for olmo3, if some layers have a window; else not set", defaults::rope_local_theta),
+            Trajectory, finds ["rope_local_base_freq", "local RoPE base"];
+        /// QK norm: RMS norms of queries and keys, before RoPE. none: there are none. head: of every head, with a weight for
+        /// all heads of Q and one for those of K. whole: over all heads of Q at once, and of K.
+        qk_norm: QkNorm = Choice(QkNorm::WORDS),
+            Derived("\"head\" for qwen3, qwen3_moe, dots1 and gemma3_text, \"whole\" for olmoe, olmo2 and olmo3, else \"none\"", defaults::qk_norm),
+            Trajectory, finds ["QK norm", "qk_layernorm", "query-key normalization", "q_norm", "k_norm", "use_qk_norm"];
+        /// Scores of attention are divided by the square root of this number before the softmax.
+        softmax_scale_dim: usize =
+            Count(1, EXTENT), Derived("model.head_dim", defaults::softmax_scale_dim), Trajectory,
+            finds ["query_pre_attn_scalar", "softmax scale", "softmax_scale", "attention scale", "attention_multiplier"];
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights saved for the backward pass, so that memory grows with the square of the sequence.
         attention: AttentionMethod = Choice(AttentionMethod::WORDS), Fixed("\"flash\""), Changeable,
             finds ["FlashAttention", "flash attention", "SDPA", "attn_implementation"];
+        /// Where the norms of a layer stand. pre: before attention and before the feed-forward block. post: after each, before its
+        /// result is added to the residual stream. sandwich: before and after each.
+        norms: NormPlaces = Choice(NormPlaces::WORDS),
+            Derived("\"post\" for olmo2 and olmo3, \"sandwich\" for gemma3_text, else \"pre\"", defaults::norms), Trajectory,
+            finds ["norm placement", "pre-norm", "post-norm", "sandwich norm", "peri-LN", "post_attention_layernorm",
+                "pre_feedforward_layernorm", "reordered norm"];
+        /// Whether norms multiply by 1 + their weight, which then starts at 0.
+        norm_plus_one: bool = Bool, Derived("true for gemma3_text, else false", defaults::norm_plus_one), Trajectory,
+            finds ["zero-centered gamma", "layernorm_zero_centered_gamma", "apply_layernorm_1p", "rms_norm_add_unit_offset",
+                "unit offset"];
         /// What norms add to the mean square, or to the variance, before the root.
         norm_eps: f64 = Float(POSITIVE), Fixed("1e-5"), Trajectory,
             finds ["rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"];
         /// Whether the output head uses the embedding's weights.
-        tied_embeddings: bool = Bool, Derived("true for gpt2, else false", defaults::tied), Trajectory,
+        tied_embeddings: bool = Bool, Derived("true for gpt2, smollm3 and gemma3_text, else false", defaults::tied), Trajectory,
             finds ["tie_word_embeddings", "weight tying", "tied weights"];
+        /// What embeddings are multiplied by before the first layer, as rounded to the type of the weights.
+        embedding_scale: f64 = Float(POSITIVE),
+            Derived("the square root of model.dim for gemma3_text, else 1.0", defaults::embedding_scale), Trajectory,
+            finds ["embedding multiplier", "embedding_multiplier", "scale_embeddings", "embed_scale", "normalize_embedding"];
         /// Probability of dropout behind gpt2's embedding and in front of every addition to the residual stream; attention
         /// weights are not dropped. The same mask on every layout.
         dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable,

@@ -2,17 +2,78 @@
 
 use std::fmt;
 
-/// Llama-3 style RoPE scaling for a longer context.
+use crate::words::LayerType;
+
+/// RoPE scaling for a longer context.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RopeScalingConfig {
-    /// How many times longer the context becomes.
-    pub factor: f64,
-    /// Wavelengths longer than `original_context / low_freq_factor` are scaled in full.
-    pub low_freq_factor: f64,
-    /// Wavelengths shorter than `original_context / high_freq_factor` are left alone.
-    pub high_freq_factor: f64,
-    /// The context length, in tokens, before stretching.
-    pub original_context: usize,
+pub enum RopeScalingConfig {
+    /// That of Llama 3.
+    Llama3 {
+        /// How many times longer the context becomes.
+        factor: f64,
+        /// Wavelengths longer than `original_context / low_freq_factor` are scaled in full.
+        low_freq_factor: f64,
+        /// Wavelengths shorter than `original_context / high_freq_factor` are left alone.
+        high_freq_factor: f64,
+        /// The context length, in tokens, before scaling.
+        original_context: usize,
+    },
+    /// The same for all frequencies.
+    Linear {
+        /// How many times longer the context becomes.
+        factor: f64,
+    },
+    /// YaRN.
+    Yarn {
+        /// How many times longer the context becomes.
+        factor: f64,
+        /// The context length, in tokens, before scaling.
+        original_context: usize,
+        /// Frequencies that turn at least as often in the original context are left alone.
+        beta_fast: f64,
+        /// Frequencies that turn at most as often are scaled in full.
+        beta_slow: f64,
+        /// What cosines and sines are multiplied by; if not given, `0.1 · ln(factor) + 1`.
+        attention_factor: Option<f64>,
+        /// Whether the frequencies between which is interpolated are rounded to whole indices.
+        truncate: bool,
+    },
+}
+
+impl RopeScalingConfig {
+    /// What it is called.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            RopeScalingConfig::Llama3 { .. } => "llama3",
+            RopeScalingConfig::Linear { .. } => "linear",
+            RopeScalingConfig::Yarn { .. } => "yarn",
+        }
+    }
+}
+
+/// As an inline table of `run.toml`.
+impl fmt::Display for RopeScalingConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RopeScalingConfig::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => write!(
+                f,
+                "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
+                 high_freq_factor = {high_freq_factor:?}, original_context = {original_context} }}"
+            ),
+            RopeScalingConfig::Linear { factor } => write!(f, "{{ type = \"linear\", factor = {factor:?} }}"),
+            RopeScalingConfig::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+                write!(
+                    f,
+                    "{{ type = \"yarn\", factor = {factor:?}, original_context = {original_context}, \
+                     beta_fast = {beta_fast:?}, beta_slow = {beta_slow:?}"
+                )?;
+                if let Some(attention_factor) = attention_factor {
+                    write!(f, ", attention_factor = {attention_factor:?}")?;
+                }
+                write!(f, ", truncate = {truncate} }}")
+            }
+        }
+    }
 }
 
 /// One corpus of a mixture.
@@ -131,13 +192,7 @@ impl fmt::Display for Value {
                 }
                 f.write_str(" }")
             }),
-            Value::RopeScaling(RopeScalingConfig { factor, low_freq_factor, high_freq_factor, original_context }) => {
-                write!(
-                    f,
-                    "{{ factor = {factor:?}, low_freq_factor = {low_freq_factor:?}, \
-                 high_freq_factor = {high_freq_factor:?}, original_context = {original_context} }}"
-                )
-            }
+            Value::RopeScaling(scaling) => write!(f, "{scaling}"),
         }
     }
 }
@@ -233,6 +288,17 @@ impl Field for Vec<usize> {
 
     fn to_value(&self) -> Option<Value> {
         Some(Value::Counts(self.iter().map(|count| *count as u64).collect()))
+    }
+}
+
+impl Field for Vec<LayerType> {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        let Some(Value::Texts(words)) = value else { return None };
+        words.into_iter().map(|word| LayerType::from_value(Some(Value::Text(word)))).collect()
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        Some(Value::Texts(self.iter().map(|kind| kind.word().to_owned()).collect()))
     }
 }
 

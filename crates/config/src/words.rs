@@ -63,6 +63,42 @@ words! {
         Naive = "naive",
     }
 
+    /// Where norms stand in a layer.
+    NormPlaces {
+        /// Before attention and before the feed-forward block.
+        Pre = "pre",
+        /// After each of them, before its result is added to the residual stream.
+        Post = "post",
+        /// Before and after each.
+        Sandwich = "sandwich",
+    }
+
+    /// What of Q and K is normed.
+    QkNorm {
+        /// Nothing.
+        None = "none",
+        /// Every head.
+        Head = "head",
+        /// All of Q at once, and all of K.
+        Whole = "whole",
+    }
+
+    /// The activation function of the feed-forward block.
+    Activation {
+        /// SiLU (swish).
+        Silu = "silu",
+        /// GELU, by its tanh approximation.
+        Gelu = "gelu",
+    }
+
+    /// What the attention of a layer sees.
+    LayerType {
+        /// The last `model.sliding_window` tokens.
+        Sliding = "sliding",
+        /// All tokens before.
+        Full = "full",
+    }
+
     /// Which device computes.
     DeviceChoice {
         /// A GPU where one is found.

@@ -13,7 +13,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
     check(
@@ -24,7 +24,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
 }
@@ -93,17 +93,67 @@ hint: 6 or 8 heads divide it; or set model.head_dim
 }
 
 #[test]
-fn a_window_belongs_to_an_architecture() {
+fn the_block_of_gpt2_takes_no_parts_of_others() {
     check(
-        "[model]\npreset = \"llama-29m\"\nsliding_window = 64\n",
+        "[model]\npreset = \"gpt2\"\nsliding_window = 64\n",
         "
-model.sliding_window = 64 is given, and model.architecture = \"llama\" sees all tokens
+model.sliding_window = 64 is given, and model.architecture = \"gpt2\" has a block of its own without it
   --> run.toml:3
   |
 3 | sliding_window = 64
   |                  ^^
-hint: use model.architecture = \"mistral\": llama with a sliding window; or remove model.sliding_window
+hint: choose another model.architecture, or remove model.sliding_window
 ",
+    );
+    let refused = |keys: &str| {
+        let text = format!("[model]\npreset = \"gpt2\"\n{keys}\n");
+        Config::parse(&text, "run.toml", &[]).expect_err(keys).with_hint()
+    };
+    for (keys, said) in [
+        ("norms = \"post\"", "model.norms = \"post\" is given"),
+        ("norm_plus_one = true", "model.norm_plus_one = true is given"),
+        ("qk_norm = \"head\"", "model.qk_norm = \"head\" is given"),
+        ("activation = \"silu\"", "model.activation = \"silu\" is given"),
+        ("embedding_scale = 2.0", "model.embedding_scale = 2.0 is given"),
+        ("softmax_scale_dim = 32", "model.softmax_scale_dim = 32 is given"),
+        ("rope_layers = [1, 0]", "model.rope_layers = [1, 0] is given"),
+    ] {
+        let error = refused(keys);
+        assert!(error.contains(said) && error.contains("has a block of its own"), "{error}");
+    }
+}
+
+#[test]
+fn patterns_fit_the_layers_and_the_window() {
+    let refused = |keys: &str, said: &str| {
+        let error = Config::parse(&format!("{TINY}{keys}\n"), "run.toml", &[]).expect_err(keys).with_hint();
+        assert!(error.contains(said) && error.contains("\nhint: "), "{error}");
+    };
+    refused(
+        "layer_types = [\"sliding\", \"full\"]",
+        "model.layer_types has \"sliding\" layers, and model.sliding_window",
+    );
+    refused(
+        "sliding_window = 4\nlayer_types = [\"full\"]",
+        "model.sliding_window = 4 is given, and model.layer_types has no \"sliding\" layer",
+    );
+    refused("rope_layers = [1, 1, 1, 0, 1, 1, 0]", "model.rope_layers has 7 entries, and there are model.layers = 6");
+    refused(
+        "rope_local_theta = 100.0",
+        "model.rope_local_theta = 100.0 is of layers with a sliding window among others",
+    );
+    refused("sliding_window = 4\nrope_local_theta = 100.0", "and there are none");
+    refused("layer_types = [\"global\"]", "\"global\" is not one of the kinds of layers it lists");
+    refused("rope_layers = [2]", "2 is not one of the layers with RoPE and without it lists");
+    refused(
+        "rope_scaling = { type = \"longrope\", factor = 2 }",
+        "model.rope_scaling.type = \"longrope\" is not known",
+    );
+    refused("rope_scaling = { type = \"yarn\", factor = 2 }", "model.rope_scaling.original_context is not set");
+    refused("rope_scaling = { type = \"linear\", factor = 2, beta_fast = 3 }", "beta_fast is not a key of");
+    refused(
+        "rope_scaling = { type = \"yarn\", factor = 2, original_context = 8, beta_fast = 1 }",
+        "model.rope_scaling.beta_fast = 1.0 is not above beta_slow = 1.0",
     );
 }
 
@@ -570,11 +620,6 @@ hint: 4 groups do
             &["model.architecture=\"olmoe\"", "model.head_dim=6"],
             "model.head_dim is given, and model.architecture = \"olmoe\" has model.dim / model.heads",
             "remove model.head_dim",
-        ),
-        (
-            &["model.architecture=\"olmoe\"", "parallel.tp=2"],
-            "parallel.tp = 2 would split the norms over all of Q and K that this model.architecture has",
-            "use tp = 1",
         ),
     ] {
         let error = refused(&dots1, set);

@@ -35,6 +35,7 @@ heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
+activation = "silu"  # default
 # experts is not set
 # experts_per_token is not set
 # expert_ffn is not set
@@ -50,10 +51,18 @@ z_loss = 0.0  # default
 # positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
+rope_layers = []  # default
 # sliding_window is not set
+layer_types = []  # default
+# rope_local_theta is not set
+qk_norm = "none"  # default
+softmax_scale_dim = 64  # default
 attention = "flash"  # default
+norms = "pre"  # default
+norm_plus_one = false  # default
 norm_eps = 1e-5  # default
 tied_embeddings = true  # preset llama-29m
+embedding_scale = 1.0  # default
 dropout = 0.0  # default
 init_std = 0.02  # default
 

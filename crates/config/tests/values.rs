@@ -3,7 +3,7 @@
 use lockstep_ir::Hint;
 use std::path::Path;
 
-use lockstep_config::{Change, Config, PrecisionPolicy, RopeScalingConfig, SaveEvery, legal, presets, schema};
+use lockstep_config::{Change, Config, PrecisionPolicy, QkNorm, RopeScalingConfig, SaveEvery, legal, presets, schema};
 use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
@@ -38,7 +38,7 @@ fn a_preset_alone_is_a_config() {
     assert_eq!((model.heads, model.kv_heads, model.head_dim, model.ffn), (32, 8, 64, 8192));
     assert_eq!((model.rope_theta, model.tied_embeddings), (500_000.0, true));
     let llama3 =
-        RopeScalingConfig { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
+        RopeScalingConfig::Llama3 { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192 };
     assert_eq!(model.rope_scaling, Some(llama3));
 
     assert_eq!((config.train.steps, config.train.seq, config.train.global_batch), (1000, 8192, 8));
@@ -69,9 +69,14 @@ fn llama_3_1_scales_its_rope_and_llama_3_does_not() {
     let scaling = |name: &str| parse(&format!("[model]\npreset = \"{name}\"\n")).model.rope_scaling;
     assert_eq!(scaling("llama-3-8b"), None);
     for size in ["8b", "70b", "405b"] {
-        let found = scaling(&format!("llama-3.1-{size}"))
-            .map(|s| (s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context));
-        assert_eq!(found, Some((8.0, 1.0, 4.0, 8192)), "{size}");
+        let found = scaling(&format!("llama-3.1-{size}"));
+        let llama3 = RopeScalingConfig::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_context: 8192,
+        };
+        assert_eq!(found, Some(llama3), "{size}");
     }
 }
 
@@ -80,9 +85,9 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        // Qwen 3's heads are wider than their share of the stream in some sizes.
+        // Qwen 3's and Gemma 3's heads are wider than their share of the stream in some sizes.
         let m = &config.model;
-        assert!(m.dim == m.heads * m.head_dim || m.architecture.features().qk_norm, "{name}");
+        assert!(m.dim == m.heads * m.head_dim || m.qk_norm == QkNorm::Head, "{name}");
     }
 }
 

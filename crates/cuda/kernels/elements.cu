@@ -1,4 +1,4 @@
-// Biases, GELU, learned positions, dropout, initial values.
+// Biases, GELU, GeGLU, factors, learned positions, dropout, initial values.
 
 // y = x + bias.
 template <typename T>
@@ -133,6 +133,76 @@ static __device__ void gelu_grad(const T *dy, const T *x, T *dx, i64 n) {
     }
 }
 
+// y = gelu(gate) · up. A block has a part of a row.
+template <typename T>
+static __device__ void geglu(const T *gate_up, T *y, int f, int wide) {
+    i64 row = blockIdx.y;
+    gate_up += row * 2 * f;
+    y += row * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int N = Pack<T>::N;
+    if (wide) {
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+#pragma unroll
+        for (int j = 0; j < N; j++) g[j] = gelu_one(g[j]) * u[j];
+        store(y + i, g);
+    } else if (i < f) {
+        y[i] = Of<T>::f32(gelu_one(to_f32(gate_up[i])) * to_f32(gate_up[f + i]));
+    }
+}
+
+// May work in place.
+template <typename T>
+static __device__ void geglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide) {
+    i64 row = blockIdx.y;
+    dy += row * f;
+    gate_up += row * 2 * f;
+    out += row * 2 * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int N = Pack<T>::N;
+    if (wide) {
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N], d[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+        load(dy + i, d);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float gate = g[j];
+            g[j] = d[j] * u[j] * gelu_derivative(gate);
+            u[j] = d[j] * gelu_one(gate);
+        }
+        store(out + i, g);
+        store(out + f + i, u);
+    } else if (i < f) {
+        float g = to_f32(gate_up[i]), u = to_f32(gate_up[f + i]), d = to_f32(dy[i]);
+        out[i] = Of<T>::f32(d * u * gelu_derivative(g));
+        out[f + i] = Of<T>::f32(d * gelu_one(g));
+    }
+}
+
+// y = factor · x, by the factor as T rounds it where `rounded` says so.
+template <typename T>
+static __device__ void scale(const T *x, T *y, i64 n, float factor, int rounded) {
+    const int N = Pack<T>::N;
+    if (rounded) factor = to_f32(Of<T>::f32(factor));
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i + N <= n) {
+        float v[N];
+        load(x + i, v);
+#pragma unroll
+        for (int j = 0; j < N; j++) v[j] *= factor;
+        store(y + i, v);
+    } else {
+        for (; i < n; i++) y[i] = Of<T>::f32(factor * to_f32(x[i]));
+    }
+}
+
 // The row of the table of a position. `how`: 0 its place in the sequence, 1 from starts[sequence] on, 2 from the start of its
 // document, by starts of the whole sequence, of which `span` is this rank's part.
 static __device__ __forceinline__ i64 place_of(i64 row, int seq, int whole, Span span, const u32 *starts, int how,
@@ -236,6 +306,13 @@ static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
     }                                                                                                                  \
     extern "C" __global__ void gelu_##NAME(const T *x, T *y, i64 n) { gelu<T>(x, y, n); }                              \
     extern "C" __global__ void gelu_grad_##NAME(const T *dy, const T *x, T *dx, i64 n) { gelu_grad<T>(dy, x, dx, n); } \
+    extern "C" __global__ void geglu_##NAME(const T *gate_up, T *y, int f, int wide) { geglu<T>(gate_up, y, f, wide); }  \
+    extern "C" __global__ void geglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {             \
+        geglu_grad<T>(dy, gate_up, out, f, wide);                                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void scale_##NAME(const T *x, T *y, i64 n, float factor, int rounded) {                      \
+        scale<T>(x, y, n, factor, rounded);                                                                            \
+    }                                                                                                                  \
     extern "C" __global__ void add_positions_##NAME(const T *x, const T *table, const u32 *starts, T *y, int d,        \
                                                     int seq, int whole, int first, int count, int then, int how,       \
                                                     int rows) {                                                        \

@@ -1,10 +1,10 @@
 // Norms, with and without a residual addition before them, and their gradients. RMS norms divide by the root of the mean square;
-// layer norms take the mean off first and have a bias.
+// layer norms take the mean off first and have a bias. `one` is added to weights: 1 where they are stored less 1, else 0.
 
 // One row per block, kept in registers: thread t has packs t, t + threads, … of the row.
 template <typename T, int CHUNKS, bool ADD, bool MEAN>
 static __device__ __forceinline__ void norm_row(const T *x, const T *delta, const T *w, const T *bias, T *sum, T *y, float *mean, float *rstd,
-                                int d, float eps) {
+                                int d, float eps, float one) {
     __shared__ float shared[32];
     const int N = Pack<T>::N;
     i64 row = blockIdx.x;
@@ -59,7 +59,7 @@ static __device__ __forceinline__ void norm_row(const T *x, const T *delta, cons
         load(w + i, weight);
         if (MEAN) load(bias + i, more);
 #pragma unroll
-        for (int j = 0; j < N; j++) v[c][j] = v[c][j] * r * weight[j] + (MEAN ? more[j] : 0.0f);
+        for (int j = 0; j < N; j++) v[c][j] = v[c][j] * r * (weight[j] + one) + (MEAN ? more[j] : 0.0f);
         store(y + row * d + i, v[c]);
     }
 }
@@ -67,7 +67,7 @@ static __device__ __forceinline__ void norm_row(const T *x, const T *delta, cons
 // Rows of any length.
 template <typename T, bool ADD, bool MEAN>
 static __device__ __forceinline__ void norm_any(const T *x, const T *delta, const T *w, const T *bias, T *sum, T *y, float *mean, float *rstd,
-                                int d, float eps) {
+                                int d, float eps, float one) {
     __shared__ float shared[32];
     i64 row = blockIdx.x;
     float total = 0.0f, squares = 0.0f;
@@ -94,7 +94,7 @@ static __device__ __forceinline__ void norm_any(const T *x, const T *delta, cons
     if (rstd && threadIdx.x == 0) rstd[row] = r;
     if (!y) return;
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        float v = (to_f32(in[row * d + i]) - m) * r * to_f32(w[i]);
+        float v = (to_f32(in[row * d + i]) - m) * r * (to_f32(w[i]) + one);
         y[row * d + i] = Of<T>::f32(MEAN ? v + to_f32(bias[i]) : v);
     }
 }
@@ -102,8 +102,8 @@ static __device__ __forceinline__ void norm_any(const T *x, const T *delta, cons
 #define NORM_ONE(T, KERNEL, BODY)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256) KERNEL(const T *x, const T *delta, const T *w, const T *bias,    \
                                                              T *sum, T *y, float *mean, float *rstd, int d,            \
-                                                             float eps) {                                              \
-        BODY(x, delta, w, bias, sum, y, mean, rstd, d, eps);                                                           \
+                                                             float eps, float one) {                                   \
+        BODY(x, delta, w, bias, sum, y, mean, rstd, d, eps, one);                                                      \
     }
 #define NORM(T, NAME, CHUNKS)                                                                                          \
     NORM_ONE(T, rms_norm_##NAME##_##CHUNKS, (norm_row<T, CHUNKS, false, false>))                                       \
@@ -168,7 +168,7 @@ static __device__ __forceinline__ void block_sums(float (&v)[N], float (*shared)
 template <typename T, int CHUNKS, int ROWS, bool MEAN>
 static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const T *w, const float *mean, const float *rstd,
                                                  const T *dsum, T *dx, float *shares, float *bias_shares,
-                                                 float *dx_shares, i64 rows, int d) {
+                                                 float *dx_shares, i64 rows, int d, float one) {
     const int N = Pack<T>::N, SUMS = MEAN ? 2 * ROWS : ROWS;
     __shared__ alignas(16) float sums[2][SUMS][8];
     for (int i = threadIdx.x; i < 2 * SUMS * 8; i += blockDim.x) (&sums[0][0][0])[i] = 0.0f;
@@ -214,7 +214,7 @@ static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const 
                     normed[j] = (normed[j] - shift[k]) * r[k];
                     dw[c][j] += dy[j] * normed[j];
                     if (MEAN) db[c][j] += dy[j];
-                    dy[j] *= scale[j];
+                    dy[j] *= scale[j] + one;
                     part[k] += dy[j] * normed[j];
                     if (MEAN) part[ROWS + k] += dy[j];
                 }
@@ -240,7 +240,7 @@ static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const 
 #pragma unroll
                 for (int j = 0; j < N; j++) {
                     normed[j] = (normed[j] - shift[k]) * r[k];
-                    out[j] = dy[j] * scale[j] * r[k] - normed[j] * dot + (out[j] - total);
+                    out[j] = dy[j] * (scale[j] + one) * r[k] - normed[j] * dot + (out[j] - total);
                 }
                 Pack<T> packed;
                 pack(out, packed);
@@ -268,7 +268,7 @@ static __device__ __forceinline__ void grad_rows(const T *dy, const T *x, const 
 
 template <typename T, bool MEAN>
 static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum,
-                                T *dx, float *shares, float *bias_shares, float *dx_shares, i64 rows, int d) {
+                                T *dx, float *shares, float *bias_shares, float *dx_shares, i64 rows, int d, float one) {
     __shared__ float shared[32], other[32];
     if (shares) {
         for (int i = threadIdx.x; i < d; i += blockDim.x) {
@@ -286,14 +286,14 @@ static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         float r = rstd[row], m = MEAN ? mean[row] : 0.0f, dot = 0.0f, total = 0.0f;
         for (int i = threadIdx.x; i < d; i += blockDim.x) {
-            float g = to_f32(w[i]) * to_f32(dy[row * d + i]);
+            float g = (to_f32(w[i]) + one) * to_f32(dy[row * d + i]);
             dot += g * (to_f32(x[row * d + i]) - m) * r;
             total += g;
         }
         dot = block_sum(dot, shared) / d;
         total = MEAN ? block_sum(total, other) / d : 0.0f;
         for (int i = threadIdx.x; i < d; i += blockDim.x) {
-            float g = to_f32(w[i]) * to_f32(dy[row * d + i]);
+            float g = (to_f32(w[i]) + one) * to_f32(dy[row * d + i]);
             float out = r * (g - total - (to_f32(x[row * d + i]) - m) * r * dot);
             if (dsum) out += to_f32(dsum[row * d + i]);
             dx[row * d + i] = Of<T>::f32(out);
@@ -311,8 +311,8 @@ static __device__ __forceinline__ void grad_any(const T *dy, const T *x, const T
 #define GRAD_ONE(T, KERNEL, BLOCKS, BODY)                                                                              \
     extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                          \
         KERNEL(const T *dy, const T *x, const T *w, const float *mean, const float *rstd, const T *dsum, T *dx,        \
-               float *shares, float *bias_shares, float *dx_shares, i64 rows, int d) {                                 \
-        BODY(dy, x, w, mean, rstd, dsum, dx, shares, bias_shares, dx_shares, rows, d);                                 \
+               float *shares, float *bias_shares, float *dx_shares, i64 rows, int d, float one) {                      \
+        BODY(dy, x, w, mean, rstd, dsum, dx, shares, bias_shares, dx_shares, rows, d, one);                            \
     }
 #define GRAD(T, NAME, CHUNKS, ROWS, BLOCKS)                                                                            \
     GRAD_ONE(T, rms_norm_grad_##NAME##_##CHUNKS, BLOCKS, (grad_rows<T, CHUNKS, ROWS, false>))                          \
@@ -334,10 +334,61 @@ GRAD_ANY(float, f32)
 GRAD_ANY(bf16, bf16)
 GRAD_ANY(f16, f16)
 
+// Norms of a part of the features: a block has a row, and what is summed over all features comes from outside.
+template <typename T>
+static __device__ void row_dot(const T *a, const T *b, const T *w, float *dot, int d, float one) {
+    __shared__ float shared[32];
+    i64 row = blockIdx.x;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < d; i += blockDim.x)
+        sum += to_f32(a[row * d + i]) * to_f32(b[row * d + i]) * (w ? to_f32(w[i]) + one : 1.0f);
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) dot[row] = sum;
+}
+
+template <typename T>
+static __device__ void norm_by(const T *x, const T *w, const float *squares, T *y, float *rstd, int d, float width,
+                               float eps, float one) {
+    i64 row = blockIdx.x;
+    float r = rsqrtf(squares[row] / width + eps);
+    if (rstd && threadIdx.x == 0) rstd[row] = r;
+    if (!y) return;
+    for (int i = threadIdx.x; i < d; i += blockDim.x)
+        y[row * d + i] = Of<T>::f32(to_f32(x[row * d + i]) * r * (to_f32(w[i]) + one));
+}
+
+template <typename T>
+static __device__ void norm_by_grad(const T *dy, const T *x, const T *w, const float *rstd, const float *dot, T *dx, int d,
+                                    float width, float one) {
+    i64 row = blockIdx.x;
+    float r = rstd[row], shrink = dot[row] * r * r * r / width;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        i64 at = row * d + i;
+        dx[at] = Of<T>::f32(r * (to_f32(w[i]) + one) * to_f32(dy[at]) - to_f32(x[at]) * shrink);
+    }
+}
+
+#define NORM_BY(T, NAME)                                                                                               \
+    extern "C" __global__ void row_dot_##NAME(const T *a, const T *b, const T *w, float *dot, int d, float one) {      \
+        row_dot<T>(a, b, w, dot, d, one);                                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void norm_by_##NAME(const T *x, const T *w, const float *squares, T *y, float *rstd, int d,  \
+                                              float width, float eps, float one) {                                     \
+        norm_by<T>(x, w, squares, y, rstd, d, width, eps, one);                                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void norm_by_grad_##NAME(const T *dy, const T *x, const T *w, const float *rstd,             \
+                                                   const float *dot, T *dx, int d, float width, float one) {           \
+        norm_by_grad<T>(dy, x, w, rstd, dot, dx, d, width, one);                                                       \
+    }
+NORM_BY(float, f32)
+NORM_BY(bf16, bf16)
+NORM_BY(f16, f16)
+
 // Norms of the heads of packed Q·K·V: a warp per position and head. `w` has e numbers for Q heads, then e for K heads. V is
 // copied where y is apart.
 template <typename T>
-static __device__ void head_norm(const T *qkv, const T *w, T *y, float *rstd, i64 rows, int q, int u, int e, float eps) {
+static __device__ void head_norm(const T *qkv, const T *w, T *y, float *rstd, i64 rows, int q, int u, int e, float eps,
+                                 float one) {
     i64 at = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int lane = threadIdx.x & 31, heads = q + 2 * u;
     i64 row = at / heads;
@@ -356,12 +407,12 @@ static __device__ void head_norm(const T *qkv, const T *w, T *y, float *rstd, i6
     if (rstd && lane == 0) rstd[row * (q + u) + h] = r;
     if (!out) return;
     if (h >= q) w += e;
-    for (int i = lane; i < e; i += 32) out[i] = Of<T>::f32(to_f32(x[i]) * r * to_f32(w[i]));
+    for (int i = lane; i < e; i += 32) out[i] = Of<T>::f32(to_f32(x[i]) * r * (to_f32(w[i]) + one));
 }
 
 template <typename T>
 static __device__ void head_norm_grad(const T *dy, const T *qkv, const T *w, const float *rstd, T *dqkv, i64 rows, int q,
-                                      int u, int e) {
+                                      int u, int e, float one) {
     i64 at = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     int lane = threadIdx.x & 31, heads = q + 2 * u;
     i64 row = at / heads;
@@ -376,10 +427,10 @@ static __device__ void head_norm_grad(const T *dy, const T *qkv, const T *w, con
     }
     if (h >= q) w += e;
     float r = rstd[row * (q + u) + h], dot = 0.0f;
-    for (int i = lane; i < e; i += 32) dot += to_f32(g[i]) * to_f32(w[i]) * to_f32(x[i]) * r;
+    for (int i = lane; i < e; i += 32) dot += to_f32(g[i]) * (to_f32(w[i]) + one) * to_f32(x[i]) * r;
     dot = warp_sum(dot) / e;
     for (int i = lane; i < e; i += 32)
-        out[i] = Of<T>::f32(r * (to_f32(g[i]) * to_f32(w[i]) - to_f32(x[i]) * r * dot));
+        out[i] = Of<T>::f32(r * (to_f32(g[i]) * (to_f32(w[i]) + one) - to_f32(x[i]) * r * dot));
 }
 
 // Shares of the weights' gradient: a block takes rows blockIdx.x, … and has a thread per number of the weight.
@@ -400,12 +451,12 @@ static __device__ void head_norm_grad_weight(const T *dy, const T *qkv, const fl
 
 #define HEAD_NORM(T, NAME)                                                                                             \
     extern "C" __global__ void qk_norm_##NAME(const T *qkv, const T *w, T *y, float *rstd, i64 rows, int q, int u,     \
-                                              int e, float eps) {                                                      \
-        head_norm<T>(qkv, w, y, rstd, rows, q, u, e, eps);                                                             \
+                                              int e, float eps, float one) {                                           \
+        head_norm<T>(qkv, w, y, rstd, rows, q, u, e, eps, one);                                                        \
     }                                                                                                                  \
     extern "C" __global__ void qk_norm_grad_##NAME(const T *dy, const T *qkv, const T *w, const float *rstd, T *dqkv,  \
-                                                   i64 rows, int q, int u, int e) {                                    \
-        head_norm_grad<T>(dy, qkv, w, rstd, dqkv, rows, q, u, e);                                                      \
+                                                   i64 rows, int q, int u, int e, float one) {                         \
+        head_norm_grad<T>(dy, qkv, w, rstd, dqkv, rows, q, u, e, one);                                                 \
     }                                                                                                                  \
     extern "C" __global__ void qk_norm_grad_weight_##NAME(const T *dy, const T *qkv, const float *rstd, float *shares, \
                                                           i64 rows, int q, int u, int e) {                             \

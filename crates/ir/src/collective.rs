@@ -163,7 +163,7 @@ impl Transfer {
             Transfer::Send { .. } => (input, input),
             Transfer::Receive { .. } => (output, 0),
             Transfer::SumShared { .. } => {
-                let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.first_section_bytes()).sum::<u64>();
+                let shared = instr.inputs.iter().map(|a| a.ty.bytes() - a.ty.unshared_bytes()).sum::<u64>();
                 (shared, shared * 2 * (n - 1) / n)
             }
         }

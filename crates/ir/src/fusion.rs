@@ -46,7 +46,7 @@ impl Fusion {
                 | [weight, input, Op::BiasGrad]
                 | [weight, Op::BiasGrad, input, Op::BiasGrad] => matches!(
                     (weight, input),
-                    (Op::NormGradWeight { norm }, Op::NormGrad { norm: of, .. }) if norm == of
+                    (Op::NormGradWeight { norm }, Op::NormGrad { norm: of, .. }) if *norm == of.of_weight()
                 ),
                 _ => false,
             },

@@ -228,6 +228,11 @@ impl Graph {
         self.layer = layer;
     }
 
+    /// The layer that nodes are added to.
+    pub fn layer(&self) -> Option<usize> {
+        self.layer
+    }
+
     /// A value that the host writes for every micro-batch.
     pub fn input(&mut self, name: impl Into<String>, ty: TensorType) -> ValueId {
         self.value(name, ty, Source::Input)

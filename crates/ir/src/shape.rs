@@ -144,10 +144,11 @@ impl TensorType {
         self.elements() as u64 * self.dtype.bytes() as u64
     }
 
-    /// Bytes of the rows of the outermost dimension's first section.
-    pub fn first_section_bytes(&self) -> u64 {
-        match self.dims.first().and_then(|d| Some((d.size(), d.sections.first()?.size()))) {
-            Some((rows, first)) if rows > 0 => self.bytes() / rows as u64 * first as u64,
+    /// Bytes before the rows that neighbours share, where they share some: those of the outermost dimension's first section, Q, where
+    /// there are others. A single section is shared as a whole.
+    pub fn unshared_bytes(&self) -> u64 {
+        match self.dims.first().map(|d| (d.size(), &d.sections[..])) {
+            Some((rows, [first, _, ..])) if rows > 0 => self.bytes() / rows as u64 * first.size() as u64,
             _ => 0,
         }
     }

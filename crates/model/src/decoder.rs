@@ -1,14 +1,17 @@
-//! The decoder that Llama and its relatives share: RMSNorm, RoPE, grouped-query attention (GQA), SwiGLU.
+//! The decoder that Llama and its relatives share: RMSNorm, RoPE, grouped-query attention (GQA), a gated MLP.
 //!
-//! What a family has besides is in its [`Features`](lockstep_config::Features).
+//! What a model has of the parts that differ (places of norms, QK norm, windows, positions, activation) is in its
+//! [`ModelConfig`]; the defaults of these keys, and what no key says, are in the [`Features`](lockstep_config::Features) of its
+//! family.
 
 use crate::form::{Form, Side};
-use crate::mixture::{ExpertNames, Gated, mixture};
+use crate::mixture::{ExpertNames, Gated, gate, mixture};
 use crate::names as values;
-use crate::parameters::{matrix, ones, zeros};
-use lockstep_config::ModelConfig;
+use crate::parameters::{matrix, norm_weight, zeros};
+use lockstep_config::{LayerRope, ModelConfig, NormPlaces, QkNorm, RopeScalingConfig};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The forward graph of a model that has these parts.
 pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
@@ -18,90 +21,201 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
 /// The same where experts go by other names.
 pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> Result<Graph, TypeError> {
     let mut g = Graph::new();
-    let features = m.architecture.features();
     let (batch, seq, context) = form.extents();
     let trains = matches!(form, Form::Loss { .. });
     let embed = || Dim::new(Axis::Embed, m.dim);
     let heads = |axis, count| Section { axis, count, unit: m.head_dim };
     let q = heads(Axis::Heads, m.heads);
     let kv = heads(Axis::KvHeads, m.kv_heads);
-    let head = Section { axis: Axis::HeadDim, count: m.head_dim, unit: 1 };
     let normal = Init::Normal { std: m.init_std as f32 };
     // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
     let to_residual = Init::Normal { std: (m.init_std / (2.0 * m.layers as f64).sqrt()) as f32 };
-    let eps = m.norm_eps as f32;
 
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
     let tokens = g.input(values::TOKENS, ids);
     let side = Side::declare(&mut g, form);
-    let scaling = m.rope_scaling.as_ref().map(|s| RopeScaling {
-        factor: s.factor,
-        low_freq_factor: s.low_freq_factor,
-        high_freq_factor: s.high_freq_factor,
-        original_context: s.original_context as f64,
-    });
-    let angles = g.state(
-        "rope_table",
-        TensorType::new(DType::F32, [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.head_dim)]),
-        State::Constant(Init::RopeTable { theta: m.rope_theta, scaling }),
-    );
+    let angles = rope_tables(&mut g, m, context);
 
     let table_dims = [Dim::new(Axis::Vocab, m.vocab_size), embed()];
     let table = matrix(&mut g, "embed", table_dims.clone(), &normal, &["model.embed_tokens.weight"]);
-    let mut x = g.op(Op::Embedding, &[tokens, table], "x0")?[0];
+    let scaled = m.embedding_scale != 1.0;
+    let mut x = g.op(Op::Embedding, &[tokens, table], if scaled { "embedded" } else { "x0" })?[0];
+    if scaled {
+        x = g.op(Op::Scale { factor: m.embedding_scale as f32, rounded: true }, &[x], "x0")?[0];
+    }
     for layer in 0..m.layers {
         g.enter_layer(Some(layer));
         let at = |name: &str| format!("layers.{layer}.{name}");
         let named = |name: &str, kind: &str| format!("model.layers.{layer}.{name}.{kind}");
         let hf = |name: &str| named(name, "weight");
+        let parts = m.layer_parts(layer);
+        let norms = LayerNorms::of(m.norms);
+        // Of what is there, where a norm stands in this place.
+        let norm = |g: &mut Graph, x, place: Option<(&str, &str)>, to: &str| match place {
+            Some((ours, theirs)) => rms_norm(g, m, x, (&at(ours), &[hf(theirs)]), &at(to)),
+            None => Ok(x),
+        };
 
-        let w = ones(&mut g, &at("attention_norm"), embed(), &[hf("input_layernorm")]);
-        let n = g.op(Op::rms_norm(eps), &[x, w], &at("n1"))?[0];
-        let parts = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
+        let n = norm(&mut g, x, norms.before_attention, "n1")?;
+        let names_of = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
         let packed = Dim::packed([q, kv, kv]);
-        let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &parts("weight"));
+        let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &names_of("weight"));
         let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
-        if features.qkv_bias {
-            let bias = zeros(&mut g, &at("bqkv"), packed, &parts("bias"));
+        if m.architecture.features().qkv_bias {
+            let bias = zeros(&mut g, &at("bqkv"), packed, &names_of("bias"));
             qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
         }
-        if features.whole_qk_norm {
-            let normed = |g: &mut Graph, section, (ours, theirs): (&str, &str), dim| -> Result<ValueId, TypeError> {
-                let x = g.op(Op::Slice { first: section, count: 1 }, &[qkv], &at(ours))?[0];
-                let w = ones(g, &at(&format!("{ours}_norm")), Dim::packed([dim]), &[hf(theirs)]);
-                Ok(g.op(Op::rms_norm(eps), &[x, w], &at(&format!("{ours}_normed")))?[0])
-            };
-            let queries = normed(&mut g, 0, ("q", "self_attn.q_norm"), q)?;
-            let keys = normed(&mut g, 1, ("k", "self_attn.k_norm"), kv)?;
-            let values = g.op(Op::Slice { first: 2, count: 1 }, &[qkv], &at("v"))?[0];
-            qkv = g.op(Op::Concat, &[queries, keys, values], &at("qkv_normed"))?[0];
+        qkv = qk_norm(&mut g, m, qkv, &at, &hf)?;
+        if let Some(kind) = parts.rope {
+            qkv = side.rotate(&mut g, qkv, angles[&kind], &at)?;
         }
-        if features.qk_norm {
-            let parts = [hf("self_attn.q_norm"), hf("self_attn.k_norm")];
-            let w = ones(&mut g, &at("qk_norm"), Dim::packed([head, head]), &parts);
-            qkv = g.op(Op::QkNorm { eps }, &[qkv, w], &at("qkv_normed"))?[0];
+        if m.softmax_scale_dim != m.head_dim {
+            qkv = scale_queries(&mut g, m, qkv, &at)?;
         }
-        let qkv = side.rotate(&mut g, qkv, angles, &at)?;
         let o = side.attend(&mut g, qkv, kv, m, &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
         let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
+        let delta = norm(&mut g, delta, norms.after_attention, "attention_normed")?;
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 
-        let w = ones(&mut g, &at("ffn_norm"), embed(), &[hf("post_attention_layernorm")]);
-        let n = g.op(Op::rms_norm(eps), &[x, w], &at("n2"))?[0];
+        let n = norm(&mut g, x, norms.before_ffn, "n2")?;
         let inits = [&normal, &to_residual];
         let delta = match m.experts.filter(|_| layer >= m.dense_layers) {
             Some(experts) => mixture(&mut g, n, m, (experts, names), (layer, trains), inits)?,
-            None => Gated { layer, ours: "", theirs: "mlp", ffn: m.ffn }.build(&mut g, n, inits)?,
+            None => Gated { layer, ours: "", theirs: "mlp", ffn: m.ffn, gate: gate(m) }.build(&mut g, n, inits)?,
         };
+        let delta = norm(&mut g, delta, norms.after_ffn, "ffn_normed")?;
         x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
     }
     g.enter_layer(None);
     let x = side.wanted(&mut g, x)?;
-    let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
-    let n = g.op(Op::rms_norm(eps), &[x, w], "n")?[0];
+    let n = rms_norm(&mut g, m, x, ("final_norm", &["model.norm.weight"]), "n")?;
     let head = if m.tied_embeddings { table } else { matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]) };
     let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
     side.finish(&mut g, logits)?;
     Ok(g)
+}
+
+/// The norms of a layer, each by our name and Hugging Face's, where there is one.
+struct LayerNorms {
+    before_attention: Option<(&'static str, &'static str)>,
+    after_attention: Option<(&'static str, &'static str)>,
+    before_ffn: Option<(&'static str, &'static str)>,
+    after_ffn: Option<(&'static str, &'static str)>,
+}
+
+impl LayerNorms {
+    /// Hugging Face calls the second norm of a layer by where it stands: before the MLP if it has no other.
+    fn of(places: NormPlaces) -> Self {
+        let after_attention = Some(("attention_post_norm", "post_attention_layernorm"));
+        let after_ffn = Some(("ffn_post_norm", "post_feedforward_layernorm"));
+        let before_attention = Some(("attention_norm", "input_layernorm"));
+        match places {
+            NormPlaces::Pre => Self {
+                before_attention,
+                after_attention: None,
+                before_ffn: Some(("ffn_norm", "post_attention_layernorm")),
+                after_ffn: None,
+            },
+            NormPlaces::Post => Self { before_attention: None, after_attention, before_ffn: None, after_ffn },
+            NormPlaces::Sandwich => {
+                let before_ffn = Some(("ffn_norm", "pre_feedforward_layernorm"));
+                Self { before_attention, after_attention, before_ffn, after_ffn }
+            }
+        }
+    }
+}
+
+/// An RMS norm over the last dimension, its weight called by our name and Hugging Face's.
+fn rms_norm<S: AsRef<str>>(
+    g: &mut Graph,
+    m: &ModelConfig,
+    x: ValueId,
+    (ours, theirs): (&str, &[S]),
+    name: &str,
+) -> Result<ValueId, TypeError> {
+    let dim = g.ty(x).dims.last().cloned().unwrap_or(Dim::new(Axis::Embed, m.dim));
+    let w = norm_weight(g, ours, dim, m.norm_plus_one, theirs);
+    let eps = m.norm_eps as f32;
+    let op = if m.norm_plus_one { Op::rms_norm_plus_one(eps) } else { Op::rms_norm(eps) };
+    Ok(g.op(op, &[x, w], name)?[0])
+}
+
+/// The norms of Q and K of packed Q·K·V, if there are any.
+fn qk_norm(
+    g: &mut Graph,
+    m: &ModelConfig,
+    qkv: ValueId,
+    at: &dyn Fn(&str) -> String,
+    hf: &dyn Fn(&str) -> String,
+) -> Result<ValueId, TypeError> {
+    match m.qk_norm {
+        QkNorm::None => Ok(qkv),
+        QkNorm::Head => {
+            let head = Section { axis: Axis::HeadDim, count: m.head_dim, unit: 1 };
+            let parts = [hf("self_attn.q_norm"), hf("self_attn.k_norm")];
+            let w = norm_weight(g, &at("qk_norm"), Dim::packed([head, head]), m.norm_plus_one, &parts);
+            let op = Op::QkNorm { plus_one: m.norm_plus_one, eps: m.norm_eps as f32 };
+            Ok(g.op(op, &[qkv, w], &at("qkv_normed"))?[0])
+        }
+        QkNorm::Whole => {
+            let normed = |g: &mut Graph, section, ours: &str| -> Result<ValueId, TypeError> {
+                let x = g.op(Op::Slice { first: section, count: 1 }, &[qkv], &at(ours))?[0];
+                let names = (&*at(&format!("{ours}_norm")), &[hf(&format!("self_attn.{ours}_norm"))][..]);
+                rms_norm(g, m, x, names, &at(&format!("{ours}_normed")))
+            };
+            let (queries, keys) = (normed(g, 0, "q")?, normed(g, 1, "k")?);
+            let values = g.op(Op::Slice { first: 2, count: 1 }, &[qkv], &at("v"))?[0];
+            Ok(g.op(Op::Concat, &[queries, keys, values], &at("qkv_normed"))?[0])
+        }
+    }
+}
+
+/// Queries of packed Q·K·V, by what makes scores that attention divides by the root of the heads' width those of another number.
+fn scale_queries(
+    g: &mut Graph,
+    m: &ModelConfig,
+    qkv: ValueId,
+    at: &dyn Fn(&str) -> String,
+) -> Result<ValueId, TypeError> {
+    let factor = (m.head_dim as f64 / m.softmax_scale_dim as f64).sqrt() as f32;
+    let queries = g.op(Op::Slice { first: 0, count: 1 }, &[qkv], &at("queries"))?[0];
+    let scaled = g.op(Op::Scale { factor, rounded: false }, &[queries], &at("queries_scaled"))?[0];
+    let rest = g.op(Op::Slice { first: 1, count: 2 }, &[qkv], &at("keys_values"))?[0];
+    Ok(g.op(Op::Concat, &[scaled, rest], &at("qkv_scaled"))?[0])
+}
+
+/// The tables of angles that some layer uses.
+fn rope_tables(g: &mut Graph, m: &ModelConfig, context: usize) -> BTreeMap<LayerRope, ValueId> {
+    let used: BTreeSet<LayerRope> = (0..m.layers).filter_map(|layer| m.layer_parts(layer).rope).collect();
+    let table = |g: &mut Graph, kind: LayerRope| {
+        let (name, init) = match kind {
+            LayerRope::Global => {
+                let scaling = m.rope_scaling.as_ref().map(rope_scaling);
+                ("rope_table", Init::RopeTable { theta: m.rope_theta, scaling })
+            }
+            LayerRope::Local => {
+                let theta = m.rope_local_theta.unwrap_or(m.rope_theta);
+                ("rope_table_local", Init::RopeTable { theta, scaling: None })
+            }
+        };
+        let dims = [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.head_dim)];
+        g.state(name, TensorType::new(DType::F32, dims), State::Constant(init))
+    };
+    used.into_iter().map(|kind| (kind, table(g, kind))).collect()
+}
+
+fn rope_scaling(scaling: &RopeScalingConfig) -> RopeScaling {
+    match *scaling {
+        RopeScalingConfig::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+            let original_context = original_context as f64;
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }
+        }
+        RopeScalingConfig::Linear { factor } => RopeScaling::Linear { factor },
+        RopeScalingConfig::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+            let attention_factor = attention_factor.unwrap_or(0.1 * factor.ln() + 1.0);
+            let original_context = original_context as f64;
+            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, attention_factor }
+        }
+    }
 }

@@ -139,7 +139,7 @@ impl Side {
         Ok(g.op(op, &inputs, &at("rotated"))?[0])
     }
 
-    /// Causal attention over packed Q·K·V, whose K and V are `kv` each.
+    /// Causal attention over packed Q·K·V, whose K and V are `kv` each, in the window of the layer that was entered.
     pub fn attend(
         &self,
         g: &mut Graph,
@@ -148,10 +148,10 @@ impl Side {
         m: &ModelConfig,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
+        let window = g.layer().map_or(m.sliding_window, |layer| m.layer_parts(layer).window);
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                let window = m.sliding_window;
                 match m.attention {
                     AttentionMethod::Flash => Ok(g.op(Op::Attention { window }, &inputs, &at("o"))?[0]),
                     AttentionMethod::Naive => {
@@ -163,8 +163,7 @@ impl Side {
             Side::NextToken { start, count, cache: [batch, context], .. } => {
                 let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out =
-                    g.op(Op::CachedAttention { window: m.sliding_window }, &[qkv, cache, *start, *count], &at("o"))?;
+                let out = g.op(Op::CachedAttention { window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

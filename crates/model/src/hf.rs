@@ -6,10 +6,12 @@
 
 mod families;
 mod fields;
+mod patterns;
+mod rope;
 mod without_effect;
 
 use families::{Absent, FAMILIES, Family, Fixed, NEVER, SAME};
-use fields::{Fields, contradiction, is_same};
+use fields::{Fields, HEAD_DIM, contradiction, is_same, refused};
 use lockstep_config::ModelConfig;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -91,7 +93,6 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     if fields.flag("is_causal")? == Some(false) {
         return Err(fields.unsupported("is_causal", "only models whose tokens see no later tokens are supported"));
     }
-    let window = window(family, &fields)?;
     check_head_dim(family, &fields)?;
 
     let mut table = format!("[model]\narchitecture = \"{}\"\n", family.name);
@@ -100,6 +101,7 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let found = match (fields.count_from(count.least, count.theirs)?, &count.absent) {
             (Some(found), _) => found,
             (None, Absent::Derived) => continue,
+            (None, Absent::Is(count)) => *count,
             (None, Absent::Refused) => {
                 return Err(refused(
                     &format!("`{}` is not set", count.theirs),
@@ -119,8 +121,10 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let found = if number.zero { fields.number_or_zero(number.theirs)? } else { fields.number(number.theirs)? };
         let _ = writeln!(table, "{} = {:?}", number.ours, found.unwrap_or(number.absent));
     }
-    if let Some(window) = window {
-        let _ = writeln!(table, "sliding_window = {window}");
+    let slides = patterns::read(family, &fields, layers)?;
+    table += &slides.table();
+    if family.no_rope {
+        table += &patterns::read_rope_layers(&fields, layers)?;
     }
     let (eps, default) = family.norm_eps;
     let _ = writeln!(table, "norm_eps = {:?}", fields.number(eps)?.unwrap_or(default));
@@ -129,7 +133,7 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         let _ = writeln!(table, "init_std = {std:?}");
     }
     if family.rotary {
-        table += &rotary(&fields, family.theta)?;
+        table += &rope::read(family, &fields, &slides)?;
     }
     let meant = known_fields(family);
     let unknown = joined.keys().filter(|name| !meant.contains(name.as_str())).cloned().collect();
@@ -166,38 +170,16 @@ fn known_fields(family: &Family) -> BTreeSet<&'static str> {
         known.extend(["sliding_window", "max_window_layers"]);
     }
     if family.rotary {
-        known.extend(ROPE_OBJECTS);
-        known.extend([THETA, PARTIAL, ORIGINAL, HEAD_DIM]);
+        known.extend(rope::FIELDS);
+        known.extend(family.local_theta.and_then(|(field, _)| field));
+        known.insert(HEAD_DIM);
+    }
+    known.extend(family.pattern.and_then(|(field, _)| field));
+    if family.no_rope {
+        known.extend(patterns::ROPE_LAYERS);
     }
     known.extend(family.without_effect.iter().chain(WITHOUT_EFFECT));
     known
-}
-
-/// How many tokens each layer sees, if not all.
-fn window(family: &Family, fields: &Fields) -> Result<Option<usize>, HfError> {
-    let window = match family.window {
-        Some((field, default)) if !fields.0.contains_key(field) => Some(default),
-        Some((field, _)) => fields.count(field)?,
-        None => None,
-    };
-    if let Some(Value::Array(types)) = fields.get("layer_types") {
-        let expected = if window.is_some() { "sliding_attention" } else { "full_attention" };
-        if types.iter().any(|kind| kind != expected) {
-            return Err(refused("`layer_types` is not supported", &format!("only layers of {expected} are")));
-        }
-    } else if let Some(default) = family.sliding_from {
-        let slides = !matches!(fields.0.get("sliding_window"), Some(Value::Null));
-        let first = fields.count_from(0, "max_window_layers")?.unwrap_or(default);
-        if slides && fields.count("num_hidden_layers")?.is_some_and(|layers| layers > first) {
-            let problem = format!("layers from {first} on have a sliding window, which is not supported");
-            return Err(refused(
-                &problem,
-                "only models whose `sliding_window` is null are, or whose layers are all before \
-                                          `max_window_layers`",
-            ));
-        }
-    }
-    Ok(window)
 }
 
 /// Families without a field for the width of a head derive it; transformers looks for one all the same.
@@ -214,96 +196,6 @@ fn check_head_dim(family: &Family, fields: &Fields) -> Result<(), HfError> {
     }
 }
 
-const HEAD_DIM: &str = "head_dim";
-
-/// The keys of the rotary embedding. Version 5 of transformers writes `rope_parameters`, others `rope_theta` and
-/// `rope_scaling`; of a file that has both, both must say the same.
-fn rotary(fields: &Fields, default: f64) -> Result<String, HfError> {
-    let mut thetas: Vec<(String, &Value)> = Vec::new();
-    let mut scalings: Vec<(&str, Option<String>)> = Vec::new();
-    check_partial(fields)?;
-    for name in ROPE_OBJECTS {
-        let inner = match fields.get(name) {
-            None => continue,
-            Some(Value::Object(inner)) if inner.is_empty() => continue,
-            Some(Value::Object(inner)) => Fields(inner),
-            Some(_) => return Err(fields.unsupported(name, "it should be an object")),
-        };
-        if inner.0.values().all(Value::is_object) {
-            return Err(refused(&format!("`{name}` differs between layers"), "one for all layers is supported"));
-        }
-        check_partial(&inner)?;
-        inner.number(THETA)?;
-        thetas.extend(inner.get(THETA).map(|theta| (format!("{name}.{THETA}"), theta)));
-        scalings.push((name, scaling(name, &inner, fields)?));
-    }
-    if let [(_, first), (_, second)] = &scalings[..]
-        && first != second
-    {
-        let values = ROPE_OBJECTS.map(|name| fields.get(name).unwrap_or(&Value::Null));
-        return Err(contradiction((ROPE_OBJECTS[0], values[0]), (ROPE_OBJECTS[1], values[1])));
-    }
-    fields.number(THETA)?;
-    thetas.extend(fields.get(THETA).map(|theta| (THETA.to_owned(), theta)));
-    if let [first, others @ ..] = &thetas[..]
-        && let Some(other) = others.iter().find(|other| !is_same(other.1, first.1))
-    {
-        return Err(contradiction((&first.0, first.1), (&other.0, other.1)));
-    }
-    let theta = thetas.first().and_then(|(_, theta)| theta.as_f64()).unwrap_or(default);
-    let scaling = scalings.into_iter().find_map(|(_, scaling)| scaling).unwrap_or_default();
-    Ok(format!("{THETA} = {theta:?}\n{scaling}"))
-}
-
-fn check_partial(fields: &Fields) -> Result<(), HfError> {
-    match fields.number(PARTIAL)? {
-        Some(factor) if factor != 1.0 => Err(fields.unsupported(PARTIAL, "only 1.0 is supported")),
-        _ => Ok(()),
-    }
-}
-
-/// The `rope_scaling` of an object with the parameters of a rotary embedding, which has this name in `outer`.
-fn scaling(name: &str, inner: &Fields, outer: &Fields) -> Result<Option<String>, HfError> {
-    let (new, old) = (inner.text("rope_type")?, inner.text("type")?);
-    if let (Some(new), Some(old)) = (new, old)
-        && new != old
-    {
-        let field = |field| format!("{name}.{field}");
-        return Err(contradiction((&field("rope_type"), &json!(new)), (&field("type"), &json!(old))));
-    }
-    match new.or(old).unwrap_or("default") {
-        "default" => Ok(None),
-        "llama3" => {
-            let unset = |field: &str| refused(&format!("`{name}.{field}` is not set"), "a llama3 scaling needs it");
-            let needed = |field: &str| inner.number(field)?.ok_or_else(|| unset(field));
-            let original_contexts = (inner.count(ORIGINAL)?, outer.count(ORIGINAL)?);
-            if let (Some(own), Some(outside)) = original_contexts
-                && own != outside
-            {
-                let own = (&*format!("{name}.{ORIGINAL}"), &json!(own));
-                return Err(contradiction(own, (ORIGINAL, &json!(outside))));
-            }
-            let original = original_contexts.0.or(original_contexts.1).ok_or_else(|| unset(ORIGINAL))?;
-            let (low, high) = (needed("low_freq_factor")?, needed("high_freq_factor")?);
-            Ok(Some(format!(
-                "rope_scaling = {{ factor = {:?}, low_freq_factor = {low:?}, high_freq_factor = {high:?}, \
-                 original_context = {original} }}\n",
-                needed("factor")?
-            )))
-        }
-        _ => {
-            let field = if new.is_some() { "rope_type" } else { "type" };
-            Err(inner.unsupported(field, "default and llama3 are supported"))
-        }
-    }
-}
-
-/// Objects with the parameters of the rotary embedding, by the version that writes them: 5, and 4.
-const ROPE_OBJECTS: [&str; 2] = ["rope_parameters", "rope_scaling"];
-const THETA: &str = "rope_theta";
-const PARTIAL: &str = "partial_rotary_factor";
-const ORIGINAL: &str = "original_max_position_embeddings";
-
 /// Writes the `config.json` of a model, in the form that transformers 4 and 5 read.
 ///
 /// Keys that the family has no field for are left out: reading the result back shows whether the model is still the same.
@@ -318,8 +210,12 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
              without",
             model.dim, model.heads, family.name
         );
-        let hint =
-            "model.architecture = \"mistral\" without a sliding window computes the same, and may have such heads";
+        let hint = match family.name {
+            "llama" => {
+                "model.architecture = \"mistral\" without a sliding window computes the same, and may have such heads"
+            }
+            _ => "choose model.heads that divide model.dim",
+        };
         return Err(refused(&problem, hint));
     }
     let mut fields = Map::new();
@@ -343,8 +239,16 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     for number in family.numbers {
         set(number.theirs, json!((number.get)(model)));
     }
-    if let Some((field, _)) = family.window {
-        set(field, json!(model.sliding_window));
+    if let Some((field, usual)) = family.window {
+        // Classes with kinds of layers ask for a window even where no layer has it.
+        let window = model.sliding_window.or(family.pattern.map(|_| usual));
+        set(field, json!(window));
+    }
+    if family.pattern.is_some() {
+        set("layer_types", patterns::layer_types(model));
+    }
+    if family.no_rope {
+        set(patterns::ROPE_LAYERS[0], patterns::rope_layers(model));
     }
     if family.sliding_from.is_some() {
         set("sliding_window", Value::Null);
@@ -356,20 +260,12 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     set("tie_word_embeddings", json!(model.tied_embeddings));
     set("initializer_range", json!(model.init_std));
     set("use_cache", json!(true));
+    // Classes have tokens of their own where nothing is said, which may lie outside the vocabulary.
     set("bos_token_id", Value::Null);
+    set("pad_token_id", Value::Null);
     set("eos_token_id", json!(beside.end_token));
-    if family.rotary {
-        set("rope_theta", json!(model.rope_theta));
-        if let Some(scaling) = &model.rope_scaling {
-            let scaling = json!({
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                ORIGINAL: scaling.original_context,
-            });
-            set("rope_scaling", scaling);
-        }
+    for (name, value) in rope::write(family, model) {
+        set(name, value);
     }
     Ok(Value::Object(fields))
 }
@@ -408,8 +304,4 @@ pub fn is_buffer(name: &str) -> bool {
 
 fn family(model: &ModelConfig) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.name == model.architecture.word())
-}
-
-fn refused(problem: &str, hint: &str) -> HfError {
-    HfError { problem: problem.to_owned(), hint: hint.to_owned() }
 }

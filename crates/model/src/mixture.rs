@@ -1,7 +1,7 @@
 //! What stands behind attention in a layer: a gated MLP, or a mixture of experts.
 
 use crate::parameters::{bias_of_choice, exact_matrix, matrix, stack};
-use lockstep_config::ModelConfig;
+use lockstep_config::{Activation, ModelConfig};
 use lockstep_ir::graph::Loss;
 use lockstep_ir::op::{Routing, Score};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, Section, TypeError, ValueId};
@@ -19,13 +19,22 @@ fn hidden(ffn: usize) -> Section {
     Section { axis: Axis::Ffn, count: ffn, unit: 1 }
 }
 
-/// A gated MLP (SwiGLU) of a layer. The names of its values begin with `ours`, and Hugging Face has it in the block `theirs`.
+/// What makes hidden units of packed gate·up.
+pub(crate) fn gate(m: &ModelConfig) -> Op {
+    match m.activation {
+        Activation::Silu => Op::SwiGlu,
+        Activation::Gelu => Op::GeGlu,
+    }
+}
+
+/// A gated MLP (SwiGLU, GeGLU) of a layer. The names of its values begin with `ours`, and Hugging Face has it in the block `theirs`.
 #[derive(Clone, Copy)]
 pub(crate) struct Gated<'a> {
     pub layer: usize,
     pub ours: &'a str,
     pub theirs: &'a str,
     pub ffn: usize,
+    pub gate: Op,
 }
 
 impl Gated<'_> {
@@ -54,7 +63,7 @@ impl Gated<'_> {
         let packed = Dim::packed([hidden(self.ffn), hidden(self.ffn)]);
         let w = matrix(g, &self.at("wgate_up"), [packed, embed], normal, &[self.hf("gate"), self.hf("up")]);
         let gate_up = g.op(Op::Linear, &[x, w], &self.at("gate_up"))?[0];
-        Ok(g.op(Op::SwiGlu, &[gate_up], &self.at("hidden"))?[0])
+        Ok(g.op(self.gate, &[gate_up], &self.at("hidden"))?[0])
     }
 
     /// What they give, as wide as x.
@@ -80,7 +89,7 @@ pub(crate) fn mixture(
     let embed = || Dim::new(Axis::Embed, m.dim);
     let each = || Dim::new(Axis::Experts, experts);
     let width = m.expert_ffn.unwrap_or(m.ffn);
-    let &ExpertNames { block, matrices: [gate, up, down] } = names;
+    let &ExpertNames { block, matrices: [gate_name, up, down] } = names;
     let of_block = |name: &str| format!("model.layers.{layer}.{block}.{name}");
     let hf = |name: &str| of_block(&format!("{name}.weight"));
     let of_each = |names: &[&str]| -> Vec<String> {
@@ -113,12 +122,13 @@ pub(crate) fn mixture(
         g.losses.push(Loss { value, weight: 1.0 });
     }
     let block = format!("{block}.shared_experts");
-    let shared = m.shared_experts.map(|n| Gated { layer, ours: "shared_", theirs: &block, ffn: n * width });
+    let shared =
+        m.shared_experts.map(|n| Gated { layer, ours: "shared_", theirs: &block, ffn: n * width, gate: gate(m) });
     let always = shared.map(|shared| shared.hidden(g, x, normal)).transpose()?;
     let packed = Dim::packed([hidden(width), hidden(width)]);
-    let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate, up]));
+    let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate_name, up]));
     let gate_up = g.op(Op::GroupedLinear { each: false }, &[x, w, chosen], &at("gate_up"))?[0];
-    let y = g.op(Op::SwiGlu, &[gate_up], &at("hidden"))?[0];
+    let y = g.op(gate(m), &[gate_up], &at("hidden"))?[0];
     let dims = [each(), embed(), Dim::packed([hidden(width)])];
     let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down]));
     let y = g.op(Op::GroupedLinear { each: true }, &[y, w, chosen], &at("expert_out"))?[0];

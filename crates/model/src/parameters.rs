@@ -18,12 +18,17 @@ pub fn stack<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 3], init: &In
     parameter(g, name, dims.to_vec(), init.clone(), parts, (true, false))
 }
 
+/// The weight of a norm that multiplies by it, or by 1 + it.
+pub fn norm_weight<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, plus_one: bool, parts: &[S]) -> ValueId {
+    if plus_one { zeros(g, name, dim, parts) } else { ones(g, name, dim, parts) }
+}
+
 /// A norm's weight.
 pub fn ones<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
     parameter(g, name, vec![dim], Init::Ones, parts, (false, false))
 }
 
-/// A bias.
+/// A bias, or what a norm adds 1 to.
 pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
     parameter(g, name, vec![dim], Init::Zeros, parts, (false, false))
 }

@@ -1,6 +1,6 @@
 //! `config.json` of every family: what is read, what is refused, and that it comes out as it went in.
 
-use lockstep_config::{Architecture, Config};
+use lockstep_config::{Architecture, Config, LayerType, QkNorm, RopeScalingConfig};
 use lockstep_ir::Hint;
 use lockstep_model::hf::{HfConfig, HfExtras, read_config, write_config};
 use serde_json::{Value, json};
@@ -41,8 +41,17 @@ fn theirs(model_type: &str) -> Value {
     }
     // Where all of Q is normed at once, the heads have no width of their own.
     let family = Architecture::ALL.iter().find(|one| one.word() == model_type);
-    if family.is_some_and(|one| one.features().whole_qk_norm) {
+    if family.is_some_and(|one| one.features().qk_norm == QkNorm::Whole) {
         config["head_dim"] = Value::Null;
+    }
+    // A RoPE for each kind of layers.
+    if ["olmo3", "gemma3_text"].contains(&model_type) {
+        config["sliding_window"] = json!(16);
+        config["layer_types"] = json!(["sliding_attention", "full_attention"]);
+        config["rope_parameters"] = json!({
+            "full_attention": { "rope_type": "default", "rope_theta": 1e6 },
+            "sliding_attention": { "rope_type": "default", "rope_theta": 3e4 },
+        });
     }
     config
 }
@@ -120,7 +129,8 @@ fn both_versions_of_the_rotary_fields_are_read() {
     old["type"] = json!("llama3");
     let four = with("llama", json!({ "rope_parameters": null, "rope_theta": 5e5, "rope_scaling": old }));
     assert_eq!(read(&four).1.model, five);
-    assert_eq!((five.rope_theta, five.rope_scaling.unwrap().original_context), (5e5, 32));
+    let Some(RopeScalingConfig::Llama3 { original_context, .. }) = five.rope_scaling else { panic!("{five:?}") };
+    assert_eq!((five.rope_theta, original_context), (5e5, 32));
     let bare = with("llama", json!({ "rope_parameters": null }));
     assert_eq!(read(&bare).1.model.rope_theta, 10_000.0);
 }
@@ -162,7 +172,43 @@ fn what_cannot_be_represented_is_refused_by_field() {
         ),
         ("qwen2", json!({ "is_causal": false }), "`is_causal` = false is not supported"),
         ("gpt2", json!({ "is_causal": false }), "`is_causal` = false is not supported"),
-        ("llama", rope("yarn"), "`rope_type` = \"yarn\" is not supported"),
+        ("llama", rope("longrope"), "`rope_type` = \"longrope\" is not supported"),
+        ("llama", rope("yarn"), "`rope_parameters.original_max_position_embeddings` is not set"),
+        ("smollm3", json!({ "no_rope_layers": [1, 1, 0] }), "`no_rope_layers` has 3 entries"),
+        ("smollm3", json!({ "no_rope_layers": [1, 2] }), "`no_rope_layers` has an entry that is neither 1 nor 0"),
+        ("smollm3", json!({ "use_sliding_window": true }), "`use_sliding_window` = true is not supported"),
+        (
+            "smollm3",
+            json!({ "layer_types": ["full_attention", "sliding_attention"] }),
+            "`layer_types` is not supported",
+        ),
+        ("olmo2", json!({ "attention_bias": true }), "`attention_bias` = true is not supported"),
+        ("olmo3", json!({ "layer_types": ["full_attention"] }), "`layer_types` has 1 entries"),
+        (
+            "olmo3",
+            json!({ "layer_types": ["full_attention", "linear_attention"] }),
+            "\"linear_attention\", which is not",
+        ),
+        ("olmo3", json!({ "sliding_window": null }), "`sliding_window` is null, and some layers have one"),
+        (
+            "olmo3",
+            json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 1e4 } }),
+            "`rope_parameters` does not say which layers it is of",
+        ),
+        ("olmo3", json!({ "rope_parameters": null, "rope_theta": 1e4 }), "`rope_theta` does not say whether layers"),
+        ("gemma3_text", json!({ "attn_logit_softcapping": 50.0 }), "`attn_logit_softcapping` = 50.0 is not supported"),
+        (
+            "gemma3_text",
+            json!({ "final_logit_softcapping": 30.0 }),
+            "`final_logit_softcapping` = 30.0 is not supported",
+        ),
+        ("gemma3_text", json!({ "use_bidirectional_attention": true }), "`use_bidirectional_attention` = true is not"),
+        ("gemma3_text", json!({ "hidden_activation": "gelu" }), "`hidden_activation` = \"gelu\" is not supported"),
+        (
+            "gemma3_text",
+            json!({ "rope_parameters": { "sliding_attention": { "rope_type": "linear", "factor": 2.0 } } }),
+            "`rope_parameters.sliding_attention` has a linear, which is not supported",
+        ),
         ("llama", rope("llama3"), "`rope_parameters.original_max_position_embeddings` is not set"),
         ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),
         ("llama", per_layer, "`rope_parameters` differs between layers"),
@@ -202,4 +248,81 @@ fn what_cannot_be_represented_is_refused_by_field() {
         let error = read_config(&with(family, fields)).expect_err(expected).with_hint();
         assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
     }
+}
+
+#[test]
+fn layers_of_several_kinds_are_read_in_every_form() {
+    // As Gemma 3 was published: a pattern by its length, bases in fields of their own.
+    let old = json!({
+        "num_hidden_layers": 8, "layer_types": null, "sliding_window_pattern": 3, "rope_parameters": null, "rope_theta": 1e6,
+        "rope_local_base_freq": 2e4, "rope_scaling": { "rope_type": "linear", "factor": 8.0 },
+        "query_pre_attn_scalar": 168,
+    });
+    let (_, config) = read(&with("gemma3_text", old));
+    let m = &config.model;
+    let full: Vec<usize> = (0..8).filter(|layer| m.layer_parts(*layer).window.is_none()).collect();
+    assert_eq!((full, m.layer_types.len(), m.sliding_window), (vec![2, 5], 3, Some(16)));
+    assert_eq!((m.rope_theta, m.rope_local_theta, m.softmax_scale_dim), (1e6, Some(2e4), 168));
+    assert_eq!(m.rope_scaling, Some(RopeScalingConfig::Linear { factor: 8.0 }));
+    assert_eq!((m.norm_plus_one, m.embedding_scale), (true, 24f64.sqrt()));
+    let written = write_config(m, BESIDE).unwrap();
+    assert_eq!((&written["rope_local_base_freq"], &written["query_pre_attn_scalar"]), (&json!(2e4), &json!(168)));
+    assert_eq!(written["layer_types"].as_array().unwrap().len(), 8);
+    assert_eq!(read(&written).1.model, config.model);
+
+    // All layers of one kind: their RoPE is that of the model.
+    let one = |kind: &str| read(&with("gemma3_text", json!({ "layer_types": [kind, kind] }))).1.model;
+    let (sliding, full) = (one("sliding_attention"), one("full_attention"));
+    assert_eq!((sliding.sliding_window, sliding.rope_theta, sliding.rope_local_theta), (Some(16), 3e4, None));
+    assert_eq!((full.sliding_window, full.rope_theta, full.rope_local_theta), (None, 1e6, None));
+    for model in [sliding, full] {
+        assert_eq!(read(&write_config(&model, BESIDE).unwrap()).1.model, model);
+    }
+
+    // OLMo 3 scales its full layers alone; every fourth layer is one where nothing is said.
+    let yarn = json!({ "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2 });
+    let fields = json!({ "num_hidden_layers": 8, "layer_types": null, "rope_parameters": null, "rope_scaling": yarn });
+    let (_, config) = read(&with("olmo3", fields));
+    let m = &config.model;
+    assert_eq!(m.layer_types, [LayerType::Sliding, LayerType::Sliding, LayerType::Sliding, LayerType::Full]);
+    assert_eq!((m.rope_theta, m.rope_local_theta), (5e5, Some(5e5)));
+    assert!(matches!(
+        m.rope_scaling,
+        Some(RopeScalingConfig::Yarn { attention_factor: Some(1.2), truncate: true, .. })
+    ));
+    assert_eq!(read(&write_config(m, BESIDE).unwrap()).1.model, config.model);
+
+    // SmolLM3: a list, or every so many layers.
+    let rope = |fields: Value| read(&with("smollm3", fields)).1.model.rope_layers;
+    assert_eq!(rope(json!({ "num_hidden_layers": 8 })), [1, 1, 1, 0]);
+    assert_eq!(rope(json!({ "num_hidden_layers": 5, "no_rope_layer_interval": 2 })), [1, 0]);
+    assert_eq!(rope(json!({ "no_rope_layers": [0, 1], "no_rope_layer_interval": 2 })), [0, 1]);
+    assert_eq!(rope(json!({ "no_rope_layers": [1, 1] })), [0usize; 0]);
+}
+
+#[test]
+fn yarn_takes_its_factor_by_weights_too() {
+    let read_yarn = |more: Value| {
+        let mut rope = json!({
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096,
+            "beta_fast": 16, "beta_slow": 2, "truncate": false,
+        });
+        more.as_object().unwrap().iter().for_each(|(name, value)| rope[name] = value.clone());
+        let (_, config) = read(&with("llama", json!({ "rope_parameters": rope })));
+        let written = write_config(&config.model, BESIDE).unwrap();
+        assert_eq!(read(&written).1.model, config.model);
+        config.model.rope_scaling.unwrap()
+    };
+    let yarn = |attention_factor| RopeScalingConfig::Yarn {
+        factor: 40.0,
+        original_context: 4096,
+        beta_fast: 16.0,
+        beta_slow: 2.0,
+        attention_factor,
+        truncate: false,
+    };
+    assert_eq!(read_yarn(json!({})), yarn(None));
+    assert_eq!(read_yarn(json!({ "mscale": 1.0, "mscale_all_dim": 1.0 })), yarn(Some(1.0)));
+    assert_eq!(read_yarn(json!({ "mscale": 1.0 })), yarn(None));
+    assert_eq!(read_yarn(json!({ "mscale": 0.0, "mscale_all_dim": 1.0 })), yarn(None));
 }

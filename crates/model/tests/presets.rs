@@ -3,12 +3,14 @@
 use lockstep_config::{Config, presets};
 
 /// Parameters as the models' cards or their weights say; a tied matrix counts once.
-const PUBLISHED: [(&str, u64); 25] = [
+const PUBLISHED: [(&str, u64); 35] = [
     ("gpt2", 124_439_808),
     ("gpt2-medium", 354_823_168),
     ("gpt2-large", 774_030_080),
     ("gpt2-xl", 1_557_611_200),
     ("llama-2-7b", 6_738_415_616),
+    ("llama-2-13b", 13_015_864_320),
+    ("llama-2-70b", 68_976_648_192),
     ("llama-3.2-1b", 1_235_814_400),
     ("llama-3.2-3b", 3_212_749_824),
     ("llama-3-8b", 8_030_261_248),
@@ -21,7 +23,10 @@ const PUBLISHED: [(&str, u64); 25] = [
     ("qwen2.5-1.5b", 1_543_714_304),
     ("qwen2.5-7b", 7_615_616_512),
     ("qwen3-0.6b", 596_049_920),
+    ("qwen3-4b", 4_022_468_096),
     ("qwen3-8b", 8_190_735_360),
+    ("qwen3-14b", 14_768_307_200),
+    ("qwen3-32b", 32_762_123_264),
     ("mistral-7b", 7_241_732_096),
     ("mixtral-8x7b", 46_702_792_704),
     ("mixtral-8x22b", 140_620_634_112),
@@ -29,6 +34,11 @@ const PUBLISHED: [(&str, u64); 25] = [
     ("qwen3-235b-a22b", 235_093_634_560),
     ("olmoe-1b-7b", 6_919_161_856),
     ("deepseek-moe-16b", 16_375_728_128),
+    ("smollm3-3b", 3_075_098_624),
+    ("olmo-2-7b", 7_298_617_344),
+    ("olmo-2-32b", 32_234_279_936),
+    ("gemma-3-270m", 268_098_176),
+    ("gemma-3-1b", 999_885_952),
 ];
 
 /// Shapes of this project's own, named by their size, and one of others with another attention.

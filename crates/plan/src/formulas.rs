@@ -3,8 +3,8 @@
 
 use crate::{Plan, Result};
 use lockstep_config::{
-    AttentionMethod, Config, Features, GradientPrecision, MasterPrecision, ModelConfig, MomentPrecision, OptimizerName,
-    PrecisionPolicy,
+    AttentionMethod, Config, Features, GradientPrecision, MasterPrecision, ModelConfig, MomentPrecision, NormPlaces,
+    OptimizerName, PrecisionPolicy, QkNorm,
 };
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::{Phase, State};
@@ -43,8 +43,10 @@ pub(crate) fn formulas(
     let s = config.train.seq as f64;
     let sequences = config.round() as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
-    // Keys that a query counts.
-    let seen = m.sliding_window.map_or(s, |w| s.min(w as f64));
+    // Keys that a query counts, in the layer that is looked at and in the mean of all.
+    let keys = |layer: usize| m.layer_parts(layer).window.map_or(s, |w| s.min(w as f64));
+    let seen = keys(m.dense_layers);
+    let mean = (0..m.layers).map(keys).sum::<f64>() / layers;
     let windowed = seen < s;
     // A token uses some of the experts, and the router looks at all of them.
     let (attention, mlp) =
@@ -59,11 +61,15 @@ pub(crate) fn formulas(
             format!(
                 "6 · {}matmul parameters + 12 · layers · {} · heads · head_dim",
                 if experts > 0.0 { "active " } else { "" },
-                if windowed { "window" } else { "seq" }
+                match (mean < s, mean == seen) {
+                    (false, _) => "seq",
+                    (true, true) => "window",
+                    (true, false) => "mean of windows",
+                }
             ),
             6.0 * (layers * d * (2.0 * q + 2.0 * kv + products * (top + shared) * ffn + experts) + head)
                 + dense * rest / s
-                + 12.0 * layers * seen * q,
+                + 12.0 * layers * mean * q,
             plan.model_flops_per_token(),
         ),
         form(
@@ -89,16 +95,23 @@ pub(crate) fn formulas(
         form("of both, in the forward pass", "a third".into(), (attention + mlp) / 3.0, per_sequence(layer.forward)),
         form(
             "FLOPs that full recomputation adds to them",
-            // What experts give is read by the gradient of their weights.
+            // What experts give is read by the gradient of their weights, and what is normed by that of the norm.
             match (experts > 0.0, shared > 0.0, dense > 0.0) {
+                _ if norms_after(m) => "in the mean of layers, a third".into(),
                 (true, false, _) => "a third".into(),
                 (true, true, false) => "a third less the last matmul of shared experts, 2 · S · D · shared · F".into(),
                 (true, true, true) => "in the mean of layers, a third less the last matmul of MLPs".into(),
                 (false, ..) => "a third less the last matmul, 2 · S · D · F".into(),
             },
             {
-                let last = if experts > 0.0 { shared * ffn } else { ffn };
+                let last = match (norms_after(m), experts > 0.0) {
+                    (true, _) => 0.0,
+                    (false, true) => shared * ffn,
+                    (false, false) => ffn,
+                };
+                let wide = if norms_after(m) { 0.0 } else { wide };
                 let of_dense = dense / layers * (rest / 3.0 - 2.0 * s * d * (wide - last));
+                let attention = attention + 12.0 * s * (mean - seen) * q;
                 (attention + mlp) / 3.0 - 2.0 * s * d * last + of_dense
             },
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
@@ -191,17 +204,7 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
         false => (0.0, ""),
     };
     let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    let Features {
-        gpt2_block,
-        qkv_bias,
-        qk_norm,
-        learned_positions,
-        whole_qk_norm,
-        sigmoid_router,
-        sliding_window: _,
-        experts: _,
-        shared_experts: _,
-    } = m.architecture.features();
+    let Features { gpt2_block, qkv_bias, learned_positions, sigmoid_router, .. } = m.architecture.features();
     let (positions, learned) = match learned_positions {
         true => (m.positions.unwrap_or(0) as f64 * d, " + positions · D"),
         false => (0.0, ""),
@@ -218,11 +221,12 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
         }
         false => {
             let (bias, biased) = if qkv_bias { (q + 2.0 * kv, " + Q + 2 · KV") } else { (0.0, "") };
-            let (norms, normed) = match (qk_norm, whole_qk_norm) {
-                (true, _) => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
-                (false, true) => (q + kv, " + Q + KV"),
-                (false, false) => (0.0, ""),
+            let (norms, normed) = match m.qk_norm {
+                QkNorm::Head => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
+                QkNorm::Whole => (q + kv, " + Q + KV"),
+                QkNorm::None => (0.0, ""),
             };
+            let wide = layer_norms(m);
             let mlp = match (experts > 0.0, shared > 0.0, sigmoid_router) {
                 (true, false, false) => "experts · (3 · D · F + D)",
                 (true, false, true) => "experts · (3 · D · F + D + 1)",
@@ -231,11 +235,27 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
                 (false, ..) => "3 · D · F",
             };
             let formula =
-                format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + 2 · D{biased}{normed}) + D{of_first}");
-            (2.0 * d + bias + norms, d + positions, formula)
+                format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + {wide} · D{biased}{normed}) + D{of_first}");
+            (wide * d + bias + norms, d + positions, formula)
         }
     };
     form("parameters", formula, tables + layers * (matrices + rest) + first + behind, program as f64)
+}
+
+/// Whether norms stand after attention and MLP.
+fn norms_after(m: &ModelConfig) -> bool {
+    match m.norms {
+        NormPlaces::Pre => false,
+        NormPlaces::Post | NormPlaces::Sandwich => true,
+    }
+}
+
+/// Norms of a layer that are as wide as the residual stream.
+fn layer_norms(m: &ModelConfig) -> f64 {
+    match m.norms {
+        NormPlaces::Pre | NormPlaces::Post => 2.0,
+        NormPlaces::Sandwich => 4.0,
+    }
 }
 
 /// Elements of the biases of routers' choices, which have neither gradients nor moments.
@@ -331,17 +351,19 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
     let naive = m.attention == AttentionMethod::Naive;
     // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.
-    let norms = if features.gpt2_block { 4.0 } else { 2.0 };
+    let norms = if features.gpt2_block { 4.0 } else { layer_norms(m) };
     let (weights, scores, shown) = match naive {
         true => (heads * s, 0.0, (" + heads · S", format!("{norms}"))),
         false => (0.0, heads, ("", format!("(heads + {norms})"))),
     };
     // What a norm of heads reads of Q·K·V before it, and its statistics.
-    let (normed, turned, text) = match (features.qk_norm, features.whole_qk_norm) {
-        (true, _) => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
-        (false, true) => (q + kv, 2.0, " + Q + KV, + 4 · 2"),
-        (false, false) => (0.0, 0.0, ""),
+    let (normed, turned, text) = match m.qk_norm {
+        QkNorm::Head => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
+        QkNorm::Whole => (q + kv, 2.0, " + Q + KV, + 4 · 2"),
+        QkNorm::None => (0.0, 0.0, ""),
     };
+    // The residual stream before both blocks, and what norms read or give.
+    let stream = if m.norms == NormPlaces::Sandwich { 6.0 } else { 4.0 };
     // Of every expert of a token its hidden units and what it gives; the router's logits, and the choice and its weights.
     let (mlp, routed, hidden) = match experts > 0.0 {
         true => {
@@ -359,18 +381,19 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| !apart(&i.op)).then_some(2.0 * d + ffn),
         false => Some(0.0),
     };
-    let Some(bytes) = bytes.filter(|_| experts == 0.0 || config.precision.policy != PrecisionPolicy::Fp8) else {
+    let plain = experts == 0.0 && m.norms == NormPlaces::Pre;
+    let Some(bytes) = bytes.filter(|_| plain || config.precision.policy != PrecisionPolicy::Fp8) else {
         // Some in one type and some in another, or in many units: what a formula would say of it is what the program says.
         return Vec::new();
     };
     let (units, units_text) =
         if bytes > 0.0 { (4.0 * 12.0 + 4.0, ", less 2 · D + F for bytes, + 52") } else { (0.0, "") };
-    let elements = 4.0 * d + 2.0 * q + 2.0 * kv + mlp + weights + normed - bytes / 2.0;
+    let elements = stream * d + 2.0 * q + 2.0 * kv + mlp + weights + normed - bytes / 2.0;
     // Of each sequence, how many tokens an expert gets.
     let counted = if m.balance_loss + m.z_loss > 0.0 { 4.0 * config.train.micro_batch as f64 * experts } else { 0.0 };
     let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed)) + counted + units;
     let formula = format!(
-        "b · S · ({c} · (4 · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing}){units_text}",
+        "b · S · ({c} · ({stream} · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing}){units_text}",
         shown.0, shown.1
     );
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];

@@ -19,8 +19,17 @@ const QWEN3_MOE: &str =
 /// Shared experts behind a dense layer, and DeepSeek-V3's router, whose biases move.
 const DOTS1: &str = "architecture = \"dots1\"\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nexpert_groups = 3\n\
     expert_top_groups = 2\nrouter_scale = 1.5\nbalance_bias = 0.001";
-/// Norms over all of Q and K, which tp does not split.
+/// Norms over all of Q and K, of which tensor-parallel ranks have parts.
 const OLMOE: &str = "architecture = \"olmoe\"\nexperts = 5";
+/// Norms behind blocks alone; the same with windows, and a scaled RoPE of layers without one.
+const OLMO2: &str = "architecture = \"olmo2\"";
+const OLMO3: &str = "architecture = \"olmo3\"\nsliding_window = 5\n\
+    rope_scaling = { type = \"yarn\", factor = 4.0, original_context = 8 }";
+/// Layers without RoPE.
+const SMOLLM3: &str = "architecture = \"smollm3\"\nrope_layers = [1, 0]";
+/// Norms around blocks by 1 + their weights, a scaled embedding, GeGLU, another softmax scale, two bases of RoPE.
+const GEMMA3: &str = "architecture = \"gemma3_text\"\nhead_dim = 10\nsliding_window = 5\nlayer_types = [\"sliding\", \"full\"]\n\
+    softmax_scale_dim = 7\nrope_scaling = { type = \"linear\", factor = 2.0 }";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
@@ -55,9 +64,7 @@ fn config(model: &str, keys: &str) -> Config {
 }
 
 fn compared(config: &Config) -> Vec<Comparison> {
-    let whole = config.model.architecture.features().whole_qk_norm;
-    let layouts: Vec<&str> = LAYOUTS.into_iter().filter(|layout| !whole || !layout.contains("tp=")).collect();
-    common::check_layouts(config, &layouts)
+    common::check_layouts(config, &LAYOUTS)
 }
 
 /// Every layout, in both precisions and with documents kept apart.
@@ -103,6 +110,61 @@ fn shared_experts_and_moving_biases_on_every_layout() {
 #[test]
 fn norms_over_all_of_q_and_k_on_every_layout() {
     check_layouts(OLMOE);
+}
+
+#[test]
+fn norms_behind_blocks_on_every_layout() {
+    check_layouts(OLMO2);
+    check_layouts(OLMO3);
+}
+
+#[test]
+fn layers_without_rope_on_every_layout() {
+    check_layouts(SMOLLM3);
+}
+
+#[test]
+fn norms_around_blocks_by_weights_plus_one_on_every_layout() {
+    check_layouts(GEMMA3);
+}
+
+#[test]
+fn layers_of_several_kinds_over_parts_of_sequences() {
+    for model in [OLMO3, GEMMA3] {
+        for context in ["ring", "gather"] {
+            let keys = format!("[parallel]\ncontext = \"{context}\"");
+            common::check_layouts(&config(model, &keys), &["cp=2", "cp=2,tp=2,sp", "dp=2,zero=3,cp=2,pp=2"]);
+        }
+    }
+}
+
+#[test]
+fn layers_of_several_kinds_under_every_recompute_policy() {
+    check_recompute(OLMO3);
+    check_recompute(GEMMA3);
+}
+
+/// The example of layers that no family has, made small.
+#[test]
+fn a_mix_of_parts_that_no_family_has_on_every_layout() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/own-layers.toml");
+    let small = [
+        "model.layers=4",
+        "model.dim=32",
+        "model.heads=4",
+        "model.ffn=48",
+        "model.sliding_window=5",
+        "train.seq=16",
+        "train.global_batch=8",
+        "train.micro_batch=2",
+        "train.threads=1",
+    ];
+    for more in ["precision.policy=\"fp32\"", "precision.policy=\"bf16\"", "data.document_mask=true"] {
+        let set: Vec<String> = small.into_iter().chain([more]).map(str::to_owned).collect();
+        let config = Config::load(std::path::Path::new(path), &set).unwrap();
+        compared(&config);
+        common::check_layouts(&config, &["cp=2", "cp=2,tp=2,sp"]);
+    }
 }
 
 #[test]

@@ -26,6 +26,14 @@ const QWEN3: &str = "architecture = \"qwen3\"\nheads = 4\nkv_heads = 2\ndim = 48
 /// A window across tiles of keys, of no multiple of them.
 const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 110\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
+/// Windows and full layers, RoPE of two bases and none, norms around blocks.
+const KINDS: &str = "qk_norm = \"head\"\nnorms = \"sandwich\"\nnorm_plus_one = true\nactivation = \"gelu\"\nembedding_scale = 3.0\n\
+    sliding_window = 110\nlayer_types = [\"sliding\", \"full\"]\nrope_local_theta = 100.0\nsoftmax_scale_dim = 11\n\
+    heads = 6\nkv_heads = 2\ndim = 48\n";
+const WITHOUT_ROPE: &str = "norms = \"post\"\nqk_norm = \"whole\"\nsliding_window = 110\nlayer_types = [\"sliding\", \"full\"]\n\
+    rope_layers = [1, 0]\nheads = 6\nkv_heads = 2\ndim = 48\n\
+    rope_scaling = { type = \"yarn\", factor = 4.0, original_context = 64 }\n";
+
 const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
 const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
@@ -117,6 +125,12 @@ fn logits_are_those_of_training_with_normed_heads() {
 #[test]
 fn logits_are_those_of_training_with_a_window() {
     check(MISTRAL);
+}
+
+#[test]
+fn logits_are_those_of_training_with_layers_of_several_kinds() {
+    check(KINDS);
+    check(WITHOUT_ROPE);
 }
 
 #[test]

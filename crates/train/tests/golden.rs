@@ -40,6 +40,11 @@ impl Golden {
 
     fn config(&self) -> Config {
         let m = &self.metadata;
+        if let Some(theirs) = m.get("config") {
+            let theirs = lockstep_model::hf::read_config(&serde_json::from_str(theirs).unwrap()).unwrap();
+            let text = format!("{}[train]\nseq = 12\nglobal_batch = 2\n", theirs.table);
+            return Config::parse(&text, "golden.toml", &[]).unwrap();
+        }
         let scaling = m.get("rope_factor").map_or(String::new(), |factor| {
             let (low, high, original) = (&m["rope_low"], &m["rope_high"], &m["rope_original"]);
             format!(
@@ -207,7 +212,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     assert_eq!(checked, expected);
 }
 
-const CASES: [&str; 15] = [
+const CASES: [&str; 19] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -223,6 +228,10 @@ const CASES: [&str; 15] = [
     "olmoe",
     "deepseek",
     "dots1",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
 ];
 
 /// Files that have ten steps and a text besides.

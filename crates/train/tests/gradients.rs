@@ -139,9 +139,14 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             b.loss(o)
         }
         Op::AttentionMix { window } => return graph_through(Op::AttentionScores { window }, false),
-        Op::SwiGlu => {
+        Op::SwiGlu | Op::GeGlu => {
             let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
             let x = b.activation("x", Dim::packed([ffn, ffn]));
+            let y = b.op(op, &[x], "y")[0];
+            b.loss(y)
+        }
+        Op::Scale { .. } => {
+            let x = b.activation("x", embed());
             let y = b.op(op, &[x], "y")[0];
             b.loss(y)
         }

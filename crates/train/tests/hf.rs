@@ -65,7 +65,9 @@ fn every_architecture_comes_out_as_it_went_in_to_the_byte() {
         assert_eq!(again.model, config.model, "{case}");
         let context = if case.starts_with("gpt2") { "n_positions" } else { "max_position_embeddings" };
         assert_eq!(theirs[context], model.config[context], "{case}");
-        assert!(theirs["rope_parameters"].is_null() && theirs["torch_dtype"] == "float32");
+        // Version 4 cannot say what the class of OLMo 3 reads otherwise in version 5.
+        assert!(theirs["rope_parameters"].is_null() || case == "olmo3", "{case}");
+        assert_eq!(theirs["torch_dtype"], "float32");
         place.export("again", "c", ExportOptions::default()).unwrap();
         assert!(place.weights("c") == model.file(), "{case}");
     }

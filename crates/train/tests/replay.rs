@@ -27,7 +27,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Architectures, by their keys in `[model]`.
-const MODELS: [(&str, &str); 13] = [
+const MODELS: [(&str, &str); 16] = [
     ("llama", "kv_heads = 2"),
     ("tied", "kv_heads = 2\ntied_embeddings = true"),
     ("qwen2", "architecture = \"qwen2\"\nkv_heads = 2"),
@@ -41,6 +41,12 @@ const MODELS: [(&str, &str); 13] = [
     ("deepseek", "architecture = \"deepseek\"\nexperts = 4"),
     ("dots1", "architecture = \"dots1\"\nexperts = 4"),
     ("heads", "kv_heads = 4"),
+    ("olmo2", "architecture = \"olmo2\"\nkv_heads = 2"),
+    (
+        "gemma3",
+        "architecture = \"gemma3_text\"\nkv_heads = 2\nsliding_window = 5\nlayer_types = [\"sliding\", \"full\"]\nsoftmax_scale_dim = 6",
+    ),
+    ("smollm3", "architecture = \"smollm3\"\nkv_heads = 2"),
 ];
 
 /// Which models are tried in a way.
@@ -239,8 +245,8 @@ fn ways(model: &str, keys: &str) -> impl Iterator<Item = (String, &'static str)>
         Of::Experts => keys.contains("experts = "),
         Of::Mixtral => model == "mixtral",
     };
-    // A norm over all of Q and K goes over no tensor-parallel ranks, and scores that are stored over no parts of sequences.
-    let refused = |way: &str| model == "olmoe" && way.contains("tp2") || model == "naive" && way.contains("cp2");
+    // Scores that are stored go over no parts of sequences.
+    let refused = |way: &str| model == "naive" && way.contains("cp2");
     let tried = WAYS.iter().filter(|(way, of, _)| is(*of) && !refused(way));
     tried.map(|(way, _, train)| (format!("{model}-{way}"), *train)).collect::<Vec<_>>().into_iter()
 }

@@ -3,7 +3,7 @@
 Run as `python roundtrip.py PATH/TO/lockstep`. It needs Python 3.10 or later with the
 packages torch (CPU will do), transformers and safetensors; no network. It prints one
 line per check and ends with an error at the first that fails. Last run with torch
-2.15.0, transformers 5.22.2 and safetensors 0.8.0.
+2.15.0, transformers 5.23.0 and safetensors 0.8.0.
 
 For a small random model of every architecture:
   * saved by transformers, imported, exported: transformers loads the export with no
@@ -22,13 +22,15 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config,
-                          Qwen3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig,
+                          Olmo2Config, Olmo3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}.\n" for i in range(12))
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 SHAPE = dict(vocab_size=256, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=96, max_position_embeddings=512)
 
@@ -40,6 +42,12 @@ CASES = {
     "qwen2": Qwen2Config(**SHAPE, rope_parameters=ROPE),
     "qwen2, tied": Qwen2Config(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=20, rope_parameters=ROPE),
+    "smollm3": SmolLM3Config(**SHAPE | dict(num_hidden_layers=5), rope_parameters=YARN, pad_token_id=None),
+    "olmo2": Olmo2Config(**SHAPE, rope_parameters=ROPE, pad_token_id=None),
+    "olmo3": Olmo3Config(**SHAPE | dict(num_hidden_layers=5), sliding_window=40, pad_token_id=None,
+                         rope_parameters={"full_attention": YARN, "sliding_attention": ROPE}),
+    "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=7), head_dim=20, query_pre_attn_scalar=24,
+                               sliding_window=40, rope_parameters={"full_attention": LINEAR, "sliding_attention": ROPE}),
     "gpt2": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_positions=512),
     "gpt2, untied": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_inner=64, n_positions=512,
                                tie_word_embeddings=False),

@@ -24,8 +24,8 @@ fn norm(at: &mut At) -> Result<(), Stop> {
         Err(stop) => return if residual { at.both(at.dy(0)?) } else { Err(stop) },
     };
     let (normed, w) = (if residual { at.output(0) } else { at.input(0) }, 1 + before);
-    let statistics: Vec<ValueId> = (w..=w + norm as usize).map(|output| at.output(output)).collect();
-    at.weight(Op::NormGradWeight { norm }, &[&[dy, normed], &statistics[..]].concat(), w)?;
+    let statistics: Vec<ValueId> = (w..w + norm.statistics()).map(|output| at.output(output)).collect();
+    at.weight(Op::NormGradWeight { norm: norm.of_weight() }, &[&[dy, normed], &statistics[..]].concat(), w)?;
     if norm == Norm::Layer {
         at.weight(Op::BiasGrad, &[dy], w + 1)?;
     }
@@ -36,7 +36,8 @@ fn norm(at: &mut At) -> Result<(), Stop> {
 }
 
 fn qk_norm(at: &mut At) -> Result<(), Stop> {
+    attributes!(at, Op::QkNorm { plus_one, .. });
     let dy = at.dy(0)?;
     at.weight(Op::QkNormGradWeight, &[dy, at.input(0), at.output(1)], 1)?;
-    at.pass(Op::QkNormGrad, &[dy, at.input(0), at.input(1), at.output(1)], &[0])
+    at.pass(Op::QkNormGrad { plus_one }, &[dy, at.input(0), at.input(1), at.output(1)], &[0])
 }

@@ -5,6 +5,7 @@ use lockstep_ir::{Op, OpKind};
 
 pub(super) const RULES: Rules = &[
     (OpKind::SwiGlu, |at| at.pass(Op::SwiGluGrad, &[at.dy(0)?, at.input(0)], &[0])),
+    (OpKind::GeGlu, |at| at.pass(Op::GeGluGrad, &[at.dy(0)?, at.input(0)], &[0])),
     (OpKind::Gelu, |at| at.pass(Op::GeluGrad, &[at.dy(0)?, at.input(0)], &[0])),
     // The same mask.
     (OpKind::Dropout, |at| at.pass(at.node.op, &[at.dy(0)?, at.input(1)], &[0])),
@@ -13,6 +14,7 @@ pub(super) const RULES: Rules = &[
         at.add(0, dy)?;
         at.add(1, dy)
     }),
+    (OpKind::Scale, |at| at.pass(at.node.op, &[at.dy(0)?], &[0])),
     (OpKind::Cast, |at| {
         let to = at.g.ty(at.node.inputs[0]).dtype;
         at.pass(Op::Cast { to }, &[at.dy(0)?], &[0])

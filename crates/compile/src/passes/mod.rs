@@ -14,6 +14,7 @@ mod shard;
 mod totals;
 mod vocab;
 mod watch;
+mod whole_norm;
 mod zero;
 
 pub use autodiff::autodiff;

@@ -8,13 +8,14 @@
 //! what forward saved split again. Rows that go to experts give way to these: an all-to-all makes parts of the experts of parts of
 //! the rows, once for forward and backward.
 //!
-//! Two things are rewritten first: the chunked output head, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`), and
-//! attention over context-parallel ranks, since queries see keys of other parts of the sequence (`context.rs`).
+//! Three things are rewritten first: the chunked output head, since the loss needs statistics of all parts of the vocabulary (`vocab.rs`), norms
+//! over all of Q and K, since they need sums over all heads (`whole_norm.rs`), and attention over context-parallel ranks, since queries see
+//! keys of other parts of the sequence (`context.rs`).
 //!
 //! Partial sums are reduced before they are used, so a bias that follows them is added once. The gradient of QK
 //! norm is a partial sum over tensor-parallel ranks, which is right as it stands where neighbours share a key head.
 
-use super::{context, experts, vocab};
+use super::{context, experts, vocab, whole_norm};
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::op::{Operand, Split};
@@ -32,6 +33,7 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     }
     if mesh.size(MeshAxis::Tp) > 1 {
         vocab::split_head(&mut g, context)?;
+        whole_norm::split_norms(&mut g, mesh.size(MeshAxis::Tp))?;
     }
     for value in &mut g.values {
         value.sharding = seed(&value.source, &value.ty, context);
@@ -127,6 +129,8 @@ impl Sweep<'_> {
     fn reduction(&self, ty: &TensorType, axis: MeshAxis) -> (Op, &'static str) {
         let over = axis.into();
         let positions = ty.dims.iter().position(|d| d.sections[0].axis == Axis::Seq);
+        // A number of each position is needed whole.
+        let positions = positions.filter(|dim| *dim + 1 < ty.dims.len() || axis == MeshAxis::Cp);
         match positions.filter(|_| axis == MeshAxis::Cp || self.context.layout.sequence_parallel) {
             Some(dim) => (Op::ReduceScatter { over, dim: Some(dim) }, "scattered"),
             None => (Op::AllReduce { over }, "reduced"),

@@ -41,13 +41,38 @@ const PATTERN: Word = Word {
     rule: "write a parameter's name, with * for any text and ? for any letter, such as \"*.mlp.*\"",
 };
 
-/// The keys of `model.rope_scaling`, in the order of [`RopeScalingConfig`].
+/// The keys of `model.rope_scaling` without a `type`, which is Llama 3's.
 pub(super) const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
     ("factor", Kind::Float(AT_LEAST_ONE)),
     ("low_freq_factor", Kind::Float(POSITIVE)),
     ("high_freq_factor", Kind::Float(POSITIVE)),
     ("original_context", Kind::Count(1, 1 << 24)),
 ];
+
+const LLAMA3: &str = "llama3";
+const LINEAR: &str = "linear";
+const YARN: &str = "yarn";
+const ROPE_TYPE: (&str, Kind) = ("type", Kind::Choice(&[LLAMA3, LINEAR, YARN]));
+
+/// Those of the linear type.
+const LINEAR_KEYS: [(&str, Kind); 2] = [ROPE_TYPE, ("factor", Kind::Float(AT_LEAST_ONE))];
+
+/// Those of YaRN; the last four may be left out.
+const YARN_KEYS: [(&str, Kind); 7] = [
+    ROPE_TYPE,
+    ("factor", Kind::Float(AT_LEAST_ONE)),
+    ("original_context", Kind::Count(1, 1 << 24)),
+    ("beta_fast", Kind::Float(POSITIVE)),
+    ("beta_slow", Kind::Float(POSITIVE)),
+    ("attention_factor", Kind::Float(POSITIVE)),
+    ("truncate", Kind::Bool),
+];
+
+/// All forms of `model.rope_scaling`.
+pub(super) fn rope_scaling_forms() -> String {
+    let of = |word: &str, keys: &[(&str, Kind)]| form(keys).replacen("type", &format!("type = \"{word}\""), 1);
+    format!("{}, {} or {}", form(&ROPE_SCALING_KEYS), of(LINEAR, &LINEAR_KEYS), of(YARN, &YARN_KEYS))
+}
 
 /// `{ a, b, c }`.
 pub(super) fn form(keys: &[(&str, Kind)]) -> String {
@@ -220,7 +245,53 @@ pub(super) fn read_rope_scaling(
     table: &DeTable<'_>,
     span: &Range<usize>,
 ) -> Result<Value, Problem> {
-    let values = read_table(reading, &ROPE_SCALING_KEYS, table, span)?;
+    let given = table.iter().find(|(key, _)| key.get_ref().as_ref() == ROPE_TYPE.0);
+    let path = format!("{}.{}", reading.path, ROPE_TYPE.0);
+    let kind = given.map(|(_, kind)| ROPE_TYPE.1.read(Reading { path: &path, ..reading }, kind)).transpose()?;
+    match kind {
+        None => {
+            let values = read_table(reading, &ROPE_SCALING_KEYS, table, span)?;
+            llama3(reading, values, span)
+        }
+        Some(Value::Text(word)) if word == LINEAR => {
+            let [_, Some(Value::Float(factor))] = read_table(reading, &LINEAR_KEYS, table, span)? else {
+                unreachable!("each key was read by its own kind")
+            };
+            Ok(Value::RopeScaling(RopeScalingConfig::Linear { factor }))
+        }
+        Some(Value::Text(word)) if word == YARN => yarn(reading, table, span),
+        Some(_) => {
+            let [factor, low, high, original] = ROPE_SCALING_KEYS;
+            let keys = [factor, low, high, original, ROPE_TYPE];
+            let [factor, low, high, original, _] = read_first(reading, &keys, 4, table, span)?;
+            llama3(reading, [factor, low, high, original], span)
+        }
+    }
+}
+
+fn yarn(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {
+    let values = read_first(reading, &YARN_KEYS, 3, table, span)?;
+    let [_, Some(Value::Float(factor)), Some(Value::Count(original_context)), fast, slow, attention, truncate] = values
+    else {
+        unreachable!("each key was read by its own kind")
+    };
+    let number = |value| if let Some(Value::Float(x)) = value { Some(x) } else { None };
+    let (beta_fast, beta_slow) = (number(fast).unwrap_or(32.0), number(slow).unwrap_or(1.0));
+    if beta_fast <= beta_slow {
+        let problem = format!("{}.beta_fast = {beta_fast:?} is not above beta_slow = {beta_slow:?}", reading.path);
+        return Err(Problem::new(problem, "published models use beta_fast = 32, beta_slow = 1").within(span.clone()));
+    }
+    Ok(Value::RopeScaling(RopeScalingConfig::Yarn {
+        factor,
+        original_context: original_context as usize,
+        beta_fast,
+        beta_slow,
+        attention_factor: number(attention),
+        truncate: truncate != Some(Value::Bool(false)),
+    }))
+}
+
+fn llama3(reading: Reading<'_>, values: [Option<Value>; 4], span: &Range<usize>) -> Result<Value, Problem> {
     let [
         Some(Value::Float(factor)),
         Some(Value::Float(low_freq_factor)),
@@ -240,5 +311,5 @@ pub(super) fn read_rope_scaling(
         );
     }
     let original_context = original_context as usize;
-    Ok(Value::RopeScaling(RopeScalingConfig { factor, low_freq_factor, high_freq_factor, original_context }))
+    Ok(Value::RopeScaling(RopeScalingConfig::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }))
 }

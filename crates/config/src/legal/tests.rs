@@ -7,7 +7,6 @@ const LLAMA: Extents = Extents {
     kv_heads: 8,
     ffn: 14336,
     dense_ffn: None,
-    whole_qk_norm: false,
     experts: None,
     vocab: 128_256,
     seq: 8192,

@@ -12,8 +12,11 @@ pub fn launches() -> Launches {
         Norm { norm, residual, eps } => forward(call, norm, eps, residual),
         NormGrad { norm, residual } => grad(call, norm, residual),
         NormGradWeight { norm } => grad_weight(call, norm),
-        QkNorm { eps } => heads_forward(call, eps),
-        QkNormGrad => heads_grad(call),
+        RowDot { plus_one } => row_dot(call, plus_one),
+        NormBy { plus_one, eps, width } => forward_by(call, eps, width, plus_one),
+        NormByGrad { plus_one, width } => grad_by(call, width, plus_one),
+        QkNorm { plus_one, eps } => heads_forward(call, eps, plus_one),
+        QkNormGrad { plus_one } => heads_grad(call, plus_one),
         QkNormGradWeight => heads_grad_weight(call),
     }
 }
@@ -27,9 +30,14 @@ const NONE: Option<u64> = None;
 
 fn name(norm: Norm) -> &'static str {
     match norm {
-        Norm::Rms => "rms_norm",
+        Norm::Rms | Norm::RmsPlusOne => "rms_norm",
         Norm::Layer => "layer_norm",
     }
+}
+
+/// What kernels add to the weight.
+fn one(plus_one: bool) -> f32 {
+    if plus_one { 1.0 } else { 0.0 }
 }
 
 /// The variant of a kernel for rows of some length.
@@ -70,11 +78,11 @@ pub unsafe fn forward(call: Call, norm: Norm, eps: f32, add: bool) -> Result<(),
     let (sum, first) = if add { (call.output(0), 1) } else { (None, 0) };
     let y = call.output(first);
     let (mean, rstd) = match norm {
-        Norm::Rms => (None, call.output(first + 1)),
+        Norm::Rms | Norm::RmsPlusOne => (None, call.output(first + 1)),
         Norm::Layer => (call.output(first + 1), call.output(first + 2)),
     };
     let name = format!("{prefix}{}_{kind}", name(norm));
-    let args = args![call.input(0), delta, w, bias, sum, y, mean, rstd, d, eps];
+    let args = args![call.input(0), delta, w, bias, sum, y, mean, rstd, d, eps, one(norm == Norm::RmsPlusOne)];
     // SAFETY: the operands have these sizes.
     unsafe { call.plain(("norm", &name), [call.rows(), 1, 1], threads, args) }
 }
@@ -82,7 +90,7 @@ pub unsafe fn forward(call: Call, norm: Norm, eps: f32, add: bool) -> Result<(),
 /// The statistics among the inputs of a gradient that start at `first`, and how many there are.
 fn statistics(call: Call, norm: Norm, first: usize) -> (Option<u64>, u64, usize) {
     match norm {
-        Norm::Rms => (None, call.input(first), 1),
+        Norm::Rms | Norm::RmsPlusOne => (None, call.input(first), 1),
         Norm::Layer => (Some(call.input(first)), call.input(first + 1), 2),
     }
 }
@@ -110,7 +118,8 @@ unsafe fn gradients(
     let dsum = add.then(|| call.input(3 + count));
     let name = format!("{}_grad_{}", name(norm), variant.name);
     let (dy, x, w) = (call.input(0), call.input(1), call.input(2));
-    let args = args![dy, x, w, mean, rstd, dsum, dx, weight, bias, after, rows, d];
+    let one = one(norm == Norm::RmsPlusOne);
+    let args = args![dy, x, w, mean, rstd, dsum, dx, weight, bias, after, rows, d, one];
     // SAFETY: the operands have these sizes.
     unsafe { call.plain(("norm", &name), [blocks, 1, 1], variant.threads, args) }
 }
@@ -122,7 +131,8 @@ pub unsafe fn grad_weight(call: Call, norm: Norm) -> Result<(), CudaError> {
     let blocks = variant.blocks.min(rows.div_ceil(variant.rows));
     let (mean, rstd, _) = statistics(call, norm, 2);
     let name = format!("{}_grad_{}", name(norm), variant.name);
-    let args = args![call.input(0), call.input(1), NONE, mean, rstd, NONE, NONE, shares, NONE, NONE, rows, d];
+    let args =
+        args![call.input(0), call.input(1), NONE, mean, rstd, NONE, NONE, shares, NONE, NONE, rows, d, one(false)];
     // SAFETY: the operands have these sizes; the scratch has a share for every block.
     unsafe {
         call.plain(("norm", &name), [blocks, 1, 1], variant.threads, args)?;
@@ -171,6 +181,32 @@ pub unsafe fn add_shares(calls: &[Call], shares: u64, count: usize, d: usize) ->
     unsafe { first.plain(("sums", "add_shares"), [d.div_ceil(32), calls.len(), 1], 1024, args) }
 }
 
+/// Sums over the features of every row.
+pub unsafe fn row_dot(call: Call, plus_one: bool) -> Result<(), CudaError> {
+    let Some(dot) = call.output(0) else { return Ok(()) };
+    let w = (call.bound.inputs.len() > 2).then(|| call.input(2));
+    let args = args![call.input(0), call.input(1), w, dot, call.size("features"), one(plus_one)];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("norm", "row_dot"), [call.rows(), 1, 1], THREADS, args) }
+}
+
+/// y and the statistic of rows whose sums of squares are there.
+pub unsafe fn forward_by(call: Call, eps: f32, width: usize, plus_one: bool) -> Result<(), CudaError> {
+    let (x, w, squares, d) = (call.input(0), call.input(1), call.input(2), call.size("features"));
+    let args = args![x, w, squares, call.output(0), call.output(1), d, width as f32, eps, one(plus_one)];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("norm", "norm_by"), [call.rows(), 1, 1], THREADS, args) }
+}
+
+/// dx of rows whose sums of dy · w · x are there.
+pub unsafe fn grad_by(call: Call, width: usize, plus_one: bool) -> Result<(), CudaError> {
+    let Some(dx) = call.output(0) else { return Ok(()) };
+    let [dy, x, w, rstd, dot] = [0, 1, 2, 3, 4].map(|i| call.input(i));
+    let args = args![dy, x, w, rstd, dot, dx, call.size("features"), width as f32, one(plus_one)];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("norm", "norm_by_grad"), [call.rows(), 1, 1], THREADS, args) }
+}
+
 /// Warps of a block; each has a head.
 const WARPS: usize = 8;
 
@@ -179,17 +215,19 @@ fn heads(call: Call) -> [usize; 3] {
     [(call.rows() * (call.size("heads") + 2 * call.size("kv_heads"))).div_ceil(WARPS), 1, 1]
 }
 
-pub unsafe fn heads_forward(call: Call, eps: f32) -> Result<(), CudaError> {
+pub unsafe fn heads_forward(call: Call, eps: f32, plus_one: bool) -> Result<(), CudaError> {
     let [q, u, e] = ["heads", "kv_heads", "head_dim"].map(|name| call.size(name));
-    let args = args![call.input(0), call.input(1), call.output(0), call.output(1), call.rows(), q, u, e, eps];
+    let (y, rstd) = (call.output(0), call.output(1));
+    let args = args![call.input(0), call.input(1), y, rstd, call.rows(), q, u, e, eps, one(plus_one)];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("norm", "qk_norm"), heads(call), 32 * WARPS, args) }
 }
 
-pub unsafe fn heads_grad(call: Call) -> Result<(), CudaError> {
+pub unsafe fn heads_grad(call: Call, plus_one: bool) -> Result<(), CudaError> {
     let Some(dqkv) = call.output(0) else { return Ok(()) };
     let [q, u, e] = ["heads", "kv_heads", "head_dim"].map(|name| call.size(name));
-    let args = args![call.input(0), call.input(1), call.input(2), call.input(3), dqkv, call.rows(), q, u, e];
+    let (dy, qkv, w, rstd) = (call.input(0), call.input(1), call.input(2), call.input(3));
+    let args = args![dy, qkv, w, rstd, dqkv, call.rows(), q, u, e, one(plus_one)];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("norm", "qk_norm_grad"), heads(call), 32 * WARPS, args) }
 }

@@ -24,10 +24,13 @@ pub fn launches() -> Launches {
     launches! { call:
         SwiGlu => swiglu(call),
         SwiGluGrad => swiglu_grad(call),
+        GeGlu => geglu(call),
+        GeGluGrad => geglu_grad(call),
         Gelu => gelu(call),
         GeluGrad => gelu_grad(call),
         Dropout { rate, site, .. } => dropout(call, rate, site),
         Add => add(call),
+        Scale { factor, rounded } => scale(call, factor, rounded),
         Cast { .. } => map(call, "cast"),
     }
 }
@@ -61,6 +64,27 @@ pub fn in_parts(
 }
 
 pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { gated(call, ("pointwise", "swiglu")) }
+}
+
+pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { gated_grad(call, ("pointwise", "swiglu_grad")) }
+}
+
+pub unsafe fn geglu(call: Call) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { gated(call, ("elements", "geglu")) }
+}
+
+pub unsafe fn geglu_grad(call: Call) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    unsafe { gated_grad(call, ("elements", "geglu_grad")) }
+}
+
+/// y of packed gate·up, by this kernel of this source.
+unsafe fn gated(call: Call, kernel: (&str, &str)) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
     let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
@@ -68,11 +92,12 @@ pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
     in_parts(grid, |first, grid| {
         let row = (first * f * bytes) as u64;
         // SAFETY: the operands have these sizes.
-        unsafe { call.typed(("pointwise", "swiglu"), grid, THREADS, args![call.input(0) + 2 * row, y + row, f, wide]) }
+        unsafe { call.typed(kernel, grid, THREADS, args![call.input(0) + 2 * row, y + row, f, wide]) }
     })
 }
 
-pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
+/// The gradient of packed gate·up.
+unsafe fn gated_grad(call: Call, kernel: (&str, &str)) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
     let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
@@ -81,7 +106,7 @@ pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
         let row = (first * f * bytes) as u64;
         let args = args![call.input(0) + row, call.input(1) + 2 * row, out + 2 * row, f, wide];
         // SAFETY: the operands have these sizes.
-        unsafe { call.typed(("pointwise", "swiglu_grad"), grid, THREADS, args) }
+        unsafe { call.typed(kernel, grid, THREADS, args) }
     })
 }
 
@@ -118,6 +143,14 @@ pub unsafe fn add(call: Call) -> Result<(), CudaError> {
 /// Blocks of threads that have a pack each.
 fn packs(call: Call, n: usize) -> [usize; 3] {
     [n.div_ceil(call.pack() * THREADS), 1, 1]
+}
+
+pub unsafe fn scale(call: Call, factor: f32, rounded: bool) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let n = call.bound.inputs[0].elements;
+    let args = args![call.input(0), y, n, factor, rounded];
+    // SAFETY: the operands have as many elements.
+    unsafe { call.typed(("elements", "scale"), packs(call, n), THREADS, args) }
 }
 
 pub unsafe fn gelu(call: Call) -> Result<(), CudaError> {

@@ -147,7 +147,7 @@ fn cut(transfer: Transfer, part: &TensorType) -> (usize, usize, Order) {
             (part.dims[..dim].iter().map(|d| d.size()).product(), 0, order(over))
         }
         Transfer::AllGather { dim: Some(_), over } => (1, 0, order(over)),
-        Transfer::SumShared { .. } => (1, part.first_section_bytes() as usize / part.dtype.bytes(), Order::Group),
+        Transfer::SumShared { .. } => (1, part.unshared_bytes() as usize / part.dtype.bytes(), Order::Group),
         _ => (1, 0, Order::Group),
     }
 }

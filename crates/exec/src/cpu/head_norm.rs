@@ -3,7 +3,7 @@
 use super::call::{Accumulator, Call, Ptr};
 use super::columns::COLUMNS;
 use super::float::Float;
-use super::norm::{grad_rows, norm_rows};
+use super::norm::{grad_rows, more, norm_rows};
 use super::simd::vectorised;
 
 /// The heads of one section of a row.
@@ -31,8 +31,8 @@ unsafe fn copy_v<T: Float>(call: &Call, from: *const T, to: *mut T) {
     }
 }
 
-/// y = x / rms(x) · w.
-pub fn forward<T: Float>(call: Call, eps: f32) {
+/// y = x / rms(x) · w, or by 1 + w.
+pub fn forward<T: Float>(call: Call, eps: f32, plus_one: bool) {
     let (rows, width, normed, e) =
         (call.size("batch") * call.size("seq"), call.size("qkv"), call.size("normed"), call.size("head_dim"));
     let (qkv, w) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
@@ -50,7 +50,7 @@ pub fn forward<T: Float>(call: Call, eps: f32) {
                     };
                     let (none, nowhere) = (std::ptr::null(), std::ptr::null_mut());
                     let (mean, w) = (std::ptr::null_mut(), w.at(weight));
-                    norm_rows(call.simd, x, none, w, none, nowhere, y, mean, rstd, 0, heads, e, eps);
+                    norm_rows(call.simd, x, none, w, none, nowhere, y, mean, rstd, 0, heads, e, eps, more(plus_one));
                 }
                 copy_v(&call, qkv.at(row * width), y.at(row * width));
             }
@@ -59,7 +59,7 @@ pub fn forward<T: Float>(call: Call, eps: f32) {
 }
 
 /// dqkv from dy, qkv, w and rstd.
-pub fn grad<T: Float>(call: Call) {
+pub fn grad<T: Float>(call: Call, plus_one: bool) {
     let (rows, width, normed, e) =
         (call.size("batch") * call.size("seq"), call.size("qkv"), call.size("normed"), call.size("head_dim"));
     let (dy, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
@@ -74,7 +74,7 @@ pub fn grad<T: Float>(call: Call) {
                     let rstd = rstd.at(row * normed + first);
                     let (dy, x, dx) = (dy.at(at), qkv.at(at), dx.at(at));
                     let (mean, dsum) = (std::ptr::null(), std::ptr::null());
-                    grad_rows(call.simd, dy, x, w.at(weight), mean, rstd, dsum, dx, 0, heads, e);
+                    grad_rows(call.simd, dy, x, w.at(weight), mean, rstd, dsum, dx, 0, heads, e, more(plus_one));
                 }
                 copy_v(&call, dy.at(row * width), dx.at(row * width));
             }

@@ -13,10 +13,16 @@ pub fn kernels<T: Float>() -> Kernels {
     by_kind! { call: Call => Kernel;
         SwiGlu => swiglu::<T>(call),
         SwiGluGrad => swiglu_grad::<T>(call),
+        GeGlu => geglu::<T>(call),
+        GeGluGrad => geglu_grad::<T>(call),
         Gelu => gelu::<T>(call),
         GeluGrad => gelu_grad::<T>(call),
         Dropout { rate, site, .. } => dropout::<T>(call, rate, site),
         Add => add::<T>(call),
+        Scale { factor, rounded } => {
+            let factor = if rounded { T::of(factor).to() } else { factor };
+            map::<T>(call, |x| factor * x)
+        },
         Cast { .. } => map::<T>(call, |x| x),
     }
 }
@@ -96,13 +102,30 @@ vectorised! {
 
 /// y `[rows, f]` = silu(gate) · up, of gate_up `[rows, 2f]`.
 pub fn swiglu<T: Float>(call: Call) {
+    gated::<T>(call, |gate_up, y, f| {
+        // SAFETY: these are whole rows.
+        unsafe { swiglu_row(call.simd, gate_up, y, f) };
+    });
+}
+
+/// y `[rows, f]` = gelu(gate) · up, of gate_up `[rows, 2f]`.
+pub fn geglu<T: Float>(call: Call) {
+    gated::<T>(call, |gate_up, y, f| {
+        // SAFETY: these are whole rows.
+        unsafe { geglu_row(call.simd, gate_up, y, f) };
+    });
+}
+
+/// Calls `of_row` with every row of gate_up and of y, and f.
+fn gated<T: Float>(call: Call, of_row: impl Fn(*const T, *mut T, usize) + Sync) {
     let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let gate_up = Ptr(call.input::<T>(0));
     let Some(y) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
-            unsafe { swiglu_row(call.simd, gate_up.at(row * 2 * f), y.at(row * f), f) };
+            let (gate_up, y) = unsafe { (gate_up.at(row * 2 * f), y.at(row * f)) };
+            of_row(gate_up, y, f);
         }
     });
 }
@@ -113,15 +136,38 @@ vectorised! {
     }
 }
 
+vectorised! {
+    unsafe fn geglu_row<T>(gate_up: *const T, y: *mut T, f: usize) -> () {
+        simd::map([gate_up, gate_up.add(f)], [y], f, |[g, u], _| [g * gelu_share(g) * u]);
+    }
+}
+
 /// dgate_up `[rows, 2f]` from dy `[rows, f]` and gate_up.
 pub fn swiglu_grad<T: Float>(call: Call) {
+    gated_grad::<T>(call, |dy, gate_up, out, f| {
+        // SAFETY: these are whole rows.
+        unsafe { swiglu_grad_row(call.simd, dy, gate_up, out, f) };
+    });
+}
+
+/// The same of gelu(gate) · up.
+pub fn geglu_grad<T: Float>(call: Call) {
+    gated_grad::<T>(call, |dy, gate_up, out, f| {
+        // SAFETY: these are whole rows.
+        unsafe { geglu_grad_row(call.simd, dy, gate_up, out, f) };
+    });
+}
+
+/// Calls `of_row` with every row of dy, of gate_up and of its gradient, and f.
+fn gated_grad<T: Float>(call: Call, of_row: impl Fn(*const T, *const T, *mut T, usize) + Sync) {
     let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
     let (dy, gate_up) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
     call.rows(rows, |from, to| {
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
-            unsafe { swiglu_grad_row(call.simd, dy.at(row * f), gate_up.at(row * 2 * f), out.at(row * 2 * f), f) };
+            let (dy, gate_up, out) = unsafe { (dy.at(row * f), gate_up.at(row * 2 * f), out.at(row * 2 * f)) };
+            of_row(dy, gate_up, out, f);
         }
     });
 }
@@ -132,6 +178,16 @@ vectorised! {
         simd::map([gate_up, gate_up.add(f), dy], [out, out.add(f)], f, |[g, u, dy], _| {
             let s = sigmoid(g);
             [dy * u * s * (1.0 + g * (1.0 - s)), dy * g * s]
+        });
+    }
+}
+
+vectorised! {
+    /// `out` may be the memory of `gate_up`.
+    unsafe fn geglu_grad_row<T>(dy: *const T, gate_up: *const T, out: *mut T, f: usize) -> () {
+        simd::map([gate_up, gate_up.add(f), dy], [out, out.add(f)], f, |[g, u, dy], _| {
+            let s = gelu_share(g);
+            [dy * u * s * (1.0 + g * (1.0 - s) * gelu_slope(g)), dy * g * s]
         });
     }
 }
@@ -156,10 +212,22 @@ pub fn gelu<T: Float>(call: Call) {
 const ROOT: f32 = 0.797_884_6;
 const CUBE: f32 = 0.044_715;
 
+/// What GELU multiplies x by.
+#[inline(always)]
+fn gelu_share(x: f32) -> f32 {
+    sigmoid(2.0 * ROOT * (x + CUBE * x * x * x))
+}
+
+/// The derivative of 2u.
+#[inline(always)]
+fn gelu_slope(x: f32) -> f32 {
+    2.0 * ROOT * (1.0 + 3.0 * CUBE * x * x)
+}
+
 vectorised! {
     /// `y` may be the memory of `x`.
     unsafe fn gelu_range<T>(x: *const T, y: *mut T, n: usize) -> () {
-        simd::map([x], [y], n, |[x], _| [x * sigmoid(2.0 * ROOT * (x + CUBE * x * x * x))]);
+        simd::map([x], [y], n, |[x], _| [x * gelu_share(x)]);
     }
 }
 
@@ -178,9 +246,8 @@ vectorised! {
     /// `dx` may be the memory of `dy` or `x`.
     unsafe fn gelu_grad_range<T>(dy: *const T, x: *const T, dx: *mut T, n: usize) -> () {
         simd::map([dy, x], [dx], n, |[dy, x], _| {
-            let s = sigmoid(2.0 * ROOT * (x + CUBE * x * x * x));
-            let slope = 2.0 * ROOT * (1.0 + 3.0 * CUBE * x * x);
-            [dy * s * (1.0 + x * (1.0 - s) * slope)]
+            let s = gelu_share(x);
+            [dy * s * (1.0 + x * (1.0 - s) * gelu_slope(x))]
         });
     }
 }

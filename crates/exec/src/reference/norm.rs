@@ -13,6 +13,7 @@ pub fn definitions() -> Definitions {
             let normed = sum.as_deref().unwrap_or(x[0]);
             let made: Vec<Vec<f64>> = match norm {
                 Norm::Rms => rms_norm(normed, x[w], eps).into(),
+                Norm::RmsPlusOne => rms_norm(normed, &plus_one(x[w]), eps).into(),
                 Norm::Layer => layer_norm(normed, x[w], x[w + 1], eps).into(),
             };
             sum.into_iter().chain(made).collect()
@@ -21,6 +22,7 @@ pub fn definitions() -> Definitions {
             let x = at.x;
             let dx = match norm {
                 Norm::Rms => norm_grad(x[0], x[1], x[2], x[3]),
+                Norm::RmsPlusOne => norm_grad(x[0], x[1], &plus_one(x[2]), x[3]),
                 Norm::Layer => layer_norm_grad(x[0], x[1], x[2], x[3], x[4]),
             };
             vec![if residual { add(&dx, x[x.len() - 1]) } else { dx }]
@@ -30,10 +32,42 @@ pub fn definitions() -> Definitions {
             let mean = |i: usize| if norm == Norm::Layer { x[2][i / d] } else { 0.0 };
             vec![column_sums(x[0], d, |i| x[0][i] * (x[1][i] - mean(i)) * rstd[i / d])]
         },
-        QkNorm { eps } => qk_norm(&at.dims, at.x[0], at.x[1], f64::from(eps)).into(),
-        QkNormGrad => vec![qk_norm_grad(&at.dims, at.x[0], at.x[1], at.x[2], at.x[3])],
+        RowDot { plus_one: more } => {
+            let (x, d) = (at.x, at.size("features"));
+            let weight = |i: usize| at.given(2).map_or(1.0, |w| w[i % d] + if more { 1.0 } else { 0.0 });
+            let terms: Vec<f64> = (0..x[0].len()).map(|i| x[0][i] * x[1][i] * weight(i)).collect();
+            vec![terms.chunks(d).map(|row| row.iter().sum()).collect()]
+        },
+        NormBy { plus_one: more, eps, width } => {
+            let (x, d) = (at.x, at.size("features"));
+            let w = if more { plus_one(x[1]) } else { x[1].to_vec() };
+            let rstd: Vec<f64> = x[2].iter().map(|sum| 1.0 / (sum / width as f64 + f64::from(eps)).sqrt()).collect();
+            vec![(0..x[0].len()).map(|i| x[0][i] * rstd[i / d] * w[i % d]).collect(), rstd]
+        },
+        NormByGrad { plus_one: more, width } => {
+            let (x, d) = (at.x, at.size("features"));
+            let w = if more { plus_one(x[2]) } else { x[2].to_vec() };
+            let element = |i: usize| {
+                let (r, dot) = (x[3][i / d], x[4][i / d]);
+                r * w[i % d] * x[0][i] - x[1][i] * r.powi(3) * dot / width as f64
+            };
+            vec![(0..x[0].len()).map(element).collect()]
+        },
+        QkNorm { plus_one: more, eps } => {
+            let w = if more { plus_one(at.x[1]) } else { at.x[1].to_vec() };
+            qk_norm(&at.dims, at.x[0], &w, f64::from(eps)).into()
+        },
+        QkNormGrad { plus_one: more } => {
+            let w = if more { plus_one(at.x[2]) } else { at.x[2].to_vec() };
+            vec![qk_norm_grad(&at.dims, at.x[0], at.x[1], &w, at.x[3])]
+        },
         QkNormGradWeight => vec![qk_norm_grad_weight(&at.dims, at.x[0], at.x[1], at.x[2])],
     }
+}
+
+/// What a norm multiplies by whose weight is stored less 1.
+fn plus_one(w: &[f64]) -> Vec<f64> {
+    w.iter().map(|w| 1.0 + w).collect()
 }
 
 fn rms_norm(x: &[f64], w: &[f64], eps: f64) -> [Vec<f64>; 2] {

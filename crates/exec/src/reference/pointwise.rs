@@ -2,7 +2,7 @@
 
 use super::at::{At, Definition, Definitions, add, sigmoid};
 use crate::by_kind;
-use lockstep_ir::counter;
+use lockstep_ir::{DType, bf16, counter, f16};
 
 /// What these ops are.
 pub fn definitions() -> Definitions {
@@ -12,20 +12,16 @@ pub fn definitions() -> Definitions {
             let (x, f) = (at.x, at.size("ffn"));
             let gate = gate_up(x[1], f, |g, u| u * sigmoid(g) * (1.0 + g * (1.0 - sigmoid(g))));
             let up = gate_up(x[1], f, |g, _| g * sigmoid(g));
-            let pick = |i: usize| match (i / (2 * f), i % (2 * f)) {
-                (row, c) if c < f => x[0][row * f + c] * gate[row * f + c],
-                (row, c) => x[0][row * f + c - f] * up[row * f + c - f],
-            };
-            vec![(0..x[1].len()).map(pick).collect()]
+            vec![gate_up_grad(x[0], f, &gate, &up)]
         },
-        Gelu => vec![at.x[0].iter().map(|x| x * sigmoid(2.0 * gelu_tanh(*x).0)).collect()],
-        GeluGrad => {
-            let slope = |x: f64| {
-                let (u, du) = gelu_tanh(x);
-                sigmoid(2.0 * u) + x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du
-            };
-            vec![at.x[0].iter().zip(at.x[1]).map(|(dy, x)| dy * slope(*x)).collect()]
+        GeGlu => vec![gate_up(at.x[0], at.size("ffn"), |g, u| gelu(g) * u)],
+        GeGluGrad => {
+            let (x, f) = (at.x, at.size("ffn"));
+            let (gate, up) = (gate_up(x[1], f, |g, u| u * gelu_slope(g)), gate_up(x[1], f, |g, _| gelu(g)));
+            vec![gate_up_grad(x[0], f, &gate, &up)]
         },
+        Gelu => vec![at.x[0].iter().map(|x| gelu(*x)).collect()],
+        GeluGrad => vec![at.x[0].iter().zip(at.x[1]).map(|(dy, x)| dy * gelu_slope(*x)).collect()],
         Dropout { rate, site, seq } => {
             let (x, d, below) = (at.x, at.size("features"), counter::threshold(rate));
             let element = |i: usize| {
@@ -37,6 +33,14 @@ pub fn definitions() -> Definitions {
             vec![(0..x[0].len()).map(element).collect()]
         },
         Add => vec![add(at.x[0], at.x[1])],
+        Scale { factor, rounded } => {
+            let factor = match at.types[0].dtype {
+                DType::BF16 if rounded => bf16::to_f32(bf16::from_f32(factor)),
+                DType::F16 if rounded => f16::to_f32(f16::from_f32(factor)),
+                _ => factor,
+            };
+            vec![at.x[0].iter().map(|x| f64::from(factor) * x).collect()]
+        },
         // Rounding is for those who store numbers.
         Cast { .. } => vec![at.x[0].to_vec()],
     }
@@ -46,6 +50,24 @@ pub fn definitions() -> Definitions {
 fn gelu_tanh(x: f64) -> (f64, f64) {
     let root = (2.0 / std::f64::consts::PI).sqrt();
     (root * (x + 0.044715 * x * x * x), root * (1.0 + 3.0 * 0.044715 * x * x))
+}
+
+fn gelu(x: f64) -> f64 {
+    x * sigmoid(2.0 * gelu_tanh(x).0)
+}
+
+fn gelu_slope(x: f64) -> f64 {
+    let (u, du) = gelu_tanh(x);
+    sigmoid(2.0 * u) + x * sigmoid(2.0 * u) * sigmoid(-2.0 * u) * 2.0 * du
+}
+
+/// The gradient of packed gate·up from that of what they make, and the derivatives by each.
+fn gate_up_grad(dy: &[f64], f: usize, gate: &[f64], up: &[f64]) -> Vec<f64> {
+    let pick = |i: usize| match (i / (2 * f), i % (2 * f)) {
+        (row, c) if c < f => dy[row * f + c] * gate[row * f + c],
+        (row, c) => dy[row * f + c - f] * up[row * f + c - f],
+    };
+    (0..2 * dy.len()).map(pick).collect()
 }
 
 fn gate_up(x: &[f64], f: usize, y: impl Fn(f64, f64) -> f64) -> Vec<f64> {

@@ -132,8 +132,11 @@ pub fn export_problem(config: &Config) -> Option<String> {
 fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
-    let again = Config::parse(&again.to_toml(), CONFIG, &[])?;
-    let differences = config.differences(&again);
+    let mut again = Config::parse(&again.to_toml(), CONFIG, &[])?;
+    // Patterns that mean the same are the same.
+    let mut ours = config.clone();
+    (ours.model, again.model) = (ours.model.with_short_patterns(), again.model.with_short_patterns());
+    let differences = ours.differences(&again);
     let lost = differences.iter().filter(|d| hf::matters(&config.model, d.path));
     let lost: Vec<String> = lost.map(|d| format!("{} = {}", d.path, d.ours)).collect();
     if lost.is_empty() {
@@ -194,7 +197,6 @@ mod tests {
         let mut config = Config::parse(text, "run.toml", &[]).unwrap();
         let beside = HfExtras { context: 64, dtype: "float32", end_token: None };
         assert!(describe(&config, beside, Path::new("run")).is_ok());
-        // The schema refuses this today; whoever allows it is told here.
         config.model.sliding_window = Some(8);
         let error = describe(&config, beside, Path::new("run")).unwrap_err().with_hint();
         assert!(error.starts_with("run: Hugging Face's qwen2 has no model.sliding_window = 8\nhint: "), "{error}");

@@ -189,7 +189,8 @@ ops! {
     AddBias = linear::ADD_BIAS,
     /// `db = dy`, summed over all positions.
     BiasGrad = linear::BIAS_GRAD,
-    /// `y = x / rms(x) · w`, or of a layer norm `y = (x − mean(x)) / deviation(x) · w + b`. With a residual, `sum = x + delta` is normed.
+    /// `y = x / rms(x) · w`, or by `1 + w`, or of a layer norm `y = (x − mean(x)) / deviation(x) · w + b`. With a residual,
+    /// `sum = x + delta` is normed.
     Norm {
         @[
             /// Which norm.
@@ -199,7 +200,8 @@ ops! {
         ]
         /// Added to the mean square, or to the variance.
         eps: f32,
-    } = norm::RMS_NORM | norm::ADD_RMS_NORM | norm::LAYER_NORM | norm::ADD_LAYER_NORM => norm.row(residual),
+    } = norm::RMS_NORM | norm::ADD_RMS_NORM | norm::LAYER_NORM | norm::ADD_LAYER_NORM | norm::RMS_NORM_PLUS_ONE
+        | norm::ADD_RMS_NORM_PLUS_ONE => norm.row(residual),
     /// Input gradient of `Norm`; with a residual plus the gradient that reaches the normed value on another path.
     NormGrad {
         @[
@@ -208,22 +210,53 @@ ops! {
             /// Whether it adds.
             residual: bool
         ]
-    } = norm::RMS_NORM_GRAD | norm::ADD_RMS_NORM_GRAD | norm::LAYER_NORM_GRAD | norm::ADD_LAYER_NORM_GRAD => norm.row(residual),
+    } = norm::RMS_NORM_GRAD | norm::ADD_RMS_NORM_GRAD | norm::LAYER_NORM_GRAD | norm::ADD_LAYER_NORM_GRAD
+        | norm::RMS_NORM_PLUS_ONE_GRAD | norm::ADD_RMS_NORM_PLUS_ONE_GRAD => norm.row(residual),
     /// Weight gradient of `Norm`; that of a layer norm's bias is `BiasGrad`.
     NormGradWeight {
         @[
             /// Which norm.
             norm: Norm
         ]
-    } = norm::RMS_NORM_GRAD_WEIGHT | norm::LAYER_NORM_GRAD_WEIGHT => norm as usize,
-    /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`. The weight holds that of all Q heads, then
-    /// that of all K heads; V stays as it is.
-    QkNorm {
+    } = norm::RMS_NORM_GRAD_WEIGHT | norm::LAYER_NORM_GRAD_WEIGHT => norm.of_weight() as usize,
+    /// The sum of `a · b`, or of `a · b · w`, over the features of every position. Of parts of the features, a partial sum.
+    RowDot {
+        /// Whether it multiplies by `1 + w`.
+        plus_one: bool,
+    } = norm::ROW_DOT,
+    /// RMS norm of a part of the features of positions whose sum of squares over all features is known.
+    NormBy {
+        /// Whether it multiplies by `1 + w`.
+        plus_one: bool,
         /// Added to the mean square.
         eps: f32,
-    } = norm::QK_NORM,
+        /// How many features the sum is of.
+        width: usize,
+    } = norm::RMS_NORM_BY,
+    /// Input gradient of `NormBy`, by the sum of `dy · w · x` over all features.
+    NormByGrad {
+        /// As in `NormBy`.
+        plus_one: bool,
+        /// As in `NormBy`.
+        width: usize,
+    } = norm::RMS_NORM_BY_GRAD,
+    /// Normalises every head of the Q and K sections of packed Q·K·V: `y = x / rms(x) · w`, or by `1 + w`. The weight holds that of all Q
+    /// heads, then that of all K heads; V stays as it is.
+    QkNorm {
+        @[
+            /// Whether it multiplies by `1 + w`.
+            plus_one: bool
+        ]
+        /// Added to the mean square.
+        eps: f32,
+    } = norm::QK_NORM | norm::QK_NORM_PLUS_ONE => usize::from(plus_one),
     /// Input gradient of `QkNorm`.
-    QkNormGrad = norm::QK_NORM_GRAD,
+    QkNormGrad {
+        @[
+            /// As in `QkNorm`.
+            plus_one: bool
+        ]
+    } = norm::QK_NORM_GRAD | norm::QK_NORM_PLUS_ONE_GRAD => usize::from(plus_one),
     /// Weight gradient of `QkNorm`.
     QkNormGradWeight = norm::QK_NORM_GRAD_WEIGHT,
     /// Adds to each position its row of a table. With `starts`, a number on the device for every position of the whole sequence,
@@ -326,6 +359,10 @@ ops! {
     SwiGlu = pointwise::SWIGLU,
     /// Gradient of `SwiGlu`.
     SwiGluGrad = pointwise::SWIGLU_GRAD,
+    /// `y = gelu(gate) · up` over packed gate·up, with the tanh approximation of GELU.
+    GeGlu = pointwise::GEGLU,
+    /// Gradient of `GeGlu`.
+    GeGluGrad = pointwise::GEGLU_GRAD,
     /// The experts of each token, the best first, and how much each counts, from the router's logits. A bias changes the choice, and not
     /// the weights. An expert whose score is no number is chosen last. Or, of experts that are given, how much each would count.
     Route {
@@ -460,6 +497,13 @@ ops! {
     } = pointwise::DROPOUT,
     /// Elementwise sum.
     Add = pointwise::ADD,
+    /// `y = factor · x`.
+    Scale {
+        /// By what.
+        factor: f32,
+        /// Whether the factor is rounded to the type of `x` first.
+        rounded: bool,
+    } = pointwise::SCALE,
     /// `y = x`, in another floating-point type.
     Cast {
         /// Which.
@@ -593,7 +637,7 @@ ops! {
         /// Over the ranks along these axes.
         over: Axes,
     } = collective::ALL_REDUCE,
-    /// Adds up, between neighbours, the rows that they share: all sections of the outermost dimension but the first.
+    /// Adds up, between neighbours, the rows that they share: all sections of the outermost dimension but the first, or the only one.
     SumShared {
         /// Neighbours along these axes.
         over: Axes,

@@ -29,6 +29,24 @@ pub(super) static SWIGLU_GRAD: Spec = row(
 .splits(&["…", "gate_up ffn"])
 .shape(GATED);
 
+pub(super) static GEGLU: Spec = row("geglu", &[float("gate_up", "… gate_up")], &[float("y", "… ffn")], |batch| {
+    Shapes::any_leading(batch).map(|s| sample(Op::GeGlu, [s.normal(gate_up())])).into()
+})
+.gradient(&[Input(0)])
+.splits(&["…", "gate_up ffn"])
+.cheap(&[0])
+.shape(GATED);
+
+pub(super) static GEGLU_GRAD: Spec = row(
+    "geglu_grad",
+    &[float("dy", "… ffn"), float("gate_up", "… gate_up")],
+    &[float("dgate_up", "… gate_up")],
+    |batch| Shapes::any_leading(batch).map(|s| sample(Op::GeGluGrad, [s.normal(ffn()), s.normal(gate_up())])).into(),
+)
+.in_place(&[(1, 0)])
+.splits(&["…", "gate_up ffn"])
+.shape(GATED);
+
 pub(super) static GELU: Spec = row("gelu", &[float("x", "… ffn")], &[float("y", "… ffn")], |batch| {
     Shapes::any_leading(batch).map(|s| sample(Op::Gelu, [s.normal(ffn())])).into()
 })
@@ -75,6 +93,16 @@ pub(super) static ADD: Spec =
     .in_place(ANY_OPERAND)
     .gradient(&[])
     .splits(&["…", "features"]);
+
+pub(super) static SCALE: Spec = row("scale", &[float("x", "… features")], &[float("y", "… features")], |batch| {
+    // No type but f32 has these factors.
+    let factors = [(25.298_22, true), (0.974_679_4, false), (-0.3, true)];
+    let of = |(s, (factor, rounded)): (Shapes, _)| sample(Op::Scale { factor, rounded }, [s.normal(embed())]);
+    Shapes::any_leading(batch).into_iter().zip(factors).map(of).collect()
+})
+.in_place(&[(0, 0)])
+.gradient(&[])
+.splits(&["…", "features"]);
 
 pub(super) static CAST: Spec =
     row("cast", &[float("x", "… features")], &[other_float("y", "… features")], |batch| {

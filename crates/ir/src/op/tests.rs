@@ -121,7 +121,7 @@ fn norms_of_heads_have_a_weight_of_two_sections_and_a_deviation_per_head() {
         let of_head = Section { axis: Axis::HeadDim, count: n, unit: 1 };
         TensorType::new(DType::F32, [Dim::packed([of_head, of_head])])
     };
-    let norm = Op::QkNorm { eps: 1e-6 };
+    let norm = Op::QkNorm { plus_one: false, eps: 1e-6 };
     let out = norm.infer(&[&qkv, &weight(4)]).unwrap();
     assert_eq!((&out[0], out[1].to_string().as_str()), (&qkv, "f32[batch:1, seq:8, heads:6+kv_heads:2]"));
     let error = norm.infer(&[&qkv, &weight(3)]).unwrap_err();

@@ -27,6 +27,14 @@ pub(super) struct Family {
     /// Where `sliding_window` is that of the layers from `max_window_layers` on, unless `layer_types` says which: the value of
     /// `max_window_layers` where it is not there. No such layer is supported.
     pub sliding_from: Option<usize>,
+    /// Where layers with a window alternate with others, unless `layer_types` says which: the field of how many layers there are from
+    /// one without a window to the next, and its value where it is not there.
+    pub pattern: Option<(Option<&'static str>, usize)>,
+    /// Where layers with a window have a RoPE of their own: the field of its base in files of version 4, and its value where nothing
+    /// is said.
+    pub local_theta: Option<(Option<&'static str>, f64)>,
+    /// Whether some layers have no RoPE.
+    pub no_rope: bool,
     /// Positions: the field, and its value where it is not there.
     pub context: (&'static str, usize),
     /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
@@ -81,6 +89,8 @@ pub(super) enum Absent {
     Refused,
     /// Our config has the same default.
     Derived,
+    /// This number.
+    Is(usize),
 }
 
 /// The one value of a field.
@@ -199,6 +209,9 @@ const LLAMA: Family = Family {
     whole_heads: true,
     window: None,
     sliding_from: None,
+    pattern: None,
+    local_theta: None,
+    no_rope: false,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
     switches: &[],
@@ -208,6 +221,16 @@ const LLAMA: Family = Family {
     prefix: "model.",
     transposed: &[],
     embedding: "model.embed_tokens.weight",
+};
+
+const OLMO2: Family = Family {
+    name: "olmo2",
+    class: "Olmo2ForCausalLM",
+    counts: &[&extents(Absent::Derived), &FFN],
+    norm_eps: ("rms_norm_eps", 1e-5),
+    whole_heads: false,
+    fixed: &[("hidden_act", SILU), ("attention_bias", OFF)],
+    ..LLAMA
 };
 
 pub(super) const FAMILIES: &[Family] = &[
@@ -348,6 +371,54 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "smollm3",
+        class: "SmolLM3ForCausalLM",
+        counts: &[&extents(Absent::Is(4)), &head_dim(Absent::Derived), &FFN],
+        tied: true,
+        theta: 2_000_000.0,
+        whole_heads: false,
+        no_rope: true,
+        context: ("max_position_embeddings", 32_768),
+        fixed: &[("hidden_act", SILU), ("attention_bias", OFF), ("mlp_bias", OFF), ("use_sliding_window", OFF)],
+        without_effect: &["sliding_window"],
+        ..LLAMA
+    },
+    OLMO2,
+    Family {
+        name: "olmo3",
+        class: "Olmo3ForCausalLM",
+        theta: 500_000.0,
+        window: Some(("sliding_window", 4096)),
+        pattern: Some((None, 4)),
+        local_theta: Some((None, 500_000.0)),
+        ..OLMO2
+    },
+    Family {
+        name: "gemma3_text",
+        class: "Gemma3ForCausalLM",
+        counts: &[
+            &extents(Absent::Is(4)),
+            &head_dim(Absent::Is(256)),
+            &FFN,
+            &[count("query_pre_attn_scalar", "softmax_scale_dim", |m| m.softmax_scale_dim, Absent::Is(256))],
+        ],
+        tied: true,
+        theta: 1_000_000.0,
+        window: Some(("sliding_window", 4096)),
+        pattern: Some((Some("sliding_window_pattern"), 6)),
+        local_theta: Some((Some("rope_local_base_freq"), 10_000.0)),
+        context: ("max_position_embeddings", 131_072),
+        fixed: &[
+            ("hidden_activation", Fixed::Is(Word::Text("gelu_pytorch_tanh"))),
+            ("attention_bias", OFF),
+            ("use_bidirectional_attention", OFF),
+            ("attn_logit_softcapping", Fixed::Absent),
+            ("final_logit_softcapping", Fixed::Absent),
+        ],
+        without_effect: &["_sliding_window_pattern"],
+        ..LLAMA
+    },
+    Family {
         name: "gpt2",
         class: "GPT2LMHeadModel",
         counts: &[&[
@@ -371,6 +442,9 @@ pub(super) const FAMILIES: &[Family] = &[
         whole_heads: false,
         window: None,
         sliding_from: None,
+        pattern: None,
+        local_theta: None,
+        no_rope: false,
         context: POSITIONS,
         switches: &[],
         numbers: &[],

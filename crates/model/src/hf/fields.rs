@@ -1,7 +1,10 @@
 //! Reading fields of a JSON object, and the errors of those that are wrong.
 
-use super::{HfError, refused};
+use super::HfError;
 use serde_json::{Map, Value};
+
+/// The width of a head.
+pub(super) const HEAD_DIM: &str = "head_dim";
 
 /// The largest extent that a config accepts.
 const MOST: u64 = 1 << 24;
@@ -51,6 +54,11 @@ impl<'a> Fields<'a> {
         let value = self.get(name).map_or(String::new(), |value| format!(" = {}", shown(value)));
         refused(&format!("`{name}`{value} is not supported"), hint)
     }
+}
+
+/// An error with its hint.
+pub(super) fn refused(problem: &str, hint: &str) -> HfError {
+    HfError { problem: problem.to_owned(), hint: hint.to_owned() }
 }
 
 /// A value on one line, shortened.

@@ -1,7 +1,7 @@
 """Asks Hugging Face transformers what every key of `config.json` does, and writes `keys.json`.
 
 Run as `python keys.py` in this folder. It needs the packages torch (CPU will do) and transformers; no network. Last run
-with torch 2.15.0 and transformers 5.22.2.
+with torch 2.15.0 and transformers 5.23.0.
 
 A small model of every family that is imported has random weights. Keys are those of all config classes, the names that
 classes map to others, and those that files of earlier versions have. Each is given another value, one at a time, and
@@ -40,6 +40,9 @@ LLAMA = dict(
     intermediate_size=40, max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
     pad_token_id=None, bos_token_id=1, eos_token_id=2,
 )
+DEFAULT = {"rope_type": "default", "rope_theta": 20000.0}
+KINDS = ["sliding_attention", "full_attention"]
+BY_KIND = {"full_attention": DEFAULT, "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}
 MOE = LLAMA | dict(num_experts_per_tok=2, moe_intermediate_size=12)
 MODELS = {
     "llama": LLAMA | dict(head_dim=8),
@@ -53,6 +56,12 @@ MODELS = {
         head_dim=8, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, sliding_window=None,
         n_group=2, topk_group=1,
     ),
+    "smollm3": LLAMA | dict(no_rope_layers=[1, 0]),
+    "olmo2": LLAMA,
+    "olmo3": LLAMA | dict(sliding_window=5, layer_types=KINDS, rope_parameters=BY_KIND),
+    "gemma3_text": LLAMA | dict(
+        head_dim=8, query_pre_attn_scalar=6, sliding_window=5, layer_types=KINDS, rope_parameters=BY_KIND,
+    ),
     "gpt2": dict(
         vocab_size=53, n_embd=32, n_layer=2, n_head=4, n_positions=128, pad_token_id=None, bos_token_id=1,
         eos_token_id=2,
@@ -62,11 +71,16 @@ MODELS = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 20000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 20000.0, "original_max_position_embeddings": 16}
+
 # Other values of keys that no class of these has, or whose type does not say which values make sense.
 VALUES = {
     "architectures": [["OtherForCausalLM"]],
     "attention_bias": [True],
     "activation_function": ["relu"],
+    "attn_logit_softcapping": [0.5],
+    "final_logit_softcapping": [0.5],
+    "hidden_activation": ["gelu", "silu"],
     "clip_qkv": [0.01],
     "decoder_sparse_step": [2],
     "dtype": ["bfloat16"],
@@ -78,7 +92,10 @@ VALUES = {
     "is_causal": [False],
     "is_decoder": [True],
     "label2id": [{"a": 0, "b": 1, "c": 2}],
-    "layer_types": [["full_attention", "sliding_attention"], ["sliding_attention", "sliding_attention"]],
+    "layer_types": [
+        ["full_attention", "sliding_attention"], ["sliding_attention", "sliding_attention"],
+        ["full_attention", "full_attention"],
+    ],
     "max_position_embeddings": [64],
     "max_window_layers": [1],
     "mlp_only_layers": [[0]],
@@ -86,6 +103,7 @@ VALUES = {
     "n_group": [1, 4],
     "n_inner": [40],
     "n_positions": [64],
+    "no_rope_layers": [[1, 1], [0, 1], [1, 0, 1]],
     "norm_topk_prob": [True, False],
     "num_attention_heads": [2],
     "n_head": [2],
@@ -102,6 +120,9 @@ VALUES = {
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 20000.0},
         {"rope_type": "yarn", "factor": 2.0, "rope_theta": 20000.0, "original_max_position_embeddings": 16},
+        BY_KIND | {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}},
+        BY_KIND | {"full_attention": YARN}, BY_KIND | {"full_attention": YARN | {"truncate": False}},
+        BY_KIND | {"sliding_attention": YARN}, {"full_attention": DEFAULT}, {"sliding_attention": DEFAULT},
     ],
     "rope_parameters.attention_factor": [2.0],
     "rope_parameters.factor": [2.0],
@@ -111,9 +132,11 @@ VALUES = {
     "rope_parameters.rope_type": ["linear"],
     "rope_parameters.type": ["linear"],
     "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}, LLAMA3],
+    "rope_local_base_freq": [300.0],
     "rope_theta": [300.0],
     "scale_attn_weights": [False],
-    "sliding_window": [5],
+    "sliding_window": [5, 3],
+    "sliding_window_pattern": [2, 3],
     "summary_activation": ["tanh"],
     "topk_group": [2],
     "torch_dtype": ["bfloat16"],
@@ -124,7 +147,7 @@ VALUES = {
 
 # Keys of files of earlier versions, and keys that any model may have.
 OLD = {"head_dim", "is_causal", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
-       "quantization_config", "rope_scaling", "rope_theta", "torch_dtype"}
+       "quantization_config", "rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern", "torch_dtype"}
 
 
 def others(key, value):
@@ -199,7 +222,8 @@ def main():
         # Far from the initial values, so that no effect is lost in rounding.
         weights = {key: torch.randn_like(value) * 0.3 for key, value in model.state_dict().items()}
         if "lm_head.weight" in weights and base["tie_word_embeddings"]:
-            weights["lm_head.weight"] = weights["transformer.wte.weight"]
+            embedding = "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
+            weights["lm_head.weight"] = weights[embedding]
         model.load_state_dict(weights)
         expected = run(model, tokens)
         changes = []

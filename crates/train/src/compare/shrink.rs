@@ -28,8 +28,13 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
+    if config.model.softmax_scale_dim == config.model.head_dim {
+        m.softmax_scale_dim = m.head_dim;
+    }
     m.dim = if plain { m.heads * m.head_dim } else { m.dim.min(128) };
-    m.layers = m.layers.min(stages.max(4));
+    // All kinds of layers that there are.
+    let patterns = m.layer_types.len().max(m.rope_layers.len());
+    m.layers = m.layers.min(stages.max(4).max(patterns));
     if m.layers != config.model.layers {
         small.parallel.stages.clear();
     }

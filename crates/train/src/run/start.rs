@@ -25,6 +25,7 @@ use lockstep_plan::Plan;
 use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
 use lockstep_telemetry::FailedSink;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
@@ -394,13 +395,20 @@ fn context_imbalance(config: &Config, data: &dyn Sequences) -> Option<f64> {
     if !by_positions || !config.data.document_mask {
         return None;
     }
+    // Layers by their window.
+    let mut windows: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+    for layer in 0..config.model.layers {
+        *windows.entry(config.model.layer_parts(layer).window).or_default() += 1;
+    }
     let mut starts = vec![0; config.train.seq];
     let mut sums = vec![0; cp];
     for index in 0..LOOKED_AT {
         let (stream, offset) = data.source(index);
         stream.document_starts(offset, &mut starts);
-        let blocks = document_blocks(&starts, cp, config.model.sliding_window);
-        sums.iter_mut().zip(blocks).for_each(|(sum, blocks)| *sum += blocks);
+        for (window, layers) in &windows {
+            let blocks = document_blocks(&starts, cp, *window);
+            sums.iter_mut().zip(blocks).for_each(|(sum, blocks)| *sum += layers * blocks);
+        }
     }
     let (most, all) = (sums.iter().max().copied()?, sums.iter().sum::<u64>());
     Some(most as f64 * cp as f64 / all as f64 - 1.0)

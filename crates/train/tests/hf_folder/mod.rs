@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 15] = [
+pub const CASES: [&str; 19] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -25,6 +25,10 @@ pub const CASES: [&str; 15] = [
     "dots1",
     "gpt2",
     "gpt2_untied",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
 ];
 
 /// A tensor: name, type, dims, bytes.
@@ -80,6 +84,9 @@ pub fn serialize(tensors: &[Tensor]) -> Vec<u8> {
 
 /// The `config.json` of a golden model.
 fn config(m: &HashMap<String, String>) -> Value {
+    if let Some(config) = m.get("config") {
+        return serde_json::from_str(config).unwrap();
+    }
     let number = |key: &str| m.get(key).map(|text| text.parse::<f64>().unwrap());
     let count = |key: &str| m.get(key).map(|text| text.parse::<usize>().unwrap());
     let tied = m["tied"] == "true";
