@@ -63,7 +63,7 @@ pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;
 pub use value::{Bytes, CorpusConfig, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
 pub use words::{
-    AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, PrecisionPolicy,
-    RecomputePolicy,
+    AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayoutSource, LrSchedule, PrecisionPolicy,
+    RecomputePolicy, TrainOnTurns,
 };
 pub use written::{Change, Difference};
