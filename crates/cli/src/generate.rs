@@ -3,6 +3,7 @@
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::terminal::printable;
+use lockstep_data::Conversation;
 use lockstep_host::Devices;
 use lockstep_infer::{Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
 use lockstep_ir::units;
@@ -22,6 +23,12 @@ pub struct Args {
     /// File that holds the text to continue.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
+    /// Chat: the text is a question to the assistant, written with the chat template of the model. Only the answer is shown.
+    #[arg(long)]
+    chat: bool,
+    /// With --chat, what the system says before the question.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
     /// Most tokens to write.
     #[arg(long, value_name = "N", default_value_t = 256)]
     max_tokens: usize,
@@ -56,14 +63,21 @@ pub fn run(args: Args) -> Result<()> {
     let trained = Trained::open(&args.from)?;
     crate::warn(&trained.warnings);
     let tokenizer = trained.tokenizer()?;
-    let tokens = tokenizer.encode_beginning(&prompt)?;
+    let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
+    let tokens = match args.chat {
+        false => tokenizer.encode_beginning(&prompt)?,
+        true => {
+            let chat = trained.chat(&tokenizer)?;
+            ends.extend(chat.end_of_turn(&tokenizer)?.filter(|_| !args.ignore_eos));
+            chat.prompt(&tokenizer, &Conversation::asking(args.system.as_deref(), &prompt))?
+        }
+    };
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
-    let ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let mut generator = Generator::new(&Devices::of(&trained.config), &trained.config, context, trained.weights())?;
 
     let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
     // Shown when the first token is there: an error comes before any text.
-    let mut echo = Some(&prompt);
+    let mut echo = Some(&prompt).filter(|_| !args.chat);
     let result = generate(&mut generator, &tokenizer, &ends, &tokens, args.max_tokens, &sampling, &mut |token| {
         if let Some(prompt) = echo.take() {
             screen.write(prompt);
@@ -78,7 +92,9 @@ pub fn run(args: Args) -> Result<()> {
     let speed = |n: usize, seconds: f64| if seconds > 0.0 { n as f64 / seconds } else { 0.0 };
     let tokens_per_s = speed(generated.tokens.len(), generated.generate_s);
     match args.format {
-        Format::Text => writeln!(std::io::stderr(), "{}", summary(&generated, tokens.len(), tokens_per_s))?,
+        Format::Text => {
+            writeln!(std::io::stderr(), "{}", summary(&generated, args.chat, tokens.len(), tokens_per_s))?;
+        }
         Format::Json => {
             let object = json!({
                 "checkpoint": trained.path(),
@@ -153,8 +169,9 @@ impl Screen {
     }
 }
 
-fn summary(generated: &Generated, prompt_tokens: usize, tokens_per_s: f64) -> String {
+fn summary(generated: &Generated, chat: bool, prompt_tokens: usize, tokens_per_s: f64) -> String {
     let end = match generated.stop {
+        Stop::Eos if chat => "the answer ended",
         Stop::Eos => "the document ended",
         Stop::MaxTokens => "--max-tokens reached",
         Stop::Context => "the context is full",

@@ -128,3 +128,38 @@ fn a_model_that_ends_the_document_goes_on_where_eos_is_ignored() {
     let on = json(&place, &[&args[..], &["--ignore-eos"]].concat());
     assert_eq!((&on["stop"], &on["tokens"]), (&"max_tokens".into(), &8.into()));
 }
+
+#[test]
+fn a_chat_is_answered_and_ends_with_its_turn() {
+    let place = Place::new();
+    let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/chats");
+    std::fs::copy(fixtures.join("tokenizer.json"), place.path("tokenizer.json")).unwrap();
+    std::fs::copy(fixtures.join("turns.jinja"), place.path("mine.jinja")).unwrap();
+    let line = r#"{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}"#;
+    std::fs::write(place.path("chats.jsonl"), format!("{line}\n").repeat(60)).unwrap();
+    let chat =
+        "paths = [\"chats.jsonl\"]\nformat = \"chat\"\ntokenizer = \"tokenizer.json\"\nchat_template = \"mine.jinja\"";
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", chat).replace("vocab_size = 256", "vocab_size = 384"));
+    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=40", "--set", "optimizer.lr=1e-2"]);
+    let asked = ["generate", "run", "--chat", "--system", "Be brief.", "--prompt", "Who?", "--temperature", "0"];
+    let output = place.run(&asked);
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "Me.\n");
+    assert!(String::from_utf8(output.stderr).unwrap().contains("; the answer ended"));
+    let error = place.fails(2, &["generate", "run", "--system", "a", "--prompt", "b"]);
+    assert!(error.contains("--chat"), "{error}");
+    let inspected = place.ok(&["data", "inspect", "run", "--sample", "0"]);
+    assert!(inspected.contains("chats.jsonl:") && inspected.contains("<start_of_turn>user"), "{inspected}");
+    // What is wrong is said with the key that may help.
+    std::fs::write(place.path("mine.jinja"), "{% for m in messages %}").unwrap();
+    let error = place.fails(2, &["data", "prepare", "run.toml", "--out", "other"]);
+    assert!(
+        error.contains("mine.jinja: not a chat template: ") && error.contains("name another in data.chat_template"),
+        "{error}"
+    );
+    place.config(&CONFIG.replace("paths = [\"corpus\"]", &chat.replace("chat_template = \"mine.jinja\"", "")));
+    let error = place.fails(2, &["data", "prepare", "run.toml", "--out", "other", "--set", "model.vocab_size=384"]);
+    assert!(error.contains("the tokenizer has no chat template: neither chat_template.jinja"), "{error}");
+    let trained = trained();
+    let error = trained.fails(2, &["generate", "run", "--chat", "--prompt", "b"]);
+    assert!(error.contains("it has no chat template"), "{error}");
+}

@@ -10,7 +10,7 @@ use crate::rules;
 use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{AttentionMethod, QkNorm, RecomputePolicy};
+use crate::words::{AttentionMethod, DataFormat, QkNorm, RecomputePolicy, TrainOnTurns};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// What the model's architecture has.
@@ -50,6 +50,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     noise_scale_has_two_sizes,
     data_have_one_form,
     prompts_go_with_the_rest,
+    chats_go_with_the_rest,
     special_tokens_have_a_tokenizer,
     recompute_has_its_keys,
     stages::stages_make_up_the_model,
@@ -307,12 +308,47 @@ fn prompts_go_with_the_rest(values: &Values) -> Option<Conflict> {
             "name the field with the prompt, and in data.text_field the one with what comes after it",
         ));
     }
+    if values.word("data.format") == Some(DataFormat::Chat) {
+        return Some(Conflict::new(
+            &["data.prompt_field", "data.format"],
+            format!("data.prompt_field = {prompt} is given, and the prompts of a chat are its own messages"),
+            "remove data.prompt_field; data.train_on says what counts in the loss",
+        ));
+    }
     Conflict::when(
         values.switch("train.noise_scale") == Some(true),
         &["train.noise_scale", "data.prompt_field"],
         "train.noise_scale is not measured where data.prompt_field leaves some targets out",
         "leave out one of the two",
     )
+}
+
+/// Chats have a tokenizer with special tokens, and keys of their own.
+fn chats_go_with_the_rest(values: &Values) -> Option<Conflict> {
+    let train_on: Option<TrainOnTurns> = values.word("data.train_on");
+    match values.word::<DataFormat>("data.format")? {
+        DataFormat::Text => {
+            let key = ["data.chat_template", "data.train_on"].into_iter().find(|key| values.get(key).is_some())?;
+            Some(Conflict::new(
+                &[key, "data.format"],
+                format!("{key} is given, and data.format = \"text\" has no turns"),
+                format!("set data.format = \"chat\", or remove {key}"),
+            ))
+        }
+        DataFormat::Chat if matches!(values.get("data.tokenizer")?, Value::Text(name) if name == "bytes") => {
+            Some(Conflict::new(
+                &["data.format", "data.tokenizer"],
+                "data.format = \"chat\" is given, and data.tokenizer = \"bytes\" has no special tokens to keep turns apart".to_owned(),
+                "name a tokenizer.json, or a folder in train.init_from that has one",
+            ))
+        }
+        DataFormat::Chat => Conflict::when(
+            values.switch("train.noise_scale") == Some(true) && train_on != Some(TrainOnTurns::All),
+            &["train.noise_scale", "data.train_on"],
+            "train.noise_scale is not measured where data.train_on leaves some targets out",
+            "remove train.noise_scale, or set data.train_on = \"all\"",
+        ),
+    }
 }
 
 fn noise_scale_has_two_sizes(values: &Values) -> Option<Conflict> {
@@ -351,8 +387,16 @@ fn data_have_one_form(values: &Values) -> Option<Conflict> {
 
 fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
     let Value::Text(tokenizer) = values.get("data.tokenizer")? else { return None };
-    let says = [("data.eos_token", "ends documents with a byte 0"), ("data.bos_token", "begins them with none")];
-    let (key, says) = says.into_iter().find(|(key, _)| values.get(key).is_some()).filter(|_| tokenizer == "bytes")?;
+    let says = [
+        ("data.eos_token", "ends documents with a byte 0"),
+        ("data.bos_token", "begins them with none"),
+        ("data.special_tokens", "has no special tokens"),
+    ];
+    let given = |key: &str| match values.get(key) {
+        Some(Value::Texts(list)) => !list.is_empty(),
+        value => value.is_some(),
+    };
+    let (key, says) = says.into_iter().find(|(key, _)| given(key)).filter(|_| tokenizer == "bytes")?;
     let token = values.get(key)?;
     Some(Conflict::new(
         &[key, "data.tokenizer"],

@@ -15,7 +15,7 @@ use crate::resolve;
 use crate::schema::{self, Config, KEYS};
 use crate::source::{self, MAX_BYTES, Source, printable};
 use crate::value::{Bytes, CorpusConfig, SaveEvery, Value};
-use crate::words::{AttentionMethod, LayoutSource, RecomputePolicy};
+use crate::words::{AttentionMethod, DataFormat, LayoutSource, RecomputePolicy, TrainOnTurns};
 use crate::written::Change;
 
 /// Reads what a folder of weights decides.
@@ -250,6 +250,17 @@ impl Config {
     /// The path of the tokenizer's file, resolved in the same way; none for "bytes".
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
         Some(self.base_dir().join(&self.data.tokenizer)).filter(|_| self.data.tokenizer != "bytes")
+    }
+
+    /// `data.chat_template`, resolved in the same way.
+    pub fn chat_template_path(&self) -> Option<PathBuf> {
+        self.data.chat_template.as_ref().map(|path| self.base_dir().join(path))
+    }
+
+    /// Whether some targets do not count in the loss: prompts, or what others than the assistant say.
+    pub fn leaves_targets_out(&self) -> bool {
+        let chat = self.data.format == DataFormat::Chat && self.data.train_on != Some(TrainOnTurns::All);
+        self.data.prompt_field.is_some() || chat
     }
 
     /// The token that begins a document, if one does.

@@ -7,7 +7,7 @@ use crate::kind::MAX_BATCH;
 use crate::layers;
 use crate::value::{Field, Value};
 use crate::values::Values;
-use crate::words::LayerType;
+use crate::words::{DataFormat, LayerType, TrainOnTurns};
 use lockstep_ir::units::thousands;
 
 /// As many key and value heads as query heads.
@@ -33,6 +33,25 @@ pub(crate) fn head_dim(values: &Values) -> Derived {
 /// Four times the width, as GPT-2 has it; other families have no usual one.
 pub(crate) fn ffn(values: &Values) -> Derived {
     Ok(values.count("model.dim").filter(|_| features(values).gpt2_block).map(|dim| Value::Count(4 * dim)))
+}
+
+fn is_chat(values: &Values) -> bool {
+    values.word("data.format") == Some(DataFormat::Chat)
+}
+
+/// The field that datasets of its kind have.
+pub(crate) fn text_field(values: &Values) -> Derived {
+    Ok(Some(Value::Text(if is_chat(values) { "messages" } else { "text" }.to_owned())))
+}
+
+/// The turns of the assistant, where there are turns.
+pub(crate) fn train_on(values: &Values) -> Derived {
+    Ok(is_chat(values).then(|| Value::Text(TrainOnTurns::Assistant.word().to_owned())))
+}
+
+/// A conversation has nothing to do with the one before it.
+pub(crate) fn document_mask(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(is_chat(values))))
 }
 
 /// As Mixtral has it.

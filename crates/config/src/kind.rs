@@ -81,6 +81,8 @@ pub(crate) const TOKENIZER: Word = Word {
 };
 pub(crate) const TOKEN: Word =
     Word { text: "token", rule: "write a token of the tokenizer, such as \"<|endoftext|>\"" };
+pub(crate) const TEMPLATE: Word =
+    Word { text: "path", rule: "write the path of a chat template in Jinja, relative to the config file's folder" };
 pub(crate) const FIELD: Word = Word { text: "name", rule: "write the name of a field or column, such as \"text\"" };
 pub(crate) const FOLDER: Word =
     Word { text: "folder", rule: "write the path of a folder, relative to the config file's folder" };
@@ -106,6 +108,11 @@ pub(crate) struct Item {
 pub(crate) const PATHS: Item = Item {
     plural: "paths",
     rule: "name files or folders, relative to the config file's folder, such as [\"docs\", \"src/main.rs\"]",
+    hold: |text| !text.is_empty(),
+};
+pub(crate) const TOKENS: Item = Item {
+    plural: "tokens",
+    rule: "name special tokens of the tokenizer, such as [\"<|im_end|>\"]",
     hold: |text| !text.is_empty(),
 };
 pub(crate) const OPS: Item = Item {

@@ -14,8 +14,8 @@ use crate::kind::Kind::{
 };
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH, MODULES,
-    NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TIME_LIMIT,
-    TOKEN, TOKENIZER, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TEMPLATE,
+    TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::optimizers::{self, OptimizerName};
 use crate::origin::Provenance;
@@ -25,8 +25,8 @@ use crate::stages;
 use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
-    Activation, AttentionMethod, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource, LrSchedule,
-    MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy,
+    Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
+    LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy, TrainOnTurns,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -203,14 +203,28 @@ tables! {
                 "curriculum"];
         /// Which files of a folder are read, by extension; files that are named themselves are always read.
         extensions: Vec<String> = Texts(EXTENSIONS), Fixed(TEXT_EXTENSIONS), Conduct;
-        /// The field of a JSON line, or the column of a Parquet file, that holds the text.
-        text_field: String = Text(FIELD), Fixed("\"text\""), Conduct,
+        /// What records hold. text: a text. chat: a conversation, a list of messages with a role and content (or ShareGPT's
+        /// conversations with from and value), which the chat template of the tokenizer makes text of.
+        format: DataFormat = Choice(DataFormat::WORDS), Fixed("\"text\""), Trajectory,
+            finds ["chat", "messages", "conversations", "ShareGPT", "SFT", "supervised fine-tuning", "instruction tuning"];
+        /// The chat template: the path of a Jinja file, relative to the config file's folder. If not set, chat_template.jinja beside
+        /// the tokenizer.json, or else chat_template in tokenizer_config.json beside it.
+        chat_template: Option<String> = Text(TEMPLATE), Unset, Trajectory, finds ["Jinja", "apply_chat_template"];
+        /// What of a conversation counts in the loss: the turns of the assistant, the last of them, or all.
+        train_on: Option<TrainOnTurns> = Choice(TrainOnTurns::WORDS),
+            Derived("\"assistant\" for chats, else not set", defaults::train_on), Trajectory,
+            finds ["assistant_only_loss", "train_on_inputs", "train_on_responses_only", "roles_to_train", "loss mask"];
+        /// Special tokens that text and messages may spell; others are text there. Special tokens that a chat template writes are always
+        /// special.
+        special_tokens: Vec<String> = Texts(TOKENS), Fixed("[]"), Trajectory,
+            finds ["split_special_tokens", "parse_special", "sanitize_control_tokens"];
+        /// The field of a JSON line, or the column of a Parquet file, that holds the text or the messages.
+        text_field: String = Text(FIELD), Derived("\"text\"; for chats \"messages\"", defaults::text_field), Conduct,
             finds ["dataset_text_field", "text_column", "json_key"];
         /// The field or column whose text stands before it as a prompt: the model reads it, and only the text after it counts in
         /// the loss (completion-only loss, for fine-tuning). If not set, every token counts.
         prompt_field: Option<String> = Text(FIELD), Unset, Trajectory,
-            finds ["completion-only loss", "assistant_only_loss", "train_on_inputs", "loss mask", "instruction tuning",
-                "prompt masking"];
+            finds ["completion-only loss", "train_on_inputs", "loss mask", "instruction tuning", "prompt masking"];
         /// How text becomes tokens: "bytes", or the path of a Hugging Face tokenizer.json, relative to the config file's
         /// folder.
         tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory,
@@ -227,7 +241,7 @@ tables! {
         prepared: Option<String> = Text(FOLDER), Unset, Conduct, finds ["tokenized data", "data cache", "packed data"];
         /// Whether a token attends to its own document only, with positions counted from its start, where a packed sequence
         /// holds several.
-        document_mask: bool = Bool, Fixed("false"), Changeable,
+        document_mask: bool = Bool, Derived("true for chats, else false", defaults::document_mask), Changeable,
             finds ["document masking", "packing", "intra-document masking", "block-diagonal attention",
                 "reset_attention_mask", "cross-document attention", "variable length", "varlen"];
         /// The share of the data held out for validation.

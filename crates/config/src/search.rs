@@ -43,12 +43,6 @@ const MISSING: &[Missing] = &[
         "train.init_from starts from weights and trains all of them",
     ),
     Missing::new(
-        "data",
-        &["chat", "chat_template", "conversations", "messages", "sft"],
-        "a chat template",
-        "write each chat as a prompt and its completion: data.prompt_field and data.text_field",
-    ),
-    Missing::new(
         "model",
         &["mla", "multi-head latent attention", "kv_lora_rank", "q_lora_rank"],
         "multi-head latent attention (MLA)",

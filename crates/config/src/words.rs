@@ -109,6 +109,24 @@ words! {
         Cuda = "cuda",
     }
 
+    /// What the records of the data hold.
+    DataFormat {
+        /// Text.
+        Text = "text",
+        /// Conversations.
+        Chat = "chat",
+    }
+
+    /// What of a conversation counts in the loss.
+    TrainOnTurns {
+        /// Every turn of the assistant.
+        Assistant = "assistant",
+        /// The last turn of the assistant.
+        Last = "last",
+        /// Everything.
+        All = "all",
+    }
+
     /// The types of parameters and activations.
     PrecisionPolicy {
         /// fp32 alone.

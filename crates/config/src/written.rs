@@ -111,7 +111,7 @@ impl Config {
                 corpora.iter_mut().for_each(|corpus| corpus.paths.clear());
                 Some(Value::Corpora(corpora))
             }
-            ("data.tokenizer", Some(Value::Text(path))) => {
+            ("data.tokenizer" | "data.chat_template", Some(Value::Text(path))) => {
                 let name = Path::new(&path).file_name().map(|name| name.to_string_lossy().into_owned());
                 Some(Value::Text(name.unwrap_or(path)))
             }
@@ -134,6 +134,7 @@ impl Config {
             "data.tokenizer" => {
                 self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| value_of(self, key))
             }
+            "data.chat_template" => self.chat_template_path().map(|path| Value::Text(text(path))),
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
             "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{TINY, check, check_set};
-use lockstep_config::Config;
+use lockstep_config::{Config, TrainOnTurns};
 use lockstep_ir::Hint;
 
 #[test]
@@ -484,6 +484,44 @@ parallel.dp × train.micro_batch = 4 × 2 does not divide the 20 sequences of a 
 hint: use 16 or 24 sequences there, or a train.micro_batch that divides all sizes
 ",
     );
+}
+
+#[test]
+fn chats_have_keys_of_their_own() {
+    let with = |keys: &str| {
+        Config::parse(&format!("{TINY}[data]\n{keys}\n"), "run.toml", &[])
+            .map_err(|error| error.to_string().lines().next().unwrap_or_default().to_owned())
+    };
+    let chat = "format = \"chat\"\ntokenizer = \"t.json\"";
+    let config = with(chat).unwrap();
+    assert!(config.data.document_mask && config.leaves_targets_out());
+    assert_eq!((config.data.text_field.as_str(), config.data.train_on), ("messages", Some(TrainOnTurns::Assistant)));
+    assert!(!with(&format!("{chat}\ntrain_on = \"all\"")).unwrap().leaves_targets_out());
+    for (keys, error) in [
+        (
+            "format = \"chat\"".to_owned(),
+            "data.format = \"chat\" is given, and data.tokenizer = \"bytes\" has no special tokens to keep turns apart",
+        ),
+        ("train_on = \"last\"".to_owned(), "data.train_on is given, and data.format = \"text\" has no turns"),
+        (
+            "chat_template = \"a.jinja\"".to_owned(),
+            "data.chat_template is given, and data.format = \"text\" has no turns",
+        ),
+        (
+            format!("{chat}\nprompt_field = \"a\""),
+            "data.prompt_field = \"a\" is given, and the prompts of a chat are its own messages",
+        ),
+        (
+            "special_tokens = [\"<s>\"]".to_owned(),
+            "data.special_tokens = [\"<s>\"] is given, and data.tokenizer = \"bytes\" has no special tokens",
+        ),
+        (
+            format!("{chat}\n[train]\nnoise_scale = true\nmicro_batch = 1"),
+            "train.noise_scale is not measured where data.train_on leaves some targets out",
+        ),
+    ] {
+        assert_eq!(with(&keys).unwrap_err(), error);
+    }
 }
 
 #[test]

@@ -141,7 +141,6 @@ fn what_is_not_there_yet_is_said_so() {
     // Each with what to do instead.
     for (words, what) in [
         ("lora", "LoRA"),
-        ("chat", "a chat template"),
         ("MLA", "multi-head latent attention (MLA)"),
         ("s3", "reading from object storage"),
         ("hub", "the Hugging Face Hub"),

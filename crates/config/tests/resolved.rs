@@ -70,6 +70,10 @@ init_std = 0.02  # default
 paths = ["/home/ada/docs", "/home/ada/it's \"quoted\" \\ here\u000A"]  # run.toml:7
 corpora = []  # default
 extensions = ["txt", "md", "rst", "tex", "html", "csv", "json", "jsonl", "jsonl.zst", "parquet", "toml", "yaml", "yml", "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "js", "ts", "sh", "sql"]  # default
+format = "text"  # default
+# chat_template is not set
+# train_on is not set
+special_tokens = []  # default
 text_field = "text"  # default
 # prompt_field is not set
 tokenizer = "bytes"  # default

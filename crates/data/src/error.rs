@@ -115,6 +115,18 @@ pub enum DataError {
         hint: DataHint,
     },
 
+    /// A chat template cannot be used.
+    #[error("{path}: {problem}")]
+    #[hint("{hint}")]
+    Template {
+        /// The file that it came from.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+        /// What to do.
+        hint: DataHint,
+    },
+
     /// The weight of a corpus is not one, or all are 0 at some time.
     #[error("weight {value} is not greater than 0")]
     #[hint("give every corpus a weight above 0 at some time, and some corpus at all times")]
@@ -214,6 +226,12 @@ pub enum DataSetting {
     PromptField,
     /// The tokenizer.
     Tokenizer,
+    /// The template that conversations are written with.
+    ChatTemplate,
+    /// What of a conversation counts in the loss.
+    TrainOn,
+    /// The special tokens that text may spell.
+    SpecialTokens,
     /// The token that documents begin with.
     BosToken,
     /// The token that documents end with.
@@ -320,6 +338,7 @@ impl DataError {
         match self {
             DataError::Record { hint: DataHint(hint, Some(setting)), .. }
             | DataError::Source { hint: DataHint(hint, Some(setting)), .. }
+            | DataError::Template { hint: DataHint(hint, Some(setting)), .. }
             | DataError::Tokenizer { hint: DataHint(hint, Some(setting)), .. } => {
                 Some(hint.replace("{}", name(*setting)))
             }
@@ -337,6 +356,10 @@ impl DataError {
 
     pub(crate) fn tokenizer(path: &Path, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {
         DataError::Tokenizer { path: path.to_owned(), problem: problem.into(), hint: hint.into() }
+    }
+
+    pub(crate) fn template(path: &Path, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {
+        DataError::Template { path: path.to_owned(), problem: problem.into(), hint: hint.into() }
     }
 
     pub(crate) fn source(path: &Path, problem: impl Into<String>, hint: impl Into<DataHint>) -> Self {

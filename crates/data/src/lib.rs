@@ -9,11 +9,14 @@
 //! scan (which files) → source (stretches of text) → workers (tokens, on all cores) → partial (shards) → Prepared
 //! ```
 //!
+//! Records may be conversations, which a chat template makes text of: [`Chat`].
+//!
 //! Every choice here (which text is held out, which sample comes when) is a pure function of a seed and a logical
 //! index, so any layout of ranks sees the same tokens in the same order.
 //!
 //! This crate knows nothing of models, of the training loop, of ranks or of `run.toml`.
 
+mod chat;
 mod cut;
 mod error;
 mod guard;
@@ -39,6 +42,7 @@ mod token_file;
 mod tokenizer;
 mod workers;
 
+pub use chat::{Chat, ChatSpec, Conversation, TrainOn};
 pub use error::{DataError, DataHint, DataSetting, Result, ShardFault};
 pub use indexed::{IndexedTokens, token_files};
 pub use indexed_writer::{ExportedTokens, export};

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::chat::Turn;
 use crate::holdout::Split;
 use crate::new_file::{NewFile, remove_if_present, sync_folder};
 use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal, is_output};
@@ -195,10 +196,18 @@ impl PartWriter {
             Split::Train => &mut self.train,
             Split::Validation => self.validation.as_mut().expect("validation text has a shard"),
         };
-        if unit.begins || shard.is_empty() {
-            shard.document(unit.origin, !unit.begins, unit.prompt);
+        for (index, turn) in unit.turns.iter().enumerate() {
+            let goes_on = !unit.begins || index > 0;
+            // A stretch of text that goes on needs an entry only at the beginning of a shard.
+            if unit.begins || shard.is_empty() {
+                shard.document(unit.origin, goes_on, turn.prompt);
+            }
+            let place = |turn: &Turn| turn.start as usize * shard.width() as usize;
+            let end = unit.turns.get(index + 1).map_or(unit.tokens.len(), place);
+            let text_bytes = if index == 0 { unit.text_bytes } else { 0 };
+            shard.tokens(&unit.tokens[place(turn)..end], text_bytes)?;
         }
-        shard.tokens(&unit.tokens, unit.text_bytes)
+        Ok(())
     }
 
     /// Whether it has reached a size.

@@ -16,7 +16,9 @@ use crate::scan::{Form, Found, SourceFile, scan};
 use crate::source::{Cursor, Fields, Reading, Units};
 use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
-use crate::{DataError, DataHint, DataSetting, PrepareSpec, Prepared, Result, ShardSummary, SplitSummary, Tokenizer};
+use crate::{
+    Chat, DataError, DataHint, DataSetting, PrepareSpec, Prepared, Result, ShardSummary, SplitSummary, Tokenizer,
+};
 
 /// How the work is carried out. What comes out does not depend on the threads.
 #[derive(Clone, Debug)]
@@ -83,6 +85,7 @@ pub fn prepare_with(
     let content = found.content(options.stop)?;
     let holdout = HoldOut::choose(spec.validation_fraction, spec.seed, &found.files)?;
     let tokenizer = Tokenizer::open(&spec.tokenizer)?;
+    let chat = spec.chat.as_ref().map(|chat| Chat::open(chat, &tokenizer)).transpose()?;
     fs::create_dir_all(out).map_err(|cause| DataError::unwritable(out, cause))?;
     let _lock = lock(out, options.stop, &mut || progress(Progress { waiting: true, ..Progress::default() }))?;
     if options.adopt
@@ -94,7 +97,15 @@ pub fn prepare_with(
 
     let mut partial = Partial::open(out, key(spec, &found, options)?)?;
     if !partial.installing() {
-        let task = Task { spec, found: &found, content, holdout: &holdout, tokenizer: &tokenizer, options };
+        let task = Task {
+            spec,
+            found: &found,
+            content,
+            holdout: &holdout,
+            tokenizer: &tokenizer,
+            chat: chat.as_ref(),
+            options,
+        };
         task.write_parts(&mut partial, progress)?;
         task.describe(&partial)?;
     }
@@ -102,14 +113,18 @@ pub fn prepare_with(
     Prepared::load(out)
 }
 
-/// Refuses text without fields where the spec names one for prompts.
+/// Refuses text without fields where the spec names one for prompts or conversations.
 fn require_records(spec: &PrepareSpec, found: &Found) -> Result<()> {
-    let Some(field) = &spec.prompt_field else { return Ok(()) };
+    let what = match (&spec.prompt_field, &spec.chat) {
+        (Some(field), _) => format!("prompts are in the field {field:?}"),
+        (None, Some(_)) => format!("conversations are in the field {:?}", spec.text_field),
+        (None, None) => return Ok(()),
+    };
     match found.files.iter().find(|file| file.form == Form::Text) {
         None => Ok(()),
         Some(file) => Err(DataError::source(
             &file.path,
-            format!("prompts are in the field {field:?}, and this is plain text without fields"),
+            format!("{what}, and this is plain text without fields"),
             DataHint::of(
                 "use JSON lines (.jsonl, .jsonl.zst) or Parquet, and choose them with {} where a folder has others",
                 DataSetting::Extensions,
@@ -197,6 +212,7 @@ struct Task<'a> {
     content: u64,
     holdout: &'a HoldOut,
     tokenizer: &'a Tokenizer,
+    chat: Option<&'a Chat>,
     options: &'a PrepareOptions<'a>,
 }
 
@@ -213,12 +229,13 @@ impl Task<'_> {
         progress(at(start, partial.parts.last().map_or(0, |part| part.input_bytes)));
 
         let (stop, tokenizer) = (self.options.stop, self.tokenizer);
-        let fields = Fields { text: &self.spec.text_field, prompt: self.spec.prompt_field.as_deref() };
-        let work = Work { files: &self.found.files, fields, tokenizer, stop };
+        let chat = self.chat;
+        let (text, prompt) = (&self.spec.text_field, self.spec.prompt_field.as_deref());
+        let fields = Fields { text, prompt, chat: chat.is_some() };
+        let work = Work { files: &self.found.files, fields, tokenizer, chat, stop };
         let reading = Reading { found: self.found, holdout: self.holdout, fields, tokenizer, stop };
-        let begin = |partial: &Partial| {
-            partial.begin(self.tokenizer.width(), self.holdout.is_active(), fields.prompt.is_some())
-        };
+        let begin =
+            |partial: &Partial| partial.begin(self.tokenizer.width(), self.holdout.is_active(), self.spec.is_masked());
         let mut units = Units::from(start, reading);
         let queue = Queue::new(None);
         std::thread::scope(|scope| {

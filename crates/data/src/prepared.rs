@@ -155,11 +155,7 @@ impl Prepared {
         match &self.spec().tokenizer {
             spec if self.is_in_place() => Tokenizer::open(spec),
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerSpec::File { xxh3, end_token, begin_token, .. } => {
-                let (path, xxh3) = (self.folder.join(TOKENIZER_JSON), *xxh3);
-                let (end_token, begin_token) = (end_token.clone(), begin_token.clone());
-                Tokenizer::open(&TokenizerSpec::File { path, xxh3, end_token, begin_token })
-            }
+            spec @ TokenizerSpec::File { .. } => Tokenizer::open(&spec.clone().at(self.folder.join(TOKENIZER_JSON))),
         }
     }
 

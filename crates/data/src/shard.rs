@@ -21,6 +21,9 @@ pub(crate) const fn entry_bytes(prompts: bool) -> usize {
     if prompts { 24 } else { 16 }
 }
 
+/// Set in the prompt of an entry that goes on with the document before it.
+pub(crate) const GOES_ON: u64 = 1 << 63;
+
 /// Payloads below this are hashed whenever they are opened; it takes a few milliseconds.
 const VERIFY_ON_OPEN_BYTES: usize = 64 << 20;
 
@@ -40,14 +43,16 @@ const VERIFY_PIECE_BYTES: usize = 16 << 20;
 /// | 12..16 | bytes per token, u32: 1, 2 or 4 |
 /// | 16..24 | number of tokens, u64 |
 /// | 24..32 | xxh3-64 of everything after the header, u64 |
-/// | 32..40 | number of documents in the table, u64 |
+/// | 32..40 | number of entries of the document table, u64 |
 /// | 40..44 | 1 if the first document began in the shard before, else 0, u32 |
 /// | 44..48 | 1 if the table says how long prompts are, else 0, u32 |
 /// | 48..64 | zero |
 /// | 64.. | the tokens |
 /// | after them | per document: the offset of its first token, u64, its [`Origin`], u64, and where there are prompts the number of its tokens that are prompt, u64; nothing after that |
 ///
-/// A document's tokens run up to the next one's first. The first document starts at 0 and no two start together.
+/// A document's tokens run up to the next one's first. The first document starts at 0 and no two start together. Where the highest bit
+/// of a prompt's number is set, the entry is no document of its own: the one before it goes on there with another prompt, as a
+/// conversation does.
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
@@ -108,7 +113,14 @@ impl Shard {
     }
 
     fn prompt(&self, index: u64) -> u64 {
-        if self.header.prompts { self.entry(index, 16) } else { 0 }
+        if self.header.prompts { self.entry(index, 16) & !GOES_ON } else { 0 }
+    }
+
+    fn goes_on(&self, index: u64) -> bool {
+        match index {
+            0 => self.header.continued,
+            _ => self.header.prompts && self.entry(index, 16) & GOES_ON != 0,
+        }
     }
 
     fn entry(&self, index: u64, field: usize) -> u64 {
@@ -135,7 +147,7 @@ impl TokenFile for Shard {
 
     fn document(&self, index: u64) -> Document {
         let (start, origin, prompt) = (self.start_of(index), Origin::unpack(self.entry(index, 8)), self.prompt(index));
-        Document { start, origin, continued: index == 0 && self.header.continued, prompt }
+        Document { start, origin, continued: self.goes_on(index), prompt }
     }
 
     fn start_of(&self, index: u64) -> u64 {

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::new_file::NewFile;
 use crate::output::hexadecimal;
-use crate::shard::{HEADER_BYTES, Header, Width, entry_bytes};
+use crate::shard::{GOES_ON, HEADER_BYTES, Header, Width};
 use crate::{DataError, Origin, Result};
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -42,6 +42,9 @@ pub(crate) struct ShardWriter {
     tokens: u64,
     /// The document table so far, as it will stand in the file.
     table: Vec<u8>,
+    entries: u64,
+    /// Documents that begin in it.
+    documents: u64,
     continued: bool,
     /// Whether the table says how long prompts are.
     prompts: bool,
@@ -59,6 +62,8 @@ impl ShardWriter {
             bytes: 0,
             tokens: 0,
             table: Vec::new(),
+            entries: 0,
+            documents: 0,
             continued: false,
             prompts,
         };
@@ -66,16 +71,27 @@ impl ShardWriter {
         Ok(writer)
     }
 
-    /// Begins a document, with so many tokens of a prompt; with the first tokens of a shard it may be the rest of one
-    /// (`continued`).
+    /// Begins a document, with so many tokens of a prompt, or goes on with one (`continued`): with the first tokens of a shard, or
+    /// with another prompt.
     pub(crate) fn document(&mut self, origin: Origin, continued: bool, prompt: u64) {
-        debug_assert!(!continued || self.tokens == 0, "only the first document of a shard is continued");
-        self.continued |= continued;
+        debug_assert!(
+            !continued || self.tokens == 0 || self.prompts,
+            "only the first document of a shard is continued"
+        );
+        let goes_on = if continued && self.tokens > 0 { GOES_ON } else { 0 };
+        self.continued |= continued && self.tokens == 0;
+        self.entries += 1;
+        self.documents += u64::from(!continued);
         self.table.extend(self.tokens.to_le_bytes());
         self.table.extend(origin.pack().to_le_bytes());
         if self.prompts {
-            self.table.extend(prompt.to_le_bytes());
+            self.table.extend((prompt | goes_on).to_le_bytes());
         }
+    }
+
+    /// Bytes per token.
+    pub(crate) fn width(&self) -> Width {
+        self.width
     }
 
     /// Appends tokens, as bytes of the shard's width, that `text_bytes` bytes of text became.
@@ -106,18 +122,17 @@ impl ShardWriter {
         let table = std::mem::take(&mut self.table);
         self.hasher.update(&table);
         self.write(&table)?;
-        let documents = (table.len() / entry_bytes(self.prompts)) as u64;
         let header = Header {
             width: self.width,
             tokens: self.tokens,
             hash: self.hasher.digest(),
-            documents,
+            documents: self.entries,
             continued: self.continued,
             prompts: self.prompts,
         };
         let summary = ShardSummary {
             file: self.name,
-            documents: documents - u64::from(self.continued),
+            documents: self.documents,
             bytes: self.bytes,
             tokens: self.tokens,
             xxh3: header.hash,

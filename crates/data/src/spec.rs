@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::TokenizerSpec;
+use crate::{ChatSpec, TokenizerSpec};
 
 /// Which text to prepare, and how.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -23,6 +23,9 @@ pub struct PrepareSpec {
     /// The field or column whose text stands before it as a prompt, which is read and not predicted. Only records have one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_field: Option<String>,
+    /// How conversations become text, where the field holds such.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat: Option<ChatSpec>,
     /// What makes tokens of the text.
     pub tokenizer: TokenizerSpec,
     /// The share of the text to hold out for validation, at least 0 and below 1.
@@ -32,11 +35,17 @@ pub struct PrepareSpec {
 }
 
 impl PrepareSpec {
+    /// Whether some tokens do not count in the loss: prompts, or what others than the assistant say.
+    pub fn is_masked(&self) -> bool {
+        self.prompt_field.is_some() || self.chat.as_ref().is_some_and(ChatSpec::is_masked)
+    }
+
     /// Whether the same text becomes the same tokens, wherever the text and the tokenizer are.
     pub fn reads_alike(&self, other: &PrepareSpec) -> bool {
         let anywhere = |spec: &PrepareSpec| PrepareSpec {
             paths: Vec::new(),
             extensions: Vec::new(),
+            chat: spec.chat.as_ref().map(ChatSpec::anywhere),
             tokenizer: spec.tokenizer.anywhere(),
             ..spec.clone()
         };
@@ -52,6 +61,7 @@ impl Default for PrepareSpec {
             extensions: Vec::new(),
             text_field: "text".to_owned(),
             prompt_field: None,
+            chat: None,
             tokenizer: TokenizerSpec::Bytes,
             validation_fraction: 0.0,
             seed: 0,

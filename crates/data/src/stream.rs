@@ -115,7 +115,7 @@ impl TokenStream {
             visit((document.start.max(from) - from) as usize..(end - from) as usize);
         };
         ignore(self.document_at(from));
-        self.documents_beginning_in(from + 1, to, ignore);
+        self.entries_in(from + 1, to, ignore);
     }
 
     /// Calls `visit` with the place of every EOS token among the `count` tokens from `from` on, counted from `from`: the
@@ -130,6 +130,15 @@ impl TokenStream {
 
     /// Calls `visit` with every document that begins in `from..to`, in order. Does not allocate.
     pub fn documents_beginning_in(&self, from: u64, to: u64, mut visit: impl FnMut(Document)) {
+        self.entries_in(from, to, |document| {
+            if !document.continued {
+                visit(document);
+            }
+        });
+    }
+
+    /// The same with the places where a document goes on: with another prompt, or in another shard.
+    fn entries_in(&self, from: u64, to: u64, mut visit: impl FnMut(Document)) {
         let first = self.starts.partition_point(|&start| start <= from).saturating_sub(1);
         for (shard, &base) in self.shards.iter().zip(&self.starts).skip(first) {
             if base >= to {
@@ -142,7 +151,7 @@ impl TokenStream {
                 if start >= to {
                     break;
                 }
-                if !document.continued && !shard.is_empty_document(index) {
+                if !shard.is_empty_document(index) {
                     visit(Document { start, ..document });
                 }
                 index += 1;

@@ -20,7 +20,7 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
         self.len() == 0
     }
 
-    /// Number of documents in the table.
+    /// Number of documents in the table; those with several prompts are there with each.
     fn documents(&self) -> u64;
 
     /// The document at a place in the table.
@@ -103,9 +103,9 @@ pub struct Document {
     pub start: u64,
     /// Where it came from.
     pub origin: Origin,
-    /// Whether it began in the shard before, so that `start` is only where this shard has it.
+    /// Whether it began earlier: in the shard before, so that `start` is only where this shard has it, or with another prompt.
     pub continued: bool,
-    /// Tokens at its beginning that are a prompt: they are read and not predicted.
+    /// Tokens from `start` on that are a prompt: they are read and not predicted.
     pub prompt: u64,
 }
 

@@ -1,9 +1,12 @@
 //! Text to tokens and back.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
 use serde::{Deserialize, Serialize};
@@ -41,6 +44,9 @@ pub enum TokenizerSpec {
         /// The token that begins a document, if one does.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         begin_token: Option<String>,
+        /// Special tokens that text may spell; others are text there.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        special_tokens: Vec<String>,
     },
 }
 
@@ -51,13 +57,22 @@ impl TokenizerSpec {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
         let xxh3 = xxh3_64(&read(path)?);
-        Ok(TokenizerSpec::File { path: path.to_owned(), xxh3, end_token, begin_token: None })
+        let (path, special_tokens) = (path.to_owned(), Vec::new());
+        Ok(TokenizerSpec::File { path, xxh3, end_token, begin_token: None, special_tokens })
     }
 
     /// The same file, whose documents begin with a token.
     pub fn with_bos(mut self, token: Option<&str>) -> Self {
         if let TokenizerSpec::File { begin_token, .. } = &mut self {
             *begin_token = token.map(str::to_owned);
+        }
+        self
+    }
+
+    /// The same file, with special tokens that text may spell.
+    pub fn with_special(mut self, tokens: &[String]) -> Self {
+        if let TokenizerSpec::File { special_tokens, .. } = &mut self {
+            *special_tokens = tokens.to_vec();
         }
         self
     }
@@ -70,13 +85,17 @@ impl TokenizerSpec {
         self
     }
 
-    /// The same tokenizer with no place: it is known by its hash.
-    pub(crate) fn anywhere(&self) -> Self {
-        let mut spec = self.clone();
-        if let TokenizerSpec::File { path, .. } = &mut spec {
-            path.clear();
+    /// The same tokenizer in another place: it is known by its hash.
+    pub(crate) fn at(mut self, place: PathBuf) -> Self {
+        if let TokenizerSpec::File { path, .. } = &mut self {
+            *path = place;
         }
-        spec
+        self
+    }
+
+    /// The same tokenizer with no place.
+    pub(crate) fn anywhere(&self) -> Self {
+        self.clone().at(PathBuf::new())
     }
 }
 
@@ -90,7 +109,13 @@ pub struct Tokenizer {
 
 enum Model {
     Bytes,
-    File { path: PathBuf, tokenizer: Box<tokenizers::Tokenizer>, source: Vec<u8> },
+    File {
+        path: PathBuf,
+        tokenizer: Box<tokenizers::Tokenizer>,
+        source: Vec<u8>,
+        /// The same, which reads special tokens in text; made when it is first used.
+        reads_special: OnceLock<Box<tokenizers::Tokenizer>>,
+    },
 }
 
 impl Tokenizer {
@@ -98,12 +123,13 @@ impl Tokenizer {
     pub fn open(spec: &TokenizerSpec) -> Result<Self> {
         match spec {
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerSpec::File { path, xxh3, end_token, begin_token } => {
+            TokenizerSpec::File { path, xxh3, end_token, begin_token, special_tokens } => {
                 let source = read(path)?;
                 if xxh3_64(&source) != *xxh3 {
                     return Err(DataError::tokenizer(path, "it changed while it was in use", "run the command again"));
                 }
-                Tokenizer::parse(path, source, end_token.as_deref())?.with_bos(begin_token.as_deref())
+                let tokenizer = Tokenizer::parse(path, source, end_token.as_deref())?;
+                tokenizer.with_bos(begin_token.as_deref())?.with_special(special_tokens)
             }
         }
     }
@@ -122,6 +148,32 @@ impl Tokenizer {
         Ok(self)
     }
 
+    /// The same, which makes special tokens of text that spells some of them.
+    pub fn with_special(mut self, tokens: &[String]) -> Result<Self> {
+        let Model::File { path, tokenizer, source, reads_special } = &mut self.model else { return Ok(self) };
+        if tokens.is_empty() {
+            return Ok(self);
+        }
+        let known = tokenizer.get_added_tokens_decoder();
+        let is_special = |token: &String| known.values().any(|known| known.special && known.content == *token);
+        if let Some(token) = tokens.iter().find(|token| !is_special(token)) {
+            let hint = DataHint::of("name special tokens of its vocabulary in {}", DataSetting::SpecialTokens);
+            return Err(DataError::tokenizer(path, format!("it has no special token {token:?}"), hint));
+        }
+        // To the library a token that text may spell is one that was added and is not special.
+        let mut file: serde_json::Value =
+            serde_json::from_slice(source).map_err(|error| not_a_tokenizer(path, &short(&error)))?;
+        for added in file["added_tokens"].as_array_mut().into_iter().flatten() {
+            if tokens.iter().any(|token| added["content"] == token.as_str()) {
+                added["special"] = false.into();
+            }
+        }
+        let mut changed = load(path, file.to_string().as_bytes())?;
+        as_text(path, &mut changed)?;
+        (**tokenizer, *reads_special) = (changed, OnceLock::new());
+        Ok(self)
+    }
+
     /// The tokenizer of a `tokenizer.json` that was read from `path`.
     pub fn of_json(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self> {
         Tokenizer::parse(path, source, end_token)
@@ -135,10 +187,7 @@ impl Tokenizer {
     fn parse(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self> {
         let refuse = |cause: String| not_a_tokenizer(path, &cause);
         let mut tokenizer = load(path, &source)?;
-        // Padding and truncation are for batches of sentences, and text is never to stand for a special token.
-        tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(|error| refuse(short(&error)))?;
-        tokenizer.set_encode_special_tokens(true);
+        as_text(path, &mut tokenizer)?;
 
         let largest = tokenizer.get_vocab(true).into_values().max();
         let largest = largest.ok_or_else(|| refuse("it has no tokens".into()))?;
@@ -156,7 +205,8 @@ impl Tokenizer {
                 DataError::tokenizer(path, problem, DataHint::of(hint, DataSetting::EosToken))
             })?,
         };
-        let model = Model::File { path: path.to_owned(), tokenizer: Box::new(tokenizer), source };
+        let (path, reads_special) = (path.to_owned(), OnceLock::new());
+        let model = Model::File { path, tokenizer: Box::new(tokenizer), source, reads_special };
         Ok(Tokenizer { model, eos, bos: None, vocabulary: largest + 1 })
     }
 
@@ -193,6 +243,14 @@ impl Tokenizer {
             .collect();
         special.sort();
         special
+    }
+
+    /// Tokens that were added to its vocabulary, special or not.
+    pub(crate) fn added_tokens(&self) -> BTreeSet<u32> {
+        match &self.model {
+            Model::Bytes => BTreeSet::new(),
+            Model::File { tokenizer, .. } => tokenizer.get_added_tokens_decoder().into_keys().collect(),
+        }
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
@@ -267,18 +325,50 @@ impl Tokenizer {
     }
 
     fn ids(&self, text: &str) -> Result<Vec<u32>> {
-        let Model::File { path, tokenizer, .. } = &self.model else { return Ok(text.bytes().map(u32::from).collect()) };
+        let Model::File { tokenizer, .. } = &self.model else { return Ok(text.bytes().map(u32::from).collect()) };
+        Ok(self.encoding(|| tokenizer.encode_fast(text, false))?.get_ids().to_vec())
+    }
+
+    /// The tokens of a text and the bytes that each stands for. With `special`, text that spells a special token is one.
+    pub(crate) fn spans(&self, text: &str, special: bool) -> Result<Vec<(u32, Range<usize>)>> {
+        let Model::File { tokenizer, reads_special, .. } = &self.model else {
+            return Ok(text.bytes().enumerate().map(|(at, byte)| (u32::from(byte), at..at + 1)).collect());
+        };
+        let reading = || {
+            let mut tokenizer = tokenizer.clone();
+            tokenizer.set_encode_special_tokens(false);
+            tokenizer
+        };
+        let tokenizer = if special { reads_special.get_or_init(reading) } else { tokenizer };
+        let encoding = self.encoding(|| tokenizer.encode(text, false))?;
+        let spans = encoding.get_offsets().iter().map(|(start, end)| *start..*end);
+        Ok(encoding.get_ids().iter().copied().zip(spans).collect())
+    }
+
+    /// Its file, for messages.
+    pub(crate) fn path(&self) -> &Path {
+        match &self.model {
+            Model::Bytes => Path::new("bytes"),
+            Model::File { path, .. } => path,
+        }
+    }
+
+    /// What the library makes of a text, or why it does not.
+    fn encoding(
+        &self,
+        encode: impl FnOnce() -> tokenizers::Result<tokenizers::Encoding>,
+    ) -> Result<tokenizers::Encoding> {
+        let path = self.path();
         let refuse = |cause: String| {
             let problem = format!("it cannot make tokens of a text: {cause}");
             DataError::tokenizer(path, problem, "check the tokenizer with the library it was made with")
         };
-        let encoding = caught(|| tokenizer.encode_fast(text, false))
+        let encoding = caught(encode)
             .ok_or_else(|| refuse("the library that reads it gave up".into()))?
             .map_err(|error| refuse(short(&error)))?;
-        let ids = encoding.get_ids();
-        match ids.iter().find(|&&id| id >= self.vocabulary) {
+        match encoding.get_ids().iter().find(|&&id| id >= self.vocabulary) {
             Some(id) => Err(refuse(format!("it made a token {id} that is not in its vocabulary"))),
-            None => Ok(ids.to_vec()),
+            None => Ok(encoding),
         }
     }
 
@@ -337,6 +427,14 @@ fn load(path: &Path, source: &[u8]) -> Result<tokenizers::Tokenizer> {
         .map_err(|error| not_a_tokenizer(path, &short(&error)))
 }
 
+/// Padding and truncation are for batches of sentences, and text is not to stand for a special token.
+fn as_text(path: &Path, tokenizer: &mut tokenizers::Tokenizer) -> Result<()> {
+    tokenizer.with_padding(None);
+    tokenizer.with_truncation(None).map_err(|error| not_a_tokenizer(path, &short(&error)))?;
+    tokenizer.set_encode_special_tokens(true);
+    Ok(())
+}
+
 fn not_a_tokenizer(path: &Path, cause: &str) -> DataError {
     const HINT: &str = "give a tokenizer.json as Hugging Face's tokenizers library saves it";
     DataError::tokenizer(path, format!("not a tokenizer: {cause}"), HINT)
@@ -351,11 +449,7 @@ const MAX_TOKEN: u32 = (1 << 24) - 1;
 
 impl fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let path = match &self.model {
-            Model::Bytes => Path::new("bytes"),
-            Model::File { path, .. } => path,
-        };
-        f.debug_struct("Tokenizer").field("path", &path).field("vocabulary", &self.vocabulary).finish()
+        f.debug_struct("Tokenizer").field("path", &self.path()).field("vocabulary", &self.vocabulary).finish()
     }
 }
 

@@ -10,6 +10,7 @@ use std::thread::Scope;
 use serde::Deserializer;
 use serde::de::{self, IgnoredAny, MapAccess, Visitor};
 
+use crate::chat::{Chat, Conversation, Turn};
 use crate::cut;
 use crate::holdout::Split;
 use crate::scan::SourceFile;
@@ -30,8 +31,8 @@ pub(crate) struct Tokenised {
     /// As bytes of the tokenizer's width, with the BOS and EOS tokens where the document begins and ends.
     pub(crate) tokens: Vec<u8>,
     pub(crate) text_bytes: u64,
-    /// Tokens at the beginning that are a prompt.
-    pub(crate) prompt: u64,
+    /// Which tokens count in the loss: those of a prompt do not.
+    pub(crate) turns: Vec<Turn>,
     pub(crate) split: Split,
     pub(crate) origin: Origin,
     pub(crate) begins: bool,
@@ -45,6 +46,8 @@ pub(crate) struct Work<'a> {
     pub(crate) files: &'a [SourceFile],
     pub(crate) fields: Fields<'a>,
     pub(crate) tokenizer: &'a Tokenizer,
+    /// What makes text of records that are conversations.
+    pub(crate) chat: Option<&'a Chat>,
     pub(crate) stop: &'a AtomicBool,
 }
 
@@ -161,6 +164,20 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised> {
     let Unit { content, context, split, origin, begins, ends, offset, after, input_bytes } = unit;
     let path = &work.files[origin.file as usize].path;
     let tokenizer = work.tokenizer;
+    if let (Content::JsonLine(line), Some(chat)) = (&content, work.chat) {
+        let line = std::str::from_utf8(line).map_err(|error| not_utf8(path, origin, offset, &error))?;
+        let refuse = |(problem, hint)| DataError::record(path, origin.record, problem, hint);
+        let conversation = Conversation::parse(line, work.fields.text).map_err(refuse)?;
+        let (mut tokens, mut turns, mut text_bytes) = (Vec::new(), Turn::alone(0), 0);
+        // As with text, one without messages leaves no trace.
+        if !conversation.is_empty() {
+            let rendered = chat.render(&conversation).map_err(refuse)?;
+            let (ids, counted) = rendered.encode(tokenizer)?;
+            tokenizer.width().append(&ids, &mut tokens);
+            (turns, text_bytes) = (counted, rendered.text.len() as u64);
+        }
+        return Ok(Tokenised { tokens, text_bytes, turns, split, origin, begins, after, input_bytes });
+    }
     let (mut tokens, mut prompt) = (Vec::new(), 0);
     if let Some(bos) = tokenizer.bos().filter(|_| begins) {
         tokenizer.width().append(&[bos], &mut tokens);
@@ -201,7 +218,8 @@ fn tokenise(unit: Unit, work: Work<'_>) -> Result<Tokenised> {
         tokenizer.width().append(&[tokenizer.eos()], &mut tokens);
     }
     let text_bytes = text_bytes as u64;
-    Ok(Tokenised { tokens, text_bytes, prompt, split, origin, begins, after, input_bytes })
+    let turns = Turn::alone(prompt);
+    Ok(Tokenised { tokens, text_bytes, turns, split, origin, begins, after, input_bytes })
 }
 
 fn not_utf8(path: &std::path::Path, origin: Origin, offset: u64, error: &std::str::Utf8Error) -> DataError {

@@ -5,7 +5,7 @@ mod prepare;
 pub use prepare::{Existing, prepare_data};
 
 use lockstep_config::Config;
-use lockstep_data::{Corpus, DataError, Prepared, Sampler, SpecialInText, TokenStream, Tokenizer};
+use lockstep_data::{ChatSpec, Corpus, DataError, Prepared, Sampler, SpecialInText, TokenStream, Tokenizer};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -101,6 +101,11 @@ impl RunData {
     /// The tokenizer that made the tokens, from the copy beside them.
     pub fn tokenizer(&self) -> Result<Tokenizer, DataError> {
         self.corpora.first().map_or_else(|| Ok(Tokenizer::bytes()), |corpus| corpus.data.tokenizer())
+    }
+
+    /// How their conversations became text, where they are such.
+    pub fn chat(&self) -> Option<&ChatSpec> {
+        self.corpora.first()?.data.spec().chat.as_ref()
     }
 
     /// The corpora, in the order of the config.

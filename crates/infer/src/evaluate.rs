@@ -3,7 +3,7 @@
 use crate::feed::{Feed, Scored, Sequences, Stretch, TextScore, counted};
 use crate::tasks::Request;
 use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
-use lockstep_config::Config;
+use lockstep_config::{Config, DataFormat};
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_host::Devices;
@@ -134,6 +134,7 @@ pub fn evaluate(
                 extensions,
                 text_field: config.data.text_field.clone(),
                 prompt_field: config.data.prompt_field.clone(),
+                chat: if config.data.format == DataFormat::Chat { trained.chat_spec()? } else { None },
                 tokenizer: tokenizer_spec(&tokenizer, config, folder.path())?,
                 validation_fraction: 0.0,
                 seed: 0,
@@ -169,7 +170,8 @@ fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> R
     let Some(json) = tokenizer.source() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| RunDirError::io("write", &path, e))?;
-    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
+    let spec = TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token());
+    Ok(spec.with_special(&config.data.special_tokens))
 }
 
 /// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. BOS and EOS tokens are none.

@@ -4,6 +4,7 @@
 //! sequences get into programs, generation, evaluation and tasks. It knows nothing of training steps.
 #![forbid(unsafe_code)]
 
+mod chat;
 mod data;
 mod error;
 mod evaluate;

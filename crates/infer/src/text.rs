@@ -67,7 +67,8 @@ pub fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
         let path = config.data.tokenizer.clone().into();
         return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
     }
-    Ok(TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token()))
+    let spec = TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token());
+    Ok(spec.with_special(&config.data.special_tokens))
 }
 
 /// A warning and a hint where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant,

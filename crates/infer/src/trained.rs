@@ -1,11 +1,13 @@
 //! A trained model on disk: a run directory, one checkpoint, or a Hugging Face folder.
 
+use crate::chat::{beside_tokenizer, chat_of_files};
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::InitialWeights;
 use crate::text::require_vocabulary;
 use crate::{InferError, Result, RunData, RunTokenizer, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, latest, open};
-use lockstep_config::{Config, DeviceChoice};
+use lockstep_config::{Config, DataFormat, DeviceChoice};
+use lockstep_data::{Chat, ChatSpec};
 use lockstep_rundir::{RunDirError, read_config};
 use std::path::{Path, PathBuf};
 
@@ -109,7 +111,7 @@ impl Trained {
             Some(json) => {
                 let path = checkpoint.path.join(TOKENIZER);
                 let own = lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?;
-                own.with_bos(config.bos_token())?
+                own.with_bos(config.bos_token())?.with_special(&config.data.special_tokens)?
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,
@@ -124,6 +126,34 @@ impl Trained {
         };
         require_vocabulary(config, own.vocabulary())?;
         Ok(own.into())
+    }
+
+    /// How its conversations become text: as in its training, or as the files of a Hugging Face model say. None where nothing says it.
+    pub(crate) fn chat_spec(&self) -> Result<Option<ChatSpec>> {
+        let config = &self.config;
+        if config.data.format == DataFormat::Chat
+            && let Ok(Some(data)) = RunData::open(config, &self.data)
+            && let Some(chat) = data.chat()
+        {
+            // As of today, where the template asks.
+            return Ok(Some(ChatSpec::new(&chat.path, chat.template.clone(), chat.tokens.clone(), chat.train_on)));
+        }
+        if let Some(chat) = chat_of_files(config, self.path(), &self.kept()?) {
+            return Ok(Some(chat));
+        }
+        let named = config.tokenizer_path().is_some_and(|path| path.exists());
+        Ok(beside_tokenizer(config).ok().filter(|_| named))
+    }
+
+    /// What makes tokens of a conversation with it.
+    pub fn chat(&self, tokenizer: &RunTokenizer) -> Result<Chat> {
+        let Some(spec) = self.chat_spec()? else {
+            let problem = format!("{}: it has no chat template", self.path().display());
+            let hint =
+                "train with data.format = \"chat\", or put chat_template.jinja into the folder of the model".into();
+            return Err(InferError::Unusable { problem, hint });
+        };
+        Ok(Chat::open(&spec, tokenizer)?)
     }
 
     /// The config of a run directory or a checkpoint, without a look at the weights where `run.toml` has it.

@@ -402,7 +402,7 @@ fn fill(
         // A prompt of another length in every sequence, or none.
         let ignored = |i: usize| {
             let (sequence, position) = ((first + i) / seq, (first + i) % seq);
-            config.data.prompt_field.is_some() && name == names::TARGETS && position < sequence % 4 * seq / 4
+            config.leaves_targets_out() && name == names::TARGETS && position < sequence % 4 * seq / 4
         };
         let id = |i: usize| if ignored(i) { IGNORED_TARGET } else { id(i) };
         let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();

@@ -60,7 +60,7 @@ impl RehearsalData {
         }
         let (mut files, mut bytes, mut whole) = (0, 0, true);
         let corpora = config.data.corpora.len().max(1) as u64;
-        for (place, spec) in RunData::specs(config, &tokenizer_spec(config)?).into_iter().enumerate() {
+        for (place, spec) in RunData::specs(config, &tokenizer_spec(config)?)?.into_iter().enumerate() {
             let to = work.join(format!("text-{place}"));
             let Excerpt { survey, paths, all } = excerpt(&spec, &folder, &to, EXCERPT_BYTES / corpora, stop)?;
             (files, bytes, whole) = (files + survey.files, bytes + survey.bytes, whole && all);

@@ -31,7 +31,7 @@ pub fn run(args: Args) -> Result<()> {
     let Inspected { data, .. } = open(&args.path)?;
     let stop = on_interrupt()?;
     let mut progress = Progress::new(0);
-    if data.corpora().iter().any(|corpus| corpus.data.spec().prompt_field.is_some()) {
+    if data.corpora().iter().any(|corpus| corpus.data.spec().is_masked()) {
         crate::warn(&["prompts are written as ordinary text: Megatron's files do not tell them apart".to_owned()]);
     }
     let parts = || {

@@ -1,6 +1,7 @@
 //! From files to stretches of text, in order, from any place on.
 
 mod lines;
+mod nested;
 mod pages;
 mod rows;
 mod text;
@@ -13,6 +14,7 @@ use crate::holdout::{self, HoldOut, Split};
 use crate::scan::{Form, Found, SourceFile};
 use crate::{Origin, Result, Tokenizer};
 use lines::Lines;
+use nested::Nested;
 use rows::Rows;
 use text::Text;
 
@@ -55,6 +57,8 @@ pub(crate) enum Content {
 pub(crate) struct Fields<'a> {
     pub(crate) text: &'a str,
     pub(crate) prompt: Option<&'a str>,
+    /// Whether the text is a list of messages.
+    pub(crate) chat: bool,
 }
 
 impl Content {
@@ -115,6 +119,7 @@ enum Open {
     Text(Text),
     Lines(Lines),
     Rows(Box<Rows>),
+    Nested(Box<Nested>),
 }
 
 impl<'a> Units<'a> {
@@ -141,6 +146,7 @@ impl<'a> Units<'a> {
                 closed => closed.insert(match file.form {
                     Form::Text => Open::Text(Text::open(file, at)?),
                     Form::Lines { compressed } => Open::Lines(Lines::open(file, compressed, at, stop)?),
+                    Form::Rows if fields.chat => Open::Nested(Box::new(Nested::open(file, fields, at, stop)?)),
                     Form::Rows => Open::Rows(Box::new(Rows::open(file, fields, at, stop)?)),
                 }),
             };
@@ -148,6 +154,7 @@ impl<'a> Units<'a> {
                 Open::Text(text) => text.next(file, holdout, self.first_piece, tokenizer, at)?,
                 Open::Lines(lines) => lines.next(file, holdout, at)?,
                 Open::Rows(rows) => rows.next(file, holdout, at)?,
+                Open::Nested(rows) => rows.next(file, holdout, at)?,
             };
             match read {
                 Some(mut unit) => {

@@ -99,15 +99,7 @@ impl Column {
         if column.physical_type() != Physical::BYTE_ARRAY || column.max_rep_level() > 0 {
             return Err(refuse(format!("its column {field:?} does not hold strings")));
         }
-        let codecs = metadata.row_groups().iter().filter_map(|group| group.columns().get(index));
-        if let Some(codec) = codecs.map(|chunk| chunk.compression()).find_map(unreadable_codec) {
-            let problem = format!("its column {field:?} is compressed with {codec}, which is not supported");
-            return Err(DataError::source(
-                &file.path,
-                problem,
-                "write the file again with zstd, snappy, gzip, brotli, lz4 or no compression",
-            ));
-        }
+        refuse_codecs(file, reader, |name| name == field)?;
         let optional = column.max_def_level() > 0;
         Ok(Column { index, optional, next_group: 0, open: None, ready: VecDeque::new() })
     }
@@ -177,6 +169,24 @@ impl Column {
     }
 }
 
+/// Refuses columns that are compressed in a way that cannot be read.
+pub(super) fn refuse_codecs(
+    file: &SourceFile,
+    reader: &SerializedFileReader<Pages>,
+    is_read: impl Fn(&str) -> bool,
+) -> Result<()> {
+    let chunks = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+    for chunk in chunks {
+        let name = chunk.column_path().string();
+        if let Some(codec) = unreadable_codec(chunk.compression()).filter(|_| is_read(&name)) {
+            let problem = format!("its column {name:?} is compressed with {codec}, which is not supported");
+            let hint = "write the file again with zstd, snappy, gzip, brotli, lz4 or no compression";
+            return Err(DataError::source(&file.path, problem, hint));
+        }
+    }
+    Ok(())
+}
+
 /// The name of a codec that the library was built without.
 fn unreadable_codec(codec: Compression) -> Option<&'static str> {
     match codec {
@@ -192,18 +202,18 @@ fn unreadable_codec(codec: Compression) -> Option<&'static str> {
 }
 
 /// What the library says, even where a file made up to hurt makes it panic.
-fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+pub(super) fn guarded<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match caught(read) {
         Some(result) => result.map_err(|error| error.to_string()),
         None => Err("the library that reads it gave up".into()),
     }
 }
 
-fn damaged(file: &SourceFile, cause: &str) -> DataError {
+pub(super) fn damaged(file: &SourceFile, cause: &str) -> DataError {
     DataError::source(&file.path, format!("not a whole Parquet file: {}", shown(cause)), "get the file again")
 }
 
-fn damaged_row(file: &SourceFile, row: u64, cause: &str) -> DataError {
+pub(super) fn damaged_row(file: &SourceFile, row: u64, cause: &str) -> DataError {
     let problem = format!("the data are damaged at or after this row: {}", shown(cause));
     DataError::record(&file.path, row, problem, "get the file again")
 }

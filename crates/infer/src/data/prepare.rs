@@ -1,12 +1,13 @@
 //! From the keys of `[data]` to prepared corpora: which there are, which are taken as they are, which are made.
 
 use super::{RunCorpus, RunData, data_folder};
+use crate::chat::{chat_spec, train_on};
 use crate::text::{require_vocabulary, tokenizer_spec};
 use crate::{InferError, Result};
 use lockstep_checkpoint::list;
-use lockstep_config::Config;
+use lockstep_config::{Config, DataFormat};
 use lockstep_data::{
-    DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Survey, Tokenizer, TokenizerSpec, is_current,
+    ChatSpec, DataError, PrepareOptions, PrepareSpec, Prepared, Progress, Survey, Tokenizer, TokenizerSpec, is_current,
     is_same_text, prepare_with, survey, token_files,
 };
 use lockstep_rundir::RunDir;
@@ -93,8 +94,9 @@ impl RunData {
             options.threads = config.train.threads;
         }
         let shared = config.prepared_dir().is_some_and(|shared| shared == folder);
+        let chat = chat_spec(config)?;
         let mut corpora = Vec::new();
-        for wanted in wanted(config, folder, &tokenizer) {
+        for wanted in wanted(config, folder, &tokenizer, chat.as_ref()) {
             let (spec, folder) = (&wanted.spec, &wanted.folder);
             if let Some(data) = in_place(config, spec)? {
                 corpora.push(wanted.with(data));
@@ -133,7 +135,8 @@ impl RunData {
         let tokenizer = tokenizer_spec(config)?;
         require_vocabulary(config, Tokenizer::open(&tokenizer)?.vocabulary())?;
         let (mut text, mut corpora) = (Survey { files: 0, bytes: 0 }, Vec::new());
-        for wanted in wanted(config, folder, &tokenizer) {
+        let chat = chat_spec(config)?;
+        for wanted in wanted(config, folder, &tokenizer, chat.as_ref()) {
             let (spec, folder) = (&wanted.spec, &wanted.folder);
             if let Some(data) = in_place(config, spec)? {
                 corpora.push(wanted.with(data));
@@ -152,14 +155,15 @@ impl RunData {
     }
 
     /// What is to be prepared for each corpus.
-    pub fn specs(config: &Config, tokenizer: &TokenizerSpec) -> Vec<PrepareSpec> {
-        wanted(config, Path::new(""), tokenizer).into_iter().map(|wanted| wanted.spec).collect()
+    pub fn specs(config: &Config, tokenizer: &TokenizerSpec) -> Result<Vec<PrepareSpec>, DataError> {
+        let wanted = wanted(config, Path::new(""), tokenizer, chat_spec(config)?.as_ref());
+        Ok(wanted.into_iter().map(|wanted| wanted.spec).collect())
     }
 
     /// Opens the corpora under `folder`; none where one of them is not prepared.
     pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
         let mut corpora = Vec::new();
-        for wanted in wanted(config, folder, &TokenizerSpec::Bytes) {
+        for wanted in wanted(config, folder, &TokenizerSpec::Bytes, None) {
             let data = match token_files(&wanted.spec)? {
                 Some(_) => {
                     in_place(config, &PrepareSpec { tokenizer: tokenizer_spec(config)?, ..wanted.spec.clone() })?
@@ -182,7 +186,7 @@ impl RunData {
         warn: &mut dyn FnMut(&str),
     ) -> Result<()> {
         for (corpus, Wanted { spec, folder, .. }) in
-            self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes))
+            self.corpora.iter().zip(wanted(config, folder, &TokenizerSpec::Bytes, None))
         {
             // What is read in place is known by its fingerprint, which checkpoints have.
             if corpus.data.is_in_place() {
@@ -193,8 +197,8 @@ impl RunData {
             if ours == theirs {
                 continue;
             }
-            // The data keep their tokenizer; the file that it came from may be gone.
-            let spec = PrepareSpec { tokenizer: before.tokenizer.clone(), ..spec };
+            // The data keep their tokenizer and its template; the files that these came from may be gone.
+            let spec = PrepareSpec { tokenizer: before.tokenizer.clone(), chat: before.chat.clone(), ..spec };
             let same = match is_same_text(&spec, &corpus.data, stop) {
                 Err(DataError::MissingPath { path }) => {
                     warn(&format!(
@@ -219,7 +223,7 @@ impl RunData {
 fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>> {
     let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !path.exists());
     let lacks_tokenizer = config.tokenizer_path().is_some_and(|path| !path.exists());
-    let wanted = wanted(config, folder, &TokenizerSpec::Bytes);
+    let wanted = wanted(config, folder, &TokenizerSpec::Bytes, None);
     let is_shared = config.prepared_dir().is_some_and(|shared| shared == folder);
     if !is_shared || !(lacks_tokenizer || wanted.iter().any(|wanted| lacks_text(&wanted.spec))) {
         return Ok(None);
@@ -232,10 +236,20 @@ fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> R
     }
     let Some(data) = RunData::open(config, folder)? else { return Ok(None) };
     let tokenizer = if lacks_tokenizer { None } else { Some(tokenizer_spec(config)?) };
+    let chat = if lacks_tokenizer { None } else { chat_spec(config)? };
     for (corpus, Wanted { spec, folder, .. }) in data.corpora.iter().zip(wanted) {
         let then = corpus.data.spec();
-        let own = || then.tokenizer.clone().with_eos(config.data.eos_token.as_deref()).with_bos(config.bos_token());
-        let spec = PrepareSpec { tokenizer: tokenizer.clone().unwrap_or_else(own), ..spec };
+        let special = &config.data.special_tokens;
+        let own = || {
+            let tokenizer = then.tokenizer.clone().with_eos(config.data.eos_token.as_deref());
+            tokenizer.with_bos(config.bos_token()).with_special(special)
+        };
+        let own_chat = || {
+            let chat = then.chat.clone().filter(|_| lacks_tokenizer && config.data.format == DataFormat::Chat)?;
+            Some(ChatSpec { train_on: train_on(config), ..chat })
+        };
+        let chat = chat.clone().or_else(own_chat);
+        let spec = PrepareSpec { tokenizer: tokenizer.clone().unwrap_or_else(own), chat, ..spec };
         let other_kind = lacks_tokenizer && then.tokenizer == TokenizerSpec::Bytes;
         let same = !other_kind && spec.reads_alike(then);
         if !same || !(lacks_text(&spec) || is_same_text(&spec, &corpus.data, stop)?) {
@@ -256,12 +270,17 @@ fn shared_data(dir: &Path) -> InferError {
 /// Megatron's files, where a spec names such: they are read where they are.
 fn in_place(config: &Config, spec: &PrepareSpec) -> Result<Option<Prepared>, DataError> {
     let Some(files) = token_files(spec)? else { return Ok(None) };
-    match &config.data.prompt_field {
-        None => Prepared::in_place(spec, &files).map(Some),
-        Some(field) => Err(DataError::Source {
+    match (&config.data.prompt_field, config.data.format) {
+        (None, DataFormat::Text) => Prepared::in_place(spec, &files).map(Some),
+        (Some(field), _) => Err(DataError::Source {
             path: files[0].clone(),
             problem: format!("data.prompt_field names the field {field:?}, and tokens have no fields"),
             hint: "remove data.prompt_field, or name the text instead of its tokens in data.paths".into(),
+        }),
+        (None, DataFormat::Chat) => Err(DataError::Source {
+            path: files[0].clone(),
+            problem: "data.format = \"chat\" reads conversations, and these are tokens already".to_owned(),
+            hint: "remove data.format, or name JSON lines or Parquet files with messages in data.paths".into(),
         }),
     }
 }
@@ -293,12 +312,13 @@ fn settings(spec: &PrepareSpec) -> String {
     format!("{} (extensions {}; field {}{prompt})", paths.join(", "), spec.extensions.join(" "), spec.text_field)
 }
 
-fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec) -> Vec<Wanted> {
+fn wanted(config: &Config, folder: &Path, tokenizer: &TokenizerSpec, chat: Option<&ChatSpec>) -> Vec<Wanted> {
     let spec = |paths: Vec<PathBuf>| PrepareSpec {
         paths,
         extensions: config.data.extensions.clone(),
         text_field: config.data.text_field.clone(),
         prompt_field: config.data.prompt_field.clone(),
+        chat: chat.cloned(),
         tokenizer: tokenizer.clone(),
         validation_fraction: config.data.validation_fraction,
         seed: config.train.seed,

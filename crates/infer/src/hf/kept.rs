@@ -4,6 +4,7 @@ use super::special::{ids_of, put_bos_text, put_eos_id, put_eos_text};
 use super::{CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, unfit};
 use crate::{Result, RunTokenizer};
 use lockstep_checkpoint::{Loaded, WeightsFolder};
+use lockstep_data::ChatSpec;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,16 +13,12 @@ use std::path::Path;
 pub const ATTACHMENT: &str = "hugging_face.json";
 const MOST_BYTES: u64 = 16 << 20;
 
+/// The file of a chat template.
+pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
 /// What is kept: which tokens begin, end and pad, how to draw tokens, how a chat is written.
-const FILES: [&str; 7] = [
-    CONFIG,
-    GENERATION,
-    TOKENIZER_CONFIG,
-    SPECIAL_TOKENS,
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-];
+const FILES: [&str; 7] =
+    [CONFIG, GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", CHAT_TEMPLATE, "chat_template.json"];
 
 /// Fields of `config.json` that the files beside it decide.
 const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
@@ -41,6 +38,30 @@ impl Kept {
             files.insert(name.to_owned(), text);
         }
         Ok(Self(files))
+    }
+
+    /// Those beside a tokenizer that can be read: in its folder, or kept in the checkpoint that it is in.
+    pub(crate) fn beside(folder: &Path) -> std::io::Result<Self> {
+        let mut files = BTreeMap::new();
+        let kept = folder.join(ATTACHMENT);
+        if kept.exists() {
+            files = serde_json::from_slice(&std::fs::read(kept)?).unwrap_or_default();
+        }
+        for name in FILES.into_iter().filter(|name| folder.join(name).exists()) {
+            files.insert(name.to_owned(), std::fs::read_to_string(folder.join(name))?);
+        }
+        Ok(Self(files))
+    }
+
+    /// These files for a model that was trained on conversations in a template, which names special tokens.
+    pub fn with_chat(mut self, chat: &ChatSpec) -> Self {
+        self.0.insert(CHAT_TEMPLATE.to_owned(), chat.template.clone());
+        let named = self.0.contains_key(TOKENIZER_CONFIG) || self.0.contains_key(SPECIAL_TOKENS);
+        if !named && !chat.tokens.is_empty() {
+            let tokens = Value::from_iter(chat.tokens.clone());
+            self.0.insert(SPECIAL_TOKENS.to_owned(), format!("{tokens:#}\n"));
+        }
+        self
     }
 
     /// Those that a checkpoint has.

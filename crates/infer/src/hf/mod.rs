@@ -9,6 +9,7 @@ mod special;
 pub use export::{ExportOptions, Exported, export, export_problem};
 pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, special_warnings, tokenizer_bytes};
 pub use import::{Imported, import};
+pub(crate) use kept::CHAT_TEMPLATE;
 pub use kept::{ATTACHMENT, Kept};
 
 use crate::{Part, Result, parts};

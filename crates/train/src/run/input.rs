@@ -73,6 +73,10 @@ impl RunInput {
             (None, Some(loaded)) => Kept::of_checkpoint(loaded),
             (None, None) => Kept::default(),
         };
+        let kept = match data.chat() {
+            Some(chat) => kept.with_chat(chat),
+            None => kept,
+        };
         let train = Arc::new(data.train(config)?);
         Ok(Self { data, folder, read_in_full, tokenizer, tasks, requests, kept, train })
     }

@@ -1,0 +1,105 @@
+//! `data.format = "chat"`: a model is fine-tuned on conversations, answers by the same template, and stops.
+
+mod common;
+
+use common::{losses, run_to};
+use lockstep_config::Config;
+use lockstep_data::Conversation;
+use lockstep_host::Devices;
+use lockstep_infer::{Generator, Sampling, Stop, Text, Trained, evaluate, generate};
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::Path;
+
+const TASK: [(&str, &str); 6] =
+    [("sky", "blue"), ("grass", "green"), ("blood", "red"), ("snow", "white"), ("night", "black"), ("sun", "yellow")];
+
+fn question(thing: &str) -> String {
+    format!("The colour of {thing}?")
+}
+
+/// Conversations of two questions each, the tokenizer with its template beside it, and a tiny model.
+fn config(dir: &Path, more: &str) -> Config {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/chats");
+    fs::copy(fixtures.join("tokenizer.json"), dir.join("tokenizer.json")).unwrap();
+    let template = fs::read_to_string(fixtures.join("chatml.jinja")).unwrap();
+    let template = serde_json::json!({ "bos_token": "<s>", "chat_template": format!("{{{{ bos_token }}}}{template}") });
+    fs::write(dir.join("tokenizer_config.json"), template.to_string()).unwrap();
+    let turn = |(thing, colour): (&str, &str)| {
+        format!(
+            "{{\"from\": \"human\", \"value\": \"{}\"}}, {{\"from\": \"gpt\", \"value\": \"{colour}\"}}",
+            question(thing)
+        )
+    };
+    let chat = |i: usize| {
+        let (one, two) = (TASK[i % 6], TASK[(i / 6) % 6]);
+        format!("{{\"conversations\": [{}, {}]}}\n", turn(one), turn(two))
+    };
+    fs::write(dir.join("chats.jsonl"), (0..144).map(chat).collect::<String>()).unwrap();
+    let text = format!(
+        "[model]\nvocab_size = 384\nlayers = 2\ndim = 64\nheads = 4\nkv_heads = 2\nffn = 128\n\
+         [data]\npaths = [\"chats.jsonl\"]\nformat = \"chat\"\ntokenizer = \"tokenizer.json\"\n\
+         [optimizer]\nlr = 4e-3\nwarmup_steps = 5\n[train]\nseq = 96\nglobal_batch = 8\nthreads = 2\nvalidate_every = 0\n{more}\n"
+    );
+    fs::write(dir.join("run.toml"), text).unwrap();
+    Config::load(&dir.join("run.toml"), &[]).unwrap()
+}
+
+#[test]
+fn a_model_that_was_tuned_on_chats_answers_and_stops() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "steps = 90");
+    assert!(config.data.document_mask, "conversations do not see each other");
+    let run = dir.path().join("run");
+    let ran = run_to(&config, &run, 90);
+    assert!(ran.steps[89].loss < 0.1, "{}", ran.steps[89].loss);
+    // What it was trained with goes with the checkpoint: nothing else is left.
+    fs::remove_file(dir.path().join("tokenizer.json")).unwrap();
+    fs::remove_file(dir.path().join("tokenizer_config.json")).unwrap();
+    fs::remove_dir_all(run.join("data")).unwrap();
+    let trained = Trained::open(&run).unwrap();
+    let tokenizer = trained.tokenizer().unwrap();
+    let chat = trained.chat(&tokenizer).unwrap();
+    let mut ends = trained.end_tokens(&tokenizer).unwrap();
+    ends.extend(chat.end_of_turn(&tokenizer).unwrap());
+    let mut generator = Generator::new(&Devices::new(), &trained.config, 96, trained.weights()).unwrap();
+    let greedy = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
+    for (thing, colour) in TASK {
+        let prompt = chat.prompt(&tokenizer, &Conversation::asking(None, &question(thing))).unwrap();
+        assert_eq!(tokenizer.token(prompt[0]).as_deref(), Some("<s>"));
+        let listen = &mut |_| ControlFlow::Continue(());
+        let text = generate(&mut generator, &tokenizer, &ends, &prompt, 20, &greedy, listen).unwrap();
+        assert_eq!((tokenizer.decode(&text.tokens).as_str(), text.stop), (colour, Stop::Eos), "{thing}");
+    }
+}
+
+#[test]
+fn losses_of_chats_are_the_same_on_any_layout_and_after_a_pause() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, more: &str| {
+        let config = config(dir.path(), &format!("steps = 6\nreproducible = true\n{more}"));
+        losses(&config, &dir.path().join(name))
+    };
+    let whole = run("whole", "micro_batch = 8");
+    assert_eq!(run("ranks", "micro_batch = 1\n[parallel]\ndp = 2\nzero = 3"), whole);
+    let config = config(dir.path(), "steps = 6\nreproducible = true\nmicro_batch = 8");
+    run_to(&config, &dir.path().join("paused"), 3);
+    assert_eq!(losses(&config, &dir.path().join("paused")), whole[3..]);
+}
+
+#[test]
+fn evaluation_counts_the_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), "steps = 2");
+    let ran = run_to(&config, &dir.path().join("run"), 2);
+    let trained = Trained::open(&dir.path().join("run")).unwrap();
+    let found = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| ()).unwrap();
+    assert!((found.score.loss - ran.outcome.last_val_loss.unwrap()).abs() < 1e-9);
+    let text = Text::Paths(vec![dir.path().join("chats.jsonl")]);
+    let found = evaluate(&Devices::new(), &trained, &text, None, &mut |_| ()).unwrap();
+    let tokenizer = trained.tokenizer().unwrap();
+    // An answer, the token that ends it and a line end.
+    let tokens = |i: usize| tokenizer.tokens(TASK[i].1).unwrap().len() as u64 + 2;
+    let answers: u64 = (0..144).map(|i| tokens(i % 6) + tokens((i / 6) % 6)).sum();
+    assert_eq!(found.score.tokens, answers);
+}
