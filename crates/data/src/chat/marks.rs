@@ -179,7 +179,7 @@ mod tests {
         let value: Value = serde_json::from_str(r#"{"a": ["x <|end|> y", 3, null], "<s>": "plain"}"#).unwrap();
         assert!(spellings().mark(&Value::from("a < b, <th> </s> <"), &["b".to_owned()]).is_none());
         let marked = spellings().mark(&value, &[]).unwrap().to_string();
-        assert_eq!(marked.matches(SPELLED).count(), 2, "{marked}");
+        assert_eq!(marked.matches("<\\u{fdd2}").count(), 2, "{marked}");
         let text = "<|end|>".to_owned() + &spellings().mark_text("x<|end|>!<s", &[]).unwrap() + "s><s>";
         let read = Marked::read(&text, &spellings()).unwrap();
         assert_eq!(read.text, "<|end|>x<|end|>!<ss><s>");
