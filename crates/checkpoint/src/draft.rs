@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::bytes::TensorBytes;
 use crate::error::{CheckpointError, Result};
 use crate::keep::Keep;
-use crate::manifest::{FileEntry, IN_PARTS, Manifest};
+use crate::manifest::{FileEntry, IN_PARTS, IN_PARTS_WITH_BLOCKS, Manifest};
 use crate::save::{About, TemporaryFolder, write_synced};
 use crate::slice::Slice;
 use crate::stored;
@@ -113,14 +113,18 @@ impl Draft {
         written.sort_by(|a, b| a.entry.name.cmp(&b.entry.name));
         let mut contents = Vec::with_capacity(written.len());
         let mut files = Vec::with_capacity(written.len());
+        let mut format = IN_PARTS;
         for Written { entry, group, places } in &mut written {
+            if places.values().any(|place| place.dtype.is_block()) {
+                format = IN_PARTS_WITH_BLOCKS;
+            }
             contents.push((group.as_str(), std::mem::take(places)));
             files.push(entry.clone());
         }
         stored::join(contents).map_err(|(file, cause)| self.refused(format!("{}: {cause}", files[file].name)))?;
         let About { state, attachments } = about.into();
         let attachments = self.temporary.attach(attachments)?;
-        let manifest = Manifest { format: IN_PARTS, step: self.step, files, attachments, state: state.clone() };
+        let manifest = Manifest { format, step: self.step, files, attachments, state: state.clone() };
         self.temporary.finish(&self.dir, &manifest, &keep.into())
     }
 

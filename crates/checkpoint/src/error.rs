@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use lockstep_ir::units;
 
-use crate::manifest::{IN_PARTS, WHOLE};
+use crate::manifest::{IN_PARTS_WITH_BLOCKS, WHOLE};
 
 /// What a checkpoint gives, or why it does not.
 pub type Result<T, E = CheckpointError> = std::result::Result<T, E>;
@@ -40,7 +40,7 @@ pub enum CheckpointError {
 
     /// The checkpoint is of another version of the format.
     #[error(
-        "checkpoint {} has format {found}, this build reads formats {WHOLE} and {IN_PARTS} (manifest.json)",
+        "checkpoint {} has format {found}, this build reads formats {WHOLE} to {IN_PARTS_WITH_BLOCKS} (manifest.json)",
         path.display()
     )]
     #[hint("use the version of lockstep that wrote it")]

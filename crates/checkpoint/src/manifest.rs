@@ -34,6 +34,10 @@ use crate::tensor_file;
 pub(crate) const WHOLE: u64 = 1;
 /// The version with files of ranks.
 pub(crate) const IN_PARTS: u64 = 2;
+/// As `WHOLE`, with tensors in blocks of 8 bits.
+pub(crate) const WHOLE_WITH_BLOCKS: u64 = 3;
+/// As `IN_PARTS`, with tensors in blocks of 8 bits.
+pub(crate) const IN_PARTS_WITH_BLOCKS: u64 = 4;
 /// The manifest's file name.
 pub(crate) const NAME: &str = "manifest.json";
 
@@ -103,8 +107,8 @@ impl Manifest {
         let wrong_json = |error: serde_json::Error| Unreadable::Damaged(error.to_string());
         let version: Version = serde_json::from_slice(body).map_err(wrong_json)?;
         let group_of = match version.format {
-            WHOLE => tensor_file::group_of,
-            IN_PARTS => tensor_file::group_of_rank_file,
+            WHOLE | WHOLE_WITH_BLOCKS => tensor_file::group_of,
+            IN_PARTS | IN_PARTS_WITH_BLOCKS => tensor_file::group_of_rank_file,
             other => return Err(Unreadable::UnknownFormat(other)),
         };
         let manifest: Manifest = serde_json::from_slice(body).map_err(wrong_json)?;
@@ -124,7 +128,7 @@ impl Manifest {
     /// The group that a file belongs to.
     pub(crate) fn group_of<'a>(&self, file: &'a FileEntry) -> Option<&'a str> {
         match self.format {
-            WHOLE => tensor_file::group_of(&file.name),
+            WHOLE | WHOLE_WITH_BLOCKS => tensor_file::group_of(&file.name),
             _ => tensor_file::group_of_rank_file(&file.name),
         }
     }
@@ -217,10 +221,10 @@ mod tests {
 
     #[test]
     fn another_version_is_named() {
-        let body = r#"{"format": 3, "shards": []}"#;
+        let body = r#"{"format": 5, "shards": []}"#;
         let checksum = checksum(xxh3_128(body.as_bytes()));
         let bytes = [BEFORE_CHECKSUM, &checksum, BEFORE_BODY, body, AFTER_BODY].concat();
-        assert_eq!(Manifest::unseal(bytes.as_bytes()), Err(Unreadable::UnknownFormat(3)));
+        assert_eq!(Manifest::unseal(bytes.as_bytes()), Err(Unreadable::UnknownFormat(5)));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::bytes::TensorBytes;
 use crate::error::{AtPath, CheckpointError, Result};
 use crate::folder;
 use crate::keep::{Keep, prune};
-use crate::manifest::{self, FileEntry, Manifest, WHOLE};
+use crate::manifest::{self, FileEntry, Manifest, WHOLE, WHOLE_WITH_BLOCKS};
 use crate::slice::Slice;
 use crate::tensor_file::{self, Item, TensorFile};
 
@@ -20,7 +20,8 @@ use crate::tensor_file::{self, Item, TensorFile};
 pub struct TensorRef<'a> {
     /// Its name, once in a group.
     pub name: String,
-    /// The type of its elements. [`DType::Fixed64`] is stored as safetensors' `I64`, the others under their own name.
+    /// The type of its elements. [`DType::Fixed64`] is stored as safetensors' `I64`, blocks of 8 bits as `I8` and `U8` with
+    /// 260 to a block, the others under their own name.
     pub dtype: DType,
     /// Its dims, outermost first; a scalar has none.
     pub shape: Vec<usize>,
@@ -73,8 +74,9 @@ pub fn save<'a>(
 ) -> Result<PathBuf> {
     let refused = |cause| CheckpointError::Refused { dir: dir.to_owned(), step, cause };
     let About { state, attachments } = about.into();
-    let mut manifest =
-        Manifest { format: WHOLE, step, files: Vec::new(), attachments: Vec::new(), state: state.clone() };
+    let blocks = groups.iter().flat_map(|group| &group.tensors).any(|tensor| tensor.dtype.is_block());
+    let format = if blocks { WHOLE_WITH_BLOCKS } else { WHOLE };
+    let mut manifest = Manifest { format, step, files: Vec::new(), attachments: Vec::new(), state: state.clone() };
     manifest.seal().map_err(refused)?;
     let files = lay_out(groups).map_err(refused)?;
 

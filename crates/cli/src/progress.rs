@@ -317,7 +317,11 @@ fn converted(kind: &Converted) -> String {
         0.0 => "nothing is lost".to_owned(),
         lost => format!("rounding moves them by {:.2}% (root of mean squares)", 100.0 * lost),
     };
-    let shown = |dtype: &DType| if dtype.is_block() { "int8" } else { dtype.name() };
+    let shown = |dtype: &DType| match dtype {
+        DType::Signed8 => "int8 (first moments)",
+        DType::Unsigned8 => "int8 (second moments)",
+        other => other.name(),
+    };
     format!("{what}: {tensors} tensors go from {} to {}; {lost}", shown(from), shown(to))
 }
 

@@ -94,8 +94,11 @@ pub(crate) fn qk_norm(values: &Values) -> Derived {
     Ok(features(values).qk_norm.to_value())
 }
 
+/// As many of the pattern as there are layers.
 pub(crate) fn rope_layers(values: &Values) -> Derived {
-    Ok(features(values).rope_layers.to_vec().to_value())
+    let Some(layers) = values.count("model.layers") else { return Ok(None) };
+    let pattern = features(values).rope_layers.iter().copied();
+    Ok(pattern.take(usize::try_from(layers).unwrap_or(usize::MAX)).collect::<Vec<_>>().to_value())
 }
 
 /// As many of the pattern as there are layers.

@@ -84,8 +84,8 @@ const PRESETS: [Preset; 39] = [
     preset("smollm3-3b", 4096, [128256, 36, 2048, 16, 11008], &[TIED, SMOLLM3]),
     preset("olmo-2-7b", 4096, [100352, 32, 4096, 32, 11008], &[UNTIED, OLMO2, "kv_heads = 32"]),
     preset("olmo-2-32b", 4096, [100352, 64, 5120, 40, 27648], &[UNTIED, OLMO2, "kv_heads = 8"]),
-    preset("gemma-3-270m", 32768, [262144, 18, 640, 4, 2048], &[TIED, GEMMA3]),
-    preset("gemma-3-1b", 32768, [262144, 26, 1152, 4, 6912], &[TIED, GEMMA3]),
+    preset("gemma-3-270m", 8192, [262144, 18, 640, 4, 2048], &[TIED, GEMMA3]),
+    preset("gemma-3-1b", 8192, [262144, 26, 1152, 4, 6912], &[TIED, GEMMA3]),
 ];
 
 /// The names of [`PRESETS`], in its order.

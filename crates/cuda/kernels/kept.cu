@@ -84,7 +84,33 @@ struct Tables {
     }
 };
 
-// Eight numbers of a lane, `i` on, of which `n` are there.
+// Eight floats, or eight halves, at once: at a multiple of eight.
+static __device__ __forceinline__ void load_words(const float *from, float x[8]) {
+    float4 a = ((const float4 *)from)[0], b = ((const float4 *)from)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+static __device__ __forceinline__ void load_words(const bf16 *from, float x[8]) {
+    uint4 words = *(const uint4 *)from;
+    u32 of[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = __uint_as_float(j % 2 ? of[j / 2] & 0xffff0000u : of[j / 2] << 16);
+}
+static __device__ __forceinline__ void load_words(const i64 *from, float x[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = to_f32(from[j]);
+}
+static __device__ __forceinline__ void store_halves(void *to, const u16 x[8]) {
+    *(uint4 *)to = make_uint4(x[0] | (u32)x[1] << 16, x[2] | (u32)x[3] << 16, x[4] | (u32)x[5] << 16, x[6] | (u32)x[7] << 16);
+}
+
+// Eight numbers of a lane, from `i` on, of which `n` are there.
+template <typename T>
+static __device__ __forceinline__ void load_plain(const T *from, i64 i, int n, float x[8]) {
+    if (n == 8 && i % 8 == 0) return load_words(from + i, x);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x[j] = j < n ? to_f32(from[i + j]) : 0.0f;
+}
+
 static __device__ __forceinline__ void load8(const u8 *from, int type, i64 i, int n, const Tables &tables, float x[8]) {
     if (type >= SIGNED8) {
         const u8 *block = from + i / BLOCK * BLOCK_BYTES;
@@ -95,11 +121,9 @@ static __device__ __forceinline__ void load8(const u8 *from, int type, i64 i, in
         for (int j = 0; j < 8; j++)
             x[j] = tables.values[type == UNSIGNED8][(j < 4 ? low >> (8 * j) : high >> (8 * (j - 4))) & 255] * scale;
     } else if (type == BF16) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = j < n ? to_f32(((const bf16 *)from)[i + j]) : 0.0f;
+        load_plain((const bf16 *)from, i, n, x);
     } else if (type == F32) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = j < n ? ((const float *)from)[i + j] : 0.0f;
+        load_plain((const float *)from, i, n, x);
     }
 }
 
@@ -107,6 +131,26 @@ static __device__ __forceinline__ u16 round_by(float x, u32 random) {
     u32 bits = __float_as_uint(x);
     if ((bits & 0x7f800000u) == 0x7f800000u) return Of<bf16>::f32(x).bits;
     return (u16)((bits + (random & 0xffffu)) >> 16);
+}
+
+static __device__ __forceinline__ void store_floats(float *to, i64 i, int n, const float x[8]) {
+    if (n == 8 && i % 8 == 0) {
+        ((float4 *)(to + i))[0] = make_float4(x[0], x[1], x[2], x[3]);
+        ((float4 *)(to + i))[1] = make_float4(x[4], x[5], x[6], x[7]);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (j < n) to[i + j] = x[j];
+    }
+}
+
+static __device__ __forceinline__ void store_bits(u16 *to, i64 i, int n, const u16 x[8]) {
+    if (n == 8 && i % 8 == 0) return store_halves(to + i, x);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        if (j < n) to[i + j] = x[j];
+    }
 }
 
 static __device__ __forceinline__ void store8(u8 *to, int type, i64 i, int n, const Tables &tables, const float x[8],
@@ -134,93 +178,96 @@ static __device__ __forceinline__ void store8(u8 *to, int type, i64 i, int n, co
         ((u32 *)(block + 4 + i % BLOCK))[0] = words[0];
         ((u32 *)(block + 4 + i % BLOCK))[1] = words[1];
     } else if (type == BF16) {
+        u16 bits[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j < n) ((bf16 *)to)[i + j] = bf16{round_by(x[j], random[j])};
-        }
+        for (int j = 0; j < 8; j++) bits[j] = round_by(x[j], random[j]);
+        store_bits((u16 *)to, i, n, bits);
     } else if (type == F32) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            if (j < n) ((float *)to)[i + j] = x[j];
-        }
+        store_floats((float *)to, i, n, x);
     }
 }
 
-// Eight warps, each with 256 elements at a time, eight of a lane. Where the factor is NaN nothing moves, and an update is 0.
+// Eight warps, each with four blocks of 256 elements, eight of a lane. Where the factor is NaN nothing moves, and an update is 0.
+const int BLOCKS_PER_WARP = 4;
+
 template <typename G>
 static __device__ void update(const Pieces &pieces, const float *scalars, const float *stats, const u32 *key, int rule,
                               float a, float b, float eps) {
     __shared__ Tables tables;
-    tables.fill();
     int piece = pieces.find(blockIdx.x);
     const Piece &t = pieces.entries[piece];
-    int lane = threadIdx.x % 32;
-    i64 first = ((i64)(blockIdx.x - pieces.first_block[piece]) * 8 + threadIdx.x / 32) * BLOCK;
-    if (first >= t.n) return;
-    i64 offset = first + lane * 8, i = t.from + offset;
-    int n = t.n - offset < 8 ? (int)(t.n - offset) : 8;
+    int types[3] = {t.type(0), t.type(1), t.type(2)};
+    if (types[1] >= SIGNED8 || types[2] >= SIGNED8) tables.fill();
+    bool draws = types[0] == BF16 || types[1] == BF16 || types[2] == BF16;
     float factor = stats[1];
     bool still = factor != factor;
     if (still && rule != MOMENTUM) return;
     float lr = rule == MOMENTUM ? 0.0f : scalars[0] * t.lr_scale, keep = 1.0f - lr * t.decay;
     float rate = rule == ADAMW ? lr / scalars[3] : lr, root = rule == ADAMW ? 1.0f / sqrtf(scalars[4]) : 1.0f;
-    float g[8], W[8], M[8], V[8], ahead[8];
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        g[j] = j < n ? to_f32(((const G *)t.grad)[i + j]) * (rule == DESCEND ? 1.0f : factor) : 0.0f;
-        W[j] = M[j] = V[j] = ahead[j] = 0.0f;
-    }
-    if (!still) {
-        load8(t.w, t.type(0), i, n, tables, W);
-        load8(t.m, t.type(1), i, n, tables, M);
-        load8(t.v, t.type(2), i, n, tables, V);
+    u64 stream = hash_bits((u64)key[0] | (u64)key[1] << 32, t.site);
+    i64 warp = (i64)(blockIdx.x - pieces.first_block[piece]) * 8 + threadIdx.x / 32;
+    for (int k = 0; k < BLOCKS_PER_WARP; k++) {
+        i64 first = (warp * BLOCKS_PER_WARP + k) * BLOCK;
+        if (first >= t.n) return;
+        i64 offset = first + threadIdx.x % 32 * 8, i = t.from + offset;
+        int n = t.n - offset < 8 ? (int)(t.n - offset) : 8;
+        float g[8], W[8], M[8], V[8], out[8];
+        load_plain((const G *)t.grad, i, n, g);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            if (rule == ADAMW) {
-                M[j] = a * M[j] + (1.0f - a) * g[j];
-                V[j] = b * V[j] + (1.0f - b) * g[j] * g[j];
-                W[j] = W[j] * keep - rate * M[j] / (sqrtf(V[j]) * root + eps);
-            } else if (rule == LION) {
-                float mixed = a * M[j] + (1.0f - a) * g[j];
-                M[j] = b * M[j] + (1.0f - b) * g[j];
-                W[j] = W[j] * keep - lr * (mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : 0.0f);
-            } else if (rule == SGD) {
-                M[j] = a * M[j] + g[j];
-                W[j] = W[j] * keep - lr * M[j];
-            } else if (rule == MOMENTUM) {
-                M[j] = a * M[j] + (1.0f - a) * g[j];
-                ahead[j] = a * M[j] + (1.0f - a) * g[j];
-            } else {
-                W[j] = W[j] - lr * (t.decay * W[j] + g[j]);
+            g[j] *= rule == DESCEND ? 1.0f : factor;
+            W[j] = M[j] = V[j] = out[j] = 0.0f;
+        }
+        if (!still) {
+            load8(t.w, types[0], i, n, tables, W);
+            load8(t.m, types[1], i, n, tables, M);
+            load8(t.v, types[2], i, n, tables, V);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                if (rule == ADAMW) {
+                    M[j] = a * M[j] + (1.0f - a) * g[j];
+                    V[j] = b * V[j] + (1.0f - b) * g[j] * g[j];
+                    W[j] = W[j] * keep - rate * M[j] / (sqrtf(V[j]) * root + eps);
+                } else if (rule == LION) {
+                    float mixed = a * M[j] + (1.0f - a) * g[j];
+                    M[j] = b * M[j] + (1.0f - b) * g[j];
+                    W[j] = W[j] * keep - lr * (mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : 0.0f);
+                } else if (rule == SGD) {
+                    M[j] = a * M[j] + g[j];
+                    W[j] = W[j] * keep - lr * M[j];
+                } else if (rule == MOMENTUM) {
+                    M[j] = a * M[j] + (1.0f - a) * g[j];
+                } else {
+                    W[j] = W[j] - lr * (t.decay * W[j] + g[j]);
+                }
+                out[j] = rule == MOMENTUM ? a * M[j] + (1.0f - a) * g[j] : W[j];
             }
-        }
-        // Where the elements stand in the whole tensor.
-        u64 stream = hash_bits((u64)key[0] | (u64)key[1] << 32, t.site);
-        u32 random[3][8];
-        i64 row = offset / t.len;
-        u32 column = (u32)(offset % t.len);
+            u32 random[3][8] = {};
+            if (draws) {
+                // Where the elements stand in the whole tensor.
+                i64 row = offset / t.len;
+                u32 column = (u32)(offset % t.len);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            u32 bits = row_bits(stream, (u32)(t.whole + row * t.stride + column));
-            random[0][j] = bits & 0xffffu, random[1][j] = bits >> 16;
-            random[2][j] = mix_small(bits ^ 0x9e3779b9u) >> 16;
-            if (++column == t.len) column = 0, row++;
+                for (int j = 0; j < 8; j++) {
+                    u32 bits = row_bits(stream, (u32)(t.whole + row * t.stride + column));
+                    random[0][j] = bits & 0xffffu, random[1][j] = bits >> 16;
+                    random[2][j] = mix_small(bits ^ 0x9e3779b9u) >> 16;
+                    if (++column == t.len) column = 0, row++;
+                }
+            }
+            store8(t.w, types[0], i, n, tables, W, random[0]);
+            store8(t.m, types[1], i, n, tables, M, random[1]);
+            store8(t.v, types[2], i, n, tables, V, random[2]);
         }
-        store8(t.w, t.type(0), i, n, tables, W, random[0]);
-        store8(t.m, t.type(1), i, n, tables, M, random[1]);
-        store8(t.v, t.type(2), i, n, tables, V, random[2]);
-    }
-    int copy = t.type(3);
-    const float *out = rule == MOMENTUM ? ahead : W;
+        int copy = t.type(3);
+        if (copy == F32) {
+            store_floats((float *)t.copy, i, n, out);
+        } else if (copy != NONE) {
+            u16 bits[8];
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        if (j >= n) break;
-        if (copy == F32)
-            ((float *)t.copy)[i + j] = out[j];
-        else if (copy == BF16)
-            ((bf16 *)t.copy)[i + j] = Of<bf16>::f32(out[j]);
-        else if (copy == F16)
-            ((f16 *)t.copy)[i + j] = Of<f16>::f32(out[j]);
+            for (int j = 0; j < 8; j++) bits[j] = copy == BF16 ? Of<bf16>::f32(out[j]).bits : Of<f16>::f32(out[j]).bits;
+            store_bits((u16 *)t.copy, i, n, bits);
+        }
     }
 }
 

@@ -17,8 +17,9 @@ use crate::{CudaError, initial, ops, staging};
 use lockstep_exec::bound::{Bound, Names, check_scratch, check_write};
 use lockstep_exec::initial::Initial;
 use lockstep_exec::{ExecError, Executor, HostBytes, Note, Rank, Taken, Ticket, Timing, copy};
+use lockstep_ir::graph::State;
 use lockstep_ir::program::{self, Instr, Role, Slot, Tensor};
-use lockstep_ir::{Coordinates, DType, Op, StepProgram, StepScalars, units};
+use lockstep_ir::{Coordinates, DType, Op, StepProgram, units};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -223,7 +224,7 @@ impl CudaExecutor {
 fn input_bytes(program: &StepProgram) -> usize {
     let room = |t: &Tensor| (t.ty.bytes() as usize).next_multiple_of(staging::ALIGNMENT);
     let slots = |t: &Tensor| program.regions[program.buffers[t.buffer.0].region].slots;
-    let inputs = program.tensors.iter().filter(|t| t.role == Role::Input || t.name == StepScalars::NAME);
+    let inputs = program.tensors.iter().filter(|t| t.role == Role::Input || t.role == Role::State(State::Scalars));
     inputs.map(|t| room(t) * slots(t)).sum()
 }
 

@@ -9,7 +9,7 @@ use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
-use lockstep_compile::{AdamW, Context, Fp8, Optimizer, Precision, Recompute, Rule, Steps, compile};
+use lockstep_compile::{AdamW, Context, Fp8, Moments, Optimizer, Precision, Recompute, Rule, Steps, compile};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting, host_at};
 use lockstep_exec::comm::{Collective, Order, Piece, ProgramPlace};
@@ -126,6 +126,9 @@ fn launch_all() {
         Precision { fp8: Some(Fp8 { weights: Some(0), ..Fp8::default() }), ..Precision::of(DType::BF16, DType::F32) };
     steps(&gpu, fp8, false);
     steps(&gpu, Precision { tf32: true, ..Precision::FP32 }, false);
+    let bf16 = Precision::of(DType::BF16, DType::BF16);
+    steps(&gpu, Precision { moments: Moments::Blocks, own_master: true, ..bf16 }, false);
+    steps(&gpu, Precision { moments: Moments::Bf16, ..bf16 }, false);
     rules(&gpu);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();

@@ -245,12 +245,12 @@ impl Tokenizer {
         special
     }
 
-    /// Tokens that were added to its vocabulary, special or not.
-    pub(crate) fn added_tokens(&self) -> BTreeSet<u32> {
-        match &self.model {
-            Model::Bytes => BTreeSet::new(),
-            Model::File { tokenizer, .. } => tokenizer.get_added_tokens_decoder().into_keys().collect(),
-        }
+    /// The numbers of the tokens that its file calls special, those that text may spell among them.
+    pub(crate) fn special_in_file(&self) -> BTreeSet<u32> {
+        let Model::File { source, .. } = &self.model else { return BTreeSet::new() };
+        let file: serde_json::Value = serde_json::from_slice(source).unwrap_or_default();
+        let special = file["added_tokens"].as_array().into_iter().flatten().filter(|token| token["special"] == true);
+        special.filter_map(|token| u32::try_from(token["id"].as_u64()?).ok()).collect()
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.

@@ -104,14 +104,15 @@ pub struct Rounding {
 
 impl Rounding {
     /// Of the state that an update changes first: weights, or a moment where it changes nothing else.
-    fn of(program: &StepProgram, instr: &Instr, here: Coordinates) -> Option<Self> {
+    fn of(program: &StepProgram, instr: &Instr, here: Coordinates) -> Result<Option<Self>, TypeError> {
         let (op, given) = (instr.op, instr.inputs.len());
-        let input = (0..given).find(|i| op.input(*i, given).name == ROUNDING)?;
-        let changed = &instr.inputs[op.spec().in_place.first()?.0];
+        let Some(input) = (0..given).find(|i| op.input(*i, given).name == ROUNDING) else { return Ok(None) };
+        let missing = || TypeError { op: op.name(), reason: "changes no state that it could round".to_owned() };
+        let changed = &instr.inputs[op.spec().in_place.first().ok_or_else(missing)?.0];
         let is_state = |t: &&Tensor| t.buffer == changed.buffer && matches!(t.role, Role::State(_));
-        let tensor = program.tensors.iter().find(is_state)?;
+        let tensor = program.tensors.iter().find(is_state).ok_or_else(missing)?;
         let places = Block::of(&changed.sharding.runs(&tensor.whole, &program.mesh, here));
-        Some(Self { input, site: counter::key(0, &tensor.name), places })
+        Ok(Some(Self { input, site: counter::key(0, &tensor.name), places }))
     }
 }
 
@@ -134,7 +135,7 @@ pub struct Block {
 
 impl Block {
     /// Runs in order, those that follow each other in equal steps together.
-    fn of(runs: &[Run]) -> Vec<Block> {
+    pub(crate) fn of(runs: &[Run]) -> Vec<Block> {
         let mut blocks: Vec<Block> = Vec::new();
         for run in runs {
             if let Some(block) = blocks.last_mut().filter(|block| block.len == run.len) {
@@ -226,7 +227,7 @@ impl Bound {
             sections: sizes_of(rows),
             columns: sizes_of(columns),
             blocks,
-            rounding: Rounding::of(program, instr, here),
+            rounding: Rounding::of(program, instr, here)?,
         })
     }
 

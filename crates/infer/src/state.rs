@@ -122,7 +122,7 @@ pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, s
     initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
     match weights {
         Weights::Initial => Ok(()),
-        Weights::Checkpoint(checkpoint) => restore(tensors, executor, checkpoint).map(|_| ()),
+        Weights::Checkpoint(checkpoint) => restore_counting(tensors, executor, checkpoint, false).map(|_| ()),
         Weights::Copies(copies) => start_from(tensors, executor, copies),
         Weights::Live(other) => {
             let copied = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_))) || is_history(t);
@@ -177,6 +177,15 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
 /// Writes a checkpoint's tensors into the executor, having checked every name and shape, and says which of them are kept in another type now.
 /// One tensor of the program is in memory at a time.
 pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loaded) -> Result<Vec<Converted>> {
+    restore_counting(tensors, executor, checkpoint, true)
+}
+
+fn restore_counting(
+    tensors: &[Tensor],
+    executor: &mut dyn Executor,
+    checkpoint: &Loaded,
+    counts: bool,
+) -> Result<Vec<Converted>> {
     let mut converted = Vec::new();
     let all = stored(tensors);
     for parts in all.chunk_by(|a, b| a.2.name == b.2.name) {
@@ -198,21 +207,36 @@ pub fn restore(tensors: &[Tensor], executor: &mut dyn Executor, checkpoint: &Loa
             }
             views.push(view);
         }
-        if views.iter().all(|view| view.dtype == to) {
-            let mut data = vec![0; tensor.whole.bytes() as usize];
-            for (view, (_, _, _, part)) in views.iter().zip(parts) {
-                view.copy_to(&mut data[part.start * to.bytes()..(part.start + part.elements) * to.bytes()]);
+        // As they are, one behind the other; in f32 where they are of several types.
+        let from = views[0].dtype;
+        let alike = views.iter().all(|view| view.dtype == from);
+        let mut data = match alike {
+            true => {
+                let mut data = vec![0; tensor.whole.elements() * to.numbers() / from.numbers() * from.bytes()];
+                let mut rest = &mut data[..];
+                for view in &views {
+                    let bytes = view.shape.iter().product::<usize>() * from.bytes();
+                    let (here, behind) = rest.split_at_mut(bytes);
+                    view.copy_to(here);
+                    rest = behind;
+                }
+                data
             }
-            match to {
-                // What is rounded from them is written too.
-                DType::F32 => put(tensors, executor, tensor, data)?,
-                _ => executor.write(&tensor.name, 0, &data)?,
-            }
+            false => views.iter().flat_map(|v| formats::converted(&v.bytes(), v.dtype, DType::F32)).collect(),
+        };
+        let from = if alike { from } else { DType::F32 };
+        if from == to && to != DType::F32 {
+            executor.write(&tensor.name, 0, &data)?;
             continue;
         }
-        let numbers: Vec<f32> = views.iter().flat_map(|view| formats::expand(view.dtype, &view.bytes())).collect();
-        formats::count(&mut converted, (group, views[0].dtype, to), &numbers);
-        put(tensors, executor, tensor, numbers.iter().flat_map(|x| x.to_le_bytes()).collect())?;
+        if from != to && counts {
+            formats::count(&mut converted, (group, from, to), &data);
+        }
+        if from != DType::F32 {
+            data = formats::converted(&data, from, DType::F32);
+        }
+        // What is rounded from them is written too.
+        put(tensors, executor, tensor, data)?;
     }
     Ok(converted)
 }

@@ -88,9 +88,9 @@ impl Table {
     /// Rounds the numbers of a block.
     #[inline(always)]
     pub fn store(&self, numbers: &[f32; BLOCK], block: &mut [u8; BLOCK_BYTES]) {
-        // In lanes, so that compilers take many at a time; NaN stays.
-        let larger = |a: f32, x: f32| if x > a || x.is_nan() { x } else { a };
-        let scale = numbers.iter().fold(0.0, |most, x| larger(most, x.abs()));
+        // Of magnitudes as bits NaN is the largest.
+        let most = numbers.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));
+        let scale = f32::from_bits(most);
         block[..4].copy_from_slice(&scale.to_le_bytes());
         for (byte, x) in block[4..].iter_mut().zip(numbers) {
             *byte = self.byte(if scale > 0.0 { x / scale } else { 0.0 });

@@ -37,7 +37,7 @@ pub struct Sharding([Placement; MeshAxis::ALL.len()]);
 /// where ranges end.
 pub const FLAT_BLOCK: usize = 64;
 
-/// From as many elements on, a range is whole blocks of numbers in 8 bits.
+/// From as many elements on, a range is whole blocks of 256 numbers, as moments in 8 bits have them.
 const BLOCKED: usize = 4096;
 
 /// Consecutive elements of a tensor that a rank has.

@@ -299,7 +299,7 @@ pub(crate) fn master_bytes(config: &Config) -> f64 {
 }
 
 /// Elements of matrices, whose moments and master weights may be in fewer bits; `None` where rows are no whole blocks of them.
-fn in_fewer_bits(config: &Config) -> Option<f64> {
+pub(crate) fn in_fewer_bits(config: &Config) -> Option<f64> {
     let m = &config.model;
     let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
     let blocks = [d, q, ffn, wide].iter().all(|row| row % DType::Signed8.numbers() as f64 == 0.0);

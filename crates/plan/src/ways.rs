@@ -281,11 +281,13 @@ fn other_precisions(config: &Config) -> Vec<Config> {
             other.precision.policy = PrecisionPolicy::Bf16;
             all.push(other.clone());
         }
-        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 => {}
-        PrecisionPolicy::Fp16 => return all,
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8 | PrecisionPolicy::Fp16 => {}
     }
     // Reproducible sums have a type of their own.
-    if config.precision.gradients == GradientPrecision::Fp32 && !config.train.reproducible {
+    if config.precision.policy != PrecisionPolicy::Fp16
+        && config.precision.gradients == GradientPrecision::Fp32
+        && !config.train.reproducible
+    {
         other.precision.gradients = GradientPrecision::Bf16;
         all.push(other.clone());
     }
@@ -294,9 +296,12 @@ fn other_precisions(config: &Config) -> Vec<Config> {
         other.precision.moments = MomentPrecision::Bf16;
         all.push(other.clone());
     }
-    if config.precision.master == MasterPrecision::Fp32 {
+    let own = config.precision.policy != PrecisionPolicy::Fp16 && config.precision.master == MasterPrecision::Fp32;
+    if own || config.precision.moments != MomentPrecision::Int8 {
         other.precision.moments = MomentPrecision::Int8;
-        other.precision.master = MasterPrecision::Bf16;
+        if own {
+            other.precision.master = MasterPrecision::Bf16;
+        }
         all.push(other);
     }
     all

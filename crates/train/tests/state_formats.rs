@@ -6,6 +6,7 @@ use common::{check_layouts, run_to, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_host::Devices;
+use lockstep_infer::state::converted;
 use lockstep_ir::DType;
 use lockstep_train::{Event, RunOptions, StepMetrics, run};
 use std::collections::BTreeMap;
@@ -139,6 +140,37 @@ fn a_run_may_take_up_other_formats_and_says_what_that_loses() {
     assert!((1e-3..4e-3).contains(&share(4, "optimizer", DType::BF16)));
     assert_eq!(share(5, "optimizer", DType::F32), 0.0);
     assert!(types(&folder).values().all(|dtype| *dtype == DType::F32));
+}
+
+/// The weights of the layers' matrices in the checkpoint of a step.
+fn matrices(run: &Path, step: u64) -> Vec<f64> {
+    let checkpoint = open(&run.join(format!("checkpoints/step-{step:08}"))).unwrap();
+    let names = checkpoint.names("model").unwrap().into_iter().filter(|name| name.contains("proj"));
+    let numbers = |name: &str| {
+        let view = checkpoint.tensor("model", name).unwrap();
+        converted(&view.bytes(), view.dtype, DType::F32)
+    };
+    let bytes: Vec<u8> = names.flat_map(numbers).collect();
+    bytes.chunks_exact(4).map(|x| f64::from(f32::from_le_bytes(x.try_into().unwrap()))).collect()
+}
+
+#[test]
+fn updates_far_below_a_unit_in_the_last_place_are_not_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let moved = |master: &str| {
+        // A step moves a weight by about 2e-6; neighbours in bf16 are 1e-4 apart.
+        let keys = ["optimizer.lr=2e-6", "optimizer.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep=9", master];
+        let (config, folder) = (config(dir.path(), &keys), dir.path().join(master));
+        run_to(&config, &folder, 5);
+        let (first, last) = (matrices(&folder, 1), matrices(&folder, 5));
+        first.iter().zip(last).map(|(a, b)| b - a).collect::<Vec<f64>>()
+    };
+    let (exact, rounded) = (moved("precision.master=fp32"), moved("precision.master=bf16"));
+    let along = |x: &[f64]| x.iter().zip(&exact).map(|(x, y)| x * y).sum::<f64>();
+    // Rounded to the nearest, next to nothing would have moved.
+    let share = along(&rounded) / along(&exact);
+    assert!((0.95..1.05).contains(&share), "{share}");
 }
 
 #[test]

@@ -495,10 +495,14 @@ impl Kept {
         /// Fewer elements save nothing.
         const LEAST: usize = 4096;
         let ty = g.ty(w);
+        let plain = Self { moments: Moments::F32, own_master: false };
+        if context.precision.moments == Moments::F32 && !context.precision.own_master {
+            return plain;
+        }
         let exact = matches!(&g.get(w).source, Source::State(State::Parameter(p)) if p.exact);
         let positions = ty.dims.iter().flat_map(|d| &d.sections).any(|s| s.axis == Axis::Seq);
-        if exact || positions || is_looked_up(g, w) || ty.dims.len() < 2 || ty.elements() < LEAST {
-            return Self { moments: Moments::F32, own_master: false };
+        if exact || positions || ty.dims.len() < 2 || ty.elements() < LEAST || is_looked_up(g, w) {
+            return plain;
         }
         let own_master = context.precision.own_master && ty.dtype == DType::BF16;
         // A rank's part of a row is whole blocks too, and its range of all.

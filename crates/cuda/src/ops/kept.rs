@@ -42,8 +42,8 @@ fn code(dtype: DType) -> u64 {
     }
 }
 
-/// Elements of a block of threads: those of eight warps.
-const PER_BLOCK: usize = 8 * BLOCK;
+/// Elements of a block of threads: eight warps have four blocks each.
+const PER_BLOCK: usize = 8 * 4 * BLOCK;
 
 /// Updates several tensors that have the rule, the type of gradients, scalars and statistics in common.
 ///
@@ -84,6 +84,9 @@ pub unsafe fn update(calls: &[Call], rule: Rule) -> Result<(), CudaError> {
             for row in 0..count {
                 let (from, n) = (piece.part + row * piece.part_stride, piece.len * rows);
                 let whole = piece.whole + row * piece.whole_stride;
+                // Of what is one row in the whole, any length of rows says the same.
+                let one = rows == 1 || piece.whole_stride == piece.len;
+                let (len, stride) = if one { (1 << 30, 1 << 30) } else { (piece.len, piece.whole_stride) };
                 let entry = [
                     call.input(gradient),
                     outputs[0].0,
@@ -93,7 +96,7 @@ pub unsafe fn update(calls: &[Call], rule: Rule) -> Result<(), CudaError> {
                     from as u64,
                     n as u64,
                     whole as u64,
-                    pair(piece.len as u32, piece.whole_stride as u32),
+                    pair(len as u32, stride as u32),
                     rounding.site,
                     pair(decay.to_bits(), lr_scale.to_bits()),
                     types,

@@ -133,8 +133,9 @@ impl Chat {
         let (tokens, turns) = rendered.encode(tokenizer)?;
         let Some(turn) = turns.first() else { return Ok(None) };
         let end = turns.get(1).map_or(tokens.len(), |next| next.start as usize);
-        let added = tokenizer.added_tokens();
-        Ok(tokens[turn.prompt as usize..end].iter().rev().copied().find(|token| added.contains(token)))
+        // Some tokenizers have a line break among added tokens that are not special.
+        let special = tokenizer.special_in_file();
+        Ok(tokens[turn.prompt as usize..end].iter().rev().copied().find(|token| special.contains(token)))
     }
 
     /// A conversation as text, with what counts in the loss.

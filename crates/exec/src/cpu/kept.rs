@@ -54,7 +54,7 @@ pub fn update<const N: usize>(
     let At { elements, dtype, .. } = call.bound.inputs[gradient];
     let grad = Ptr(call.input::<u8>(gradient));
     let kept = states.map(|o| Kept::of(call, o));
-    let random = Random::of(call);
+    let random = Random::of(call).filter(|_| kept.iter().any(|state| state.dtype == DType::BF16));
     let one = |grad: Grad, range: Range| {
         if kept.iter().all(|state| state.dtype == DType::F32) {
             // SAFETY: the range lies in every state, and tasks have ranges of their own.
@@ -123,9 +123,7 @@ impl Kept {
             match (self.dtype, Table::of(self.dtype)) {
                 (_, Some(table)) => {
                     let block = self.at.get().add(from / BLOCK * BLOCK_BYTES).cast::<[u8; BLOCK_BYTES]>();
-                    if let Ok(to) = to.try_into() {
-                        table.load(&*block, to);
-                    }
+                    table.load(&*block, to.try_into().unwrap_or_else(|_| unreachable!("blocks are whole")));
                 }
                 (DType::BF16, _) => expand(simd, self.at.get().cast::<Bf16>().add(from), to.as_mut_ptr(), to.len()),
                 _ => expand(simd, self.at.get().cast::<f32>().add(from), to.as_mut_ptr(), to.len()),
@@ -141,9 +139,8 @@ impl Kept {
             match (self.dtype, Table::of(self.dtype), random) {
                 (_, Some(table), _) => {
                     let block = self.at.get().add(from / BLOCK * BLOCK_BYTES).cast::<[u8; BLOCK_BYTES]>();
-                    if let Ok(numbers) = numbers.try_into() {
-                        table.store(numbers, &mut *block);
-                    }
+                    let numbers = numbers.try_into().unwrap_or_else(|_| unreachable!("blocks are whole"));
+                    table.store(numbers, &mut *block);
                 }
                 (DType::BF16, _, Some(random)) => {
                     let to = self.at.get().cast::<Bf16>().add(from);
@@ -245,6 +242,30 @@ mod tests {
         let mut elements = [9; 10];
         place(&[columns, row], 1, &mut elements);
         assert_eq!(elements, [3, 6, 7, 10, 11, 9, 9, 40, 41, 42]);
+    }
+
+    #[test]
+    fn ranks_place_their_elements_where_they_stand_in_the_whole() {
+        use lockstep_ir::{Axis, Dim, Mesh, MeshAxis, Placement, Section, Sharding, TensorType};
+        let (dp, tp) = (MeshAxis::DpShard, MeshAxis::Tp);
+        let mesh = Mesh::ONE.with(dp, 3).with(tp, 2);
+        let heads = |axis, count| Section { axis, count, unit: 6 };
+        let rows = Dim::packed([heads(Axis::Heads, 4), heads(Axis::KvHeads, 2), heads(Axis::KvHeads, 2)]);
+        let ty = TensorType::new(DType::F32, [rows, Dim::new(Axis::Embed, 26)]);
+        let whole = Sharding::REPLICATED;
+        for split in [whole, whole.with(tp, Placement::Split(0)), whole.with(tp, Placement::Split(1))] {
+            for sharding in [split, split.with(dp, Placement::Flat)] {
+                for at in (0..mesh.ranks()).map(|rank| mesh.coordinates(rank)) {
+                    let runs = sharding.runs(&ty, &mesh, at);
+                    let mut elements = vec![u32::MAX; sharding.local(&ty, &mesh).elements()];
+                    place(&Block::of(&runs), 0, &mut elements);
+                    for run in runs {
+                        let expected: Vec<u32> = (run.whole..run.whole + run.len).map(|i| i as u32).collect();
+                        assert_eq!(elements[run.local..run.local + run.len], expected, "{sharding}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

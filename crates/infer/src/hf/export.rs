@@ -1,10 +1,10 @@
 //! A checkpoint becomes a Hugging Face folder.
 
-use super::special::{put_bos_text, put_eos_text, template_bos};
+use super::special::{put_bos_text, put_eos_id, put_eos_text, template_bos};
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
 use crate::{Part, Result, RunTokenizer, Trained};
 use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
-use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_config::{Config, DataFormat, PrecisionPolicy};
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, HfExtras};
 use lockstep_plan::check_positions;
@@ -80,8 +80,18 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         }
         None => kept,
     };
+    // A model that was trained on chats ends its answers with the token of its template.
+    let of_chat = own.filter(|_| config.data.format == DataFormat::Chat);
+    let answered = match of_chat {
+        Some(tokenizer) => trained.chat(tokenizer)?.end_of_turn(tokenizer)?,
+        None => None,
+    };
+    let kept = answered.into_iter().fold(kept, |kept, end| kept.ended_by(end, None));
     let mut described = describe(config, beside, from)?;
     kept.put_ids(&mut described);
+    if let Some(end) = answered {
+        put_eos_id(&mut described, end);
+    }
     if let Some(bos) = own.and_then(|tokenizer| tokenizer.bos()) {
         described["bos_token_id"] = json!(bos);
     }

@@ -27,14 +27,17 @@ impl Converted {
     }
 }
 
-/// Adds a tensor to what was converted.
-pub(super) fn count(all: &mut Vec<Converted>, (group, from, to): (&'static str, DType, DType), numbers: &[f32]) {
-    let mut bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
-    round(&mut bytes, to);
-    let sum = |of: &mut dyn Iterator<Item = f64>| of.map(|x| x * x).sum::<f64>();
-    let (before, after) = (numbers.iter().map(|x| f64::from(*x)), expand(to, &bytes));
-    let lost = sum(&mut before.clone().zip(&after).map(|(x, y)| x - f64::from(*y)));
-    let squares = sum(&mut before.clone());
+/// Adds a tensor to what was converted, a part at a time.
+pub(super) fn count(all: &mut Vec<Converted>, (group, from, to): (&'static str, DType, DType), bytes: &[u8]) {
+    /// Numbers of a part: whole blocks.
+    const PART: usize = 1 << 16;
+    let (mut squares, mut lost) = (0.0, 0.0);
+    for part in bytes.chunks(PART / from.numbers() * from.bytes()) {
+        let before = expand(from, part);
+        let after = expand(to, &converted(part, from, to));
+        squares += before.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        lost += before.iter().zip(&after).map(|(x, y)| (f64::from(*x) - f64::from(*y)).powi(2)).sum::<f64>();
+    }
     match all.iter_mut().find(|c| (c.group, c.from, c.to) == (group, from, to)) {
         Some(known) => {
             known.tensors += 1;

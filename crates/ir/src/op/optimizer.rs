@@ -1,6 +1,6 @@
 //! Update rules.
 
-use super::row::{Operand, Samples, Spec, accumulator, f32, moment, rounded, row, u32, weight};
+use super::row::{Elem, Operand, Samples, Spec, accumulator, f32, moment, rounded, row, u32, weight};
 use super::sample::{Draw, Sample, Shapes, embed, ffn, floats, normal, rounding, sample, scalars};
 use super::{Cost, Flops, Matmuls, Op, ROUNDING, TypeError, newton_schulz};
 use crate::{Axis, DType, Dim, TensorType, dynamic8};
@@ -20,6 +20,14 @@ const KEY: Operand = u32(ROUNDING, "words");
 fn fits(op: &Op, inputs: &[&TensorType], first: usize, moments: usize) -> Result<(), TypeError> {
     let numbers = |ty: &TensorType| ty.elements() * ty.dtype.numbers();
     let of = inputs[0];
+    let given = inputs.len();
+    let rounds = (0..given).any(|i| op.input(i, given).name == ROUNDING);
+    let fewer = |(i, ty): (usize, &&TensorType)| {
+        matches!(op.input(i, given).elem, Elem::Weight | Elem::Moment) && ty.dtype != DType::F32
+    };
+    if !rounds && inputs.iter().enumerate().any(fewer) {
+        return Err(op.refuse(format!("what is kept in fewer bits than f32 needs `{ROUNDING}`")));
+    }
     match inputs[first..first + moments].iter().find(|ty| numbers(ty) != of.elements()) {
         Some(ty) => Err(op.refuse(format!("{ty} is no moment of {of}"))),
         None => Ok(()),
@@ -154,5 +162,6 @@ pub(super) static DESCEND: Spec = row(
     |_| stored(Op::Descend { decay: 0.1, lr_scale: 0.5 }, &[state(), state(), scalars(), stats()], &[], true),
 )
 .optional(1)
+.shape(|op, inputs, _| fits(op, inputs, 0, 0))
 .always_in_place(&[(0, 0)])
 .cost(|_, _, _| Cost::Optimizer);

@@ -47,7 +47,7 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
         }
     };
     // Classes with several do not look for it here.
-    for (name, inner) in [&full, &sliding].into_iter().flatten() {
+    for (name, inner) in [&full, &sliding, &scaling].into_iter().flatten() {
         if inner.flag("truncate")? == Some(false) {
             return Err(refused(&format!("`{name}.truncate` = false is not supported"), "only true is supported"));
         }
@@ -66,7 +66,10 @@ fn local(fields: &Fields, own: Option<Named>, field: Option<&str>, default: f64)
     let own = own.map(|(name, inner)| {
         if let Some(scaling) = scaling(&name, &inner, fields)? {
             let hint = format!("only the layers of {} may have a scaled RoPE", KINDS[0]);
-            return Err(refused(&format!("`{name}` has a {}, which is not supported", scaling.name()), &hint));
+            return Err(refused(
+                &format!("`{name}` has {} RoPE scaling, which is not supported", scaling.name()),
+                &hint,
+            ));
         }
         check_partial(&inner)?;
         Ok(inner.number(THETA)?.map(|theta| (format!("{name}.{THETA}"), theta)))

@@ -4,7 +4,7 @@ use crate::{Result, StepMetrics};
 use lockstep_config::{Config, SaveEvery};
 use lockstep_host::{Devices, predict};
 use lockstep_ir::units;
-use lockstep_plan::{FailureRate, Plan, checkpoint_bytes};
+use lockstep_plan::{FailureRate, Plan};
 use lockstep_rundir::lines;
 use serde_json::Value;
 use std::path::Path;
@@ -18,12 +18,12 @@ pub(crate) fn with_checkpoint_interval(
     dir: &Path,
 ) -> Result<Option<(Config, String)>> {
     let SaveEvery::Auto = config.checkpoint.every else { return Ok(None) };
-    let (steps, how) = devices.team().told("checkpoint interval", || found(devices, config, plan, dir))?;
+    let (steps, how) = devices.team().told("checkpoint interval", || found(devices, plan, dir))?;
     let line = format!("checkpoint.every = {steps}: {how}");
     Ok(Some((config.with_checkpoint_every(steps, &how), line)))
 }
 
-fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<(u64, String)> {
+fn found(devices: &Devices, plan: &Plan, dir: &Path) -> Result<(u64, String)> {
     let rate = FailureRate::builtin();
     let nodes = devices.nodes();
     let (step_s, step_by) = match (measured_step(dir), predict(devices, plan)) {
@@ -35,7 +35,7 @@ fn found(devices: &Devices, config: &Config, plan: &Plan, dir: &Path) -> Result<
             "estimated at half of the matmul peak",
         ),
     };
-    let bytes = checkpoint_bytes(config, plan.parameters);
+    let bytes = plan.checkpoint_bytes();
     let (save_s, save_by) = match measured_save(dir) {
         Some(seconds) => (seconds, "measured"),
         None => (rate.save_s(bytes, nodes), "predicted"),

@@ -3,7 +3,7 @@
 use super::numbers::{Stored, apart, blocks, largest, most_apart, parts};
 use super::replay::flipped;
 use super::{Evaluated, Step, Trace};
-use lockstep_config::{Config, GradientPrecision, PrecisionPolicy};
+use lockstep_config::{Config, GradientPrecision, MomentPrecision, PrecisionPolicy};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axes, DType, Layout, MeshAxis};
 use serde::Serialize;
@@ -35,8 +35,9 @@ impl Promise {
         // Ranks that split what a sum is over, inside a sequence, or that sum over the tokens of several.
         let inside = layout.mesh.size(Axes::of(&[MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp]));
         let same_sums = inside == 1 && (layout.mesh.size(Axes::SEQUENCES) == 1 || config.train.reproducible);
-        let rounds =
-            config.precision.policy != PrecisionPolicy::Fp32 || config.precision.gradients == GradientPrecision::Bf16;
+        let rounds = config.precision.policy != PrecisionPolicy::Fp32
+            || config.precision.gradients == GradientPrecision::Bf16
+            || config.precision.moments != MomentPrecision::Fp32;
         let fp8 = config.precision.policy == PrecisionPolicy::Fp8;
         match (same_sums, rounds) {
             (true, _) => Promise::Identical,

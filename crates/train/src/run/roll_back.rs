@@ -89,7 +89,8 @@ impl Run<'_> {
         let roll_backs = with(found.as_ref().map_or(0, |loaded| loaded.step));
         match &found {
             Some(loaded) => {
-                self.session.restore(loaded)?;
+                let converted = self.session.restore(loaded)?;
+                converted.iter().for_each(|kind| show(Event::Converted(kind)));
             }
             None => {
                 self.session.restart(self.config.train.seed)?;
