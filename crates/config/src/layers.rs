@@ -90,17 +90,6 @@ pub(crate) fn patterns_fit_the_layers(values: &Values) -> Option<Conflict> {
             ));
         }
     }
-    let family = features(values).layer_types;
-    if kinds.is_empty() && !family.is_empty() && values.count("model.sliding_window").is_none() {
-        let architecture = values.word::<Architecture>("model.architecture")?;
-        return Some(Conflict::new(
-            &["model.architecture", "model.sliding_window"],
-            format!(
-                "layers of model.architecture = \"{architecture}\" have a sliding window, and model.sliding_window is not set"
-            ),
-            "say how many tokens they see, such as model.sliding_window = 1024, or that none slides: model.layer_types = [\"full\"]",
-        ));
-    }
     let slides = kinds.iter().any(|kind| kind == LayerType::Sliding.word());
     match (values.count("model.sliding_window"), slides) {
         (None, true) => Some(Conflict::new(

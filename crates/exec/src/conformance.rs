@@ -12,7 +12,7 @@ use crate::reference;
 use crate::{ExecError, Executor};
 use inputs::draw;
 use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::op::{self, ANY, Draw, Elem, LEADING, ROWS, Sample, Spec, names, samples};
+use lockstep_ir::op::{self, ANY, Draw, Elem, LEADING, Operand, ROWS, Sample, Spec, names, samples};
 use lockstep_ir::program::{Role, StepProgram, Tensor};
 use lockstep_ir::{DType, DeviceProfile, Graph, Op, OpKind, Placement, TensorType, ValueId, verify};
 use part::Part;
@@ -227,7 +227,7 @@ fn check(
             .map(|(a, b)| if a == b || (a.is_nan() && b.is_nan()) { 0.0 } else { (a - b).abs() })
             .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m });
         let relative = difference / largest;
-        let kept = matches!(op.output(o).elem, Elem::Weight | Elem::Moment);
+        let kept = matches!(op.spec().outputs.get(o), Some(Operand { elem: Elem::Weight | Elem::Moment, .. }));
         // What an update keeps is rounded once, to its own type.
         let limit = if kept { tolerance(inferred[o].dtype) } else { limit };
         if let Some(at) =

@@ -207,7 +207,7 @@ fn what_cannot_be_represented_is_refused_by_field() {
         (
             "gemma3_text",
             json!({ "rope_parameters": { "sliding_attention": { "rope_type": "linear", "factor": 2.0 } } }),
-            "`rope_parameters.sliding_attention` has a linear, which is not supported",
+            "`rope_parameters.sliding_attention` has linear RoPE scaling, which is not supported",
         ),
         ("llama", rope("llama3"), "`rope_parameters.original_max_position_embeddings` is not set"),
         ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),
