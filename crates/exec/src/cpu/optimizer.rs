@@ -205,6 +205,10 @@ fn copy(call: Call, to: usize) {
     else {
         return;
     };
+    if call.bound.outputs[0].is_some_and(|at| at.dtype != DType::F32) {
+        // Weights that are their own master weights have no copy.
+        return;
+    }
     let (w, copy) = (Ptr(w.cast_const()), Ptr(copy));
     // SAFETY: ranges of the operands, each once; both types are as large as their bits.
     call.ranges(elements, GRAIN, |from, to| unsafe {
