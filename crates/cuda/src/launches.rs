@@ -127,8 +127,11 @@ fn launch_all() {
     steps(&gpu, fp8, false);
     steps(&gpu, Precision { tf32: true, ..Precision::FP32 }, false);
     let bf16 = Precision::of(DType::BF16, DType::BF16);
-    steps(&gpu, Precision { moments: Moments::Blocks, own_master: true, ..bf16 }, false);
-    steps(&gpu, Precision { moments: Moments::Bf16, ..bf16 }, false);
+    for kept in
+        [Precision { moments: Moments::Blocks, own_master: true, ..bf16 }, Precision { moments: Moments::Bf16, ..bf16 }]
+    {
+        step(&gpu, ("llama", (2048, 64)), Rule::AdamW(ADAMW), kept, false);
+    }
     rules(&gpu);
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();
