@@ -111,7 +111,13 @@ impl Rounding {
         let changed = &instr.inputs[op.spec().in_place.first().ok_or_else(missing)?.0];
         let is_state = |t: &&Tensor| t.buffer == changed.buffer && matches!(t.role, Role::State(_));
         let tensor = program.tensors.iter().find(is_state).ok_or_else(missing)?;
-        let places = Block::of(&changed.sharding.runs(&tensor.whole, &program.mesh, here));
+        // Runs count blocks where it is kept in such.
+        let numbers = tensor.whole.dtype.numbers();
+        let mut runs = changed.sharding.runs(&tensor.whole, &program.mesh, here);
+        for run in &mut runs {
+            (run.whole, run.local, run.len) = (run.whole * numbers, run.local * numbers, run.len * numbers);
+        }
+        let places = Block::of(&runs);
         Ok(Some(Self { input, site: counter::key(0, &tensor.name), places }))
     }
 }

@@ -7,27 +7,16 @@ use crate::kernels::args;
 use lockstep_ir::dynamic8::BLOCK;
 use lockstep_ir::{DType, Op};
 
-/// By which rule, with its constants.
-#[derive(Clone, Copy)]
-pub enum Rule {
-    AdamW { beta1: f32, beta2: f32, eps: f32 },
-    Lion { beta1: f32, beta2: f32 },
-    Sgd { momentum: f32 },
-    Momentum { momentum: f32 },
-    Descend,
-}
-
-impl Rule {
-    /// What kernels call it, and its constants.
-    fn numbers(self) -> (i32, [f32; 3]) {
-        match self {
-            Rule::AdamW { beta1, beta2, eps } => (0, [beta1, beta2, eps]),
-            Rule::Lion { beta1, beta2 } => (1, [beta1, beta2, 0.0]),
-            Rule::Sgd { momentum } => (2, [momentum, 0.0, 0.0]),
-            Rule::Momentum { momentum } => (3, [momentum, 0.0, 0.0]),
-            Rule::Descend => (4, [0.0; 3]),
-        }
-    }
+/// What kernels call a rule and its constants, and what of an op is each tensor's own: weight decay and the factor on the learning rate.
+fn rule(op: Op) -> Result<(i32, [f32; 3], [f32; 2]), CudaError> {
+    Ok(match op {
+        Op::AdamW { beta1, beta2, eps, decay, lr_scale } => (0, [beta1, beta2, eps], [decay, lr_scale]),
+        Op::Lion { beta1, beta2, decay, lr_scale } => (1, [beta1, beta2, 0.0], [decay, lr_scale]),
+        Op::Sgd { momentum, decay, lr_scale } => (2, [momentum, 0.0, 0.0], [decay, lr_scale]),
+        Op::Momentum { momentum } => (3, [momentum, 0.0, 0.0], [0.0, 1.0]),
+        Op::Descend { decay, lr_scale } => (4, [0.0; 3], [decay, lr_scale]),
+        other => return Err(CudaError::Internal(format!("{} has no kernel for state in fewer bits", other.name()))),
+    })
 }
 
 /// What kernels call a type.
@@ -49,16 +38,16 @@ const PER_BLOCK: usize = 8 * 4 * BLOCK;
 ///
 /// # Safety
 /// The operands are as the op table says.
-pub unsafe fn update(calls: &[Call], rule: Rule) -> Result<(), CudaError> {
+pub unsafe fn update(calls: &[Call]) -> Result<(), CudaError> {
     let Some(first) = calls.first() else { return Ok(()) };
     let (op, given) = (first.bound.op, first.bound.inputs.len());
     let input = |name: &str| (0..given).find(|i| op.input(*i, given).name == name).map(|i| first.input(i));
     let [scalars, stats, key] = ["scalars", "stats", "rounding"].map(|name| input(name).unwrap_or(0));
     // What stands in for the gradient of the last rule is the update.
-    let gradient = if let Rule::Momentum { .. } = rule { 0 } else { 1 };
+    let gradient = if let Op::Momentum { .. } = op { 0 } else { 1 };
     let name = format!("update_kept_{}", suffix(first.bound.inputs[gradient].dtype));
-    let (rule, [a, b, eps]) = rule.numbers();
-    let args = args![scalars, stats, key, rule, a, b, eps];
+    let (by, [a, b, eps], _) = rule(op)?;
+    let args = args![scalars, stats, key, by, a, b, eps];
     let mut many = Many::<12, 32>::new();
     for call in calls {
         let Some(rounding) = &call.bound.rounding else { continue };
@@ -70,13 +59,7 @@ pub unsafe fn update(calls: &[Call], rule: Rule) -> Result<(), CudaError> {
         let outputs =
             [outputs[0], outputs[1], outputs[2], outputs[3].or(output("update"))].map(Option::unwrap_or_default);
         let types = outputs.iter().enumerate().fold(0, |types, (i, (_, code))| types | code << (4 * i));
-        let (decay, lr_scale) = match call.bound.op {
-            Op::AdamW { decay, lr_scale, .. }
-            | Op::Lion { decay, lr_scale, .. }
-            | Op::Sgd { decay, lr_scale, .. }
-            | Op::Descend { decay, lr_scale } => (decay, lr_scale),
-            _ => (0.0, 1.0),
-        };
+        let (_, _, [decay, lr_scale]) = rule(call.bound.op)?;
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         for piece in &rounding.places {
             // Rows of a rank's part follow each other, but where there is padding between them.

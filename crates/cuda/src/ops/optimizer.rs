@@ -13,23 +13,11 @@ use lockstep_ir::{DType, Op};
 pub fn launches() -> Launches {
     launches! { call:
         AdamW { .. } => adamw_many(&[call]),
-        Lion { beta1, beta2, decay, lr_scale } => match call.bound.rounding {
-            Some(_) => kept::update(&[call], kept::Rule::Lion { beta1, beta2 }),
-            None => by_moment(call, "lion", [beta1, beta2, decay, lr_scale]),
-        },
-        Sgd { momentum, decay, lr_scale } => match call.bound.rounding {
-            Some(_) => kept::update(&[call], kept::Rule::Sgd { momentum }),
-            None => by_moment(call, "sgd", [momentum, 0.0, decay, lr_scale]),
-        },
-        Momentum { momentum: beta } => match call.bound.rounding {
-            Some(_) => kept::update(&[call], kept::Rule::Momentum { momentum: beta }),
-            None => momentum(call, beta),
-        },
+        Lion { beta1, beta2, decay, lr_scale } => by_moment(call, "lion", [beta1, beta2, decay, lr_scale]),
+        Sgd { momentum, decay, lr_scale } => by_moment(call, "sgd", [momentum, 0.0, decay, lr_scale]),
+        Momentum { momentum: beta } => momentum(call, beta),
         Orthogonalise => orthogonalise(call),
-        Descend { decay, lr_scale } => match call.bound.rounding {
-            Some(_) => kept::update(&[call], kept::Rule::Descend),
-            None => descend(call, decay, lr_scale),
-        },
+        Descend { decay, lr_scale } => descend(call, decay, lr_scale),
     }
 }
 
@@ -49,7 +37,7 @@ pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
     let Op::AdamW { beta1, beta2, eps, .. } = first.bound.op else { return Ok(()) };
     let (kept, calls): (Vec<Call>, Vec<Call>) = calls.iter().partition(|call| call.bound.rounding.is_some());
     // SAFETY: the caller vouches.
-    unsafe { kept::update(&kept, kept::Rule::AdamW { beta1, beta2, eps })? };
+    unsafe { kept::update(&kept)? };
     let name = format!("adamw_{}_{}", suffix(first.bound.inputs[1].dtype), rounded(&calls, 3));
     let args = args![first.input(4), first.input(5), beta1, beta2, eps];
     let mut many = Many::<7>::new();
@@ -71,6 +59,10 @@ pub unsafe fn adamw_many(calls: &[Call]) -> Result<(), CudaError> {
 
 /// Lion or SGD: a rule with one moment.
 pub unsafe fn by_moment(call: Call, rule: &str, [a, b, decay, lr_scale]: [f32; 4]) -> Result<(), CudaError> {
+    if call.bound.rounding.is_some() {
+        // SAFETY: the caller vouches.
+        return unsafe { kept::update(&[call]) };
+    }
     let (Some(w), Some(m)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let n = call.bound.inputs[0].elements;
     let name = format!("{rule}_{}_{}", suffix(call.bound.inputs[1].dtype), rounded(&[call], 2));
@@ -81,6 +73,10 @@ pub unsafe fn by_moment(call: Call, rule: &str, [a, b, decay, lr_scale]: [f32; 4
 }
 
 pub unsafe fn momentum(call: Call, beta: f32) -> Result<(), CudaError> {
+    if call.bound.rounding.is_some() {
+        // SAFETY: the caller vouches.
+        return unsafe { kept::update(&[call]) };
+    }
     let Some(m) = call.output(0) else { return Ok(()) };
     let at = call.bound.inputs[0];
     let name = format!("momentum_{}", suffix(at.dtype));
@@ -90,6 +86,10 @@ pub unsafe fn momentum(call: Call, beta: f32) -> Result<(), CudaError> {
 }
 
 pub unsafe fn descend(call: Call, decay: f32, lr_scale: f32) -> Result<(), CudaError> {
+    if call.bound.rounding.is_some() {
+        // SAFETY: the caller vouches.
+        return unsafe { kept::update(&[call]) };
+    }
     let Some(w) = call.output(0) else { return Ok(()) };
     let n = call.bound.inputs[0].elements;
     let args = args![call.input(1), call.input(2), call.input(3), w, call.output(1), n, decay, lr_scale];
