@@ -144,7 +144,7 @@ fn ops(gpu: &Arc<Gpu>, compute: DType, deterministic: bool) {
         Ok(Box::new(CudaExecutor::load(gpu, p, deterministic)?))
     };
     let profile = profile("cuda", compute, DType::Fixed64, deterministic);
-    conformance::run(&profile, compute, false, conformance::SEED, &mut { load }).unwrap();
+    conformance::launch(&profile, compute, conformance::SEED, &mut { load }).unwrap();
 }
 
 const ADAMW: AdamW = AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
