@@ -17,14 +17,16 @@ use crate::table::{beside, table, wrapped};
 use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
 use lockstep_compile::{Effect, Stays};
-use lockstep_config::{BatchStage, Config, RecomputePolicy};
+use lockstep_config::{BatchStage, Config, MomentPrecision, RecomputePolicy};
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
-use lockstep_ir::program::Class;
+use lockstep_ir::graph::State;
+use lockstep_ir::program::{Class, Role};
 use lockstep_ir::units::{counted, thousands};
-use lockstep_ir::{StepProgram, units};
+use lockstep_ir::{DType, Dim, StepProgram, ValueId, units};
 use lockstep_plan::{Plan, PlanError, Rates, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
 use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -179,7 +181,7 @@ fn as_json(config: &Config, plan: &Plan, ops: &[OpCost], verbose: bool) -> serde
         })
         .collect();
     json!({
-        "model": { "architecture": config.model.architecture, "parameters": plan.parameters, "active_parameters": plan.active_parameters },
+        "model": { "architecture": config.model.architecture, "parameters": plan.parameters, "active_parameters": plan.active_parameters, "trained_parameters": plan.trained_parameters },
         "step": {
             "tokens": plan.tokens_per_step,
             "seq": config.train.seq,
@@ -221,6 +223,14 @@ fn as_text(
         true => String::new(),
         false => format!(", {} of them active for a token", units::count(plan.active_parameters)),
     };
+    let trained = match plan.trained_parameters == plan.parameters {
+        true => String::new(),
+        false => format!(
+            ", {} trained in adapters of rank {}",
+            units::count(plan.trained_parameters),
+            config.lora.rank.unwrap_or(0)
+        ),
+    };
     let layers = counted(model.layers, "layer");
     let (heads, kv_heads) = (counted(model.heads, "head"), counted(model.kv_heads, "kv head"));
     let [sequences, micro] = [config.batches().largest(), train.micro_batch].map(|n| counted(n, "sequence"));
@@ -231,7 +241,7 @@ fn as_text(
     [
         wrapped(
             &format!(
-                "{}: {exact} parameters ({rounded}{active}), {layers}, dim {}, {heads}, {kv_heads}",
+                "{}: {exact} parameters ({rounded}{active}{trained}), {layers}, dim {}, {heads}, {kv_heads}",
                 model.architecture, model.dim,
             ),
             "  ",
@@ -246,6 +256,7 @@ fn as_text(
             "  ",
         ),
         fp8_text(plan),
+        moments_text(config, plan),
         verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
         ways.map_or(String::new(), |ways| ways.to_string().lines().map(|line| wrapped(line, "    ")).collect()),
         format!("{}\n", ramp_text(config)),
@@ -259,8 +270,12 @@ fn as_text(
             "model",
             flops.model,
             &format!(
-                "6 × {}matmul parameters + 12 × layers × seq × heads × head_dim",
-                if plan.active_parameters == plan.parameters { "" } else { "active " }
+                "{} + 12 × layers × seq × heads × head_dim",
+                match (plan.trained_parameters == plan.parameters, plan.active_parameters == plan.parameters) {
+                    (true, true) => "6 × matmul parameters",
+                    (true, false) => "6 × active matmul parameters",
+                    (false, _) => "4 × frozen and 6 × trained matmul parameters",
+                }
             ),
         ),
         line("causal", flops.causal, "the same without the masked half of attention"),
@@ -285,7 +300,7 @@ fn fp8_text(plan: &Plan) -> String {
     let in_fp8 = plan.fp8.iter().filter(|(_, stays)| stays.is_none()).count();
     let mut text = format!("fp8: the matmuls of {in_fp8} of {} linear layers", thousands(plan.fp8.len() as u64));
     // Of weights that every layer has, the name behind the layer's number.
-    let mut others: std::collections::BTreeMap<(Stays, &str), usize> = std::collections::BTreeMap::new();
+    let mut others: BTreeMap<(Stays, &str), usize> = BTreeMap::new();
     for (weight, stays) in &plan.fp8 {
         let kind = weight.splitn(3, '.').last().unwrap_or(weight);
         stays.iter().for_each(|stays| *others.entry((*stays, kind)).or_default() += 1);
@@ -302,6 +317,33 @@ fn fp8_text(plan: &Plan) -> String {
         text += &format!("; {count} × {kind} in bf16: {why}");
     }
     wrapped(&text, "  ")
+}
+
+/// Which matrices keep their moments in bf16 where 8 bits were asked for, and why.
+fn moments_text(config: &Config, plan: &Plan) -> String {
+    if config.precision.moments != MomentPrecision::Int8 {
+        return String::new();
+    }
+    // Matrices by the length of their rows on a rank.
+    let mut rows: BTreeMap<usize, BTreeSet<ValueId>> = BTreeMap::new();
+    for tensor in plan.compiled.programs.iter().flat_map(|program| &program.tensors) {
+        if let (Role::State(State::Moment { of, .. }), DType::BF16) = (&tensor.role, tensor.whole.dtype) {
+            let row = tensor.sharding.uncut().local(&tensor.whole, &plan.layout.mesh).dims.last().map_or(0, Dim::size);
+            rows.entry(row).or_default().insert(*of);
+        }
+    }
+    let of = |(row, matrices): (&usize, &BTreeSet<ValueId>)| format!("{} with rows of {row}", matrices.len());
+    let all: Vec<String> = rows.iter().map(of).collect();
+    match all.is_empty() {
+        true => String::new(),
+        false => {
+            let text = format!(
+                "int8 moments: those of some matrices are in bf16, since rows or ranges on a rank are no whole blocks of 256: {}",
+                all.join(", ")
+            );
+            wrapped(&text, "  ")
+        }
+    }
 }
 
 /// Bytes of a checkpoint, and of the host memory in which it waits to be written.

@@ -434,6 +434,16 @@ fn memory_against_sequence_length_is_a_table_and_a_plot() {
 }
 
 #[test]
+fn matrices_whose_moments_stay_in_bf16_are_named() {
+    let place = Place::new();
+    place.config("[model]\nvocab_size = 256\nlayers = 2\ndim = 192\nheads = 4\nffn = 256\n[precision]\npolicy = \"bf16\"\nmoments = \"int8\"\n");
+    let text = place.ok(&["explain", "run.toml"]).replace("\n  ", " ");
+    assert!(text.contains("are no whole blocks of 256: 7 with rows of 192"), "{text}");
+    let whole = place.ok(&["explain", "run.toml", "--set", "model.dim=256"]);
+    assert!(!whole.contains("int8 moments"), "{whole}");
+}
+
+#[test]
 fn every_line_fits_80_columns() {
     let check = |place: &Place, args: &[&str]| {
         let args = [&["explain", "run.toml"], args].concat();

@@ -13,6 +13,7 @@ mod local;
 mod lower;
 mod memory;
 mod passes;
+mod rule;
 mod settings;
 mod slots;
 mod stage;
@@ -24,9 +25,10 @@ pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
-    AdamW, Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, Rule, SEEN, STATS, Stays,
-    TRAINING_PASSES, autodiff, fp8_layers, fuse,
+    Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, SEEN, STATS, Stays, TRAINING_PASSES,
+    autodiff, fp8_layers, fuse,
 };
+pub use rule::{AdamW, Rule};
 pub use settings::{
     Candidate, Context, Fp8, Fp8Scaling, Moments, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps,
 };

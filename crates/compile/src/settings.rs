@@ -1,6 +1,6 @@
 //! What was chosen for a run, as the passes see it: the device, the layout, the optimizer, types, recomputation.
 
-use crate::passes::{AdamW, Rule};
+use crate::rule::{AdamW, Rule};
 use lockstep_ir::op::Fine;
 use lockstep_ir::{DType, DeviceProfile, Layout, MatmulType};
 use std::collections::{BTreeMap, BTreeSet};

@@ -54,6 +54,25 @@ pub(crate) fn formulas(
     // What first layers without experts have more than the others.
     let rest = 6.0 * s * d * products * wide - mlp;
     let head = (m.dim * m.vocab_size) as f64;
+    if config.lora.rank.is_some() {
+        let frozen = plan.parameters - plan.trained_parameters;
+        let matmuls = layers * d * (2.0 * q + 2.0 * kv + products * (top + shared) * ffn + experts) + head;
+        let flops = Formula {
+            note: Some("backward ends at the first adapter: nothing below it needs a gradient"),
+            ..form(
+                "model FLOPs per token",
+                "4 · matmul parameters + 6 · adapters + 12 · layers · seq · heads · head_dim".into(),
+                4.0 * (matmuls + dense * rest / (6.0 * s))
+                    + 6.0 * plan.trained_parameters as f64
+                    + 12.0 * layers * mean * q,
+                plan.model_flops_per_token(),
+            )
+        };
+        let mut forms = vec![parameters(m, frozen)];
+        // Of adapters of experts a token uses some.
+        forms.extend(Some(flops).filter(|_| experts == 0.0));
+        return Ok(forms);
+    }
     let mut forms = vec![
         parameters(m, plan.parameters),
         form(
@@ -281,32 +300,48 @@ fn gradient_bytes(config: &Config) -> f64 {
     }
 }
 
-/// Bytes of a moment of a matrix.
-pub(crate) fn moment_bytes(config: &Config) -> f64 {
+/// Bytes of a moment of a matrix with rows of this length.
+fn moment_bytes(config: &Config, row: f64) -> f64 {
+    let block = DType::Signed8.numbers() as f64;
     match config.precision.moments {
         MomentPrecision::Fp32 => 4.0,
-        MomentPrecision::Bf16 => 2.0,
-        MomentPrecision::Int8 => DType::Signed8.bytes() as f64 / DType::Signed8.numbers() as f64,
+        MomentPrecision::Int8 if row % block == 0.0 => DType::Signed8.bytes() as f64 / block,
+        // Rows that are no whole blocks stay in bf16.
+        MomentPrecision::Bf16 | MomentPrecision::Int8 => 2.0,
     }
 }
 
 /// Bytes of the master weights of a matrix, where it needs some.
-pub(crate) fn master_bytes(config: &Config) -> f64 {
+fn master_bytes(config: &Config) -> f64 {
     match config.precision.master {
         MasterPrecision::Fp32 => 4.0,
         MasterPrecision::Bf16 => 0.0,
     }
 }
 
-/// Elements of matrices, whose moments and master weights may be in fewer bits; `None` where rows are no whole blocks of them.
-pub(crate) fn in_fewer_bits(config: &Config) -> Option<f64> {
-    let m = &config.model;
+/// What states of matrices take less than in f32, with so many moments, where these and master weights are in fewer bits: `master` bytes of a
+/// parameter are saved besides where weights are their own.
+pub(crate) fn fewer_bytes(config: &Config, moments: f64, master: f64) -> f64 {
+    let saved =
+        |row: f64| moments * (4.0 - moment_bytes(config, row)) + if master_bytes(config) == 0.0 { master } else { 0.0 };
+    matrices(&config.model).iter().map(|(elements, row)| elements * saved(*row)).sum()
+}
+
+/// Elements of all matrices but embeddings and routers, by the length of their rows.
+fn matrices(m: &ModelConfig) -> [(f64, f64); 7] {
     let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
-    let blocks = [d, q, ffn, wide].iter().all(|row| row % DType::Signed8.numbers() as f64 == 0.0);
+    let (into, routed) = (products - 1.0, layers - dense);
+    let each = if experts > 0.0 { experts } else { 1.0 };
     let head = if m.tied_embeddings { 0.0 } else { m.vocab_size as f64 * d };
-    let mlp = if experts > 0.0 { products * d * ffn * (experts + shared) } else { products * d * ffn };
-    let all = layers * d * (2.0 * q + 2.0 * kv) + (layers - dense) * mlp + dense * products * d * wide + head;
-    (config.precision.moments != MomentPrecision::Int8 || blocks).then_some(all)
+    [
+        (layers * d * (q + 2.0 * kv) + head, d),
+        (layers * d * q, q),
+        (routed * into * d * ffn * (each + shared), d),
+        (routed * d * ffn * each, ffn),
+        (routed * d * ffn * shared, shared * ffn),
+        (dense * into * d * wide, d),
+        (dense * d * wide, wide),
+    ]
 }
 
 /// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights; of matrices less, where the
@@ -326,11 +361,8 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
         0.0 => (0.0, String::new()),
         biases => ((per_parameter - 4.0) * biases, format!(" - {} · biases of choices", per_parameter - 4.0)),
     };
-    let saved = 2.0 * (4.0 - moment_bytes(config)) + (4.0 - master_bytes(config));
-    let (fewer, shorter) = match saved == 0.0 {
-        true => (0.0, String::new()),
-        false => (saved * in_fewer_bits(config)?, format!(" - {saved} · matrices")),
-    };
+    let fewer = fewer_bytes(config, 2.0, 4.0);
+    let shorter = if fewer == 0.0 { "" } else { " - what matrices keep in fewer bits" };
     let closed = per_parameter * plan.parameters as f64 - less - still - fewer;
     let program = state_bytes(none) as f64 - tied;
     let text = format!("{per_parameter} · parameters{routers}{moved}{shorter}");

@@ -6,7 +6,7 @@
 //! found numerically; Young's and Daly's formulas stand beside it.
 
 use crate::Plan;
-use crate::formulas::{in_fewer_bits, master_bytes, moment_bytes};
+use crate::formulas::fewer_bytes;
 use crate::plan::optimizer;
 use lockstep_config::{Config, SaveEvery};
 use lockstep_ir::{Coordinates, MeshAxis};
@@ -167,9 +167,7 @@ impl SaveInterval {
 /// Bytes of a checkpoint of a run of so many parameters: master weights, or weights that are their own, and moments.
 pub fn checkpoint_bytes(config: &Config, parameters: u64) -> u64 {
     let moments = optimizer(config).rule.most_moments() as f64;
-    let weights = if master_bytes(config) == 0.0 { 2.0 } else { 4.0 };
-    let saved = (4.0 - weights) + (4.0 - moment_bytes(config)) * moments;
-    (4.0 * (1.0 + moments) * parameters as f64 - saved * in_fewer_bits(config).unwrap_or(0.0)) as u64
+    (4.0 * (1.0 + moments) * parameters as f64 - fewer_bytes(config, moments, 2.0)) as u64
 }
 
 /// Young's interval: to first order.

@@ -64,6 +64,13 @@ fn every_optimizer_of_the_config_has_a_rule_and_a_checkpoint_of_its_moments() {
         let (planned, estimated) = (plan.checkpoint_bytes(), checkpoint_bytes(&config, plan.parameters));
         assert!(planned <= estimated && estimated < 2 * planned, "{name}: {planned} {estimated}");
     }
+    // Rows of 192 elements are no whole blocks: those of 256 are.
+    let keys = "[precision]\npolicy = \"bf16\"\nmoments = \"int8\"\nmaster = \"bf16\"\n[optimizer]\nname = \"adamw\"\n";
+    let text =
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 192\nheads = 4\nffn = 256\n[train]\nseq = 16\nglobal_batch = 8\n";
+    let config = Config::parse(&format!("{text}{keys}"), "run.toml", &[]).unwrap();
+    let plan = plan(&Described { cores: 1, gpu: false }, &config).unwrap();
+    assert_eq!(plan.checkpoint_bytes(), checkpoint_bytes(&config, plan.parameters));
 }
 
 #[test]

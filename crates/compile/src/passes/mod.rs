@@ -11,6 +11,7 @@ mod precision;
 mod recompute;
 mod score;
 mod shard;
+mod state_format;
 mod totals;
 mod vocab;
 mod watch;
@@ -23,7 +24,7 @@ pub(crate) use fp8::history;
 pub use fp8::{Stays, fp8_layers};
 pub use fuse::fuse;
 pub use loads::LOADS;
-pub use optimizer::{AdamW, FIRST_STATS, Rule, STATS};
+pub use optimizer::{FIRST_STATS, STATS};
 pub(crate) use recompute::{Layers, Recomputation, recomputation};
 pub use score::MISSES;
 pub use totals::SEEN;
@@ -62,7 +63,7 @@ const WATCH: Pass = Pass { name: "watch", effect: Effect::BitPreserving, run: wa
 const SCORE: Pass = Pass { name: "score", effect: Effect::BitPreserving, run: score::score };
 const SHARD: Pass = Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard };
 const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero };
-const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::BitPreserving, run: optimizer::optimizer };
+const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::NumericsChanging, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
 pub const TRAINING_PASSES: [Pass; 10] =
@@ -101,8 +102,14 @@ pub(crate) mod tests {
         let tokens = g.input("tokens", ids.clone());
         let targets = g.input("targets", ids);
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter =
-                Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: true, exact: false, balance: None };
+            let parameter = Parameter {
+                init: Init::Ones,
+                parts: vec![name.to_owned()],
+                decay: true,
+                exact: false,
+                balance: None,
+                frozen: false,
+            };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);

@@ -1,91 +1,16 @@
 //! Optimizer: appends the update, once per step: tied gradients are added, the global norm taken, every parameter updated.
 
+use super::state_format::{StateFormat, rounding};
 use super::totals::{self, sum_over};
 use super::{loads, zero};
-use crate::settings::{Context, Moments, ParameterGroup};
+use crate::rule::{AdamW, Rule};
+use crate::settings::{Context, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
 use lockstep_ir::{
-    Axes, Axis, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepRounding, StepScalars, TensorType,
-    TypeError, ValueId, dynamic8,
+    Axes, DType, Graph, MeshAxis, Op, Placement, Sharding, StepLimits, StepScalars, TensorType, TypeError, ValueId,
 };
 use std::collections::{BTreeMap, BTreeSet};
-
-/// An update rule with its constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rule {
-    /// Adam with decoupled decay.
-    AdamW(AdamW),
-    /// The sign of a mixture of moment and gradient.
-    Lion {
-        /// Share of the moment in the update.
-        beta1: f32,
-        /// Decay of the moment.
-        beta2: f32,
-    },
-    /// Gradient descent with momentum.
-    Sgd {
-        /// Decay of the momentum.
-        momentum: f32,
-    },
-    /// Orthogonalised momentum for matrices of layers, section by section.
-    Muon {
-        /// Decay of the momentum.
-        momentum: f32,
-        /// For all other parameters.
-        rest: AdamW,
-    },
-}
-
-/// AdamW's constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
-    /// Decay of the first moment.
-    pub beta1: f32,
-    /// Decay of the second moment.
-    pub beta2: f32,
-    /// Added to the root of the second moment.
-    pub eps: f32,
-}
-
-impl Rule {
-    /// The rule of an optimizer's name. A rule reads some of the constants.
-    pub fn named(name: &str, adamw: AdamW, momentum: f32) -> Option<Self> {
-        let AdamW { beta1, beta2, .. } = adamw;
-        Some(match name {
-            "adamw" => Rule::AdamW(adamw),
-            "lion" => Rule::Lion { beta1, beta2 },
-            "sgd" => Rule::Sgd { momentum },
-            "muon" => Rule::Muon { momentum, rest: adamw },
-            _ => return None,
-        })
-    }
-
-    /// The rule for a parameter of this type.
-    fn of(self, ty: &TensorType) -> Self {
-        match self {
-            Rule::Muon { rest, .. } if !is_matrix(ty) => Rule::AdamW(rest),
-            rule => rule,
-        }
-    }
-
-    /// The moments of a parameter, in the order in which the update reads and gives them.
-    fn moments(self) -> &'static [&'static str] {
-        match self {
-            Rule::AdamW(_) => &["m", "v"],
-            Rule::Lion { .. } => &["m"],
-            Rule::Sgd { .. } | Rule::Muon { .. } => &["momentum"],
-        }
-    }
-
-    /// The most moments that it has of a parameter.
-    pub fn most_moments(self) -> usize {
-        match self {
-            Rule::Muon { rest, .. } => Rule::AdamW(rest).moments().len(),
-            rule => rule.moments().len(),
-        }
-    }
-}
 
 /// A parameter on its way through the update.
 struct Trained {
@@ -428,15 +353,14 @@ fn update(
         id
     };
     let rule = context.optimizer.rule.of(&ty);
-    let Kept { moments: kept, own_master } = Kept::of(g, context, w, sharding);
+    let format = StateFormat::of(g, context, w, sharding);
     let moment = |g: &mut Graph, which| {
-        let ty = moment_type(&ty, which, kept);
-        state(g, format!("{which}.{name}"), ty, State::Moment { of: w, which })
+        state(g, format!("{which}.{name}"), format.moment(&ty, which), State::Moment { of: w, which })
     };
     let moments: Vec<ValueId> = rule.moments().iter().map(|which| moment(g, which)).collect();
-    let key = (own_master || kept != Moments::F32).then(|| rounding(g));
+    let key = format.rounds().then(|| rounding(g));
     // Where the parameter is in bf16 or fp16 (mixed precision), the update works on its f32 master weights and rounds once more.
-    let rounded = g.ty(w).dtype != DType::F32 && !own_master;
+    let rounded = g.ty(w).dtype != DType::F32 && !format.own_master;
     let whole_here = g.get(w).sharding.axes(Placement::Flat).is_empty();
     let master = match (rounded, sharded && whole_here) {
         (true, _) => state(g, format!("master.{name}"), ty.clone(), State::Master { of: w }),
@@ -480,83 +404,6 @@ fn update(
     }
     g.updates.push((w, moved));
     Ok(None)
-}
-
-/// What is kept of a parameter in fewer bits.
-struct Kept {
-    moments: Moments,
-    own_master: bool,
-}
-
-impl Kept {
-    /// Matrices between features count, of any size that is worth it. Tables that are looked up in do not: a row of theirs may be still for
-    /// many steps, and what its neighbours do would be all that its block knows of.
-    fn of(g: &Graph, context: &Context, w: ValueId, sharding: Sharding) -> Self {
-        /// Fewer elements save nothing.
-        const LEAST: usize = 4096;
-        let ty = g.ty(w);
-        let plain = Self { moments: Moments::F32, own_master: false };
-        if context.precision.moments == Moments::F32 && !context.precision.own_master {
-            return plain;
-        }
-        let exact = matches!(&g.get(w).source, Source::State(State::Parameter(p)) if p.exact);
-        let positions = ty.dims.iter().flat_map(|d| &d.sections).any(|s| s.axis == Axis::Seq);
-        if exact || positions || ty.dims.len() < 2 || ty.elements() < LEAST || is_looked_up(g, w) {
-            return plain;
-        }
-        let own_master = context.precision.own_master && ty.dtype == DType::BF16;
-        // A rank's part of a row is whole blocks too, and its range of all.
-        let local = |sharding: Sharding| sharding.local(ty, &context.layout.mesh);
-        let range = local(sharding).elements();
-        let whole = dynamic8::blocks(ty, DType::Signed8).is_some()
-            && dynamic8::blocks(&local(sharding.uncut()), DType::Signed8).is_some()
-            && range.is_multiple_of(dynamic8::BLOCK);
-        let moments = match context.precision.moments {
-            Moments::Blocks if !whole => Moments::Bf16,
-            moments => moments,
-        };
-        Self { moments, own_master }
-    }
-}
-
-/// Whether rows of a parameter are looked up, maybe after ranks have gathered it.
-fn is_looked_up(g: &Graph, w: ValueId) -> bool {
-    let tables = g.nodes.iter().filter(|n| n.op == Op::Embedding).map(|n| n.inputs[1]);
-    tables.into_iter().any(|mut table| {
-        while table != w {
-            let made = g.nodes.iter().filter(|n| n.op.communicates());
-            let from =
-                made.filter_map(|n| n.outputs.iter().position(|v| *v == Some(table)).map(|at| n.inputs[at])).next();
-            match from {
-                Some(from) => table = from,
-                None => return false,
-            }
-        }
-        true
-    })
-}
-
-/// The type of a moment of a parameter, which has this type in f32.
-fn moment_type(ty: &TensorType, which: &str, kept: Moments) -> TensorType {
-    let of = |dtype| TensorType::new(dtype, ty.dims.clone());
-    match (kept, which) {
-        (Moments::F32, _) => of(DType::F32),
-        (Moments::Bf16, _) => of(DType::BF16),
-        (Moments::Blocks, "v") => dynamic8::blocks(ty, DType::Unsigned8).unwrap_or(of(DType::BF16)),
-        (Moments::Blocks, _) => dynamic8::blocks(ty, DType::Signed8).unwrap_or(of(DType::BF16)),
-    }
-}
-
-/// The key of a step's random bits, which a graph has once.
-fn rounding(g: &mut Graph) -> ValueId {
-    let known = g.values.iter().position(|v| v.name == StepRounding::NAME).map(ValueId);
-    known.unwrap_or_else(|| g.state(StepRounding::NAME, StepRounding::ty(), State::Scalars))
-}
-
-/// Whether Muon's rule is for a parameter of this type: a matrix between features, and no table that is looked up in.
-fn is_matrix(ty: &TensorType) -> bool {
-    let features = |axis: Axis| !matches!(axis, Axis::Vocab | Axis::Seq);
-    ty.dims.len() == 2 && ty.dims.iter().flat_map(|d| &d.sections).all(|s| features(s.axis))
 }
 
 /// The orthogonalised momentum, from what [`Op::Momentum`] reads. Where ranks hold ranges or parts of it, each gathers the whole matrix, works on it, and keeps its own.
