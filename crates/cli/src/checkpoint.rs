@@ -53,6 +53,9 @@ pub struct ExportArgs {
     /// Positions that the model is made for; train.seq of the run if not given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     context: Option<u32>,
+    /// Write the adapters of a LoRA run alone, as PEFT loads them; if not given, they are merged into the weights.
+    #[arg(long)]
+    adapter: bool,
     /// How to print the result.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
@@ -83,7 +86,8 @@ pub fn run(command: Command) -> Result<()> {
                 Weights::Bf16 => DType::BF16,
                 Weights::F32 => DType::F32,
             });
-            let options = ExportOptions { dtype, context: args.context.map(|n| n as usize), ..Default::default() };
+            let context = args.context.map(|n| n as usize);
+            let options = ExportOptions { dtype, context, adapter: args.adapter, ..Default::default() };
             let result = export(&args.from, &args.out, options, &mut show);
             progress.clear();
             exported(&args, &result?)

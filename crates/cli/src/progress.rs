@@ -88,8 +88,12 @@ impl Progress {
                 self.clear();
                 self.working = None;
                 self.say(&format!(
-                    "{} parameters, {} training tokens, {}",
+                    "{} parameters{}, {} training tokens, {}",
                     units::count(plan.parameters),
+                    match plan.trained_parameters == plan.parameters {
+                        true => String::new(),
+                        false => format!(" ({} trained)", units::count(plan.trained_parameters)),
+                    },
                     units::count(train_tokens),
                     plan.device
                 ));

@@ -44,6 +44,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::loss_scales_are_of_fp16,
     rules::masters_in_bf16_are_the_weights,
     rules::fp8_goes_with_the_rest,
+    rules::adapters_have_a_rank,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
@@ -231,6 +232,8 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
         noise_scale: values.switch("train.noise_scale").unwrap_or(false),
+        adapters: values.get("lora.rank").is_some(),
+        adapter_dropout: rules::adapters_drop(values),
     };
     Some((layout, extents))
 }

@@ -300,6 +300,11 @@ impl Config {
         self.train.init_from.as_ref().map(|folder| self.base_dir().join(folder))
     }
 
+    /// `lora.init_from`, resolved in the same way.
+    pub fn adapter_dir(&self) -> Option<PathBuf> {
+        self.lora.init_from.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// Refuses a config without data; only training needs any.
     pub fn require_data(&self) -> Result<(), ConfigError> {
         if !self.data.paths.is_empty() || !self.data.corpora.is_empty() {
@@ -387,6 +392,8 @@ impl Config {
             gathered_head: self.optimizer.name.facts().gathers_matrices.then_some(model.head_dim * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
             noise_scale: train.noise_scale,
+            adapters: self.lora.rank.is_some(),
+            adapter_dropout: self.lora.rank.is_some() && self.lora.dropout > 0.0,
         }
     }
 }

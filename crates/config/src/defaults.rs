@@ -15,6 +15,11 @@ pub(crate) fn kv_heads(values: &Values) -> Derived {
     Ok(values.count("model.heads").map(Value::Count))
 }
 
+/// Twice the rank of adapters.
+pub(crate) fn lora_alpha(values: &Values) -> Derived {
+    Ok(values.count("lora.rank").map(|rank| Value::Float(2.0 * rank as f64)))
+}
+
 /// The width divided among the heads.
 pub(crate) fn head_dim(values: &Values) -> Derived {
     let (Some(dim), Some(heads)) = (values.count("model.dim"), values.count("model.heads")) else {

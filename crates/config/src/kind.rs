@@ -120,6 +120,11 @@ pub(crate) const OPS: Item = Item {
     rule: "name ops as explain shows them, such as [\"rms_norm\", \"swiglu\"]",
     hold: |text| !text.is_empty(),
 };
+pub(crate) const TARGETS: Item = Item {
+    plural: "modules",
+    rule: "name modules, whole or by their ends, such as [\"q_proj\", \"v_proj\"]",
+    hold: |text| !text.is_empty(),
+};
 pub(crate) const EXTENSIONS: Item = Item {
     plural: "extensions",
     rule: "write file extensions without the dot, such as [\"txt\", \"md\"]",

@@ -33,6 +33,7 @@ mod lookup;
 mod optimizers;
 mod origin;
 mod overrides;
+mod pattern;
 mod presets;
 mod quantity;
 mod resolve;
@@ -55,11 +56,12 @@ pub use error::ConfigError;
 pub use inherit::{Inherited, NotInherited};
 pub use layers::{LayerParts, LayerRope, shortest};
 pub use optimizers::OptimizerName;
+pub use pattern::fits_pattern;
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{
-    CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig, ParallelConfig,
-    PrecisionConfig, RecomputeConfig, SpikesConfig, TelemetryConfig, TrainConfig,
+    CheckpointConfig, ClusterConfig, Config, DataConfig, EvalConfig, LoraConfig, ModelConfig, OptimizerConfig,
+    ParallelConfig, PrecisionConfig, RecomputeConfig, SpikesConfig, TelemetryConfig, TrainConfig,
 };
 pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;

@@ -113,6 +113,32 @@ pub(crate) fn masters_in_bf16_are_the_weights(values: &Values) -> Option<Conflic
     )
 }
 
+/// Whether there are adapters with dropout.
+pub(crate) fn adapters_drop(values: &Values) -> bool {
+    let drops = matches!(values.get("lora.dropout"), Some(Value::Float(rate)) if *rate > 0.0);
+    drops && values.get("lora.rank").is_some()
+}
+
+pub(crate) fn adapters_have_a_rank(values: &Values) -> Option<Conflict> {
+    if values.get("lora.rank").is_some() {
+        return Conflict::when(
+            adapters_drop(values) && values.count("model.experts").is_some(),
+            &["lora.dropout", "model.experts"],
+            "lora.dropout is given, and what experts read has none".to_owned(),
+            "remove lora.dropout".to_owned(),
+        );
+    }
+    let key = ["lora.alpha", "lora.init_from", "lora.dropout", "lora.targets"].into_iter().find(|key| match values
+        .get(key)
+    {
+        Some(Value::Float(dropout)) if *key == "lora.dropout" => *dropout > 0.0,
+        Some(Value::Texts(targets)) => targets[..] != ["*"],
+        value => value.is_some() && *key != "lora.dropout",
+    })?;
+    let text = format!("{key} is given, and without lora.rank there are no adapters");
+    Some(Conflict::new(&[key, "lora.rank"], text, format!("set lora.rank, such as 16, or remove {key}")))
+}
+
 /// Lets a given warmup end with the run, and says so: a few steps of a long run are a smoke test, not a mistake.
 pub(crate) fn shorten_warmup(values: &mut Values) -> Option<String> {
     let (steps, warmup) = (values.count("train.steps")?, values.count("optimizer.warmup_steps")?);

@@ -14,8 +14,8 @@ use crate::kind::Kind::{
 };
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH, MODULES,
-    NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TEMPLATE,
-    TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TARGETS,
+    TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::optimizers::{self, OptimizerName};
 use crate::origin::Provenance;
@@ -508,6 +508,25 @@ tables! {
         /// weight decay unless a group gives them one.
         groups: Vec<GroupConfig> = Groups, Fixed("[]"), Changeable,
             finds ["param groups", "parameter groups", "layer-wise learning rate", "no weight decay"];
+    }
+
+    /// LoRA: with lora.rank, all weights stay as they are, and adapters beside the matmuls of layers are trained instead.
+    lora: LoraConfig {
+        /// Rank of the adapters: width of the two thin matrices beside a weight. If not set, there are none and all weights are
+        /// trained.
+        rank: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
+            finds ["LoRA", "adapter", "adapters", "PEFT", "lora_r", "r", "lora_rank", "parameter-efficient fine-tuning"];
+        /// What adapters add is multiplied by lora.alpha / lora.rank.
+        alpha: Option<f64> = Float(POSITIVE), Derived("2 × lora.rank, if that is set", defaults::lora_alpha), Trajectory,
+            finds ["lora_alpha", "LoRA scaling"];
+        /// Share of what adapters read that is set to zero in training.
+        dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory, finds ["lora_dropout"];
+        /// Which matmuls of layers have adapters: names of modules, whole or their ends behind a dot, with `*` for any text and `?` for any
+        /// letter. The output head and routers have none.
+        targets: Vec<String> = Texts(TARGETS), Fixed("[\"*\"]"), Trajectory,
+            finds ["target_modules", "lora targets", "all-linear", "q_proj"];
+        /// Folder of adapters to start from, as PEFT writes it.
+        init_from: Option<String> = Text(FOLDER), Unset, Trajectory, finds ["adapter_name_or_path", "PEFT folder"];
     }
 
     /// Loss spikes: what is done about steps whose loss or gradient norm jumps.

@@ -38,12 +38,6 @@ const MISSING: &[Missing] = &[
     ),
     Missing::new(
         "model",
-        &["lora", "qlora", "peft", "adapter", "adapters", "lora_rank"],
-        "LoRA",
-        "train.init_from starts from weights and trains all of them",
-    ),
-    Missing::new(
-        "model",
         &["mla", "multi-head latent attention", "kv_lora_rank", "q_lora_rank"],
         "multi-head latent attention (MLA)",
         "model.kv_heads below model.heads (GQA) makes keys and values smaller",
@@ -63,9 +57,9 @@ const MISSING: &[Missing] = &[
     ),
     Missing::new(
         "model",
-        &["yarn", "longrope", "dynamic ntk", "ntk"],
-        "YaRN",
-        "model.rope_scaling is that of Llama 3, and a larger model.rope_theta extends the context too",
+        &["longrope", "dynamic ntk", "ntk"],
+        "LongRoPE and dynamic NTK scaling",
+        "model.rope_scaling is that of Llama 3, linear or YaRN, and a larger model.rope_theta extends the context too",
     ),
     Missing::new(
         "parallel",

@@ -137,6 +137,7 @@ impl Config {
             "data.chat_template" => self.chat_template_path().map(|path| Value::Text(text(path))),
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
+            "lora.init_from" => self.adapter_dir().map(|path| Value::Text(text(path))),
             "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),
             _ => value_of(self, key),
         }

@@ -140,11 +140,10 @@ fn what_is_not_there_yet_is_said_so() {
     assert!(error.starts_with(said) && error.contains("\nhint: precision.policy = "), "{error}");
     // Each with what to do instead.
     for (words, what) in [
-        ("lora", "LoRA"),
         ("MLA", "multi-head latent attention (MLA)"),
         ("s3", "reading from object storage"),
         ("hub", "the Hugging Face Hub"),
-        ("yarn", "YaRN"),
+        ("longrope", "LongRoPE and dynamic NTK scaling"),
         ("offload", "offloading to host memory"),
         ("wandb", "logging to Weights & Biases"),
         ("ema", "an exponential moving average of the weights (EMA)"),
@@ -154,9 +153,13 @@ fn what_is_not_there_yet_is_said_so() {
         assert_eq!(whats, [what], "{words}");
         assert!(!found.missing[0].instead.is_empty());
     }
-    let error = parse(TINY, &["model.lora_rank=8"]).unwrap_err();
-    assert!(error.starts_with("model.lora_rank: LoRA is not there yet\n"), "{error}");
-    assert!(error.contains("\nhint: train.init_from starts from weights"), "{error}");
+    let error = parse(TINY, &["model.longrope=8"]).unwrap_err();
+    assert!(error.starts_with("model.longrope: LongRoPE and dynamic NTK scaling is not there yet\n"), "{error}");
+    assert!(error.contains("\nhint: model.rope_scaling is that of Llama 3, linear or YaRN"), "{error}");
+    // What is there is found by the words of others.
+    for (words, key) in [("lora", "lora.rank"), ("lora_alpha", "lora.alpha"), ("yarn", "model.rope_scaling")] {
+        assert!(search(words).keys.iter().any(|found| found.path == key), "{words}");
+    }
 }
 
 #[test]

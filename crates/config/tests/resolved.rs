@@ -153,6 +153,13 @@ weight_decay = 0.1  # default
 grad_clip = 1.0  # default
 groups = []  # default
 
+[lora]
+# rank is not set
+# alpha is not set
+dropout = 0.0  # default
+targets = ["*"]  # default
+# init_from is not set
+
 [spikes]
 skip = false  # default
 z = 10.0  # default

@@ -3,9 +3,9 @@
 use crate::hf::{self, HfFolder, Kept};
 use crate::state::MODEL;
 use crate::trained::{TOKENIZER, Trained};
-use crate::{Part, Result, RunTokenizer};
+use crate::{InferError, Part, Result, RunTokenizer};
 use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
-use lockstep_config::Config;
+use lockstep_config::{Config, ModelConfig};
 use lockstep_rundir::RunDirError;
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,15 @@ pub struct InitialWeights {
     pub warnings: Vec<String>,
     origin: Origin,
     copies: Vec<TensorCopy>,
+}
+
+/// Where a checkpoint of adapters keeps the fingerprint of the weights beside them.
+pub const BASE: &str = "base";
+
+/// Copies of the tensors of a model in a checkpoint of ours.
+pub(crate) fn own_copies(model: &ModelConfig) -> Result<Vec<TensorCopy>> {
+    let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
+    Ok(hf::model_parts(model)?.into_iter().map(copy).collect())
 }
 
 #[derive(Debug)]
@@ -41,11 +50,15 @@ impl InitialWeights {
             warnings.extend(hf::special_warnings(&path)?);
             origin = Origin::Folder(folder);
         } else {
+            if Trained::config_at(&path)?.lora.rank.is_some() {
+                let problem = format!("train.init_from: {} holds adapters, not the weights of a model", path.display());
+                let hint = "merge them first: `lockstep checkpoint export` writes a model to start from".into();
+                return Err(InferError::Unusable { problem, hint });
+            }
             let Some((config, checkpoint, notes)) = Trained::open(&path)?.into_parts() else {
                 return Err(RunDirError::NotTrained { path }.into());
             };
-            let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
-            copies = hf::model_parts(model)?.into_iter().map(copy).collect();
+            copies = own_copies(model)?;
             let source = TensorSource::Checkpoint { loaded: &checkpoint, group: MODEL };
             source.check(&copies, hint)?;
             let others = source.names()?.into_iter().filter(|name| !copies.iter().any(|copy| copy.from == *name));
@@ -59,6 +72,34 @@ impl InitialWeights {
         let made = format!("the weights in {} were made with", path.display());
         warnings.extend(differences.map(|d| format!("{made} {} = {}, the config has {}", d.path, d.theirs, d.ours)));
         Ok(Some(Self { path, warnings, origin, copies }))
+    }
+
+    /// Those that stand beside the adapters in a checkpoint, if that holds some and they were not drawn: the ones that these were trained with.
+    pub fn beside(config: &Config, checkpoint: &Loaded) -> Result<Option<Self>> {
+        let Some(path) = config.init_from().filter(|_| config.lora.rank.is_some()) else { return Ok(None) };
+        let of = checkpoint.path.display();
+        if !path.exists() {
+            let problem =
+                format!("{}: the weights that the adapters in {of} were trained with are not there", path.display());
+            let hint = "put them back, or name where they are now in train.init_from of the run's run.toml".into();
+            return Err(InferError::Unusable { problem, hint });
+        }
+        let base = Self::open(config)?;
+        if let (Some(base), Some(known)) = (&base, checkpoint.state[BASE].as_str())
+            && base.fingerprint()? != known
+        {
+            let problem =
+                format!("{}: these are not the weights that the adapters in {of} were trained with", path.display());
+            let hint = "put those back; adapters fit no others".into();
+            return Err(InferError::Unusable { problem, hint });
+        }
+        Ok(base)
+    }
+
+    /// A number that tells other weights from these: of the first elements of every tensor.
+    pub fn fingerprint(&self) -> Result<String> {
+        let (source, copies) = self.source();
+        Ok(format!("{:016x}", source.fingerprint(copies)?))
     }
 
     /// Those of a Hugging Face folder that was read.

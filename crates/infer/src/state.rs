@@ -73,15 +73,16 @@ const OPTIMIZER: &str = "optimizer";
 pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> {
     let mut result = Vec::new();
     for tensor in tensors {
+        if is_frozen(tensor) {
+            continue;
+        }
         if is_history(tensor) {
             let (shape, elements) = (tensor.whole.sizes(), tensor.whole.elements());
             let whole = Part { name: tensor.name.clone(), shape, start: 0, elements };
             result.push((OPTIMIZER, tensor.name.clone(), tensor, whole));
         }
         let Role::State(State::Parameter(parameter)) = &tensor.role else { continue };
-        // Of a parameter in bf16 or fp16, the f32 master weights count where it has some.
-        let master = master(tensors, tensor).unwrap_or(tensor);
-        result.extend(parts(parameter, &tensor.whole).into_iter().map(|p| (MODEL, p.name.clone(), master, p)));
+        result.extend(weights(tensors, tensor).into_iter().map(|(of, p)| (MODEL, p.name.clone(), of, p)));
         for moment in tensors {
             let Role::State(State::Moment { of, which }) = &moment.role else { continue };
             if *of == tensor.value {
@@ -91,6 +92,18 @@ pub fn stored(tensors: &[Tensor]) -> Vec<(&'static str, String, &Tensor, Part)> 
         }
     }
     result
+}
+
+/// The parts of a parameter, and what holds them: of one in bf16 or fp16 the f32 master weights, where it has some. None of other tensors.
+fn weights<'a>(tensors: &'a [Tensor], tensor: &'a Tensor) -> Vec<(&'a Tensor, Part)> {
+    let Role::State(State::Parameter(parameter)) = &tensor.role else { return Vec::new() };
+    let of = master(tensors, tensor).unwrap_or(tensor);
+    parts(parameter, &tensor.whole).into_iter().map(|part| (of, part)).collect()
+}
+
+/// Whether a tensor is a parameter that training leaves as it is.
+fn is_frozen(tensor: &Tensor) -> bool {
+    matches!(&tensor.role, Role::State(State::Parameter(parameter)) if parameter.frozen)
 }
 
 /// Whether a tensor is what earlier steps have left, which a checkpoint may lack: that of a run that did without.
@@ -113,17 +126,29 @@ pub enum Weights<'a> {
     Checkpoint(&'a Loaded),
     /// Tensors of another origin, such as a Hugging Face folder, and which of them.
     Copies((TensorSource<'a>, &'a [TensorCopy])),
+    /// Adapters, in a checkpoint, and the weights that they stand beside: tensors of another origin, or drawn.
+    Adapters {
+        /// The adapters.
+        checkpoint: &'a Loaded,
+        /// The weights.
+        base: Option<(TensorSource<'a>, &'a [TensorCopy])>,
+    },
     /// Another program of the same model that runs.
     Live(&'a dyn Executor),
 }
 
 /// Writes every parameter and constant of a program. Moments, gradients and caches start as the arena's zeros.
 pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, seed: u64) -> Result<()> {
-    initialise(tensors, executor, matches!(weights, Weights::Initial), seed)?;
+    let drawn = matches!(weights, Weights::Initial | Weights::Adapters { base: None, .. });
+    initialise(tensors, executor, drawn, seed)?;
     match weights {
         Weights::Initial => Ok(()),
         Weights::Checkpoint(checkpoint) => restore_counting(tensors, executor, checkpoint, false).map(|_| ()),
         Weights::Copies(copies) => start_from(tensors, executor, copies),
+        Weights::Adapters { checkpoint, base } => {
+            base.map_or(Ok(()), |base| start_from(tensors, executor, base))?;
+            restore_counting(tensors, executor, checkpoint, false).map(|_| ())
+        }
         Weights::Live(other) => {
             let copied = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_))) || is_history(t);
             for tensor in tensors.iter().filter(copied) {
@@ -246,24 +271,24 @@ fn is_kept(dtype: DType) -> bool {
     dtype.is_float() || dtype.is_block()
 }
 
-/// Writes weights of any origin into the executor. One tensor of the program is in memory at a time.
+/// Writes weights of any origin into the executor; parameters that none of them are stay as they are. One tensor of the program is in memory
+/// at a time.
 pub fn start_from(
     tensors: &[Tensor],
     executor: &mut dyn Executor,
     (source, copies): (TensorSource<'_>, &[TensorCopy]),
 ) -> Result<()> {
     let mut data: Vec<u8> = Vec::new();
-    for (_, name, tensor, part) in stored(tensors).into_iter().filter(|(group, ..)| *group == MODEL) {
+    for (tensor, part) in tensors.iter().flat_map(|tensor| weights(tensors, tensor)) {
+        let Some(copy) = copies.iter().find(|copy| copy.to == part.name) else { continue };
         if part.start == 0 {
             data.clear();
             data.reserve_exact(tensor.whole.elements() * 4);
         }
-        if let Some(copy) = copies.iter().find(|copy| copy.to == name) {
-            source.stream(copy, DType::F32, &mut |chunk| {
-                data.extend_from_slice(chunk);
-                Ok(())
-            })?;
-        }
+        source.stream(copy, DType::F32, &mut |chunk| {
+            data.extend_from_slice(chunk);
+            Ok(())
+        })?;
         if part.start + part.elements == tensor.whole.elements() {
             put(tensors, executor, tensor, std::mem::take(&mut data))?;
         }

@@ -2,10 +2,11 @@
 
 use crate::chat::{beside_tokenizer, chat_of_files};
 use crate::hf::{self, FolderModel, Kept, unfit};
-use crate::initial::InitialWeights;
+use crate::initial::{InitialWeights, own_copies};
+use crate::state::MODEL;
 use crate::text::require_vocabulary;
 use crate::{InferError, Result, RunData, RunTokenizer, Weights, data_folder};
-use lockstep_checkpoint::{Loaded, latest, open};
+use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource, latest, open};
 use lockstep_config::{Config, DataFormat, DeviceChoice};
 use lockstep_data::{Chat, ChatSpec};
 use lockstep_rundir::{RunDirError, read_config};
@@ -27,6 +28,8 @@ pub struct Trained {
 #[derive(Debug)]
 enum Model {
     Checkpoint(Box<Loaded>),
+    /// Adapters, and the weights that they stand beside, where those were not drawn.
+    Adapters(Box<Loaded>, Option<Box<InitialWeights>>),
     Folder(Box<InitialWeights>),
 }
 
@@ -45,6 +48,9 @@ impl Trained {
     pub fn weights(&self) -> Weights<'_> {
         match &self.model {
             Model::Checkpoint(checkpoint) => Weights::Checkpoint(checkpoint),
+            Model::Adapters(checkpoint, base) => {
+                Weights::Adapters { checkpoint, base: base.as_ref().map(|base| base.source()) }
+            }
             Model::Folder(weights) => Weights::Copies(weights.source()),
         }
     }
@@ -52,7 +58,7 @@ impl Trained {
     /// The folder of the weights.
     pub fn path(&self) -> &Path {
         match &self.model {
-            Model::Checkpoint(checkpoint) => &checkpoint.path,
+            Model::Checkpoint(checkpoint) | Model::Adapters(checkpoint, _) => &checkpoint.path,
             Model::Folder(weights) => weights.path(),
         }
     }
@@ -65,7 +71,7 @@ impl Trained {
     /// The checkpoint, unless it is a Hugging Face folder.
     pub fn checkpoint(&self) -> Option<&Loaded> {
         match &self.model {
-            Model::Checkpoint(checkpoint) => Some(checkpoint),
+            Model::Checkpoint(checkpoint) | Model::Adapters(checkpoint, _) => Some(checkpoint),
             Model::Folder(_) => None,
         }
     }
@@ -74,14 +80,35 @@ impl Trained {
     pub fn into_parts(self) -> Option<(Config, Loaded, Vec<String>)> {
         match self.model {
             Model::Checkpoint(checkpoint) => Some((self.config, *checkpoint, self.warnings)),
-            Model::Folder(_) => None,
+            Model::Adapters(..) | Model::Folder(_) => None,
+        }
+    }
+
+    /// Where the tensors of the model are, without adapters, and how they are copied from there to those of ours.
+    pub(crate) fn model_source(&self) -> Result<(TensorSource<'_>, Vec<TensorCopy>)> {
+        match &self.model {
+            Model::Checkpoint(loaded) => {
+                let copies = own_copies(&self.config.model)?;
+                Ok((TensorSource::Checkpoint { loaded, group: MODEL }, copies))
+            }
+            Model::Adapters(_, Some(base)) | Model::Folder(base) => {
+                let (source, copies) = base.source();
+                Ok((source, copies.to_vec()))
+            }
+            Model::Adapters(checkpoint, None) => {
+                let problem =
+                    format!("{}: the weights beside its adapters were drawn, not trained", checkpoint.path.display());
+                let hint =
+                    "name the weights in train.init_from before training adapters; those alone can be exported".into();
+                Err(InferError::Unusable { problem, hint })
+            }
         }
     }
 
     /// What came beside the weights of the Hugging Face model that it is, or was made from.
     pub fn kept(&self) -> Result<Kept> {
         match &self.model {
-            Model::Checkpoint(checkpoint) => Ok(Kept::of_checkpoint(checkpoint)),
+            Model::Checkpoint(checkpoint) | Model::Adapters(checkpoint, _) => Ok(Kept::of_checkpoint(checkpoint)),
             Model::Folder(weights) => Kept::of_folder(weights.path()),
         }
     }
@@ -173,7 +200,7 @@ impl Trained {
             // `RUN/checkpoints/step-…`, unless it was moved.
             let run = path.canonicalize().ok().and_then(|p| Some(p.parent()?.parent()?.to_owned()));
             let data = data_of(&config, &checkpoint, &run.unwrap_or_else(|| path.to_owned()));
-            let model = Model::Checkpoint(checkpoint.into());
+            let model = Model::of(checkpoint, &config)?;
             return Ok(Self { config, model, warnings: Vec::new(), data });
         }
         if hf::is_foreign(path) {
@@ -193,7 +220,19 @@ impl Trained {
         };
         let config = if run_config.exists() { read_config(&run_config)? } else { config_of(&checkpoint)? };
         let data = data_of(&config, &checkpoint, path);
-        Ok(Self { config, model: Model::Checkpoint(checkpoint.into()), warnings: found.warnings, data })
+        let model = Model::of(checkpoint, &config)?;
+        Ok(Self { config, model, warnings: found.warnings, data })
+    }
+}
+
+impl Model {
+    /// What a checkpoint holds, with the weights beside it where it holds adapters.
+    fn of(checkpoint: Loaded, config: &Config) -> Result<Self> {
+        if config.lora.rank.is_none() {
+            return Ok(Model::Checkpoint(checkpoint.into()));
+        }
+        let base = InitialWeights::beside(config, &checkpoint)?;
+        Ok(Model::Adapters(checkpoint.into(), base.map(Box::new)))
     }
 }
 

@@ -140,6 +140,8 @@ pub struct Parameter {
     pub exact: bool,
     /// Of a bias of the router's choice, which has no gradient: how far it moves per step against what experts get.
     pub balance: Option<f32>,
+    /// Whether training leaves it as it is: it has no gradient, no moments and no place in checkpoints.
+    pub frozen: bool,
 }
 
 /// Where a value comes from.

@@ -35,6 +35,8 @@ pub enum Axis {
     Choices,
     /// Rows of blocks that go to experts.
     Rows,
+    /// Width of an adapter: the rank of what it adds to a weight.
+    LowRank,
 }
 
 impl Axis {
@@ -55,6 +57,7 @@ impl Axis {
             Axis::Experts => "experts",
             Axis::Choices => "choices",
             Axis::Rows => "rows",
+            Axis::LowRank => "low_rank",
         }
     }
 }

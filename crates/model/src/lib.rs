@@ -4,6 +4,7 @@
 //! code and no memory management: passes derive those. Parameters carry the names that Hugging Face checkpoints use.
 #![forbid(unsafe_code)]
 
+pub mod adapters;
 mod architectures;
 mod decoder;
 mod form;

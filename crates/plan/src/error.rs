@@ -95,6 +95,15 @@ pub enum PlanError {
         /// What there is, with `*` for the number of a layer.
         names: Vec<String>,
     },
+    /// A target of adapters that no matmul is.
+    #[error("lora.targets: no matmul of a layer is called \"{target}\"")]
+    #[hint("they are {}", modules.join(", "))]
+    NoTarget {
+        /// The target.
+        target: String,
+        /// What there is, with `*` for numbers.
+        modules: Vec<String>,
+    },
     /// Two groups want parts of one stored tensor.
     #[error("optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group")]
     #[hint("give a pattern that matches all of {}", names.join(", "))]

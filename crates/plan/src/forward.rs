@@ -1,10 +1,10 @@
 //! Programs without a training step: text from a model, and the loss of text.
 
 use crate::device::{Machine, Target, threads};
-use crate::plan::training_context;
+use crate::plan::{adapted, training_context};
 use crate::{PlanError, Result};
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
-use lockstep_config::{Config, ModelConfig};
+use lockstep_config::{Config, LoraConfig, ModelConfig};
 use lockstep_ir::{DType, Layout, StepProgram};
 use lockstep_model::{Form, build_form};
 
@@ -41,7 +41,8 @@ fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
 pub fn generation_program(machine: &dyn Machine, config: &Config, context: usize) -> Result<(StepProgram, usize)> {
     check_positions(config, context)?;
     let (compile_context, threads) = forward_context(machine, config);
-    let graph = |positions| build_form(&config.model, Form::NextToken { batch: 1, positions, context });
+    let graph =
+        |positions| adapted(build_form(&config.model, Form::NextToken { batch: 1, positions, context })?, &config.lora);
     let prefill = graph(GENERATION_CHUNK.min(context))?;
     let entries = [(StepProgram::PREFILL, prefill), (StepProgram::DECODE, graph(1)?)];
     Ok((compile_forward(&entries, &compile_context)?, threads))
@@ -59,8 +60,10 @@ pub fn evaluation_program(
     let (mut context, threads) = forward_context(machine, config);
     context.steps.misses = misses;
     let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
+    let lora = LoraConfig { dropout: 0.0, ..config.lora.clone() };
     let graph = |batch, tokens| {
-        build_form(&model, Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask })
+        let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };
+        adapted(build_form(&model, form)?, &lora)
     };
     let mut entries = Vec::new();
     if cut.sequences > 0 {

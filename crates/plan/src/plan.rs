@@ -9,11 +9,13 @@ use lockstep_compile::{
     Steps, compile, fit, fp8_layers,
 };
 use lockstep_config::{
-    Config, Fp8Recipe, GradientPrecision, MasterPrecision, MomentPrecision, PrecisionPolicy, RecomputePolicy, nearest,
+    Config, Fp8Recipe, GradientPrecision, LoraConfig, MasterPrecision, MomentPrecision, PrecisionPolicy,
+    RecomputePolicy, nearest,
 };
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::{Fine, Flops};
 use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
+use lockstep_model::adapters::{AdapterProblem, adapt};
 use lockstep_model::{Form, ModelBuilder};
 use lockstep_sim::Asked;
 use std::collections::BTreeMap;
@@ -37,6 +39,8 @@ pub struct Plan {
     pub parameters: u64,
     /// Of them, those that a token uses: of the experts of a layer, as many as it goes to.
     pub active_parameters: u64,
+    /// Of all, those that training changes: adapters alone, where there are some.
+    pub trained_parameters: u64,
     /// Tokens of one step, of the largest that the run has.
     pub tokens_per_step: u64,
     /// How the work is split among ranks and micro-batches.
@@ -155,9 +159,17 @@ pub(crate) fn prepare(machine: &dyn Machine, config: &Config, build: ModelBuilde
     let (mut context, threads) = training_context(machine, config);
     let (seq, documents) = (config.train.seq, config.data.document_mask);
     let form = Form::Loss { batch: config.round(), seq, context: seq, documents };
-    let forward = build(&config.model, form)?;
+    let forward = adapted(build(&config.model, form)?, &config.lora)?;
     context.optimizer.groups = groups::resolve(config, &forward)?;
     Ok((forward, context, threads))
+}
+
+/// A model's graph with the adapters that a config asks for.
+pub(crate) fn adapted(graph: Graph, lora: &LoraConfig) -> Result<Graph> {
+    adapt(graph, lora).map_err(|problem| match problem {
+        AdapterProblem::Type(error) => error.into(),
+        AdapterProblem::NoTarget { target, modules } => PlanError::NoTarget { target, modules },
+    })
 }
 
 /// Elements of the parameters that a token uses.
@@ -169,6 +181,12 @@ fn active_parameters(forward: &Graph, config: &Config) -> u64 {
         _ => ty.elements(),
     };
     forward.parameters().map(|(_, value, _)| of(&value.ty) as u64).sum()
+}
+
+/// Elements of the parameters that are not frozen.
+fn trained_parameters(forward: &Graph) -> u64 {
+    let trained = forward.parameters().filter(|(_, _, parameter)| !parameter.frozen);
+    trained.map(|(_, value, _)| value.ty.elements() as u64).sum()
 }
 
 /// Elements of all parameters of a config's model.
@@ -249,6 +267,7 @@ fn plan_for(machine: &dyn Machine, config: &Config, build: ModelBuilder, faster:
         threads,
         parameters: forward.parameters().map(|(_, v, _)| v.ty.elements() as u64).sum(),
         active_parameters: active_parameters(&forward, config),
+        trained_parameters: trained_parameters(&forward),
         tokens_per_step: (config.batches().largest() * config.train.seq) as u64,
         step_flops,
         fp8,

@@ -33,7 +33,7 @@ fn stored(program: &StepProgram) -> impl Iterator<Item = &Tensor> {
         program.tensors.iter().any(|t| matches!(t.role, Role::State(State::Master { of }) if of == parameter.value))
     };
     program.tensors.iter().filter(move |tensor| match &tensor.role {
-        Role::State(State::Parameter(_)) => !has_master(tensor),
+        Role::State(State::Parameter(parameter)) => !parameter.frozen && !has_master(tensor),
         Role::State(State::Master { .. } | State::Moment { .. } | State::History(_)) => true,
         Role::State(State::Gradient { .. } | State::Total(_) | State::Constant(_) | State::Scalars | State::Cache)
         | Role::Input

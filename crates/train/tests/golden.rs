@@ -8,6 +8,7 @@ use lockstep_infer::{Part, parts};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, Layout, StepProgram, StepScalars, fixed};
+use lockstep_model::adapters::adapt;
 use lockstep_model::names;
 use safetensors::SafeTensors;
 use std::collections::HashMap;
@@ -117,7 +118,10 @@ fn loaded(
     reproducible: bool,
 ) -> (StepProgram, CpuExecutor) {
     let (threads, batch) = (2, 2 / micro_batches);
-    let optimizer = Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.0);
+    let optimizer = Optimizer::adamw(
+        AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        if config.lora.rank.is_some() { 0.1 } else { 0.0 },
+    );
     let gradients = if reproducible { DType::Fixed64 } else { DType::F32 };
     let precision = Precision::of(DType::F32, gradients);
     let device = profile(threads, precision.compute, precision.gradients);
@@ -125,7 +129,7 @@ fn loaded(
     let steps = lockstep_compile::Steps::default();
     let layout = Layout::single(micro_batches);
     let context = Context { device, layout, stages: vec![], optimizer, precision, recompute, steps };
-    let mut forward = lockstep_model::build(&config.model, batch, 12).unwrap();
+    let mut forward = adapt(lockstep_model::build(&config.model, batch, 12).unwrap(), &config.lora).unwrap();
     if !fused {
         // Logits that are used are not fused away.
         let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
@@ -135,11 +139,9 @@ fn loaded(
     let mut executor = CpuExecutor::load(program.clone(), threads).unwrap();
     for tensor in &program.tensors {
         match &tensor.role {
-            Role::State(State::Parameter(p)) => {
+            Role::State(State::Parameter(p)) if config.lora.rank.is_none() || p.frozen => {
                 let part = |part: &Part| own(config, part, &golden.f32(&format!("param.{}", part.name)));
-                let values = parts(p, &tensor.ty).iter().flat_map(part).collect::<Vec<f32>>();
-                let data: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-                executor.write(&tensor.name, 0, &data).unwrap();
+                put(&mut executor, tensor, parts(p, &tensor.ty).iter().flat_map(part));
             }
             Role::State(State::Constant(init)) => {
                 let mut table = vec![0.0f32; tensor.ty.elements()];
@@ -157,6 +159,15 @@ fn loaded(
         }
     }
     (program, executor)
+}
+
+fn put(executor: &mut CpuExecutor, tensor: &Tensor, values: impl Iterator<Item = f32>) {
+    let data: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+    executor.write(&tensor.name, 0, &data).unwrap();
+}
+
+fn read(executor: &CpuExecutor, name: &str) -> Vec<f32> {
+    executor.read(name, 0).unwrap().as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
 /// Runs a step with this learning rate, and gives its loss.
@@ -265,6 +276,68 @@ fn ten_steps_of_mixtures_agree_with_transformers() {
             let bias = [0.9f64, 0.95].map(|beta| (1.0 - beta.powi(i as i32 + 1)) as f32);
             let found = step(&mut executor, 2, 0.01, bias);
             assert!(error(&[found], &[expected]) < TOLERANCE, "{case}: loss {found} of step {i}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn adapters_agree_with_peft_in_gradients_and_twenty_steps() {
+    let cases = [
+        ("llama_gqa_tied", r#"["q_proj", "v_proj", "down_proj"]"#, 2 * 3),
+        ("mixtral", r#"["k_proj", "o_proj", "experts.*"]"#, 2 * (2 + 5 * 3)),
+        ("gpt2", r#"["c_attn", "c_proj", "c_fc"]"#, 2 * 4),
+    ];
+    for (case, targets, modules) in cases {
+        let (golden, adapters) = (Golden::open(case), Golden::open(&format!("lora_{case}")));
+        let mut config = golden.config();
+        let text = format!(
+            "[model]\npreset = \"llama-15m\"\n[lora]\nrank = {}\nalpha = {}\ntargets = {targets}\n",
+            adapters.metadata["rank"], adapters.metadata["alpha"]
+        );
+        config.lora = Config::parse(&text, "lora.toml", &[]).unwrap().lora;
+        let (program, mut executor) = loaded(&golden, &config, 2, true, false);
+        let trained = |t: &&Tensor| matches!(&t.role, Role::State(State::Parameter(p)) if !p.frozen);
+        let trained: Vec<&Tensor> = program.tensors.iter().filter(trained).collect();
+        let all = |tensor: &Tensor| match &tensor.role {
+            Role::State(State::Parameter(p)) => parts(p, &tensor.ty),
+            _ => Vec::new(),
+        };
+        let count: usize = trained.iter().map(|tensor| all(tensor).len()).sum();
+        assert_eq!(count, 2 * modules, "{case}");
+        let theirs = |kind: &str, tensor: &Tensor| -> Vec<f32> {
+            all(tensor).iter().flat_map(|part| adapters.f32(&format!("{kind}.{}", part.name))).collect()
+        };
+        trained.iter().for_each(|tensor| put(&mut executor, tensor, theirs("lora", tensor).into_iter()));
+        let kept: Vec<(&str, Vec<f32>)> = (program.tensors.iter())
+            .filter(|t| matches!(&t.role, Role::State(State::Parameter(p)) if p.frozen))
+            .map(|t| (t.name.as_str(), read(&executor, &t.name)))
+            .collect();
+        for name in program.tensors.iter().map(|t| &t.name).filter(|name| name.starts_with("grad.")) {
+            assert!(
+                trained.iter().any(|t| *name == format!("grad.{}", t.name)),
+                "{case}: {name} is of a frozen weight"
+            );
+        }
+        for (i, expected) in adapters.f32("losses").into_iter().enumerate() {
+            let bias = [0.9f64, 0.95].map(|beta| (1.0 - beta.powi(i as i32 + 1)) as f32);
+            let (last, found) = (i == 20, step(&mut executor, 2, if i == 20 { 0.0 } else { 0.01 }, bias));
+            assert!(error(&[found], &[expected]) < TOLERANCE, "{case}: loss {found} of step {i}, not {expected}");
+            for tensor in &trained {
+                if i == 0 {
+                    let found: Vec<f32> =
+                        read(&executor, &format!("grad.{}", tensor.name)).iter().map(|x| x / 24.0).collect();
+                    let e = error(&found, &theirs("grad", tensor));
+                    assert!(e < TOLERANCE, "{case}: the gradient of {} differs by {e:.1e}", tensor.name);
+                }
+                if last {
+                    // Adam divides by roots of squares: what is nearly 0 may move either way.
+                    let e = error(&read(&executor, &tensor.name), &theirs("after", tensor));
+                    assert!(e < 10.0 * TOLERANCE, "{case}: {} differs by {e:.1e} after 20 steps", tensor.name);
+                }
+            }
+        }
+        for (name, before) in kept {
+            assert_eq!(read(&executor, name), before, "{case}: {name} is frozen");
         }
     }
 }

@@ -36,8 +36,14 @@ impl Build {
     }
 
     fn parameter(&mut self, name: &str, dims: &[Dim]) -> ValueId {
-        let parameter =
-            Parameter { init: Init::Ones, parts: vec![name.to_owned()], decay: false, exact: false, balance: None };
+        let parameter = Parameter {
+            init: Init::Ones,
+            parts: vec![name.to_owned()],
+            decay: false,
+            exact: false,
+            balance: None,
+            frozen: false,
+        };
         self.g.state(name, TensorType::new(DType::F32, dims.to_vec()), State::Parameter(parameter))
     }
 

@@ -51,9 +51,20 @@ impl WeightsFolder {
         path.join("config.json").exists() && Self::is_one(path)
     }
 
+    /// Opens the weights of one file, which is called `name` with the ending of safetensors, and checks its header.
+    pub fn open_named(path: &Path, name: &str) -> Result<WeightsFolder> {
+        let mut folder = Self::empty(path);
+        folder.add(&format!("{name}.safetensors"))?;
+        Ok(folder)
+    }
+
+    fn empty(path: &Path) -> Self {
+        WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() }
+    }
+
     /// Opens the weights in a folder and checks every header.
     pub fn open(path: &Path) -> Result<WeightsFolder> {
-        let mut folder = WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() };
+        let mut folder = Self::empty(path);
         if path.join(SINGLE).exists() {
             folder.add(SINGLE)?;
             return Ok(folder);

@@ -14,6 +14,7 @@ pub use folder::WeightsFolder;
 pub use new_folder::NewFolder;
 pub use write::{export, save_copies};
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use lockstep_ir::DType;
@@ -34,6 +35,26 @@ pub enum TensorSource<'a> {
     },
     /// A folder that another program wrote.
     Folder(&'a WeightsFolder),
+    /// Tensors of another source, to some of which a product is added.
+    Sum {
+        /// The other source.
+        base: &'a TensorSource<'a>,
+        /// The products, by names in the result.
+        added: &'a BTreeMap<String, LowRank>,
+    },
+}
+
+/// A product of two thin matrices.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LowRank {
+    /// Rows of `rank` elements.
+    pub left: Vec<f32>,
+    /// `rank` rows of `columns` elements.
+    pub right: Vec<f32>,
+    /// Width of the one and height of the other.
+    pub rank: usize,
+    /// Width of the product.
+    pub columns: usize,
 }
 
 /// One tensor to be copied.
@@ -72,6 +93,7 @@ impl<'a> TensorSource<'a> {
         match self {
             TensorSource::Checkpoint { loaded, .. } => &loaded.path,
             TensorSource::Folder(folder) => folder.path(),
+            TensorSource::Sum { base, .. } => base.path(),
         }
     }
 
@@ -80,6 +102,7 @@ impl<'a> TensorSource<'a> {
         match self {
             TensorSource::Checkpoint { loaded, group } => loaded.names(group),
             TensorSource::Folder(folder) => Ok(folder.names().collect()),
+            TensorSource::Sum { base, .. } => base.names(),
         }
     }
 
@@ -100,6 +123,7 @@ impl<'a> TensorSource<'a> {
                 let (dtype, shape) = folder.find(name)?;
                 Some((dtype.to_string(), Float::of(dtype), shape))
             }
+            TensorSource::Sum { base, .. } => base.find(name),
         }
     }
 
@@ -111,6 +135,7 @@ impl<'a> TensorSource<'a> {
                 Ok(())
             }
             TensorSource::Folder(folder) => folder.read(name, start, bytes),
+            TensorSource::Sum { base, .. } => base.read(name, start, bytes),
         }
     }
 
@@ -135,6 +160,21 @@ impl<'a> TensorSource<'a> {
             }
         }
         Ok(())
+    }
+
+    /// A number that tells other tensors from these: of the first elements of each.
+    pub fn fingerprint(&self, copies: &[TensorCopy]) -> Result<u64> {
+        const ELEMENTS: usize = 4096;
+        let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+        let mut raw = Vec::new();
+        for copy in copies {
+            let Some((_, Some(float), shape)) = self.find(&copy.from) else { continue };
+            raw.resize(shape.iter().product::<usize>().min(ELEMENTS) * float.bytes(), 0);
+            self.read(&copy.from, 0, &mut raw)?;
+            hasher.update(copy.to.as_bytes());
+            hasher.update(&raw);
+        }
+        Ok(hasher.digest())
     }
 
     /// Whether two tensors of the source are equal, element by element; false where one is not there.

@@ -2,7 +2,8 @@
 
 use lockstep_ir::DType;
 
-use super::{TensorCopy, TensorSource};
+use super::convert::Float;
+use super::{LowRank, TensorCopy, TensorSource};
 use crate::error::{CheckpointError, Result};
 use crate::tensor_file::CHUNK_BYTES;
 
@@ -13,6 +14,11 @@ impl TensorSource<'_> {
     /// Reads a tensor that [`check`](TensorSource::check) has passed and gives its elements, as `dtype`, in the order of the result,
     /// chunk by chunk.
     pub fn stream(&self, copy: &TensorCopy, dtype: DType, give: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        if let TensorSource::Sum { base, added } = self
+            && let Some(product) = added.get(&copy.to)
+        {
+            return product.add_to(base, copy, dtype, give);
+        }
         let Some((_, Some(float), _)) = self.find(&copy.from) else {
             return Err(CheckpointError::unfit(self.path(), format!("no tensor `{}`", copy.from), "check the folder"));
         };
@@ -56,6 +62,46 @@ impl TensorSource<'_> {
             give(&converted)?;
         }
         Ok(())
+    }
+}
+
+impl LowRank {
+    /// Gives the sum of a tensor and the product, rounded once.
+    fn add_to(
+        &self,
+        base: &TensorSource,
+        copy: &TensorCopy,
+        dtype: DType,
+        give: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut row, mut column) = (0, 0);
+        let mut product = vec![0.0; self.columns];
+        let (mut sums, mut converted) = (Vec::new(), Vec::new());
+        base.stream(copy, DType::F32, &mut |chunk| {
+            sums.clear();
+            for element in chunk.as_chunks().0 {
+                if column == 0 {
+                    self.row(row, &mut product);
+                }
+                let sum = f32::from_le_bytes(*element) + product[column];
+                sums.extend_from_slice(&sum.to_le_bytes());
+                column += 1;
+                if column == self.columns {
+                    (row, column) = (row + 1, 0);
+                }
+            }
+            Float::F32.convert(&sums, dtype, &mut converted);
+            give(&converted)
+        })
+    }
+
+    /// A row of the product.
+    fn row(&self, row: usize, product: &mut [f32]) {
+        product.fill(0.0);
+        let factors = &self.left[row * self.rank..(row + 1) * self.rank];
+        for (factor, line) in factors.iter().zip(self.right.chunks(self.columns)) {
+            product.iter_mut().zip(line).for_each(|(sum, x)| *sum += factor * x);
+        }
     }
 }
 

@@ -45,11 +45,11 @@ pub fn save_copies<'a>(
     temporary.finish(dir, &Manifest { format: WHOLE, step, files, attachments, state: state.clone() }, &1.into())
 }
 
-/// Writes copies of tensors to `folder` as `model.safetensors`, or, beyond `most` bytes, as shards with an index: as other
+/// Writes copies of tensors to `folder` as one file of safetensors of this name, or, beyond `most` bytes, as shards with an index: as other
 /// programs read them. Elements become `dtype`, f32 or bf16. `progress` hears the bytes written and the bytes in all.
 pub fn export(
     folder: &Path,
-    source: TensorSource,
+    (source, name): (TensorSource, &str),
     copies: &[TensorCopy],
     dtype: DType,
     most: u64,
@@ -75,13 +75,13 @@ pub fn export(
     let shards = shards.map_err(refused)?;
     let total = shards.iter().map(Shard::bytes).sum();
     let count = shards.len();
-    let name = |i: usize| match count {
-        1 => "model.safetensors".to_owned(),
-        _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+    let file = |i: usize| match count {
+        1 => format!("{name}.safetensors"),
+        _ => format!("{name}-{:05}-of-{count:05}.safetensors", i + 1),
     };
     let mut done = 0;
     for (i, shard) in shards.iter().enumerate() {
-        shard.write(&folder.join(name(i)), source, false, &mut |bytes| {
+        shard.write(&folder.join(file(i)), source, false, &mut |bytes| {
             done += bytes;
             progress(done, total);
         })?;
@@ -90,10 +90,10 @@ pub fn export(
         let in_file =
             |(i, share): (usize, &&[TensorCopy])| share.iter().map(move |copy| (copy.to.clone(), i)).collect();
         let map: Vec<Vec<(String, usize)>> = shares.iter().enumerate().map(in_file).collect();
-        let map: serde_json::Map<_, _> = map.into_iter().flatten().map(|(to, i)| (to, json!(name(i)))).collect();
+        let map: serde_json::Map<_, _> = map.into_iter().flatten().map(|(to, i)| (to, json!(file(i)))).collect();
         let size: u64 = shards.iter().map(|shard| shard.payload).sum();
         let index = json!({ "metadata": { "total_size": size }, "weight_map": map });
-        let path = folder.join("model.safetensors.index.json");
+        let path = folder.join(format!("{name}.safetensors.index.json"));
         write_synced(&path, |to| to.write_all(format!("{index:#}\n").as_bytes()))?;
     }
     Ok(())

@@ -9,7 +9,14 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, MeshAxis, Op, Section, Te
 use std::collections::BTreeSet;
 
 fn parameter(g: &mut Graph, name: String, dims: Vec<Dim>) -> ValueId {
-    let parameter = Parameter { init: Init::Ones, parts: vec![name.clone()], decay: true, exact: false, balance: None };
+    let parameter = Parameter {
+        init: Init::Ones,
+        parts: vec![name.clone()],
+        decay: true,
+        exact: false,
+        balance: None,
+        frozen: false,
+    };
     g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
 }
 

@@ -164,7 +164,7 @@ impl At<'_> {
 
     /// The same of the parameter that is named.
     pub fn weight_of(&mut self, op: Op, reads: &[ValueId], parameter: ValueId) -> Result<(), Stop> {
-        if !matches!(self.g.get(parameter).source, Source::State(State::Parameter(_))) {
+        if !self.is_trained(parameter) {
             return Ok(());
         }
         let name = format!("dw.{}", self.g.get(parameter).name);
@@ -172,6 +172,11 @@ impl At<'_> {
         self.g.keep_tf32(self.node.tf32);
         self.sum_into_state(dw, parameter);
         Ok(())
+    }
+
+    /// Whether a value is a parameter that wants a gradient.
+    pub fn is_trained(&self, value: ValueId) -> bool {
+        matches!(&self.g.get(value).source, Source::State(State::Parameter(parameter)) if !parameter.frozen)
     }
 
     /// Sums into an accumulator that this use of the parameter has for itself.

@@ -19,6 +19,8 @@ fn linear_cross_entropy(at: &mut At) -> Result<(), Stop> {
         let reason = format!("makes gradients of a loss of weight 1, not {weight}");
         return Err(TypeError { op: at.node.op.name(), reason }.into());
     }
-    at.sum_into_state(at.output(2), at.node.inputs[1]);
+    if at.is_trained(at.node.inputs[1]) {
+        at.sum_into_state(at.output(2), at.node.inputs[1]);
+    }
     at.add(0, at.output(1))
 }

@@ -37,7 +37,8 @@ pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeErr
         places: BTreeMap::new(),
         sent: BTreeMap::new(),
         taken: Vec::new(),
-        blocks: BTreeSet::new(),
+        blocks: BTreeMap::new(),
+        combined: nodes.iter().filter(|n| matches!(n.op, Op::Combine { .. })).map(|n| n.inputs[0]).collect(),
     };
     for (at, node) in nodes.into_iter().enumerate() {
         rewrite.node(&mut g, node)?;
@@ -78,8 +79,10 @@ struct Rewrite<'a> {
     sent: BTreeMap<(ValueId, ValueId), ValueId>,
     /// What takes rows from blocks, until it is needed.
     taken: Vec<Node>,
-    /// Values that are blocks of rows now.
-    blocks: BTreeSet<ValueId>,
+    /// Values that are blocks of rows now, with what was chosen.
+    blocks: BTreeMap<ValueId, ValueId>,
+    /// Values whose rows are added up by token.
+    combined: BTreeSet<ValueId>,
 }
 
 impl Rewrite<'_> {
@@ -93,19 +96,31 @@ impl Rewrite<'_> {
             let Places { owners, blocks, .. } = self.places(g, &node, chosen, w)?;
             let rows = self.send(g, &node)?;
             let matmul = Node { op: Op::RowsLinear { blocks }, inputs: vec![rows, w, owners], ..node };
-            return self.push(g, matmul, &[y]);
+            return self.push(g, matmul, &[(y, chosen)]);
         }
         if let (Op::GroupedLinear { each: true }, &[x, w, chosen], &[Some(y)]) =
             (node.op, &node.inputs[..], &node.outputs[..])
         {
             let Places { slots, owners, blocks } = self.places(g, &node, chosen, w)?;
+            if !self.combined.contains(&y) {
+                let matmul = Node { op: Op::RowsLinear { blocks }, inputs: vec![x, w, owners], ..node };
+                return self.push(g, matmul, &[(y, chosen)]);
+            }
             let name = format!("{}.rows", g.get(y).name);
             let rows = g.node(Op::RowsLinear { blocks }, &[x, w, owners], &name, phase, layer)?[0];
             self.taken.push(Node { op: Op::TakeRows { blocks }, inputs: vec![rows, slots], ..node });
             return Ok(());
         }
-        let changed = node.inputs.iter().any(|v| self.blocks.contains(v));
-        let made: Vec<ValueId> = node.outputs.iter().flatten().copied().filter(|_| changed).collect();
+        let Some(chosen) = node.inputs.iter().find_map(|v| self.blocks.get(v)).copied() else {
+            return self.push(g, node, &[]);
+        };
+        if let (Op::Combine { .. }, Some(Places { slots, blocks, .. })) = (node.op, self.places.get(&chosen).copied()) {
+            let mut node = node;
+            let name = format!("{}.taken", g.get(node.inputs[0]).name);
+            node.inputs[0] = g.node(Op::TakeRows { blocks }, &[node.inputs[0], slots], &name, phase, layer)?[0];
+            return self.push(g, node, &[]);
+        }
+        let made: Vec<_> = node.outputs.iter().flatten().map(|y| (*y, chosen)).collect();
         self.push(g, node, &made)
     }
 
@@ -123,14 +138,14 @@ impl Rewrite<'_> {
     }
 
     /// Adds a node some of whose outputs are blocks now.
-    fn push(&mut self, g: &mut Graph, node: Node, made: &[ValueId]) -> Result<(), TypeError> {
+    fn push(&mut self, g: &mut Graph, node: Node, made: &[(ValueId, ValueId)]) -> Result<(), TypeError> {
         if !made.is_empty() {
             let types = node.op.infer(&g.input_types(&node))?;
             for (y, ty) in node.outputs.iter().zip(types).filter_map(|(y, ty)| Some(((*y)?, ty))) {
                 g.values[y.0].ty = ty;
             }
         }
-        self.blocks.extend(made);
+        self.blocks.extend(made.iter().copied());
         g.nodes.push(node);
         Ok(())
     }
@@ -193,6 +208,7 @@ mod tests {
                 decay: true,
                 exact: name == "router",
                 balance: None,
+                frozen: false,
             };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };

@@ -15,6 +15,8 @@ const LLAMA: Extents = Extents {
     gathered_head: None,
     naive_attention: false,
     noise_scale: false,
+    adapter_dropout: false,
+    adapters: false,
 };
 
 /// A model whose every extent is this.

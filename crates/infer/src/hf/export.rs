@@ -1,8 +1,9 @@
 //! A checkpoint becomes a Hugging Face folder.
 
+use super::adapter::{added, export_adapter};
 use super::special::{put_bos_text, put_eos_id, put_eos_text, template_bos};
-use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, model_parts, unfit};
-use crate::{Part, Result, RunTokenizer, Trained};
+use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, unfit};
+use crate::{Result, RunTokenizer, Trained};
 use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::{Config, DataFormat, PrecisionPolicy};
 use lockstep_ir::DType;
@@ -10,6 +11,7 @@ use lockstep_model::hf::{self, HfExtras};
 use lockstep_plan::check_positions;
 use lockstep_rundir::RunDirError;
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// How a model is exported.
@@ -22,11 +24,13 @@ pub struct ExportOptions {
     pub context: Option<usize>,
     /// The most bytes of one file of weights.
     pub shard_bytes: u64,
+    /// Whether the adapters of a run are exported alone, as PEFT keeps them. If not, they are merged into the weights.
+    pub adapter: bool,
 }
 
 impl Default for ExportOptions {
     fn default() -> Self {
-        Self { dtype: None, context: None, shard_bytes: 5_000_000_000 }
+        Self { dtype: None, context: None, shard_bytes: 5_000_000_000, adapter: false }
     }
 }
 
@@ -58,6 +62,14 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         (None, PrecisionPolicy::Bf16 | PrecisionPolicy::Fp8) => DType::BF16,
         (None, PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 | PrecisionPolicy::Fp16) => DType::F32,
     };
+    if options.adapter {
+        if config.lora.rank.is_none() {
+            let hint = "all weights of this model were trained: export it as a model";
+            return Err(unfit(from, "there are no adapters".into(), hint.into()).into());
+        }
+        let parameters = export_adapter(&trained, checkpoint, out, dtype)?;
+        return Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings });
+    }
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));
     let context = options.context.or(imported).or(original).unwrap_or(config.train.seq);
@@ -97,17 +109,19 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     }
 
     let model = &config.model;
-    let copy = |part: Part| {
-        let Part { name, mut shape, .. } = part;
-        let transposed = hf::is_transposed(model, &name);
-        if transposed {
+    let copy = |copy: TensorCopy| {
+        let TensorCopy { mut shape, transposed, .. } = copy;
+        let turned = hf::is_transposed(model, &copy.to);
+        if turned {
             shape.reverse();
         }
-        TensorCopy { from: name.clone(), to: name, shape, transposed }
+        TensorCopy { shape, transposed: transposed != turned, ..copy }
     };
-    let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
-    let source = TensorSource::Checkpoint { loaded: checkpoint, group: "model" };
-    source.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
+    let added = if config.lora.rank.is_some() { added(config, checkpoint)? } else { BTreeMap::new() };
+    let (base, copies) = trained.model_source()?;
+    let copies: Vec<TensorCopy> = copies.into_iter().map(copy).collect();
+    base.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
+    let source = if added.is_empty() { base } else { TensorSource::Sum { base: &base, added: &added } };
 
     let new = NewFolder::begin(out)?;
     let pretty = |value: &Value| format!("{value:#}\n").into_bytes();
@@ -125,7 +139,7 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     for (name, text) in kept.others() {
         new.write(name, text.as_bytes())?;
     }
-    lockstep_checkpoint::export(new.contents(), source, &copies, dtype, options.shard_bytes, progress)?;
+    lockstep_checkpoint::export(new.contents(), (source, "model"), &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
     Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })

@@ -1,11 +1,13 @@
 //! Hugging Face folders in and out: what a model's tensors are called there, and the files around them.
 
+mod adapter;
 mod byte_tokenizer;
 mod export;
 mod import;
 mod kept;
 mod special;
 
+pub use adapter::AdapterFolder;
 pub use export::{ExportOptions, Exported, export, export_problem};
 pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, special_warnings, tokenizer_bytes};
 pub use import::{Imported, import};

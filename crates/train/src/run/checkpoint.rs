@@ -7,7 +7,7 @@ use crate::event::{Event, Show};
 use crate::{Result, TrainError};
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
 use lockstep_config::Config;
-use lockstep_infer::{ATTACHMENT, InferError, TOKENIZER};
+use lockstep_infer::{ATTACHMENT, BASE, InferError, TOKENIZER};
 use lockstep_ir::units;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -68,6 +68,8 @@ pub(super) struct Checkpoints {
     pub(super) prepared: Option<PathBuf>,
     /// What came beside the weights of the Hugging Face model that it started from, as an attachment.
     pub(super) kept: Option<Vec<u8>>,
+    /// Fingerprint of the weights that adapters stand beside.
+    pub(super) base: Option<String>,
 }
 
 impl Run<'_> {
@@ -102,6 +104,7 @@ impl Run<'_> {
             "data": format!("{:016x}", self.checkpoints.data),
             "prepared": self.checkpoints.prepared,
             "config": self.config.resolved_toml(),
+            BASE: self.checkpoints.base,
             "lockstep": env!("CARGO_PKG_VERSION"),
             "pending_metrics": self.status.pending,
             "noise": self.status.noise.to_bits(),

@@ -94,9 +94,7 @@ impl Run<'_> {
             }
             None => {
                 self.session.restart(self.config.train.seed)?;
-                if let Some(weights) = InitialWeights::open(self.config)? {
-                    self.session.start_from(&weights)?;
-                }
+                self.session.begin_from(self.config, InitialWeights::open(self.config)?.as_ref())?;
             }
         }
         let step = found.as_ref().map_or(0, |loaded| loaded.step);

@@ -80,6 +80,8 @@ pub(super) fn start<'a>(
     let (config, team) = (&course.config, devices.team());
     announce(course, (plan, devices), &found, options, show);
     let initial = initial_weights(config, &found, show)?;
+    // Those that adapters stand beside, which checkpoints do not hold.
+    let base = found.loaded.as_ref().map_or(Ok(None), |loaded| InitialWeights::beside(config, loaded))?;
     let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
     let mut program = LoadedProgram::load(config, plan, devices, &input.train, show)?;
     let loaded = found.loaded.as_ref();
@@ -87,19 +89,26 @@ pub(super) fn start<'a>(
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
             return Err(InferError::DataChanged { dir: input.folder }.into());
         }
+        if let Some(base) = &base {
+            program.session.start_from(base.source())?;
+        }
         let converted = program.session.restore(loaded)?;
         converted.iter().for_each(|kind| show(Event::Converted(kind)));
     }
     let step = loaded.map_or(0, |loaded| loaded.step);
     let roll_backs = spikes::read(dir.path(), loaded.map(|l| &l.state), step)?;
     let status = RunStatus::of(loaded, config, roll_backs);
+    if loaded.is_none() {
+        program.session.begin_from(config, initial.as_ref())?;
+    }
     if let Some(weights) = &initial {
-        program.session.start_from(weights)?;
         show(Event::Initialised { from: weights.path() });
         if config.is_inherited("precision.policy") {
             show(Event::PrecisionInherited(config.precision.policy.word()));
         }
     }
+    let frozen = base.as_ref().or(initial.as_ref()).filter(|_| config.lora.rank.is_some());
+    let beside_adapters = frozen.map(InitialWeights::fingerprint).transpose()?;
     let read_ahead = program.session.read_ahead(&input.train, config.batches().at(step).first_sample)?;
     let places = checkpoint::places(config, &options.dir);
     if team.is_first() && step < config.train.steps {
@@ -179,6 +188,7 @@ pub(super) fn start<'a>(
             data: input.data.fingerprint(),
             prepared: config.prepared_dir().and_then(|folder| way(&options.dir, &folder)),
             kept: input.kept.to_json(),
+            base: beside_adapters,
         },
         tokenizer: input.tokenizer,
         sample_tokens: options.sample_tokens,
@@ -224,6 +234,10 @@ fn initial_weights(config: &Config, found: &LatestCheckpoint, show: Show) -> Res
     let initial = InitialWeights::open(config)?;
     if let Some(weights) = &initial {
         weights.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    }
+    if config.lora.rank.is_some() && initial.is_none() {
+        let text = "the weights beside the adapters are random: train.init_from names none";
+        show(Event::Warning(text));
     }
     // Before days of training, not after them.
     if let Some(why) = export_problem(config) {

@@ -4,10 +4,11 @@ use super::Session;
 use crate::Result;
 use crate::checkpoint::rank_parts;
 use crate::checkpoint::{SaveEnd, SaveRequest, Saver};
-use lockstep_checkpoint::{About, Draft, Keep, Loaded, require_space, save};
+use lockstep_checkpoint::{About, Draft, Keep, Loaded, TensorCopy, TensorSource, require_space, save};
+use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_infer::state::{self, Converted, Weights};
-use lockstep_infer::{InferError, InitialWeights};
+use lockstep_infer::{AdapterFolder, InferError, InitialWeights};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -24,9 +25,15 @@ impl Session {
         state::clear_moments(&self.tensors, self.executor.as_mut())
     }
 
-    /// Replaces the parameters by weights of another origin.
-    pub(crate) fn start_from(&mut self, weights: &InitialWeights) -> Result<(), InferError> {
-        state::start_from(&self.tensors, self.executor.as_mut(), weights.source())
+    /// Replaces parameters by weights of another origin, as far as there are some.
+    pub(crate) fn start_from(&mut self, weights: (TensorSource<'_>, &[TensorCopy])) -> Result<(), InferError> {
+        state::start_from(&self.tensors, self.executor.as_mut(), weights)
+    }
+
+    /// The weights that a run begins with, and the adapters, where the config names some.
+    pub(crate) fn begin_from(&mut self, config: &Config, weights: Option<&InitialWeights>) -> Result<(), InferError> {
+        weights.map_or(Ok(()), |weights| self.start_from(weights.source()))?;
+        AdapterFolder::open(config)?.map_or(Ok(()), |adapters| self.start_from(adapters.source()))
     }
 
     /// Takes host memory for a snapshot, so that checkpoints can be written [in the background](Session::begin_save). All processes
