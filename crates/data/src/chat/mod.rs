@@ -18,7 +18,7 @@ mod template;
 mod turns;
 
 pub use conversation::Conversation;
-pub(crate) use conversation::Problem;
+pub(crate) use conversation::{CONVERSATIONS, MESSAGES, Problem};
 pub(crate) use encode::Turn;
 
 use std::collections::BTreeMap;
