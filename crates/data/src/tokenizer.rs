@@ -115,6 +115,8 @@ enum Model {
         source: Vec<u8>,
         /// The same, which reads special tokens in text; made when it is first used.
         reads_special: OnceLock<Box<tokenizers::Tokenizer>>,
+        /// The tokens that the file calls special, those that text may spell among them.
+        special: BTreeSet<u32>,
     },
 }
 
@@ -150,7 +152,7 @@ impl Tokenizer {
 
     /// The same, which makes special tokens of text that spells some of them.
     pub fn with_special(mut self, tokens: &[String]) -> Result<Self> {
-        let Model::File { path, tokenizer, source, reads_special } = &mut self.model else { return Ok(self) };
+        let Model::File { path, tokenizer, source, reads_special, .. } = &mut self.model else { return Ok(self) };
         if tokens.is_empty() {
             return Ok(self);
         }
@@ -206,7 +208,9 @@ impl Tokenizer {
             })?,
         };
         let (path, reads_special) = (path.to_owned(), OnceLock::new());
-        let model = Model::File { path, tokenizer: Box::new(tokenizer), source, reads_special };
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let special = added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        let model = Model::File { path, tokenizer: Box::new(tokenizer), source, reads_special, special };
         Ok(Tokenizer { model, eos, bos: None, vocabulary: largest + 1 })
     }
 
@@ -245,12 +249,9 @@ impl Tokenizer {
         special
     }
 
-    /// The numbers of the tokens that its file calls special, those that text may spell among them.
-    pub(crate) fn special_in_file(&self) -> BTreeSet<u32> {
-        let Model::File { source, .. } = &self.model else { return BTreeSet::new() };
-        let file: serde_json::Value = serde_json::from_slice(source).unwrap_or_default();
-        let special = file["added_tokens"].as_array().into_iter().flatten().filter(|token| token["special"] == true);
-        special.filter_map(|token| u32::try_from(token["id"].as_u64()?).ok()).collect()
+    /// Whether its file calls a token special, also one that text may spell.
+    pub fn is_special(&self, id: u32) -> bool {
+        matches!(&self.model, Model::File { special, .. } if special.contains(&id))
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.
