@@ -7,6 +7,7 @@ use lockstep_config::Config;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
 use lockstep_infer::{Generator, Sampling, Stop, Text, Trained, evaluate, generate};
+use lockstep_ir::Hint;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -102,4 +103,12 @@ fn evaluation_counts_the_answers() {
     let tokens = |i: usize| tokenizer.tokens(TASK[i].1).unwrap().len() as u64 + 2;
     let answers: u64 = (0..144).map(|i| tokens(i % 6) + tokens((i / 6) % 6)).sum();
     assert_eq!(found.score.tokens, answers);
+    // The token that ends an answer is no text.
+    let bytes = |i: usize| TASK[i].1.len() as u64 + 1;
+    assert_eq!(found.score.bytes, (0..144).map(|i| bytes(i % 6) + bytes((i / 6) % 6)).sum::<u64>());
+
+    let empty = dir.path().join("empty.jsonl");
+    fs::write(&empty, "{\"messages\": []}\n{\"messages\": null}\n").unwrap();
+    let error = evaluate(&Devices::new(), &trained, &Text::Paths(vec![empty]), None, &mut |_| ()).unwrap_err();
+    assert!(error.with_hint().starts_with("there is nothing to predict: the text is empty\nhint: "), "{error}");
 }
