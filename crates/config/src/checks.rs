@@ -10,7 +10,7 @@ use crate::rules;
 use crate::stages;
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{AttentionMethod, DataFormat, QkNorm, RecomputePolicy, TrainOnTurns};
+use crate::words::{AttentionMethod, DataFormat, RecomputePolicy, TrainOnTurns};
 use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 /// What the model's architecture has.
@@ -134,12 +134,11 @@ fn keys_belong_to_the_architecture(values: &Values) -> Option<Conflict> {
     if values.get(key).is_some() {
         return conflict(key, why, remove(key));
     }
-    let whole = features.qk_norm == QkNorm::Whole;
-    if !features.gpt2_block && !whole {
+    if !features.gpt2_block {
         return None;
     }
     let (heads, kv_heads) = (values.count("model.heads")?, values.count("model.kv_heads")?);
-    if heads != kv_heads && features.gpt2_block {
+    if heads != kv_heads {
         return conflict("model.kv_heads", "has as many as heads", remove("model.kv_heads"));
     }
     let (dim, head_dim) = (values.count("model.dim")?, values.count("model.head_dim")?);

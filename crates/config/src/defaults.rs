@@ -128,8 +128,10 @@ pub(crate) fn softmax_scale_dim(values: &Values) -> Derived {
 
 /// The root of the width, as Gemma has it.
 pub(crate) fn embedding_scale(values: &Values) -> Derived {
-    let scaled = features(values).scaled_embedding;
-    Ok(values.count("model.dim").map(|dim| Value::Float(if scaled { (dim as f64).sqrt() } else { 1.0 })))
+    if !features(values).scaled_embedding {
+        return Ok(Some(Value::Float(1.0)));
+    }
+    Ok(values.count("model.dim").map(|dim| Value::Float((dim as f64).sqrt())))
 }
 
 /// No accumulation. Where data-parallel ranks do not divide the batch, [`layout_conflicts`] says so.

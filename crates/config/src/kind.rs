@@ -5,7 +5,7 @@ mod tables;
 
 use std::ops::Range;
 
-use tables::{CORPUS_KEYS, GROUP_KEYS, RAMP_KEYS, ROPE_SCALING_KEYS, WEIGHT_KEYS, form, rope_scaling_forms};
+use tables::{CORPUS_KEYS, GROUP_KEYS, RAMP_KEYS, WEIGHT_KEYS, form, rope_scaling_forms};
 use toml::Spanned;
 use toml::de::{DeFloat, DeInteger, DeValue};
 
@@ -149,7 +149,7 @@ pub(crate) const LAYER_TYPES: Item = Item {
     hold: |text| LayerType::WORDS.contains(&text),
 };
 pub(crate) const ROPE_LAYERS: Item = Item {
-    plural: "layers with RoPE and without",
+    plural: "numbers 0 and 1",
     rule: "write 1 for a layer with RoPE and 0 for one without, such as [1, 1, 1, 0]",
     hold: |number| ["0", "1"].contains(&number),
 };
@@ -329,7 +329,7 @@ impl Kind {
             Kind::Float(bounds) => format!("give a number {}", bounds.text),
             Kind::Texts(item) | Kind::Counts(item) => item.rule.into(),
             Kind::Text(word) => word.rule.into(),
-            Kind::RopeScaling => format!("give all of {}", form(&ROPE_SCALING_KEYS)),
+            Kind::RopeScaling => format!("give {}", rope_scaling_forms()),
             Kind::Corpora => format!("give a list of {}; schedule may be left out", form(&CORPUS_KEYS)),
             Kind::Weights => {
                 format!("give a list of {}, such as {{ tokens = \"2T\", weight = 0.3 }}", form(&WEIGHT_KEYS))

@@ -1,12 +1,12 @@
 //! Patterns over layers: what each layer of a model has, and what the keys of patterns must keep.
 
 use crate::architecture::Architecture;
-use crate::checks::features;
-use crate::conflict::Conflict;
+use crate::conflict::{Conflict, Derived};
+use crate::defaults;
 use crate::schema::ModelConfig;
 use crate::value::{Field, Value};
 use crate::values::Values;
-use crate::words::{LayerType, NormPlaces, QkNorm};
+use crate::words::LayerType;
 
 /// The RoPE of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -17,7 +17,7 @@ pub enum LayerRope {
     Local,
 }
 
-/// What a layer has that another may have otherwise.
+/// Parts that differ between layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerParts {
     /// The sliding window of its attention; all tokens before if there is none.
@@ -40,8 +40,9 @@ impl ModelConfig {
 
     /// The same model with every pattern as short as can be, so that two that mean the same are equal.
     pub fn with_short_patterns(&self) -> ModelConfig {
-        let layer_types = shortest(&self.layer_types, self.layers, self.sliding_window.map(|_| LayerType::Sliding));
-        ModelConfig { layer_types, rope_layers: shortest(&self.rope_layers, self.layers, Some(1)), ..self.clone() }
+        let usual = if self.sliding_window.is_some() { LayerType::Sliding } else { LayerType::Full };
+        let layer_types = shortest(&self.layer_types, self.layers, usual);
+        ModelConfig { layer_types, rope_layers: shortest(&self.rope_layers, self.layers, 1), ..self.clone() }
     }
 }
 
@@ -51,9 +52,9 @@ fn at<T: Copy>(pattern: &[T], layer: usize) -> Option<T> {
 }
 
 /// The shortest pattern that says the same of so many layers: nothing where all are as `usual`.
-pub fn shortest<T: Copy + PartialEq>(pattern: &[T], layers: usize, usual: Option<T>) -> Vec<T> {
+pub fn shortest<T: Copy + PartialEq>(pattern: &[T], layers: usize, usual: T) -> Vec<T> {
     let all: Vec<T> = (0..layers).filter_map(|layer| at(pattern, layer)).collect();
-    if all.iter().all(|one| Some(*one) == usual) {
+    if all.iter().all(|one| *one == usual) {
         return Vec::new();
     }
     let repeats = |period: &usize| all.iter().enumerate().all(|(i, one)| *one == all[i % period]);
@@ -86,7 +87,7 @@ pub(crate) fn patterns_fit_the_layers(values: &Values) -> Option<Conflict> {
             return Some(Conflict::new(
                 &[key, "model.layers"],
                 format!("{key} has {entries} entries, and there are model.layers = {layers}"),
-                "leave out those of layers that there are not: the list is a pattern that repeats over the layers",
+                "the list repeats over the layers: give at most model.layers entries",
             ));
         }
     }
@@ -112,30 +113,39 @@ pub(crate) fn local_bases_have_layers(values: &Values) -> Option<Conflict> {
     Conflict::when(
         !some_slide(values),
         &["model.rope_local_theta", "model.layer_types", "model.sliding_window"],
-        format!("model.rope_local_theta = {theta} is of layers with a sliding window among others, and there are none"),
+        format!("model.rope_local_theta = {theta} is for models with both sliding and full layers; here all are alike"),
         "use model.rope_theta, or say by model.sliding_window and model.layer_types which layers slide",
     )
 }
 
+/// A key, and what makes its default.
+type KeyDefault = (&'static str, fn(&Values) -> Derived);
+
+/// Keys of parts that the block of GPT-2 does not have, besides the window, and their defaults.
+const NOT_IN_GPT2: [KeyDefault; 8] = [
+    ("model.layer_types", defaults::layer_types),
+    ("model.rope_layers", defaults::rope_layers),
+    ("model.norms", defaults::norms),
+    ("model.norm_plus_one", defaults::norm_plus_one),
+    ("model.qk_norm", defaults::qk_norm),
+    ("model.activation", defaults::activation),
+    ("model.embedding_scale", defaults::embedding_scale),
+    ("model.softmax_scale_dim", defaults::softmax_scale_dim),
+];
+
 /// The block of GPT-2 has parts of its own.
 pub(crate) fn gpt2_has_its_own_block(values: &Values) -> Option<Conflict> {
-    let (architecture, usual) = (values.word::<Architecture>("model.architecture")?, features(values));
-    if !usual.gpt2_block {
+    let architecture = values.word::<Architecture>("model.architecture")?;
+    if !architecture.features().gpt2_block {
         return None;
     }
-    let word = |key: &'static str, usual: Option<Value>| {
-        let given = values.get(key)?;
-        (Some(given) != usual.as_ref()).then(|| (key, given.to_string()))
+    let differs = |(key, default): &KeyDefault| {
+        let (given, usual) = (values.get(key)?, default(values).ok()??);
+        (*given != usual).then_some((*key, given))
     };
-    let (key, given) = word("model.sliding_window", None)
-        .or_else(|| word("model.layer_types", Some(Value::Texts(Vec::new()))))
-        .or_else(|| word("model.rope_layers", Some(Value::Counts(Vec::new()))))
-        .or_else(|| word("model.norms", NormPlaces::Pre.to_value()))
-        .or_else(|| word("model.norm_plus_one", Some(Value::Bool(false))))
-        .or_else(|| word("model.qk_norm", QkNorm::None.to_value()))
-        .or_else(|| word("model.activation", usual.activation.to_value()))
-        .or_else(|| word("model.embedding_scale", Some(Value::Float(1.0))))
-        .or_else(|| word("model.softmax_scale_dim", values.get("model.head_dim").cloned()))?;
+    // No window is the default of every family.
+    let window = values.get("model.sliding_window").map(|given| ("model.sliding_window", given));
+    let (key, given) = window.or_else(|| NOT_IN_GPT2.iter().find_map(differs))?;
     Some(Conflict::new(
         &[key, "model.architecture"],
         format!(
@@ -174,13 +184,17 @@ mod tests {
     #[test]
     fn patterns_that_mean_the_same_are_equal_when_they_are_short() {
         use LayerType::{Full, Sliding};
-        assert_eq!(shortest(&[Sliding, Full, Sliding, Full], 6, Some(Sliding)), [Sliding, Full]);
-        assert_eq!(shortest(&[Sliding, Sliding, Sliding, Full], 3, Some(Sliding)), []);
-        assert_eq!(shortest(&[Full, Full, Sliding], 3, None), [Full, Full, Sliding]);
-        assert_eq!(shortest(&[1, 1, 1, 0], 5, Some(1)), [1, 1, 1, 0]);
-        assert_eq!(shortest(&[1, 1], 5, Some(1)), []);
+        assert_eq!(shortest(&[Sliding, Full, Sliding, Full], 6, Sliding), [Sliding, Full]);
+        assert_eq!(shortest(&[Sliding, Sliding, Sliding, Full], 3, Sliding), []);
+        assert_eq!(shortest(&[Full, Full, Sliding], 3, Full), [Full, Full, Sliding]);
+        assert_eq!(shortest(&[1, 1, 1, 0], 5, 1), [1, 1, 1, 0]);
+        assert_eq!(shortest(&[1, 1], 5, 1), []);
         let (a, b) = (model("rope_layers = [1, 0, 1, 0]"), model("rope_layers = [1, 0]"));
         assert_ne!(a, b);
         assert_eq!(a.with_short_patterns(), b.with_short_patterns());
+        // Without a window all layers are full, said or not.
+        let (said, not) = (model("layer_types = [\"full\"]"), model(""));
+        assert_ne!(said, not);
+        assert_eq!(said.with_short_patterns(), not.with_short_patterns());
     }
 }

@@ -154,13 +154,11 @@ fn patterns_fit_the_layers_and_the_window() {
         "model.sliding_window = 4 is given, and model.layer_types has no \"sliding\" layer",
     );
     refused("rope_layers = [1, 1, 1, 0, 1, 1, 0]", "model.rope_layers has 7 entries, and there are model.layers = 6");
-    refused(
-        "rope_local_theta = 100.0",
-        "model.rope_local_theta = 100.0 is of layers with a sliding window among others",
-    );
-    refused("sliding_window = 4\nrope_local_theta = 100.0", "and there are none");
+    let alike = "model.rope_local_theta = 100.0 is for models with both sliding and full layers; here all are alike";
+    refused("rope_local_theta = 100.0", alike);
+    refused("sliding_window = 4\nrope_local_theta = 100.0", alike);
     refused("layer_types = [\"global\"]", "\"global\" is not one of the kinds of layers it lists");
-    refused("rope_layers = [2]", "2 is not one of the layers with RoPE and without it lists");
+    refused("rope_layers = [2]", "2 is not one of the numbers 0 and 1 it lists");
     refused(
         "rope_scaling = { type = \"longrope\", factor = 2 }",
         "model.rope_scaling.type = \"longrope\" is not known",
@@ -669,11 +667,6 @@ hint: 4 groups do
             &["model.architecture=\"deepseek\"", "model.balance_bias=0.001"],
             "model.balance_bias = 0.001 is given, and model.architecture = \"deepseek\" does not have it",
             "use model.architecture = \"dots1\", or model.balance_loss, or remove model.balance_bias",
-        ),
-        (
-            &["model.architecture=\"olmoe\"", "model.head_dim=6"],
-            "model.head_dim is given, and model.architecture = \"olmoe\" has model.dim / model.heads",
-            "remove model.head_dim",
         ),
     ] {
         let error = refused(&dots1, set);

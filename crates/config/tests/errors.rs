@@ -329,6 +329,18 @@ hint: give all of { factor, low_freq_factor, high_freq_factor, original_context 
 ",
     );
     check(
+        "[model]\nrope_scaling = 3\n",
+        "
+model.rope_scaling = 3 is not an inline table
+  --> run.toml:2
+  |
+2 | rope_scaling = 3
+  |                ^
+hint: give { factor, low_freq_factor, high_freq_factor, original_context }, { type = \"linear\", factor } or { type = \"yarn\", \
+factor, original_context, beta_fast, beta_slow, attention_factor, truncate }
+",
+    );
+    check(
         "[model]\nrope_scaling = { factor = 8 }\n",
         "
 model.rope_scaling.low_freq_factor is not set

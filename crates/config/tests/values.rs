@@ -3,7 +3,9 @@
 use lockstep_ir::Hint;
 use std::path::Path;
 
-use lockstep_config::{Change, Config, PrecisionPolicy, QkNorm, RopeScalingConfig, SaveEvery, legal, presets, schema};
+use lockstep_config::{
+    Architecture, Change, Config, PrecisionPolicy, QkNorm, RopeScalingConfig, SaveEvery, legal, presets, schema,
+};
 use lockstep_ir::Layout;
 
 fn parse(text: &str) -> Config {
@@ -266,6 +268,37 @@ fn the_schema_reads_as_a_listing() {
     assert_eq!(row("model.preset").1, "not set");
     assert_eq!(row("data.tokenizer").0, "\"bytes\", or a path");
     assert_eq!(row("data.corpora").0, "list of { name, paths, weight, schedule }");
+}
+
+#[test]
+fn defaults_of_families_are_what_the_listing_says() {
+    let config = |family: Architecture| {
+        let features = family.features();
+        // A pattern of layers is the default where there is a window.
+        let block = if features.gpt2_block { "" } else { "ffn = 48\nsliding_window = 8\n" };
+        let experts = if features.experts { "experts = 4\n" } else { "" };
+        let text = format!(
+            "[model]\narchitecture = \"{family}\"\nvocab_size = 64\nlayers = 6\ndim = 32\nheads = 4\n{block}{experts}"
+        );
+        parse(&text)
+    };
+    let configs: Vec<(Architecture, Config)> = Architecture::ALL.iter().map(|one| (*one, config(*one))).collect();
+    let usual = config(Architecture::Llama);
+    let mut held = 0;
+    for key in schema().iter().filter(|key| key.path.starts_with("model.")) {
+        // What is given to some of them above, and what follows from that, is no default of a family.
+        let given = ["model.architecture", "model.experts", "model.sliding_window"].contains(&key.path);
+        if given || key.default.contains("with model.experts") {
+            continue;
+        }
+        let words: Vec<&str> = key.default.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+        let named: Vec<&str> = Architecture::WORDS.iter().copied().filter(|word| words.contains(word)).collect();
+        let differ = configs.iter().filter(|(_, config)| config.value(key.path) != usual.value(key.path));
+        let differ: Vec<&str> = differ.map(|(family, _)| family.word()).collect();
+        assert_eq!(named, differ, "{}: {}", key.path, key.default);
+        held += usize::from(!named.is_empty());
+    }
+    assert!(held >= 12, "{held}");
 }
 
 #[test]

@@ -118,9 +118,9 @@ impl TokenStream {
         self.entries_in(from + 1, to, ignore);
     }
 
-    /// Calls `visit` with the place of every EOS token among the `count` tokens from `from` on, counted from `from`: the
-    /// last token of each document that ends there.
-    pub fn eos_places(&self, from: u64, count: u64, mut visit: impl FnMut(u64)) {
+    /// Calls `visit` with the place of the last token of each document that ends among the `count` tokens from `from` on, counted
+    /// from `from`. It is an EOS token, but of a conversation whatever its template writes last.
+    pub fn last_places(&self, from: u64, count: u64, mut visit: impl FnMut(u64)) {
         let to = from + count;
         self.documents_beginning_in(from + 1, to + 1, |document| visit(document.start - 1 - from));
         if count > 0 && to == self.len() {

@@ -56,9 +56,13 @@ impl TokenizerSpec {
         if path.to_str().is_none() {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
-        let xxh3 = xxh3_64(&read(path)?);
+        Ok(TokenizerSpec::of_json(path, &read(path)?).with_eos(end_token.as_deref()))
+    }
+
+    /// The tokenizer of a `tokenizer.json` that was read from `path`.
+    pub fn of_json(path: &Path, json: &[u8]) -> Self {
         let (path, special_tokens) = (path.to_owned(), Vec::new());
-        Ok(TokenizerSpec::File { path, xxh3, end_token, begin_token: None, special_tokens })
+        TokenizerSpec::File { path, xxh3: xxh3_64(json), end_token: None, begin_token: None, special_tokens }
     }
 
     /// The same file, whose documents begin with a token.
@@ -115,6 +119,8 @@ enum Model {
         source: Vec<u8>,
         /// The same, which reads special tokens in text; made when it is first used.
         reads_special: OnceLock<Box<tokenizers::Tokenizer>>,
+        /// The tokens that the file calls special, those that text may spell among them.
+        special: BTreeSet<u32>,
     },
 }
 
@@ -123,19 +129,24 @@ impl Tokenizer {
     pub fn open(spec: &TokenizerSpec) -> Result<Self> {
         match spec {
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
-            TokenizerSpec::File { path, xxh3, end_token, begin_token, special_tokens } => {
-                let source = read(path)?;
-                if xxh3_64(&source) != *xxh3 {
-                    return Err(DataError::tokenizer(path, "it changed while it was in use", "run the command again"));
-                }
-                let tokenizer = Tokenizer::parse(path, source, end_token.as_deref())?;
-                tokenizer.with_bos(begin_token.as_deref())?.with_special(special_tokens)
-            }
+            TokenizerSpec::File { path, .. } => Tokenizer::of_json(spec, read(path)?),
         }
     }
 
+    /// The same where the `tokenizer.json` was read already.
+    pub fn of_json(spec: &TokenizerSpec, source: Vec<u8>) -> Result<Self> {
+        let TokenizerSpec::File { path, xxh3, end_token, begin_token, special_tokens } = spec else {
+            return Ok(Tokenizer::bytes());
+        };
+        if xxh3_64(&source) != *xxh3 {
+            return Err(DataError::tokenizer(path, "it changed while it was in use", "run the command again"));
+        }
+        let tokenizer = Tokenizer::parse(path, source, end_token.as_deref())?;
+        tokenizer.with_bos(begin_token.as_deref())?.with_special(special_tokens)
+    }
+
     /// The same, whose documents begin with a token of its vocabulary.
-    pub fn with_bos(mut self, token: Option<&str>) -> Result<Self> {
+    fn with_bos(mut self, token: Option<&str>) -> Result<Self> {
         self.bos = match (token, &self.model) {
             (None, _) | (_, Model::Bytes) => None,
             (Some(token), Model::File { path, tokenizer, .. }) => {
@@ -149,8 +160,8 @@ impl Tokenizer {
     }
 
     /// The same, which makes special tokens of text that spells some of them.
-    pub fn with_special(mut self, tokens: &[String]) -> Result<Self> {
-        let Model::File { path, tokenizer, source, reads_special } = &mut self.model else { return Ok(self) };
+    fn with_special(mut self, tokens: &[String]) -> Result<Self> {
+        let Model::File { path, tokenizer, source, reads_special, .. } = &mut self.model else { return Ok(self) };
         if tokens.is_empty() {
             return Ok(self);
         }
@@ -172,11 +183,6 @@ impl Tokenizer {
         as_text(path, &mut changed)?;
         (**tokenizer, *reads_special) = (changed, OnceLock::new());
         Ok(self)
-    }
-
-    /// The tokenizer of a `tokenizer.json` that was read from `path`.
-    pub fn of_json(path: &Path, source: Vec<u8>, end_token: Option<&str>) -> Result<Self> {
-        Tokenizer::parse(path, source, end_token)
     }
 
     /// The tokenizer whose tokens are bytes.
@@ -206,7 +212,9 @@ impl Tokenizer {
             })?,
         };
         let (path, reads_special) = (path.to_owned(), OnceLock::new());
-        let model = Model::File { path, tokenizer: Box::new(tokenizer), source, reads_special };
+        let added = tokenizer.get_added_tokens_decoder().into_iter();
+        let special = added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        let model = Model::File { path, tokenizer: Box::new(tokenizer), source, reads_special, special };
         Ok(Tokenizer { model, eos, bos: None, vocabulary: largest + 1 })
     }
 
@@ -245,12 +253,9 @@ impl Tokenizer {
         special
     }
 
-    /// The numbers of the tokens that its file calls special, those that text may spell among them.
-    pub(crate) fn special_in_file(&self) -> BTreeSet<u32> {
-        let Model::File { source, .. } = &self.model else { return BTreeSet::new() };
-        let file: serde_json::Value = serde_json::from_slice(source).unwrap_or_default();
-        let special = file["added_tokens"].as_array().into_iter().flatten().filter(|token| token["special"] == true);
-        special.filter_map(|token| u32::try_from(token["id"].as_u64()?).ok()).collect()
+    /// Whether its file calls a token special, also one that text may spell.
+    pub fn is_special(&self, id: u32) -> bool {
+        matches!(&self.model, Model::File { special, .. } if special.contains(&id))
     }
 
     /// Whether a token is a byte, so that any bytes are text and may be cut anywhere.

@@ -1,6 +1,7 @@
 //! Where the chat template of a tokenizer is found, and the special tokens that it names.
 
-use crate::hf::{CHAT_TEMPLATE, Kept};
+use crate::Result;
+use crate::hf::{CHAT_TEMPLATE, Kept, text_of};
 use lockstep_config::{Config, DataFormat, TrainOnTurns};
 use lockstep_data::{ChatSpec, DataError, TrainOn};
 use std::collections::BTreeMap;
@@ -10,11 +11,18 @@ use std::path::{Path, PathBuf};
 const TOKENS: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// How the conversations of a config become text; none where its data are no conversations.
-pub(crate) fn chat_spec(config: &Config) -> Result<Option<ChatSpec>, DataError> {
-    match config.data.format {
-        DataFormat::Text => Ok(None),
-        DataFormat::Chat => beside_tokenizer(config).map(Some),
+pub(crate) fn chat_spec(config: &Config) -> Result<Option<ChatSpec>> {
+    if config.data.format == DataFormat::Text {
+        return Ok(None);
     }
+    let found = beside_tokenizer(config)?.ok_or_else(|| DataError::Template {
+        path: tokenizer_folder(config),
+        problem: "the tokenizer has no chat template: neither chat_template.jinja nor chat_template in \
+                  tokenizer_config.json is beside it"
+            .to_owned(),
+        hint: "fetch these files of the model too, or name a template in data.chat_template".into(),
+    })?;
+    Ok(Some(found))
 }
 
 /// What of a conversation counts in the loss.
@@ -26,10 +34,10 @@ pub(crate) fn train_on(config: &Config) -> TrainOn {
     }
 }
 
-/// The template that `data.chat_template` names, or else that beside the tokenizer.
-pub(crate) fn beside_tokenizer(config: &Config) -> Result<ChatSpec, DataError> {
-    let folder = config.tokenizer_path().and_then(|path| path.parent().map(Path::to_owned)).unwrap_or_default();
-    let files = Kept::beside(&folder).map_err(|cause| DataError::Unreadable { path: folder.clone(), cause })?;
+/// The template that `data.chat_template` names, or else that beside the tokenizer; none where there is neither.
+pub(crate) fn beside_tokenizer(config: &Config) -> Result<Option<ChatSpec>> {
+    let folder = tokenizer_folder(config);
+    let files = Kept::beside(&folder)?;
     let found = match config.chat_template_path() {
         Some(path) => {
             let text = std::fs::read_to_string(&path);
@@ -37,16 +45,13 @@ pub(crate) fn beside_tokenizer(config: &Config) -> Result<ChatSpec, DataError> {
         }
         None => template(&folder, &files),
     };
-    let Some((path, text)) = found else {
-        return Err(DataError::Template {
-            path: folder,
-            problem: "the tokenizer has no chat template: neither chat_template.jinja nor chat_template in \
-                      tokenizer_config.json is beside it"
-                .to_owned(),
-            hint: "fetch these files of the model too, or name a template in data.chat_template".into(),
-        });
-    };
-    Ok(ChatSpec::new(&path, text, tokens(config, &files), train_on(config)))
+    Ok(found.map(|(path, text)| ChatSpec::new(&path, text, tokens(config, &files), train_on(config))))
+}
+
+/// The folder of the tokenizer that a config names.
+fn tokenizer_folder(config: &Config) -> PathBuf {
+    let path = config.tokenizer_path().unwrap_or_default();
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
 /// How conversations become text by the files of a folder; none where these have no template.
@@ -68,17 +73,15 @@ fn template(folder: &Path, files: &Kept) -> Option<(PathBuf, String)> {
     Some((folder.join(name), text.to_owned()))
 }
 
-/// The tokens that files name; those of the config where they name none.
+/// The tokens that the config names; where it names none, those that files do.
 fn tokens(config: &Config, files: &Kept) -> BTreeMap<String, String> {
     let own = [("eos_token", config.data.eos_token.as_deref()), ("bos_token", config.bos_token())];
     let own = own.into_iter().filter_map(|(name, token)| Some((name.to_owned(), token?.to_owned())));
     let theirs = ["special_tokens_map.json", "tokenizer_config.json"].into_iter().flat_map(|file| {
         let file = files.json(file);
-        let token = |name: &'static str| {
-            let token = file[name].as_str().or_else(|| file[name]["content"].as_str());
-            token.map(|token| (name.to_owned(), token.to_owned()))
-        };
+        let token = |name: &'static str| text_of(&file[name]).map(|token| (name.to_owned(), token));
         TOKENS.into_iter().filter_map(token).collect::<Vec<_>>()
     });
-    own.chain(theirs).collect()
+    // The last of a name counts.
+    theirs.chain(own).collect()
 }

@@ -2,6 +2,7 @@
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, TextScore, counted};
 use crate::tasks::Request;
+use crate::text::with_tokens_of;
 use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
 use lockstep_config::{Config, DataFormat};
 use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
@@ -143,13 +144,18 @@ pub fn evaluate(
             Material::Text(prepared.train().clone())
         }
     };
+    if matches!(&material, Material::Text(tokens) if tokens.len() < 2) {
+        return Err(nothing_to_predict("the text is empty"));
+    }
+    // Special tokens are known as such; no token ends a conversation but what its template writes.
+    let by_place = config.data.format == DataFormat::Text && !tokenizer.is_special(tokenizer.eos());
     let cut = material.cut(config, seq);
     let total = cut.sequences * seq as u64 + cut.rest as u64;
     let mut all = Sum::default();
     let mut corpora = vec![Sum::default(); material.names().len()];
     let mut done = 0;
     let mut scored = |Scored { index, loss, targets, source: (stream, from) }: Scored<'_>| {
-        let (tokens, bytes) = (counted(targets), text_bytes(&tokenizer, stream, from + 1, targets));
+        let (tokens, bytes) = (counted(targets), text_bytes(&tokenizer, stream, from + 1, targets, by_place));
         all.add(tokens, bytes, loss);
         done += targets.len() as u64;
         if let Material::Validation { samples, .. } = &material {
@@ -159,10 +165,21 @@ pub fn evaluate(
     };
     let mut model = Model::load(devices, trained, seq, cut, false)?;
     model.score(&material, cut, &mut scored)?;
+    if all.tokens == 0 {
+        return Err(nothing_to_predict("no token of the text counts in the loss"));
+    }
     let named = material.names().iter().zip(corpora).filter(|(name, sum)| !name.is_empty() && sum.tokens > 0);
     let corpora = named.map(|(name, sum)| CorpusEvaluation { name: name.clone(), score: sum.score() }).collect();
     let arena_bytes = model.executor.arena_bytes();
     Ok(Evaluation { score: all.score(), seq, corpora, arena_bytes })
+}
+
+fn nothing_to_predict(why: &str) -> InferError {
+    let problem = format!("there is nothing to predict: {why}");
+    InferError::Unusable {
+        problem,
+        hint: "name files whose records have text; data.text_field names their field".into(),
+    }
 }
 
 /// The tokenizer of a model for preparing text in a folder of its own.
@@ -170,23 +187,25 @@ fn tokenizer_spec(tokenizer: &RunTokenizer, config: &Config, folder: &Path) -> R
     let Some(json) = tokenizer.source() else { return Ok(TokenizerSpec::Bytes) };
     let path = folder.join("tokenizer.json");
     std::fs::write(&path, json).map_err(|e| RunDirError::io("write", &path, e))?;
-    let spec = TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token());
-    Ok(spec.with_special(&config.data.special_tokens))
+    Ok(with_tokens_of(config, TokenizerSpec::file(&path, None)?))
 }
 
-/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. BOS and EOS tokens are none.
-fn text_bytes(tokenizer: &RunTokenizer, stream: &TokenStream, from: u64, targets: &[u32]) -> i64 {
-    let mut ends = Vec::new();
-    stream.eos_places(from, targets.len() as u64, |at| ends.push(at as usize));
+/// Bytes of text of the targets that count, which are the tokens of a stream from `from` on. BOS and EOS tokens are none; with
+/// `by_place`, the EOS token is the last of each document.
+fn text_bytes(tokenizer: &RunTokenizer, stream: &TokenStream, from: u64, targets: &[u32], by_place: bool) -> i64 {
+    let mut lasts = Vec::new();
+    stream.last_places(from, targets.len() as u64, |at| lasts.push(at as usize));
+    // Where the text of each document ends, and where the next document begins.
+    let documents = lasts.into_iter().map(|last| (last + usize::from(!by_place), last + 1));
     let mut bytes = 0;
     let mut start = 0;
-    for end in ends.into_iter().chain([targets.len()]) {
+    for (end, next) in documents.chain([(targets.len(), targets.len())]) {
         let mut at = start.min(end);
         for run in targets[at..end].split(|target| *target == IGNORED_TARGET) {
             bytes += tokenizer.byte_count(&before(stream, from + at as u64), run);
             at += run.len() + 1;
         }
-        start = end + 1;
+        start = next;
     }
     bytes
 }
@@ -242,8 +261,7 @@ impl Material {
                 Cut { sequences: (*count).min(most), rest: 0 }
             }
             Material::Text(tokens) => {
-                // A document has a byte and an EOS token at least, so there is something to predict.
-                let targets = tokens.len() - 1;
+                let targets = tokens.len().saturating_sub(1);
                 Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize }
             }
         }

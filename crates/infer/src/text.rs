@@ -42,18 +42,20 @@ impl RunTokenizer {
         Ok(self.bos().into_iter().chain(self.tokens(text)?).collect())
     }
 
-    /// Number of bytes of text that tokens stand for, which are of one document and without its EOS token, behind those that
-    /// stand `before` them. Over the pieces of a document the numbers add up to its length: a character that is cut counts as
-    /// `�` before the cut, and what that was too much is taken off behind it.
+    /// Number of bytes of text that tokens stand for, which are of one document, behind those that stand `before` them. Special
+    /// tokens are no text, nor is a BOS token; an EOS token that is not special must be left out. Over the pieces of a document the
+    /// numbers add up to its length: a character that is cut counts as `�` before the cut, and what that was too much is taken off
+    /// behind it.
     pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
         if self.is_bytes() || tokens.is_empty() {
             return tokens.len() as i64;
         }
-        // A BOS token is no text.
-        let (before, tokens) = match (before, tokens, self.bos()) {
-            ([first, rest @ ..], _, Some(bos)) if *first == bos => (rest, tokens),
-            ([], [first, rest @ ..], Some(bos)) if *first == bos => (before, rest),
-            _ => (before, tokens),
+        let text = |tokens: &[u32]| tokens.iter().copied().filter(|token| !self.is_special(*token)).collect::<Vec<_>>();
+        let (before, tokens) = (text(before), text(tokens));
+        let (before, tokens) = match (&before[..], &tokens[..], self.bos()) {
+            ([first, rest @ ..], tokens, Some(bos)) if *first == bos => (rest, tokens),
+            ([], [first, rest @ ..], Some(bos)) if *first == bos => (&[][..], rest),
+            (before, tokens, _) => (before, tokens),
         };
         let length = |tokens: &[u32]| if tokens.is_empty() { 0 } else { self.decode(tokens).len() as i64 };
         length(&[before, tokens].concat()) - length(before)
@@ -67,8 +69,13 @@ pub fn tokenizer_spec(config: &Config) -> Result<TokenizerSpec, DataError> {
         let path = config.data.tokenizer.clone().into();
         return Err(DataError::Source { path, problem: problem.into(), hint: hint.into() });
     }
-    let spec = TokenizerSpec::file(&path, config.data.eos_token.clone())?.with_bos(config.bos_token());
-    Ok(spec.with_special(&config.data.special_tokens))
+    Ok(with_tokens_of(config, TokenizerSpec::file(&path, None)?))
+}
+
+/// A tokenizer with the tokens that a config names: the EOS token, the BOS token, and those that text may spell.
+pub(crate) fn with_tokens_of(config: &Config, tokenizer: TokenizerSpec) -> TokenizerSpec {
+    let tokenizer = tokenizer.with_eos(config.data.eos_token.as_deref()).with_bos(config.bos_token());
+    tokenizer.with_special(&config.data.special_tokens)
 }
 
 /// A warning and a hint where much of a model's vocabulary is no token of the tokenizer: it is trained on other text than is meant,

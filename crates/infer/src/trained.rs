@@ -4,11 +4,11 @@ use crate::chat::{beside_tokenizer, chat_of_files};
 use crate::hf::{self, FolderModel, Kept, unfit};
 use crate::initial::{InitialWeights, own_copies};
 use crate::state::MODEL;
-use crate::text::require_vocabulary;
+use crate::text::{require_vocabulary, with_tokens_of};
 use crate::{InferError, Result, RunData, RunTokenizer, Weights, data_folder};
 use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource, latest, open};
 use lockstep_config::{Config, DataFormat, DeviceChoice};
-use lockstep_data::{Chat, ChatSpec};
+use lockstep_data::{Chat, ChatSpec, TokenizerSpec};
 use lockstep_rundir::{RunDirError, read_config};
 use std::path::{Path, PathBuf};
 
@@ -137,8 +137,8 @@ impl Trained {
         let own = match checkpoint.attachment(TOKENIZER) {
             Some(json) => {
                 let path = checkpoint.path.join(TOKENIZER);
-                let own = lockstep_data::Tokenizer::of_json(&path, json.to_vec(), config.data.eos_token.as_deref())?;
-                own.with_bos(config.bos_token())?.with_special(&config.data.special_tokens)?
+                let spec = with_tokens_of(config, TokenizerSpec::of_json(&path, json));
+                lockstep_data::Tokenizer::of_json(&spec, json.to_vec())?
             }
             None => match RunData::open(config, &self.data) {
                 Ok(Some(data)) => data.tokenizer()?,
@@ -168,8 +168,11 @@ impl Trained {
         if let Some(chat) = chat_of_files(config, self.path(), &self.kept()?) {
             return Ok(Some(chat));
         }
-        let named = config.tokenizer_path().is_some_and(|path| path.exists());
-        Ok(beside_tokenizer(config).ok().filter(|_| named))
+        let tokenizer = config.tokenizer_path().filter(|path| path.exists());
+        match config.chat_template_path().or(tokenizer) {
+            Some(_) => beside_tokenizer(config),
+            None => Ok(None),
+        }
     }
 
     /// What makes tokens of a conversation with it.
@@ -260,7 +263,7 @@ fn config_of(checkpoint: &Loaded) -> Result<Config> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_data::{PrepareSpec, TokenizerSpec, prepare};
+    use lockstep_data::{PrepareSpec, prepare};
     use lockstep_ir::Hint;
     use serde_json::json;
     use std::fs;
@@ -288,5 +291,34 @@ mod tests {
         fs::remove_dir_all(path("run/data")).unwrap();
         let error = trained.tokenizer().unwrap_err().with_hint();
         assert!(error.contains("is not there any more\nhint: put it back"), "{error}");
+    }
+
+    #[test]
+    fn a_chat_template_that_cannot_be_read_is_not_taken_for_none() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../data/tests/fixtures/tokenizer.json");
+        fs::copy(fixture, path(TOKENIZER)).unwrap();
+        let config = format!(
+            "[model]\nvocab_size = 1000\nlayers = 1\ndim = 16\nheads = 2\nffn = 32\n\
+             [data]\nformat = \"chat\"\npaths = [\"chats.jsonl\"]\ntokenizer = {:?}\nchat_template = {:?}\neos_token = \"e\"\n",
+            path(TOKENIZER),
+            path("chat.jinja")
+        );
+        let state = json!({ "config": config });
+        lockstep_checkpoint::save(&path("run/checkpoints"), 1, &[], &state, 1, &mut |_, _| {}).unwrap();
+        let trained = Trained::open(&path("run")).unwrap();
+        let error = trained.chat_spec().unwrap_err().with_hint();
+        assert!(error.starts_with(&format!("{}: cannot be read", path("chat.jinja").display())), "{error}");
+        fs::write(path("chat.jinja"), "{{ messages }}").unwrap();
+        // What the config names counts, whatever the files beside the tokenizer say.
+        let beside = json!({ "eos_token": "a", "pad_token": { "content": "p" } });
+        fs::write(path("tokenizer_config.json"), beside.to_string()).unwrap();
+        let spec = trained.chat_spec().unwrap().unwrap();
+        assert_eq!(spec.template, "{{ messages }}");
+        assert_eq!(spec.tokens, [("eos_token", "e"), ("pad_token", "p")].map(|(k, v)| (k.into(), v.into())).into());
+        fs::write(path(hf::ATTACHMENT), "[]").unwrap();
+        let error = trained.chat_spec().unwrap_err().with_hint();
+        assert!(error.contains("hugging_face.json: not the files of a Hugging Face model: "), "{error}");
     }
 }

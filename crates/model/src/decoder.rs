@@ -50,7 +50,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         let hf = |name: &str| named(name, "weight");
         let parts = m.layer_parts(layer);
         let norms = LayerNorms::of(m.norms);
-        // Of what is there, where a norm stands in this place.
+        // Applies the norm of this place, if the layer has one.
         let norm = |g: &mut Graph, x, place: Option<(&str, &str)>, to: &str| match place {
             Some((ours, theirs)) => rms_norm(g, m, x, (&at(ours), &[hf(theirs)]), &at(to)),
             None => Ok(x),
@@ -72,7 +72,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         if m.softmax_scale_dim != m.head_dim {
             qkv = scale_queries(&mut g, m, qkv, &at)?;
         }
-        let o = side.attend(&mut g, qkv, kv, m, &at)?;
+        let o = side.attend(&mut g, qkv, kv, (m.attention, parts.window), &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
         let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         let delta = norm(&mut g, delta, norms.after_attention, "attention_normed")?;
@@ -105,7 +105,7 @@ struct LayerNorms {
 }
 
 impl LayerNorms {
-    /// Hugging Face calls the second norm of a layer by where it stands: before the MLP if it has no other.
+    /// In pre-norm families `post_attention_layernorm` is the norm before the MLP; elsewhere it follows attention.
     fn of(places: NormPlaces) -> Self {
         let after_attention = Some(("attention_post_norm", "post_attention_layernorm"));
         let after_ffn = Some(("ffn_post_norm", "post_feedforward_layernorm"));
@@ -171,7 +171,7 @@ fn qk_norm(
     }
 }
 
-/// Queries of packed Q·K·V, by what makes scores that attention divides by the root of the heads' width those of another number.
+/// Scales Q so that scores are divided by √softmax_scale_dim; attention itself divides by √head_dim.
 fn scale_queries(
     g: &mut Graph,
     m: &ModelConfig,

@@ -3,7 +3,7 @@
 //! There are two forms: `Loss` and `NextToken`. An architecture is written once and does not ask which it is.
 
 use crate::names;
-use lockstep_config::{AttentionMethod, ModelConfig};
+use lockstep_config::AttentionMethod;
 use lockstep_ir::graph::{Loss, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
 
@@ -139,20 +139,19 @@ impl Side {
         Ok(g.op(op, &inputs, &at("rotated"))?[0])
     }
 
-    /// Causal attention over packed Q·K·V, whose K and V are `kv` each, in the window of the layer that was entered.
+    /// Causal attention over packed Q·K·V, whose K and V are `kv` each, in a sliding window if there is one.
     pub fn attend(
         &self,
         g: &mut Graph,
         qkv: ValueId,
         kv: Section,
-        m: &ModelConfig,
+        (method, window): (AttentionMethod, Option<usize>),
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
-        let window = g.layer().map_or(m.sliding_window, |layer| m.layer_parts(layer).window);
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
-                match m.attention {
+                match method {
                     AttentionMethod::Flash => Ok(g.op(Op::Attention { window }, &inputs, &at("o"))?[0]),
                     AttentionMethod::Naive => {
                         let p = g.op(Op::AttentionScores { window }, &inputs, &at("p"))?[0];

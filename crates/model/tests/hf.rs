@@ -209,6 +209,21 @@ fn what_cannot_be_represented_is_refused_by_field() {
             json!({ "rope_parameters": { "sliding_attention": { "rope_type": "linear", "factor": 2.0 } } }),
             "`rope_parameters.sliding_attention` has linear RoPE scaling, which is not supported",
         ),
+        (
+            "gemma3_text",
+            json!({ "rope_theta": 2e6 }),
+            "`rope_parameters.full_attention.rope_theta` = 1000000.0 contradicts `rope_theta` = 2000000.0",
+        ),
+        (
+            "gemma3_text",
+            json!({ "rope_local_base_freq": 2e4 }),
+            "`rope_parameters.sliding_attention.rope_theta` = 30000.0 contradicts `rope_local_base_freq` = 20000.0",
+        ),
+        (
+            "olmo3",
+            json!({ "rope_scaling": { "rope_type": "linear", "factor": 2.0 } }),
+            "`rope_parameters.full_attention` = {\"rope_theta\":1000000.0,\"rope_type\":\"default\"} contradicts `rope_scaling` = ",
+        ),
         ("llama", rope("llama3"), "`rope_parameters.original_max_position_embeddings` is not set"),
         ("llama", partial, "`partial_rotary_factor` = 0.5 is not supported"),
         ("llama", per_layer, "`rope_parameters` differs between layers"),

@@ -6,7 +6,8 @@ use common::{losses, run_to};
 use lockstep_config::Config;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
-use lockstep_infer::{Generator, Sampling, Stop, Text, Trained, evaluate, generate};
+use lockstep_infer::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate};
+use lockstep_ir::Hint;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -102,4 +103,34 @@ fn evaluation_counts_the_answers() {
     let tokens = |i: usize| tokenizer.tokens(TASK[i].1).unwrap().len() as u64 + 2;
     let answers: u64 = (0..144).map(|i| tokens(i % 6) + tokens((i / 6) % 6)).sum();
     assert_eq!(found.score.tokens, answers);
+    // The token that ends an answer is no text.
+    let bytes = |i: usize| TASK[i].1.len() as u64 + 1;
+    assert_eq!(found.score.bytes, (0..144).map(|i| bytes(i % 6) + bytes((i / 6) % 6)).sum::<u64>());
+
+    let empty = dir.path().join("empty.jsonl");
+    fs::write(&empty, "{\"messages\": []}\n{\"messages\": null}\n").unwrap();
+    let error = evaluate(&Devices::new(), &trained, &Text::Paths(vec![empty]), None, &mut |_| ()).unwrap_err();
+    assert!(error.with_hint().starts_with("there is nothing to predict: the text is empty\nhint: "), "{error}");
+}
+
+#[test]
+fn a_chat_goes_out_with_the_eos_token_that_its_template_wrote() {
+    let dir = tempfile::tempdir().unwrap();
+    config(dir.path(), "steps = 1");
+    // The tokenizer alone would take "<|endoftext|>".
+    let beside = dir.path().join("tokenizer_config.json");
+    let mut file: serde_json::Value = serde_json::from_str(&fs::read_to_string(&beside).unwrap()).unwrap();
+    file["eos_token"] = "<|im_end|>".into();
+    fs::write(&beside, file.to_string()).unwrap();
+    for (name, keys, eos) in [("theirs", &[][..], "<|im_end|>"), ("own", &["data.eos_token=</s>".to_owned()], "</s>")] {
+        let config = Config::load(&dir.path().join("run.toml"), keys).unwrap();
+        let (run, out) = (dir.path().join(name), dir.path().join(format!("{name}-hf")));
+        run_to(&config, &run, 1);
+        let trained = Trained::open(&run).unwrap();
+        let chat = lockstep_infer::RunData::open(&trained.config, &trained.data).unwrap().unwrap();
+        assert_eq!(chat.chat().unwrap().tokens["eos_token"], eos);
+        export(&run, &out, ExportOptions::default(), &mut |_, _| {}).unwrap();
+        let written = fs::read(out.join("tokenizer_config.json")).unwrap();
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&written).unwrap()["eos_token"], eos, "{name}");
+    }
 }

@@ -6,6 +6,7 @@ mod hf_folder;
 use common::run_with;
 use hf_folder::{CASES, Model};
 use lockstep_config::{Config, PrecisionPolicy};
+use lockstep_data::{Tokenizer, TokenizerSpec};
 use lockstep_host::Devices;
 use lockstep_infer::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
 use lockstep_ir::Hint;
@@ -472,8 +473,8 @@ fn a_folder_says_which_token_ends_a_text() {
     std::fs::remove_file(place.at("hf/generation_config.json")).unwrap();
     let own = "{ \"eos_token\": { \"content\": \"!\" }, \"bos_token\": \"no such token\" }";
     std::fs::write(place.at("hf/tokenizer_config.json"), own).unwrap();
-    let tokenizer = read(place.at("hf/tokenizer.json")).unwrap();
-    let eos = lockstep_data::Tokenizer::of_json(Path::new("t"), tokenizer, Some("!")).unwrap().eos();
+    let tokenizer = TokenizerSpec::file(&place.at("hf/tokenizer.json"), Some("!".to_owned())).unwrap();
+    let eos = Tokenizer::open(&tokenizer).unwrap().eos();
     let imported = import(&place.at("hf"), &place.at("imported"), &mut |_, _| {}).unwrap();
     let named = imported.warnings.join("\n");
     let expected = format!(

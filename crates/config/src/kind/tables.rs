@@ -42,7 +42,7 @@ const PATTERN: Word = Word {
 };
 
 /// The keys of `model.rope_scaling` without a `type`, which is Llama 3's.
-pub(super) const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
+const ROPE_SCALING_KEYS: [(&str, Kind); 4] = [
     ("factor", Kind::Float(AT_LEAST_ONE)),
     ("low_freq_factor", Kind::Float(POSITIVE)),
     ("high_freq_factor", Kind::Float(POSITIVE)),

@@ -15,8 +15,8 @@ const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "f
 const SHAREGPT_ROLES: [(&str, &str); 3] = [("human", "user"), ("gpt", "assistant"), ("system", "system")];
 
 /// The field of messages where nothing else is said, and ShareGPT's name for it.
-const FIELD: &str = "messages";
-const SHAREGPT_FIELD: &str = "conversations";
+pub(crate) const MESSAGES: &str = "messages";
+pub(crate) const CONVERSATIONS: &str = "conversations";
 
 /// The names that reasoning has; the first is what most templates read.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
@@ -64,8 +64,8 @@ impl Conversation {
         let get = |name: &str| record.get_attr(name).ok().filter(|value| !value.is_undefined());
         let messages = match get(field) {
             Some(messages) => messages,
-            None if field == FIELD => get(SHAREGPT_FIELD)
-                .ok_or_else(|| (format!("the object has no field {FIELD:?}, nor {SHAREGPT_FIELD:?}"), FORM))?,
+            None if field == MESSAGES => get(CONVERSATIONS)
+                .ok_or_else(|| (format!("the object has no field {MESSAGES:?}, nor {CONVERSATIONS:?}"), FORM))?,
             None => return Err((format!("the object has no field {field:?}"), FORM)),
         };
         let tools = get("tools").map_or(Ok(Value::from(())), |tools| decoded(tools, "tools"))?;
@@ -170,16 +170,17 @@ fn read(message: &Value) -> Result<(String, Value), Problem> {
         Some(kind) => return Err((format!("its content is a {kind}, not text"), FORM)),
     };
     let reasoning = REASONING.iter().find_map(|name| get(name).filter(|value| !value.is_none()));
-    let renamed = ["from", "value", "role", "content"];
+    let renamed: &[&str] = if is_sharegpt { &["from", "value", "role", "content"] } else { &["role", "content"] };
     let mut pairs = vec![("role".to_owned(), Value::from(role))];
     pairs.extend(content.filter(|content| !content.is_none()).map(|content| ("content".to_owned(), content)));
     for key in message.try_iter().into_iter().flatten() {
         let name = key.as_str().unwrap_or_default();
-        let given = name == REASONING[0] && reasoning.is_some();
+        if renamed.contains(&name) || name == REASONING[0] && reasoning.is_some() {
+            continue;
+        }
         let value = message.get_item(&key).unwrap_or_default();
         // As transformers passes them on: many templates can do with a key that is not there, and not with one that is null.
-        let absent = value.is_none();
-        if !given && !absent && !(renamed.contains(&name) && (is_sharegpt || name == "role" || name == "content")) {
+        if !value.is_none() {
             pairs.push((name.to_owned(), value));
         }
     }

@@ -1,5 +1,6 @@
 //! The tokens of a rendered conversation, and which of them count in the loss.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::Rendered;
@@ -37,28 +38,42 @@ impl Rendered {
 
     /// The whole text at once, as transformers reads it. Special tokens that a message spells are read apart from it, as text.
     fn spans(&self, tokenizer: &Tokenizer) -> Result<Vec<Span>> {
+        if self.spelled.is_empty() {
+            return tokenizer.spans(&self.text, true);
+        }
+        let lines = [tokenizer.spans("\n", false)?, tokenizer.spans("\n", true)?];
+        let parts = Parts { text: &self.text, tokenizer, lines };
+        let special: BTreeMap<u32, String> = tokenizer.special_tokens().into_iter().collect();
         let mut spans = Vec::new();
         let mut at = 0;
         for spelled in &self.spelled {
-            self.read(tokenizer, at..spelled.start, true, &mut spans)?;
+            parts.read(at..spelled.start, true, &mut spans)?;
             let before = spans.len();
-            self.read(tokenizer, spelled.clone(), false, &mut spans)?;
+            parts.read(spelled.clone(), false, &mut spans)?;
             at = spelled.end;
-            let special = tokenizer.special_tokens();
-            if let Some((_, token)) = special.iter().find(|(id, _)| spans[before..].iter().any(|(made, _)| made == id))
-            {
+            if let Some(token) = spans[before..].iter().find_map(|(made, _)| special.get(made)) {
                 let problem = format!("the tokenizer makes the special token {token:?} of a message that spells it");
                 let hint = DataHint::of("allow it with {}, or remove it from the text", DataSetting::SpecialTokens);
                 return Err(DataError::source(tokenizer.path(), problem, hint));
             }
         }
-        self.read(tokenizer, at..self.text.len(), true, &mut spans)?;
+        parts.read(at..self.text.len(), true, &mut spans)?;
         Ok(spans)
     }
+}
 
+/// A text that is read in parts.
+struct Parts<'a> {
+    text: &'a str,
+    tokenizer: &'a Tokenizer,
+    /// The tokens of a line end, read as text and with special tokens.
+    lines: [Vec<Span>; 2],
+}
+
+impl Parts<'_> {
     /// Adds the tokens of a part of the text.
-    fn read(&self, tokenizer: &Tokenizer, part: Range<usize>, special: bool, spans: &mut Vec<Span>) -> Result<()> {
-        let text = &self.text[part.clone()];
+    fn read(&self, part: Range<usize>, special: bool, spans: &mut Vec<Span>) -> Result<()> {
+        let (text, line) = (&self.text[part.clone()], &self.lines[usize::from(special)]);
         if text.is_empty() {
             return Ok(());
         }
@@ -68,29 +83,30 @@ impl Rendered {
         };
         if part.start > 0 {
             // Behind a line end: some tokenizers put a space before what begins a text.
-            let line = tokenizer.spans("\n", special)?;
-            let behind = tokenizer.spans(&format!("\n{text}"), special)?;
+            let behind = self.tokenizer.spans(&format!("\n{text}"), special)?;
             if behind.len() >= line.len() && line.iter().zip(&behind).all(|(a, b)| a.0 == b.0) {
                 spans.extend(behind.into_iter().skip(line.len()).map(|span| moved(span, 1)));
                 return Ok(());
             }
         }
-        spans.extend(tokenizer.spans(text, special)?.into_iter().map(|span| moved(span, 0)));
+        spans.extend(self.tokenizer.spans(text, special)?.into_iter().map(|span| moved(span, 0)));
         Ok(())
     }
 }
 
-/// The turns of tokens that count where their text does.
+/// The turns of tokens that count where their text does. Parts are in order, and so are tokens: each is looked at once.
 fn turns(spans: &[Span], trained: &[Range<usize>]) -> Vec<Turn> {
-    let (mut turns, mut counted): (Vec<Turn>, usize) = (Vec::new(), 0);
+    let (mut turns, mut counted, mut at): (Vec<Turn>, usize, usize) = (Vec::new(), 0, 0);
     for part in trained {
-        let from = counted + spans[counted..].iter().take_while(|(_, bytes)| !overlap(bytes, part)).count();
-        let last = spans[from..].iter().rposition(|(_, bytes)| overlap(bytes, part));
-        let Some(end) = last.map(|last| from + last + 1) else { continue };
-        if turns.is_empty() || from > counted {
-            turns.push(Turn { start: counted as u64, prompt: (from - counted) as u64 });
+        at += spans[at..].iter().take_while(|(_, bytes)| is_before(bytes, part)).count();
+        let end = at + spans[at..].iter().take_while(|(_, bytes)| !is_after(bytes, part)).count();
+        if end == at {
+            continue;
         }
-        counted = end;
+        if turns.is_empty() || at > counted {
+            turns.push(Turn { start: counted as u64, prompt: (at - counted) as u64 });
+        }
+        (counted, at) = (end, end);
     }
     if counted < spans.len() {
         turns.push(Turn { start: counted as u64, prompt: (spans.len() - counted) as u64 });
@@ -98,12 +114,15 @@ fn turns(spans: &[Span], trained: &[Range<usize>]) -> Vec<Turn> {
     turns
 }
 
-/// Whether a token is of a part of a text. Tokenizers leave spaces out of the bytes of a token, so that one may have none.
-fn overlap(bytes: &Range<usize>, part: &Range<usize>) -> bool {
-    match bytes.is_empty() {
-        false => bytes.start < part.end && bytes.end > part.start,
-        true => bytes.start > part.start && bytes.start <= part.end,
-    }
+/// Whether a token ends before a part of a text. Tokenizers leave spaces out of the bytes of a token, so that one may have none: it
+/// is of the text that ends there.
+fn is_before(bytes: &Range<usize>, part: &Range<usize>) -> bool {
+    bytes.end <= part.start
+}
+
+/// Whether a token begins after a part of a text.
+fn is_after(bytes: &Range<usize>, part: &Range<usize>) -> bool {
+    if bytes.is_empty() { bytes.start > part.end } else { bytes.start >= part.end }
 }
 
 #[cfg(test)]

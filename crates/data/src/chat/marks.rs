@@ -96,15 +96,14 @@ impl Spellings {
         // A template may trim what it puts together.
         let completes =
             |left: &str| texts.iter().any(|text| left.starts_with(text.trim()) || text.trim_start().starts_with(left));
-        let begins = |rest: &str| {
-            self.of(rest).iter().any(|token| {
-                rest.starts_with(token)
-                    || token
-                        .strip_prefix(rest.trim_end())
-                        .is_some_and(|left| !rest.trim().is_empty() && completes(left))
+        // Once for all places: a text may be long, and end in as many spaces.
+        let end = text.trim_end().len();
+        let begins = |at: usize| {
+            self.of(&text[at..]).iter().any(|token| {
+                text[at..].starts_with(token) || at < end && token.strip_prefix(&text[at..end]).is_some_and(&completes)
             })
         };
-        let places: Vec<usize> = text.char_indices().filter(|(at, _)| begins(&text[*at..])).map(|(at, _)| at).collect();
+        let places: Vec<usize> = text.char_indices().map(|(at, _)| at).filter(|at| begins(*at)).collect();
         if places.is_empty() {
             return None;
         }

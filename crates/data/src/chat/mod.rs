@@ -18,7 +18,7 @@ mod template;
 mod turns;
 
 pub use conversation::Conversation;
-pub(crate) use conversation::Problem;
+pub(crate) use conversation::{CONVERSATIONS, MESSAGES, Problem};
 pub(crate) use encode::Turn;
 
 use std::collections::BTreeMap;
@@ -97,6 +97,9 @@ pub(crate) struct Rendered {
     spelled: Vec<Range<usize>>,
 }
 
+/// An answer that no template writes by itself.
+const PROBE: &str = "lockstep-answer-4711";
+
 const TELL: DataHint = DataHint::of(
     "put {% generation %} … {% endgeneration %} around what the assistant writes in the template, as training templates have it, and name it \
      in {}",
@@ -125,25 +128,30 @@ impl Chat {
         Ok(tokens)
     }
 
-    /// The token that ends an answer, where one does: the last special token that a template writes for the assistant.
+    /// The token that ends an answer, where one does: the last special token that a template writes for the assistant after its text.
     pub fn end_of_turn(&self, tokenizer: &Tokenizer) -> Result<Option<u32>> {
         let mut probe = Conversation::asking(None, "a");
-        probe.say("assistant", "b");
-        let Ok(rendered) = self.render_for(&probe, TrainOn::Last) else { return Ok(None) };
-        let (tokens, turns) = rendered.encode(tokenizer)?;
-        let Some(turn) = turns.first() else { return Ok(None) };
-        let end = turns.get(1).map_or(tokens.len(), |next| next.start as usize);
+        probe.say("assistant", PROBE);
+        let Ok((text, log)) = self.template.render(Way::Plain, &probe, false) else { return Ok(None) };
+        let Some(answer) = text.rfind(PROBE).map(|at| at..at + PROBE.len()) else { return Ok(None) };
+        // What follows the last message is no part of its turn.
+        let visits = log.visits();
+        let turn = visits.iter().find(|visit| visit.bytes.start <= answer.start && visit.bytes.end >= answer.end);
+        let turn_end = turn.map_or(text.len(), |visit| visit.bytes.end);
+        let spans = tokenizer.spans(&text, true)?;
         // Some tokenizers have a line break among added tokens that are not special.
-        let special = tokenizer.special_in_file();
-        Ok(tokens[turn.prompt as usize..end].iter().rev().copied().find(|token| special.contains(token)))
+        let last = |end: usize| {
+            let ends = |(token, bytes): &&(u32, Range<usize>)| {
+                bytes.start >= answer.end && bytes.start < end && tokenizer.is_special(*token)
+            };
+            spans.iter().rev().find(ends).map(|(token, _)| *token)
+        };
+        Ok(last(turn_end).or_else(|| last(text.len())))
     }
 
     /// A conversation as text, with what counts in the loss.
     pub(crate) fn render(&self, conversation: &Conversation) -> Result<Rendered, Problem> {
-        self.render_for(conversation, self.train_on)
-    }
-
-    fn render_for(&self, conversation: &Conversation, train_on: TrainOn) -> Result<Rendered, Problem> {
+        let train_on = self.train_on;
         let (text, log) = self.template.render(Way::Plain, conversation, false)?;
         let marked = self.marked(conversation, &text, train_on != TrainOn::All, false)?;
         let (generated, spelled) = marked.map_or_else(Default::default, |marked| (marked.generated, marked.spelled));
@@ -156,21 +164,24 @@ impl Chat {
             return Err((problem.to_owned(), DataHint::of(hint, DataSetting::TrainOn)));
         };
         let visits = log.visits();
+        let outside = |what: &str| {
+            (format!("the chat template has {{% generation %}}, and nothing of {what} is in such a block"), TELL)
+        };
         let mut trained = match self.template.has_generation() {
-            true if generated.is_empty() => {
-                let problem =
-                    "the chat template has {% generation %}, and nothing of the conversation is in such a block";
-                return Err((problem.to_owned(), TELL));
-            }
+            true if generated.is_empty() => return Err(outside("the conversation")),
             true => generated,
             false => self.turns(conversation, &text, &visits)?,
         };
         if train_on == TrainOn::Last {
-            // A turn may have several blocks.
-            let visit = visits.iter().find(|visit| visit.message == last).filter(|_| !self.template.looks_ahead());
-            let only = trained.len() - 1;
-            let from = visit.map_or(trained[only].start, |visit| visit.bytes.start);
-            trained.retain(|range| range.start >= from);
+            // A turn may have several blocks. Where the loop is ahead of its text, which of them are the turn's is not known.
+            let from = match self.template.looks_ahead() {
+                true => trained.last().map(|range| range.start),
+                false => visits.iter().find(|visit| visit.message == last).map(|visit| visit.bytes.start),
+            };
+            trained.retain(|range| from.is_some_and(|from| range.start >= from));
+            if trained.is_empty() {
+                return Err(outside("the last message of the assistant"));
+            }
         }
         Ok(Rendered { text, trained: Some(trained), spelled })
     }

@@ -1,9 +1,8 @@
 //! Conversations in Parquet files: columns of lists of messages, or of JSON that holds such lists.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::{ReaderIter, TreeBuilder};
@@ -11,8 +10,9 @@ use parquet::record::{Field, Row};
 use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type};
 
 use super::pages::Pages;
-use super::rows::{damaged, damaged_row, guarded, refuse_codecs};
+use super::rows::{damaged, damaged_row, guarded, open_file, refuse_codecs, skip_groups};
 use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
+use crate::chat::{CONVERSATIONS, MESSAGES};
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
@@ -20,10 +20,6 @@ use crate::{DataError, DataHint, DataSetting, Result};
 
 /// Columns that are read beside the messages, where a file has them.
 const BESIDE: [&str; 1] = ["tools"];
-
-/// The name of the column where nothing else is said, and ShareGPT's.
-const MESSAGES: &str = "messages";
-const CONVERSATIONS: &str = "conversations";
 
 /// Deeper values are refused.
 const MOST_DEPTH: usize = 64;
@@ -44,16 +40,12 @@ pub(super) struct Nested {
 
 impl Nested {
     pub(super) fn open(file: &SourceFile, fields: Fields<'_>, at: Cursor, stop: &AtomicBool) -> Result<Self> {
-        let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
-        let (pages, begun) = Pages::new(opened);
-        let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
-        begun.store(true, Ordering::Relaxed);
+        let (reader, rows) = open_file(file)?;
         let schema = columns(file, &reader, fields.text)?;
         let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
         refuse_codecs(file, &reader, |name| names.iter().any(|wanted| wanted == name))?;
-        let rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
-        let mut this = Nested { reader, schema, next_group: 0, open: None, ready: VecDeque::new(), rows };
-        let mut left = this.skip_groups(at.records);
+        let (next_group, mut left) = skip_groups(&reader, at.records);
+        let mut this = Nested { reader, schema, next_group, open: None, ready: VecDeque::new(), rows };
         while left > 0 {
             go_on(stop)?;
             if this.ready.is_empty() && !this.fill().map_err(|cause| damaged(file, &cause))? {
@@ -111,19 +103,6 @@ impl Nested {
             }
         }
         Ok(true)
-    }
-
-    /// Leaves out whole row groups without reading them; gives how many of `rows` rows are still to leave out.
-    fn skip_groups(&mut self, mut rows: u64) -> u64 {
-        while self.next_group < self.reader.num_row_groups() {
-            let group = self.reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
-            if rows < group {
-                break;
-            }
-            rows -= group;
-            self.next_group += 1;
-        }
-        rows
     }
 }
 

@@ -31,18 +31,15 @@ pub(super) struct Rows {
 
 impl Rows {
     pub(super) fn open(file: &SourceFile, fields: Fields<'_>, at: Cursor, stop: &AtomicBool) -> Result<Self> {
-        let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
-        let (pages, begun) = Pages::new(opened);
-        let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
-        begun.store(true, Ordering::Relaxed);
+        let (reader, rows) = open_file(file)?;
         let hint = DataHint::of("name the column with the text in {}", DataSetting::TextField);
         let text = Column::find(file, &reader, fields.text, hint)?;
         let hint = DataHint::of("name the column with the prompt in {}", DataSetting::PromptField);
         let prompt = fields.prompt.map(|field| Column::find(file, &reader, field, hint)).transpose()?;
-        let rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
         let mut this = Rows { reader, text, prompt, rows };
         for column in [Some(&mut this.text), this.prompt.as_mut()].into_iter().flatten() {
-            let mut left = column.skip_groups(&this.reader, at.records);
+            let mut left;
+            (column.next_group, left) = skip_groups(&this.reader, at.records);
             while left > 0 {
                 go_on(stop)?;
                 left = column.skip_rows(&this.reader, left).map_err(|cause| damaged(file, &cause))?;
@@ -145,19 +142,6 @@ impl Column {
         Ok(true)
     }
 
-    /// Leaves out whole row groups without reading them; gives how many of `rows` rows are still to leave out.
-    fn skip_groups(&mut self, reader: &SerializedFileReader<Pages>, mut rows: u64) -> u64 {
-        while self.next_group < reader.num_row_groups() {
-            let group = reader.metadata().row_group(self.next_group).num_rows().max(0) as u64;
-            if rows < group {
-                break;
-            }
-            rows -= group;
-            self.next_group += 1;
-        }
-        rows
-    }
-
     /// Leaves out some of the next `rows` rows; gives how many are left.
     fn skip_rows(&mut self, reader: &SerializedFileReader<Pages>, rows: u64) -> Result<u64, String> {
         if self.ready.is_empty() && !self.fill(reader)? {
@@ -167,6 +151,29 @@ impl Column {
         self.ready.drain(..here);
         Ok(rows - here as u64)
     }
+}
+
+/// Opens a file; gives the number of its rows too.
+pub(super) fn open_file(file: &SourceFile) -> Result<(SerializedFileReader<Pages>, u64)> {
+    let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
+    let (pages, begun) = Pages::new(opened);
+    let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
+    begun.store(true, Ordering::Relaxed);
+    let rows = reader.metadata().file_metadata().num_rows().max(0) as u64;
+    Ok((reader, rows))
+}
+
+/// Leaves out whole row groups without reading them; gives the first that is read, and how many of `rows` rows are still to leave out.
+pub(super) fn skip_groups(reader: &SerializedFileReader<Pages>, mut rows: u64) -> (usize, u64) {
+    let groups = reader.metadata().row_groups();
+    for (index, group) in groups.iter().enumerate() {
+        let here = group.num_rows().max(0) as u64;
+        if rows < here {
+            return (index, rows);
+        }
+        rows -= here;
+    }
+    (groups.len(), rows)
 }
 
 /// Refuses columns that are compressed in a way that cannot be read.

@@ -2,7 +2,7 @@
 
 use super::{RunCorpus, RunData, data_folder};
 use crate::chat::{chat_spec, train_on};
-use crate::text::{require_vocabulary, tokenizer_spec};
+use crate::text::{require_vocabulary, tokenizer_spec, with_tokens_of};
 use crate::{InferError, Result};
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DataFormat};
@@ -155,7 +155,7 @@ impl RunData {
     }
 
     /// What is to be prepared for each corpus.
-    pub fn specs(config: &Config, tokenizer: &TokenizerSpec) -> Result<Vec<PrepareSpec>, DataError> {
+    pub fn specs(config: &Config, tokenizer: &TokenizerSpec) -> Result<Vec<PrepareSpec>> {
         let wanted = wanted(config, Path::new(""), tokenizer, chat_spec(config)?.as_ref());
         Ok(wanted.into_iter().map(|wanted| wanted.spec).collect())
     }
@@ -239,11 +239,7 @@ fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> R
     let chat = if lacks_tokenizer { None } else { chat_spec(config)? };
     for (corpus, Wanted { spec, folder, .. }) in data.corpora.iter().zip(wanted) {
         let then = corpus.data.spec();
-        let special = &config.data.special_tokens;
-        let own = || {
-            let tokenizer = then.tokenizer.clone().with_eos(config.data.eos_token.as_deref());
-            tokenizer.with_bos(config.bos_token()).with_special(special)
-        };
+        let own = || with_tokens_of(config, then.tokenizer.clone());
         let own_chat = || {
             let chat = then.chat.clone().filter(|_| lacks_tokenizer && config.data.format == DataFormat::Chat)?;
             Some(ChatSpec { train_on: train_on(config), ..chat })

@@ -88,7 +88,7 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         Some(tokenizer) => {
             let template = template_bos(tokenizer.source().unwrap_or_default());
             let kept = kept.begun_by(tokenizer.bos_text().as_deref(), template.as_deref());
-            kept.ended_by(tokenizer.eos(), tokenizer.token(tokenizer.eos()).as_deref())
+            kept.ended_by(tokenizer.eos(), eos_text(&trained, tokenizer)?.as_deref())
         }
         None => kept,
     };
@@ -132,7 +132,7 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         (None, end) => new.write(GENERATION, &pretty(&json!({ "eos_token_id": end })))?,
     }
     if let Some(tokenizer) = &tokenizer {
-        for (name, bytes) in tokenizer_files(config, tokenizer, &kept, context)? {
+        for (name, bytes) in tokenizer_files(&trained, tokenizer, &kept, context)? {
             new.write(name, &bytes)?;
         }
     }
@@ -170,15 +170,23 @@ fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value> {
     Err(unfit(from, cause, "no folder can be exported that computes what this model computes".into()).into())
 }
 
+/// The EOS token as files of a tokenizer spell it. A chat template writes it by that name: to it, it is what it was in training.
+fn eos_text(trained: &Trained, tokenizer: &RunTokenizer) -> Result<Option<String>> {
+    let is_chat = trained.config.data.format == DataFormat::Chat;
+    let chat = if is_chat { trained.chat_spec()? } else { None };
+    let of_chat = chat.and_then(|mut chat| chat.tokens.remove("eos_token"));
+    Ok(of_chat.or_else(|| tokenizer.token(tokenizer.eos())))
+}
+
 /// The files of a run's tokenizer. One that came with a `tokenizer_config.json` keeps it.
 fn tokenizer_files(
-    config: &Config,
+    trained: &Trained,
     tokenizer: &RunTokenizer,
     kept: &Kept,
     context: usize,
 ) -> Result<Vec<(&'static str, Vec<u8>)>> {
     let mut described = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": false });
-    let (Some(path), Some(bytes)) = (config.tokenizer_path(), tokenizer.source()) else {
+    let (Some(path), Some(bytes)) = (trained.config.tokenizer_path(), tokenizer.source()) else {
         let tokenizer = byte_tokenizer::tokenizer_json();
         return Ok(vec![
             (TOKENIZER, format!("{tokenizer:#}\n").into_bytes()),
@@ -186,7 +194,7 @@ fn tokenizer_files(
         ]);
     };
     let folder = path.parent().unwrap_or(Path::new("."));
-    let eos = tokenizer.token(tokenizer.eos());
+    let eos = eos_text(trained, tokenizer)?;
     let (bos, template) = (tokenizer.bos_text(), template_bos(bytes));
     let beside = match kept.file(TOKENIZER_CONFIG) {
         Some(text) => text.as_bytes().to_vec(),
@@ -224,5 +232,15 @@ mod tests {
         config.model.sliding_window = Some(8);
         let error = describe(&config, beside, Path::new("run")).unwrap_err().with_hint();
         assert!(error.starts_with("run: Hugging Face's qwen2 has no model.sliding_window = 8\nhint: "), "{error}");
+        // Heads of another width than theirs, of a class that has no field for it.
+        let text = text.replace("\"qwen2\"", "\"olmo2\"");
+        let exported = |keys: &str| {
+            let config = Config::parse(&format!("{text}{keys}"), "run.toml", &[]).unwrap();
+            describe(&config, beside, Path::new("run")).map_err(|error| error.with_hint())
+        };
+        let error = exported("head_dim = 6\n").unwrap_err();
+        assert!(error.starts_with("run: Hugging Face's olmo2 has no model.head_dim = 6"), "{error}");
+        // Layers that are full anyway may be said to be.
+        assert!(exported("layer_types = [\"full\"]\n").is_ok());
     }
 }

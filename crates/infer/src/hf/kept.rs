@@ -40,16 +40,19 @@ impl Kept {
         Ok(Self(files))
     }
 
-    /// Those beside a tokenizer that can be read: in its folder, or kept in the checkpoint that it is in.
-    pub(crate) fn beside(folder: &Path) -> std::io::Result<Self> {
-        let mut files = BTreeMap::new();
-        let kept = folder.join(ATTACHMENT);
-        if kept.exists() {
-            files = serde_json::from_slice(&std::fs::read(kept)?).unwrap_or_default();
+    /// Those beside a tokenizer: in its folder, or kept in the checkpoint that it is in.
+    pub(crate) fn beside(folder: &Path) -> Result<Self> {
+        let own = Self::of_folder(folder)?;
+        let attachment = folder.join(ATTACHMENT);
+        if !attachment.exists() {
+            return Ok(own);
         }
-        for name in FILES.into_iter().filter(|name| folder.join(name).exists()) {
-            files.insert(name.to_owned(), std::fs::read_to_string(folder.join(name))?);
-        }
+        let bytes = WeightsFolder::bytes(folder, ATTACHMENT, FILES.len() as u64 * MOST_BYTES)?;
+        let mut files: BTreeMap<String, String> = serde_json::from_slice(&bytes).map_err(|error| {
+            let hint = "name the tokenizer.json of a whole checkpoint, or put it into a folder of its own";
+            unfit(&attachment, format!("not the files of a Hugging Face model: {error}"), hint.into())
+        })?;
+        files.extend(own.0);
         Ok(Self(files))
     }
 

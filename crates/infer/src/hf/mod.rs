@@ -13,6 +13,7 @@ pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, spec
 pub use import::{Imported, import};
 pub(crate) use kept::CHAT_TEMPLATE;
 pub use kept::{ATTACHMENT, Kept};
+pub(crate) use special::text_of;
 
 use crate::{Part, Result, parts};
 use lockstep_checkpoint::{CheckpointError, TensorCopy, TensorSource, WeightsFolder};

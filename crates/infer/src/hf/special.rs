@@ -92,7 +92,7 @@ pub(super) fn template_bos(tokenizer: &[u8]) -> Option<String> {
 }
 
 /// A token as `tokenizer_config.json` has it: its text, or an object with it.
-fn text_of(value: &Value) -> Option<String> {
+pub(crate) fn text_of(value: &Value) -> Option<String> {
     value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 

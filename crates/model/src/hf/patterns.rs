@@ -7,8 +7,9 @@ use lockstep_config::{LayerType, ModelConfig, shortest};
 use serde_json::{Value, json};
 
 const LAYER_TYPES: &str = "layer_types";
-const SLIDING: &str = "sliding_attention";
-const FULL: &str = "full_attention";
+/// The kinds of layers.
+pub(super) const SLIDING: &str = "sliding_attention";
+pub(super) const FULL: &str = "full_attention";
 
 /// The fields of layers without RoPE: a list, and how many layers there are from one to the next where it is not there.
 pub(super) const ROPE_LAYERS: [&str; 2] = ["no_rope_layers", "no_rope_layer_interval"];
@@ -23,13 +24,9 @@ pub(super) struct Slides {
 impl Slides {
     /// As keys of `[model]`.
     pub(super) fn table(&self) -> String {
-        let Self { window, pattern } = self;
-        let window = window.map_or(String::new(), |window| format!("sliding_window = {window}\n"));
-        let words: Vec<String> = pattern.iter().map(|kind| format!("\"{kind}\"")).collect();
-        match window.is_empty() {
-            true => window,
-            false => format!("{window}layer_types = [{}]\n", words.join(", ")),
-        }
+        let Some(window) = self.window else { return String::new() };
+        let words: Vec<String> = self.pattern.iter().map(|kind| format!("\"{kind}\"")).collect();
+        format!("sliding_window = {window}\nlayer_types = [{}]\n", words.join(", "))
     }
 }
 
@@ -94,7 +91,7 @@ fn kinds(
         let hint = format!("say how many tokens layers of {SLIDING} see");
         return Err(refused("`sliding_window` is null, and some layers have one", &hint));
     }
-    Ok(Slides { window, pattern: shortest(&kinds, layers, Some(LayerType::Sliding)) })
+    Ok(Slides { window, pattern: shortest(&kinds, layers, LayerType::Sliding) })
 }
 
 /// A list with an entry for each layer.
@@ -123,7 +120,7 @@ pub(super) fn read_rope_layers(fields: &Fields, layers: usize) -> Result<String,
         }
         None => (1..=layers).map(|i| usize::from(!i.is_multiple_of(every))).collect(),
     };
-    Ok(format!("rope_layers = {:?}\n", shortest(&has, layers, Some(1))))
+    Ok(format!("rope_layers = {:?}\n", shortest(&has, layers, 1)))
 }
 
 /// The kind of every layer.

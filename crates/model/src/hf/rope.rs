@@ -4,7 +4,7 @@
 use super::HfError;
 use super::families::Family;
 use super::fields::{Fields, contradiction, is_same, refused};
-use super::patterns::Slides;
+use super::patterns::{FULL, SLIDING, Slides};
 use lockstep_config::{ModelConfig, RopeScalingConfig};
 use serde_json::{Map, Value, json};
 
@@ -13,8 +13,6 @@ const SCALING: &str = "rope_scaling";
 const THETA: &str = "rope_theta";
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
-/// The parameters of each kind of layer, where they differ.
-const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 
 /// The fields that every rotary family has.
 pub(super) const FIELDS: [&str; 5] = [PARAMETERS, SCALING, THETA, PARTIAL, ORIGINAL];
@@ -33,16 +31,16 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
             return Err(refused(&problem, "one for all layers is supported"));
         }
         let parameters = parameters.map(|inner| (PARAMETERS.to_owned(), inner));
-        return Ok(one(&[parameters, scaling], fields, family.theta)?.table("rope_theta"));
+        return Ok(one(&[parameters, scaling], fields, family.theta)?.table());
     };
     let [full, sliding] = match &parameters {
         None => [None, None],
-        Some(inner) if inner.0.keys().all(|kind| KINDS.contains(&kind.as_str())) => {
+        Some(inner) if inner.0.keys().all(|kind| [FULL, SLIDING].contains(&kind.as_str())) => {
             let of = |kind: &str| Ok(object(inner, kind)?.map(|inner| (format!("{PARAMETERS}.{kind}"), inner)));
-            [of(KINDS[0])?, of(KINDS[1])?]
+            [of(FULL)?, of(SLIDING)?]
         }
         Some(_) => {
-            let hint = format!("give one for {} and one for {}", KINDS[0], KINDS[1]);
+            let hint = format!("give one for {} and one for {}", FULL, SLIDING);
             return Err(refused(&format!("`{PARAMETERS}` does not say which layers it is of"), &hint));
         }
     };
@@ -56,8 +54,8 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
     let global = one(&[full, scaling], fields, family.theta)?;
     Ok(match (slides.window, slides.pattern.is_empty()) {
         (Some(_), true) => format!("{THETA} = {local:?}\n"),
-        (Some(_), false) => format!("{}rope_local_theta = {local:?}\n", global.table("rope_theta")),
-        (None, _) => global.table("rope_theta"),
+        (Some(_), false) => format!("{}rope_local_theta = {local:?}\n", global.table()),
+        (None, _) => global.table(),
     })
 }
 
@@ -65,7 +63,7 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
 fn local(fields: &Fields, own: Option<Named>, field: Option<&str>, default: f64) -> Result<f64, HfError> {
     let own = own.map(|(name, inner)| {
         if let Some(scaling) = scaling(&name, &inner, fields)? {
-            let hint = format!("only the layers of {} may have a scaled RoPE", KINDS[0]);
+            let hint = format!("only the layers of {} may have a scaled RoPE", FULL);
             return Err(refused(
                 &format!("`{name}` has {} RoPE scaling, which is not supported", scaling.name()),
                 &hint,
@@ -87,7 +85,7 @@ fn local(fields: &Fields, own: Option<Named>, field: Option<&str>, default: f64)
         (None, None) => match fields.number(THETA)?.filter(|theta| field.is_none() && *theta != default) {
             // Version 4 takes it for all layers, version 5 not for those with a window.
             Some(_) => {
-                let hint = format!("give `{PARAMETERS}` with one for {} and one for {}", KINDS[0], KINDS[1]);
+                let hint = format!("give `{PARAMETERS}` with one for {} and one for {}", FULL, SLIDING);
                 Err(refused(&format!("`{THETA}` does not say whether layers with a window have it too"), &hint))
             }
             None => Ok(default),
@@ -113,9 +111,9 @@ struct Rope {
 
 impl Rope {
     /// As keys of `[model]`.
-    fn table(&self, key: &str) -> String {
+    fn table(&self) -> String {
         let scaling = self.scaling.as_ref().map_or(String::new(), |scaling| format!("rope_scaling = {scaling}\n"));
-        format!("{key} = {:?}\n{scaling}", self.theta)
+        format!("{THETA} = {:?}\n{scaling}", self.theta)
     }
 }
 
@@ -229,7 +227,7 @@ pub(super) fn write(family: &Family, model: &ModelConfig) -> Vec<(&'static str, 
             let mut full = scaling.unwrap_or_else(|| Map::from_iter([("rope_type".to_owned(), json!("default"))]));
             full.insert(THETA.to_owned(), json!(model.rope_theta));
             let sliding = json!({ "rope_type": "default", THETA: local });
-            fields.push((PARAMETERS, json!({ KINDS[0]: full, KINDS[1]: sliding })));
+            fields.push((PARAMETERS, json!({ FULL: full, SLIDING: sliding })));
         }
         None => {}
     }
