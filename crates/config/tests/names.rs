@@ -143,7 +143,7 @@ fn what_is_not_there_yet_is_said_so() {
         ("lora", "LoRA"),
         ("MLA", "multi-head latent attention (MLA)"),
         ("s3", "reading from object storage"),
-        ("hub", "the Hugging Face Hub"),
+        ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("yarn", "YaRN"),
         ("offload", "offloading to host memory"),
         ("wandb", "logging to Weights & Biases"),
