@@ -140,7 +140,7 @@ impl Hub {
         let listing = match begun {
             Some(listing) => listing,
             None => {
-                let listing = self.ask_listing(&client, name)?;
+                let listing = self.ask_listing_of_cached(&client, cache, name)?;
                 listing.wanted(name, wanted, &cache.snapshot(&listing.commit))?;
                 cache.put_listing(&listing)?;
                 cache.put_commit(name, &listing.commit)?;
@@ -174,6 +174,21 @@ impl Hub {
                 }
                 before += file.bytes.unwrap_or(here);
             }
+        }
+    }
+
+    /// Asks the hub for the files of the commit that the cache has for a branch, so that what is here counts; where the hub has it no
+    /// more, or nothing is here, for those of the revision.
+    fn ask_listing_of_cached(
+        &self,
+        client: &Client<'_>,
+        cache: &RepositoryCache,
+        name: &HubName,
+    ) -> Result<Listing, HubError> {
+        let here = cache.commit(name).filter(|commit| cache.snapshot(commit).is_dir());
+        match here.map(|commit| self.ask_listing(client, &name.at(&commit))) {
+            None | Some(Err(HubError::NoRevision { .. })) => self.ask_listing(client, name),
+            Some(result) => result,
         }
     }
 

@@ -301,7 +301,9 @@ fn a_cache_that_another_program_filled_is_used_without_a_connection() {
     fs::remove_file(snapshot.join("tokenizer.json")).unwrap();
     let nowhere = Hub::new(HubSettings { endpoint: "http://127.0.0.1:9".into(), ..test.settings.clone() });
     assert!(!nowhere.fetch(&name, &HubFiles::Model, &mut |_| ()).unwrap().files.contains_key("tokenizer.json"));
+    // It is asked for the commit that is here, not for what the branch is by now.
     assert!(test.fetch().unwrap().files.contains_key("tokenizer.json"));
+    assert!(test.server.heard()[0].path.ends_with(&format!("revision/{COMMIT}?blobs=true")));
 }
 
 #[test]
