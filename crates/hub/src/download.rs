@@ -86,7 +86,7 @@ impl Download<'_> {
             fs::remove_file(&part).at(&part)?;
             // What was resumed may have begun wrong: once from the start.
             if std::mem::replace(&mut wrong, true) {
-                let (name, file) = (self.name.clone(), self.file.name.clone());
+                let (name, file) = (self.name.clone().into(), self.file.name.clone());
                 return Err(HubError::Checksum { name, file, expected: sum.to_owned(), found });
             }
         }
@@ -182,21 +182,21 @@ impl Download<'_> {
         let status = answer.response.status();
         match status.as_u16() {
             401 | 403 => HubError::Gated {
-                name: self.name.clone(),
+                name: self.name.clone().into(),
                 page: format!("{}/{}", self.settings.endpoint, self.name.page()),
                 with_token: self.settings.token.is_some(),
             },
-            404 => HubError::NoFile { name: self.name.clone(), file: self.file.name.clone() },
+            404 => HubError::NoFile { name: self.name.clone().into(), file: self.file.name.clone() },
             _ => self.nonsense(format!("{status} for {}", self.file.name)),
         }
     }
 
     fn unreachable(&self, cause: String) -> HubError {
-        HubError::Unreachable { name: self.name.clone(), endpoint: self.settings.endpoint.clone(), cause }
+        HubError::Unreachable { name: self.name.clone().into(), endpoint: self.settings.endpoint.clone(), cause }
     }
 
     fn nonsense(&self, problem: String) -> HubError {
-        HubError::Nonsense { name: self.name.clone(), endpoint: self.settings.endpoint.clone(), problem }
+        HubError::Nonsense { name: self.name.clone().into(), endpoint: self.settings.endpoint.clone(), problem }
     }
 }
 

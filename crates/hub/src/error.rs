@@ -16,7 +16,7 @@ pub enum HubError {
     #[error("{name} is not in {}, and HF_HUB_OFFLINE is set", cache.display())]
     Offline {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// The cache.
         cache: PathBuf,
     },
@@ -24,7 +24,7 @@ pub enum HubError {
     #[error("{name}: {endpoint} cannot be reached: {cause}")]
     Unreachable {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// The hub.
         endpoint: String,
         /// Why.
@@ -34,7 +34,7 @@ pub enum HubError {
     #[error("{name}: {endpoint} has no such repository{}", if *with_token { ", or the token may not see it" } else { ", or shows it only with a token" })]
     NotThere {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// The hub.
         endpoint: String,
         /// Whether a token was sent.
@@ -44,13 +44,13 @@ pub enum HubError {
     #[error("{name}: there is no revision `{}`", name.revision())]
     NoRevision {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
     },
     /// One may read it who has agreed to its terms.
     #[error("{name}: access is restricted{}", if *with_token { ", and the token may not read it" } else { ", and no token was found" })]
     Gated {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// Its page.
         page: String,
         /// Whether a token was sent.
@@ -60,7 +60,7 @@ pub enum HubError {
     #[error("{name}: the repository has no {file}")]
     NoFile {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// Which one.
         file: String,
     },
@@ -68,7 +68,7 @@ pub enum HubError {
     #[error("{name}: {file} came with another checksum twice: {found}, the hub says {expected}")]
     Checksum {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// Which file.
         file: String,
         /// What the hub says.
@@ -80,7 +80,7 @@ pub enum HubError {
     #[error("{name}: {endpoint} answers with {problem}")]
     Nonsense {
         /// What was asked for.
-        name: HubName,
+        name: Box<HubName>,
         /// The hub.
         endpoint: String,
         /// What.
@@ -108,6 +108,9 @@ impl HubError {
                 "unset HF_HUB_OFFLINE, or fetch it where there is a connection (`{}`) and set HF_HOME to that folder",
                 name.command()
             ),
+            HubError::Unreachable { cause, .. } if cause.contains("certificate") => {
+                "a proxy may have certificates of its own: name a file with them, as PEM, in SSL_CERT_FILE".to_owned()
+            }
             HubError::Unreachable { name, .. } => format!(
                 "the same command again goes on with the download; where no connection is possible, fetch it elsewhere (`{}`) and \
                  set HF_HOME to that folder, or HF_ENDPOINT to a mirror",

@@ -77,7 +77,7 @@ impl Hub {
             return Ok(fetched);
         }
         if self.settings.offline {
-            return Err(HubError::Offline { name: name.clone(), cache: self.settings.cache.clone() });
+            return Err(HubError::Offline { name: name.clone().into(), cache: self.settings.cache.clone() });
         }
         let _lock = cache.lock("lockstep", &mut || show(HubProgress::Waiting(name)))?;
         // Whoever was waited for may have done it.
@@ -225,7 +225,7 @@ impl Hub {
         let status = answer.response.status();
         let code = answer.response.headers().get("x-error-code").and_then(|value| value.to_str().ok());
         let (endpoint, with_token) = (self.settings.endpoint.clone(), self.settings.token.is_some());
-        let name = name.clone();
+        let name = Box::new(name.clone());
         match (code, status.as_u16()) {
             (Some("GatedRepo"), _) | (None, 403) => {
                 let page = format!("{endpoint}/{}", name.page());
@@ -238,11 +238,11 @@ impl Hub {
     }
 
     fn unreachable(&self, name: &HubName, cause: String) -> HubError {
-        HubError::Unreachable { name: name.clone(), endpoint: self.settings.endpoint.clone(), cause }
+        HubError::Unreachable { name: name.clone().into(), endpoint: self.settings.endpoint.clone(), cause }
     }
 
     fn nonsense(&self, name: &HubName, problem: String) -> HubError {
-        HubError::Nonsense { name: name.clone(), endpoint: self.settings.endpoint.clone(), problem }
+        HubError::Nonsense { name: name.clone().into(), endpoint: self.settings.endpoint.clone(), problem }
     }
 }
 

@@ -88,7 +88,7 @@ impl Listing {
 
     /// The files that are wanted, as far as they are known: the shards of weights are when their index is in `snapshot`.
     pub fn wanted(&self, name: &HubName, wanted: &HubFiles, snapshot: &Path) -> Result<Vec<&HubFile>, HubError> {
-        let no = |file: &str| HubError::NoFile { name: name.clone(), file: file.to_owned() };
+        let no = |file: &str| HubError::NoFile { name: name.clone().into(), file: file.to_owned() };
         let get = |file: &str| self.files.get(file).ok_or_else(|| no(file));
         let mut files: Vec<&HubFile> = match wanted {
             HubFiles::Data(extensions) => return self.data(name, extensions),
@@ -138,7 +138,7 @@ impl Listing {
         if files.is_empty() {
             let place = if name.path().is_empty() { "it".to_owned() } else { name.path().to_owned() };
             let file = format!("file in {place} with one of the extensions {}", extensions.join(", "));
-            return Err(HubError::NoFile { name: name.clone(), file });
+            return Err(HubError::NoFile { name: name.clone().into(), file });
         }
         Ok(files)
     }
