@@ -1,6 +1,7 @@
 //! `lockstep checkpoint`: those of a run, and models of Hugging Face in and out.
 
 use crate::failure::Result;
+use crate::options::model_folder;
 use crate::progress::Progress;
 use crate::shell::shell_quoted;
 use crate::{Format, checkpoint_list, checkpoint_tools};
@@ -28,7 +29,8 @@ pub enum Command {
 
 #[derive(clap::Args)]
 pub struct ImportArgs {
-    /// A folder with config.json, model.safetensors or its shards, and tokenizer.json if there is one.
+    /// A folder with config.json, model.safetensors or its shards, and tokenizer.json if there is one; or hf:OWNER/NAME for a model on
+    /// the Hugging Face Hub.
     #[arg(value_name = "HF_FOLDER")]
     from: PathBuf,
     /// The folder to make.
@@ -77,7 +79,7 @@ pub fn run(command: Command) -> Result<()> {
         Command::Verify(args) => checkpoint_tools::verify(&args),
         Command::Prune(args) => checkpoint_tools::prune(&args),
         Command::Import(args) => {
-            let result = import(&args.from, &args.out, &mut show);
+            let result = import(&model_folder(&args.from)?, &args.out, &mut show);
             progress.clear();
             imported(&args, &result?)
         }

@@ -6,6 +6,7 @@ pub(crate) use tasks::texts;
 
 use crate::Format;
 use crate::failure::{Failure, Result};
+use crate::options::model_folder;
 use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
@@ -17,7 +18,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run directory (its latest checkpoint is used), a checkpoint in one, or a Hugging Face folder.
+    /// A run directory (its latest checkpoint is used), a checkpoint in one, a Hugging Face folder, or hf:OWNER/NAME for a model on the
+    /// Hugging Face Hub.
     #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text files, or folders to search for them.
@@ -45,7 +47,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let trained = Trained::open(&args.from)?;
+    let trained = Trained::open(&model_folder(&args.from)?)?;
     crate::warn(&trained.warnings);
     if !args.tasks.is_empty() {
         return tasks::run(&args, &trained);

@@ -2,6 +2,7 @@
 
 use crate::Format;
 use crate::failure::{Failure, Result};
+use crate::options::model_folder;
 use crate::terminal::printable;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
@@ -14,7 +15,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A run directory (its latest checkpoint is used), a checkpoint in one, or a Hugging Face folder.
+    /// A run directory (its latest checkpoint is used), a checkpoint in one, a Hugging Face folder, or hf:OWNER/NAME for a model on the
+    /// Hugging Face Hub.
     #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text to continue.
@@ -60,7 +62,7 @@ pub fn run(args: Args) -> Result<()> {
     let sampling = Sampling { temperature, top_k, top_p, seed };
     sampling.check()?;
     let prompt = prompt(&args)?;
-    let trained = Trained::open(&args.from)?;
+    let trained = Trained::open(&model_folder(&args.from)?)?;
     crate::warn(&trained.warnings);
     let tokenizer = trained.tokenizer()?;
     let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };

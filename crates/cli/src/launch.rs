@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, INTERRUPTED, RECURS, Result};
 use crate::processes::{ABANDONED, LAUNCHED, SECRET, STOP};
-use crate::{slurm, style, train};
+use crate::{slurm, style, train, warn};
 use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
@@ -56,7 +56,11 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     // What is given with --set wins over what a cluster of this name has.
     args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
     args.train.config.set.extend(args.slurm.overrides());
-    let config = if args.slurm.slurm { args.train.config.load()? } else { args.train.config.load_quietly()? };
+    // What is on the hub is downloaded here: compute nodes may reach nothing.
+    let (config, _) = args.train.load(false)?;
+    if args.slurm.slurm {
+        warn(config.warnings());
+    }
     // The job takes them from its script.
     args.train.config.set = given;
     let Some(ranks) = config.ranks().or(args.ranks) else {

@@ -16,6 +16,7 @@ mod explain;
 mod failure;
 mod generate;
 mod hardware;
+mod init;
 mod launch;
 mod machine;
 mod manual;
@@ -55,6 +56,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Write a first config: asks for the task, the model, the data and the GPUs, or takes them as options.
+    Init(init::Args),
     /// Train the model that a config describes; resumes by itself if the run directory has a checkpoint.
     #[command(after_help = failure::EXIT_CODES)]
     Train(train::Args),
@@ -114,6 +117,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => return reported(bench::run(args)),
         Command::Launch(args) => return reported(launch::run(args)),
         Command::Verify(args) => return reported(verify::run(args)),
+        Command::Init(args) => init::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Watch(args) => watch::run(&args),

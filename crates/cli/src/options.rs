@@ -1,8 +1,13 @@
 //! Options that several commands have, and warnings.
 
 use crate::failure::Result;
+use crate::progress::Progress;
 use crate::style;
 use clap::ValueEnum;
+use lockstep_config::{Config, ConfigError};
+use lockstep_hub::{Hub, HubProgress};
+use lockstep_infer::{HubNeed, HubOpener};
+use lockstep_rundir::TakenFromHub;
 use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,21 +24,62 @@ pub struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    pub fn load(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
+    /// The config, with its warnings shown, and all that it names on this machine.
+    pub fn load(&self) -> Result<Config, ConfigError> {
         let config = self.load_quietly()?;
         warn(config.warnings());
         Ok(config)
     }
 
     /// As `load`, where another process says what the user should know.
-    pub fn load_quietly(&self) -> Result<lockstep_config::Config, lockstep_config::ConfigError> {
-        lockstep_config::Config::load_with(&self.config, &self.set, &lockstep_infer::inherited)
+    pub fn load_quietly(&self) -> Result<Config, ConfigError> {
+        Ok(self.open(HubNeed::Start, None, Progress::new(0))?.0)
+    }
+
+    /// As `load`, for a command that looks at no weights and no data: they are not downloaded.
+    pub fn load_description(&self) -> Result<Config, ConfigError> {
+        let config = self.load_description_quietly()?;
+        warn(config.warnings());
+        Ok(config)
+    }
+
+    /// The same without the warnings.
+    pub fn load_description_quietly(&self) -> Result<Config, ConfigError> {
+        Ok(self.open(HubNeed::Description, None, Progress::new(0))?.0)
+    }
+
+    /// The config, and what was taken from the hub. Names are at the revisions of the run that was `begun`, if one was.
+    pub fn open(
+        &self,
+        need: HubNeed,
+        begun: Option<&Config>,
+        mut progress: Progress,
+    ) -> Result<(Config, Vec<TakenFromHub>), ConfigError> {
+        let mut show = |at: HubProgress<'_>| progress.downloading(at);
+        let opener = HubOpener::new(Hub::from_env(), need, &mut show);
+        let opener = match begun {
+            Some(run) => opener.with_pins_of(run),
+            None => opener,
+        };
+        let config = Config::load_with(&self.config, &self.set, &opener);
+        let taken = opener.taken();
+        drop(opener);
+        progress.clear();
+        Ok((config?, taken))
     }
 
     /// The run directory that was given, or the one that goes with the config's name.
     pub fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
         given.unwrap_or_else(|| default_run_dir(&self.config))
     }
+}
+
+/// The folder of a model that a command is given: a path, or a name on the hub, which is downloaded.
+pub fn model_folder(from: &Path) -> Result<PathBuf> {
+    let mut progress = Progress::new(0);
+    let folder = lockstep_infer::model_folder(&Hub::from_env(), from, &mut |at| progress.downloading(at));
+    progress.clear();
+    Ok(folder?)
 }
 
 /// Says on stderr what the user should know of a config.

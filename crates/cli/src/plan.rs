@@ -102,7 +102,7 @@ pub fn run(args: Args) -> Result<()> {
         let mfu = match (args.mfu, &args.config, &named) {
             (Some(mfu), ..) => Some(budget::Mfu::Given(mfu)),
             (None, Some(path), Some(hardware)) => {
-                let config = ConfigArgs { config: path.clone(), set: args.set.clone() }.load()?;
+                let config = ConfigArgs { config: path.clone(), set: args.set.clone() }.load_description()?;
                 Some(budget::Mfu::Recipe(walk::mfu(&Target::on_gpus(config), hardware, args.gpus)?))
             }
             (None, ..) => None,
@@ -120,7 +120,7 @@ pub fn run(args: Args) -> Result<()> {
     }
     let found = named.ok_or_else(|| Failure::request("plan needs to know for what", "add --cluster or --gpu"))?;
     let tokens = args.tokens.as_deref().map(hardware::tokens).transpose()?;
-    let config = Target::on_gpus(config_args.load()?);
+    let config = Target::on_gpus(config_args.load_description()?);
     let gpus = args.gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let devices = Devices::of(&config);
     let room = Room::of(&found.gpu);

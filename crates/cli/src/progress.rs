@@ -5,6 +5,7 @@ use crate::remedies;
 use crate::style::message;
 use console::Term;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_hub::HubProgress;
 use lockstep_infer::TaskScores;
 use lockstep_infer::state::Converted;
 use lockstep_ir::{DType, Hint, units};
@@ -171,6 +172,21 @@ impl Progress {
             return;
         }
         self.work(&format!("preparing {what}"), at.bytes_done, at.bytes_total, units::bytes);
+    }
+
+    /// Files that come from the hub, or that another process downloads.
+    pub fn downloading(&mut self, at: HubProgress<'_>) {
+        match at {
+            HubProgress::Waiting(name) => {
+                if !self.quiet && self.due() {
+                    self.say(&format!("waiting for another process that downloads {name}"));
+                }
+            }
+            // Hubs that tell no lengths tell no total.
+            HubProgress::Downloading { name, done, total } => {
+                self.work(&format!("downloading {name}"), done, total.max(done), units::bytes);
+            }
+        }
     }
 
     fn step(&mut self, m: &StepMetrics) {

@@ -1,13 +1,13 @@
 //! What this process is, for the run directory.
 
-use lockstep_rundir::{Build, StartedBy};
+use lockstep_rundir::{Build, StartedBy, TakenFromHub};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Who starts a run with this config file.
-pub fn started_by(config: &Path) -> StartedBy {
+/// Who starts a run with this config file, and with this of the hub.
+pub fn started_by(config: &Path, hub: Vec<TakenFromHub>) -> StartedBy {
     let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     let build = Build {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -22,6 +22,7 @@ pub fn started_by(config: &Path) -> StartedBy {
         binary_xxh3: std::env::current_exe().and_then(|path| checksum(&path)).ok(),
         command: std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect(),
         given: std::fs::read_to_string(config).ok(),
+        hub,
     }
 }
 

@@ -11,8 +11,9 @@ use crate::{ConfigArgs, remedies, style, warn};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_host::{Devices, Processes};
+use lockstep_infer::HubNeed;
 use lockstep_ir::units;
-use lockstep_rundir::StartedBy;
+use lockstep_rundir::{StartedBy, TakenFromHub, read_config};
 use lockstep_train::{DryData, DryRun, Event, Outcome, RunOptions, dry_run};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
@@ -90,18 +91,6 @@ impl RunSource {
         ConfigArgs { config: self.file(), set }
     }
 
-    /// The config, with its warnings shown.
-    pub fn load(&self) -> Result<Config> {
-        self.refuse_changed()?;
-        Ok(self.args().load()?)
-    }
-
-    /// As `load`, where another process says what the user should know.
-    pub fn load_quietly(&self) -> Result<Config> {
-        self.refuse_changed()?;
-        Ok(self.args().load_quietly()?)
-    }
-
     /// A run that was changed on its way has no config that is its own from the first step to the last.
     fn refuse_changed(&self) -> Result<()> {
         let Some(run) = &self.from else { return Ok(()) };
@@ -124,6 +113,21 @@ impl Args {
     /// Where the run's files go.
     pub fn run_dir(&self) -> PathBuf {
         self.config.args().run_dir(self.run_dir.clone())
+    }
+
+    /// The config, and what was taken from the hub. A run that goes on keeps the revisions that it was begun with.
+    pub fn load(&self, quiet: bool) -> Result<(Config, Vec<TakenFromHub>)> {
+        self.config.refuse_changed()?;
+        let dir = self.run_dir();
+        let need = if self.goes_on() { HubNeed::Resume } else { HubNeed::Start };
+        let begun = if self.goes_on() { read_config(&dir.join("run.toml")).ok() } else { None };
+        let progress = if quiet || self.quiet { Progress::new(0).quiet() } else { Progress::new(0) };
+        Ok(self.config.args().open(need, begun.as_ref(), progress)?)
+    }
+
+    /// Whether the run has a checkpoint to go on from.
+    fn goes_on(&self) -> bool {
+        !self.fresh && list(&self.run_dir().join("checkpoints")).is_ok_and(|there| !there.is_empty())
     }
 
     /// The same again, as arguments of another process.
@@ -183,10 +187,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
 fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
     let first = place.as_ref().is_none_or(|place| place.rank == 0);
     let dir = args.run_dir();
-    let config = args.config.load_quietly();
-    let config = config.inspect_err(|failure| place.iter().for_each(|place| place.end_early(&dir, failure)))?;
+    let loaded = args.load(!first);
+    let (config, taken) =
+        loaded.inspect_err(|failure| place.iter().for_each(|place| place.end_early(&dir, failure)))?;
     if first {
-        let goes_on = !args.fresh && list(&dir.join("checkpoints")).is_ok_and(|there| !there.is_empty());
+        let goes_on = args.goes_on();
         let is_news = |text: &&String| !goes_on || !config.cut_schedule().contains(text);
         warn(&config.warnings().iter().filter(is_news).cloned().collect::<Vec<_>>());
     }
@@ -210,7 +215,7 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
         profile_steps: args.profile_steps.clone(),
         debug_nans: args.debug_nans,
         given: given_options(&args),
-        started_by: if first { started_by(&args.config.file()) } else { StartedBy::default() },
+        started_by: if first { started_by(&args.config.file(), taken) } else { StartedBy::default() },
     };
     if args.dry_run {
         let dry = dry_run(&devices, &config, &options, &stop)?;

@@ -409,8 +409,9 @@ fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
 
 /// Nothing is fetched: what is read are files and folders.
 pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
-    let copy = "copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder";
-    let fetch = "copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it";
+    let copy = "copy the files to a folder first (`aws s3 sync`), or mount the bucket, and name the folder; hf:datasets/OWNER/NAME is a \
+                dataset on the Hugging Face Hub";
+    let fetch = "copy the folder first (`aws s3 sync`), and name it; hf:OWNER/NAME is a model on the Hugging Face Hub";
     let keys = [
         ("data.paths", "files and folders", copy),
         ("data.corpora", "files and folders", copy),
@@ -430,8 +431,7 @@ pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
 }
 
 /// How a tokenizer comes onto this machine.
-pub(crate) const FETCH_TOKENIZER: &str = "fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set \
-                                          data.tokenizer = \"tokenizer/tokenizer.json\"";
+pub(crate) const FETCH_TOKENIZER: &str = "set data.tokenizer = \"hf:OWNER/NAME\" for the tokenizer of a model on the Hugging Face Hub, or fetch its tokenizer.json";
 
 /// `recompute.ops` and `recompute.budget` are given exactly where the policy reads them.
 fn recompute_has_its_keys(values: &Values) -> Option<Conflict> {

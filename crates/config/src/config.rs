@@ -8,7 +8,7 @@ use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 use crate::declare::Key;
 use crate::error::{ConfigError, Location, Problem};
-use crate::inherit::{Inherited, NotInherited};
+use crate::inherit::{Inherited, Located, NamedFiles, NotInherited, Opener, is_hub_name};
 use crate::legal::Extents;
 use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
@@ -18,8 +18,18 @@ use crate::value::{Bytes, CorpusConfig, SaveEvery, Value};
 use crate::words::{AttentionMethod, DataFormat, LayoutSource, RecomputePolicy, TrainOnTurns};
 use crate::written::Change;
 
-/// Reads what a folder of weights decides.
-type Inherit<'a> = &'a dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>;
+/// Says again what was said when a config was first read.
+struct Repeated<'a>(&'a Given);
+
+impl Opener for Repeated<'_> {
+    fn inherited(&self, _folder: &Path) -> Result<Option<Inherited>, NotInherited> {
+        Ok(self.0.inherited.clone())
+    }
+
+    fn located(&self, named: &NamedFiles<'_>) -> Result<Option<Located>, NotInherited> {
+        Ok(self.0.located.get(&(named.key, named.text.to_owned())).cloned())
+    }
+}
 
 const MICRO_BATCH: &str = "train.micro_batch";
 const CHECKPOINT_EVERY: &str = "checkpoint.every";
@@ -46,16 +56,12 @@ pub const PLANNED: [&str; 14] = [
 impl Config {
     /// Reads the config file at `path` and lays the overrides (`"train.steps=100"`) over it.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::load_with(path, overrides, &|_| Ok(None))
+        Config::load_with(path, overrides, &|_: &Path| Ok(None))
     }
 
-    /// The same, where `inherit` says what the weights decide that `train.init_from` names: their shape need not be written in
-    /// `[model]`, and what contradicts them is refused.
-    pub fn load_with(
-        path: &Path,
-        overrides: &[String],
-        inherit: &dyn Fn(&Path) -> Result<Option<Inherited>, NotInherited>,
-    ) -> Result<Config, ConfigError> {
+    /// The same, where `opener` says what the weights decide that `train.init_from` names: their shape need not be written in
+    /// `[model]`, and what contradicts them is refused. It says too where names lead that are no paths.
+    pub fn load_with(path: &Path, overrides: &[String], opener: &dyn Opener) -> Result<Config, ConfigError> {
         let name = path.display().to_string();
         let bytes = read_bounded(path).map_err(|error| {
             let problem = Problem::new(
@@ -72,7 +78,7 @@ impl Config {
             let problem = Problem::new("the config file is not UTF-8 text", "save the file as UTF-8");
             ConfigError::new(problem, Location::File { name: format!("{}:{line}", printable(&name)) })
         })?;
-        let config = Config::read(text, &name, path, overrides, &[], inherit)?;
+        let config = Config::read(text, &name, path, overrides, &[], opener)?;
         match config.tokenizer_on_the_hub() {
             None => Ok(config),
             Some((problem, hint)) => {
@@ -85,15 +91,15 @@ impl Config {
 
     /// Reads a config from text. `file_name` is what errors call it, and its folder is where `data.paths` start.
     pub fn parse(text: &str, file_name: &str, overrides: &[String]) -> Result<Config, ConfigError> {
-        Config::read(text, file_name, Path::new(file_name), overrides, &[], &|_| Ok(None))
+        Config::read(text, file_name, Path::new(file_name), overrides, &[], &|_: &Path| Ok(None))
     }
 
     /// The same config with what was changed in a run laid over it, the later changes over the earlier ones. They win over the
     /// file and over `--set`: a run that is resumed by its first command keeps them.
     pub fn with_changes(&self, changes: &[Change]) -> Result<Config, ConfigError> {
-        let Given { path, text, overrides, inherited } = &self.provenance.given;
-        let inherit = |_: &Path| Ok(inherited.clone());
-        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes, &inherit)?;
+        let given = &self.provenance.given;
+        let Given { path, text, overrides, .. } = given;
+        let config = Config::read(text, &self.provenance.file_name, path, overrides, changes, &Repeated(given))?;
         Ok(match self.micro_batch_found() {
             Some(how) if config.micro_batch_is_default() => {
                 config.with_default_micro_batch(self.train.micro_batch, how)
@@ -104,10 +110,10 @@ impl Config {
 
     /// Whether the config, as it was read, keeps every rule with these overrides (`"parallel.ep=2"`) laid over it.
     pub fn accepts(&self, keys: &[String]) -> bool {
-        let Given { path, text, overrides, inherited } = &self.provenance.given;
-        let inherit = |_: &Path| Ok(inherited.clone());
-        let overrides = [overrides.as_slice(), keys].concat();
-        Config::read(text, &self.provenance.file_name, path, &overrides, &[], &inherit).is_ok()
+        let given = &self.provenance.given;
+        let overrides = [given.overrides.as_slice(), keys].concat();
+        let (text, path) = (&given.text, &given.path);
+        Config::read(text, &self.provenance.file_name, path, &overrides, &[], &Repeated(given)).is_ok()
     }
 
     fn read(
@@ -116,11 +122,11 @@ impl Config {
         path: &Path,
         overrides: &[String],
         changes: &[Change],
-        inherit: Inherit<'_>,
+        opener: &dyn Opener,
     ) -> Result<Config, ConfigError> {
         let source = Source::new(name, text)?;
         let base_dir = folder_of(path);
-        let resolved = resolve::resolve(&source, overrides, changes, &|folder| inherit(&base_dir.join(folder)))?;
+        let resolved = resolve::resolve(&source, overrides, changes, &base_dir, opener)?;
         let (path, text, overrides) = (path.to_owned(), text.to_owned(), overrides.to_vec());
         let provenance = Provenance {
             file_name: source.name.clone(),
@@ -128,7 +134,14 @@ impl Config {
             origins: resolved.origins,
             warnings: resolved.warnings,
             cut_schedule: resolved.cut_schedule,
-            given: Given { path, text, overrides, inherited: resolved.inherited },
+            given: Given {
+                path,
+                text,
+                overrides,
+                inherited: resolved.inherited,
+                located: resolved.located,
+                not_located: resolved.not_located,
+            },
         };
         Ok(schema::build(&resolved.values, provenance))
     }
@@ -232,24 +245,59 @@ impl Config {
         &self.provenance.base_dir
     }
 
+    /// Where the text of a key leads that names files or folders: what a name on the hub was found to be, or a path, resolved
+    /// against the folder of the config file.
+    fn paths_of(&self, key: &'static str, text: &str) -> Vec<PathBuf> {
+        match self.located(key, text) {
+            Some(located) => located.paths.clone(),
+            None if is_hub_name(text) => vec![text.into()],
+            None => vec![self.base_dir().join(text)],
+        }
+    }
+
+    fn located(&self, key: &'static str, text: &str) -> Option<&Located> {
+        self.provenance.given.located.get(&(key, text.to_owned()))
+    }
+
+    /// The text of such a key as it means the same at any time and in any folder: names at their revision, paths absolute.
+    pub(crate) fn pinned(&self, key: &'static str, text: &str) -> String {
+        match self.located(key, text) {
+            Some(located) => located.pinned.clone(),
+            None if is_hub_name(text) => text.to_owned(),
+            None => self.base_dir().join(text).to_string_lossy().into_owned(),
+        }
+    }
+
+    /// Names on the hub that the config has, at their revisions, each with its key.
+    pub fn hub_names(&self) -> Vec<(&'static str, String)> {
+        let data = self.data.paths.iter().map(|path| ("data.paths", path));
+        let corpora = self.data.corpora.iter().flat_map(|corpus| &corpus.paths).map(|path| ("data.corpora", path));
+        let others =
+            [("data.tokenizer", Some(&self.data.tokenizer)), ("train.init_from", self.train.init_from.as_ref())];
+        let others = others.into_iter().filter_map(|(key, text)| Some((key, text?)));
+        let all = others.chain(data).chain(corpora).map(|(key, text)| (key, self.pinned(key, text)));
+        all.filter(|(_, name)| is_hub_name(name)).collect()
+    }
+
     /// `data.paths`, resolved against the folder of the config file.
     pub fn data_paths(&self) -> Vec<PathBuf> {
-        self.data.paths.iter().map(|path| self.base_dir().join(path)).collect()
+        self.data.paths.iter().flat_map(|path| self.paths_of("data.paths", path)).collect()
     }
 
     /// `data.corpora`, with their paths resolved in the same way.
     pub fn corpora(&self) -> Vec<CorpusConfig> {
-        let resolved = |path: &String| self.base_dir().join(path).to_string_lossy().into_owned();
+        let resolved = |path: &String| self.paths_of("data.corpora", path);
         let corpus = |corpus: &CorpusConfig| {
-            let paths = corpus.paths.iter().map(resolved).collect();
-            CorpusConfig { paths, ..corpus.clone() }
+            let paths = corpus.paths.iter().flat_map(resolved).map(|path| path.to_string_lossy().into_owned());
+            CorpusConfig { paths: paths.collect(), ..corpus.clone() }
         };
         self.data.corpora.iter().map(corpus).collect()
     }
 
     /// The path of the tokenizer's file, resolved in the same way; none for "bytes".
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
-        Some(self.base_dir().join(&self.data.tokenizer)).filter(|_| self.data.tokenizer != "bytes")
+        let paths = self.paths_of("data.tokenizer", &self.data.tokenizer);
+        paths.into_iter().next().filter(|_| self.data.tokenizer != "bytes")
     }
 
     /// `data.chat_template`, resolved in the same way.
@@ -271,12 +319,14 @@ impl Config {
     /// What is wrong with a tokenizer that is named as on the Hub and is no file here, and a hint.
     pub fn tokenizer_on_the_hub(&self) -> Option<(&'static str, &'static str)> {
         let name = &self.data.tokenizer;
+        if is_hub_name(name) || self.located("data.tokenizer", name).is_some() {
+            return None;
+        }
         let path = self.tokenizer_path()?;
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_./".contains(c);
         let is_name = name.chars().all(plain) && name.matches('/').count() < 2 && !name.starts_with(['.', '/']);
         let is_json = path.extension().is_some_and(|extension| extension == "json");
-        let problem =
-            "no such file: data.tokenizer is \"bytes\" or the path of a tokenizer.json, not a name on the Hub";
+        let problem = "no such file: data.tokenizer is \"bytes\", the path of a tokenizer.json, or hf:OWNER/NAME for one on the Hub";
         (is_name && !is_json && !path.exists()).then_some((problem, crate::checks::FETCH_TOKENIZER))
     }
 
@@ -297,7 +347,12 @@ impl Config {
 
     /// `train.init_from`, resolved in the same way.
     pub fn init_from(&self) -> Option<PathBuf> {
-        self.train.init_from.as_ref().map(|folder| self.base_dir().join(folder))
+        self.paths_of("train.init_from", self.train.init_from.as_ref()?).into_iter().next()
+    }
+
+    /// Why the name in `train.init_from` leads nowhere, where the config was whole without it. Only a run that begins needs it.
+    pub fn init_from_not_found(&self) -> Option<&NotInherited> {
+        self.provenance.given.not_located.as_ref()
     }
 
     /// `lora.init_from`, resolved in the same way.

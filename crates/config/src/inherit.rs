@@ -1,4 +1,53 @@
-//! What a config takes from the folder that `train.init_from` names: the shape of its weights, and its tokenizer.
+//! What a config takes from outside of its text: where names on a hub lead, and what the folder that `train.init_from` names
+//! decides, which is the shape of its weights, and its tokenizer.
+
+use std::path::{Path, PathBuf};
+
+/// Opens what a config names. This crate reads text alone: whoever reads folders and asks hubs, says what is there.
+///
+/// A function that takes a folder is one for configs that name paths.
+pub trait Opener {
+    /// The keys that the weights in a folder decide.
+    fn inherited(&self, folder: &Path) -> Result<Option<Inherited>, NotInherited>;
+
+    /// Where a name leads that is no path; none for a path.
+    fn located(&self, _named: &NamedFiles<'_>) -> Result<Option<Located>, NotInherited> {
+        Ok(None)
+    }
+}
+
+impl<F: Fn(&Path) -> Result<Option<Inherited>, NotInherited>> Opener for F {
+    fn inherited(&self, folder: &Path) -> Result<Option<Inherited>, NotInherited> {
+        self(folder)
+    }
+}
+
+/// A path or a name, as a config has it.
+#[derive(Clone, Copy, Debug)]
+pub struct NamedFiles<'a> {
+    /// Of `train.init_from`, `data.tokenizer`, `data.paths` and `data.corpora`, the key that it is from.
+    pub key: &'static str,
+    /// The text.
+    pub text: &'a str,
+    /// The folder of the config file, where paths start.
+    pub base_dir: &'a Path,
+    /// `data.extensions`.
+    pub extensions: &'a [String],
+}
+
+/// Where a name leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Located {
+    /// The same name with its revision: what it means at any time.
+    pub pinned: String,
+    /// The files or the folder.
+    pub paths: Vec<PathBuf>,
+}
+
+/// Whether a text is a name on a hub, whatever files there are.
+pub(crate) fn is_hub_name(text: &str) -> bool {
+    text.starts_with("hf:")
+}
 
 /// The keys that the weights in a folder decide. This crate does not read such folders: whoever does, writes them down.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,7 +58,7 @@ pub struct Inherited {
     pub text: String,
 }
 
-/// Why nothing can be taken from a folder.
+/// Why nothing can be taken from a folder or found by a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotInherited {
     /// What is wrong.

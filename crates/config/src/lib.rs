@@ -53,7 +53,7 @@ pub use batches::{Batch, BatchStage, Batches};
 pub use config::PLANNED;
 pub use declare::KeyDoc;
 pub use error::ConfigError;
-pub use inherit::{Inherited, NotInherited};
+pub use inherit::{Inherited, Located, NamedFiles, NotInherited, Opener};
 pub use layers::{LayerParts, LayerRope, shortest};
 pub use optimizers::OptimizerName;
 pub use pattern::fits_pattern;

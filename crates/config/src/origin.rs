@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use crate::inherit::Inherited;
+use crate::inherit::{Inherited, Located, NotInherited};
 
 /// Where the values of a config came from.
 #[derive(Clone, Debug)]
@@ -30,6 +30,10 @@ pub(crate) struct Given {
     pub overrides: Vec<String>,
     /// What was taken from the folder that `train.init_from` names.
     pub inherited: Option<Inherited>,
+    /// Where names lead that are no paths, by key and text.
+    pub located: BTreeMap<(&'static str, String), Located>,
+    /// Why the name in `train.init_from` leads nowhere, where nothing else needs it.
+    pub not_located: Option<NotInherited>,
 }
 
 /// Where one value came from.

@@ -2,6 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use toml::de::DeValue;
 
@@ -11,7 +12,7 @@ use crate::declare::{Default, Key};
 use crate::defaults;
 use crate::document::{Document, Given};
 use crate::error::{ConfigError, Location, Problem};
-use crate::inherit::{self, Inherited, NotInherited};
+use crate::inherit::{self, Inherited, Located, NamedFiles, NotInherited, Opener};
 use crate::kind::{Reading, quote_list};
 use crate::origin::Origin;
 use crate::presets;
@@ -56,10 +57,11 @@ pub(crate) struct Resolved {
     pub cut_schedule: Vec<String>,
     /// What was taken from the folder that `train.init_from` names.
     pub inherited: Option<Inherited>,
+    /// Where names lead that are no paths, by key and text.
+    pub located: BTreeMap<(&'static str, String), Located>,
+    /// Why the name in `train.init_from` leads nowhere, where nothing else needs it.
+    pub not_located: Option<NotInherited>,
 }
-
-/// Says what the weights in a folder decide.
-type Inherit<'a> = &'a dyn Fn(&str) -> Result<Option<Inherited>, NotInherited>;
 
 /// Layers the file over its preset, the overrides over the file and the changes over the overrides, fills what the weights of
 /// `train.init_from` decide and the defaults, and checks the whole.
@@ -67,12 +69,26 @@ pub(crate) fn resolve(
     source: &Source<'_>,
     overrides: &[String],
     changes: &[Change],
-    inherit: Inherit<'_>,
+    base_dir: &Path,
+    opener: &dyn Opener,
 ) -> Result<Resolved, ConfigError> {
     let document = document::read(source)?;
     let (values, places) = (Values::none(KEYS.iter().map(|key| key.path)), BTreeMap::new());
     let (warnings, cut_schedule) = (Vec::new(), Vec::new());
-    let mut layers = Layers { source, overrides, changes, values, places, warnings, cut_schedule };
+    let (located, not_located) = (BTreeMap::new(), None);
+    let mut layers = Layers {
+        source,
+        overrides,
+        changes,
+        base_dir,
+        opener,
+        values,
+        places,
+        warnings,
+        cut_schedule,
+        located,
+        not_located,
+    };
     for given in &document.given {
         let line = source.line_number(given.span.start);
         layers.renamed(given.key, given.old_name, format!("{}:{line}", source.name));
@@ -101,22 +117,28 @@ pub(crate) fn resolve(
         let place = layers.blame(&conflict);
         return Err(ConfigError::new(conflict.problem, layers.locate(place)));
     }
-    let inherited = layers.inherit(inherit)?;
+    let inherited = layers.inherit()?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;
+    // Last: what is fetched is for a config that is sound.
+    layers.locate_data()?;
     let origins = KEYS.iter().map(|key| (key.path, layers.origin(key))).collect();
-    let Layers { values, warnings, cut_schedule, .. } = layers;
-    Ok(Resolved { values, origins, warnings, cut_schedule, inherited })
+    let Layers { values, warnings, cut_schedule, located, not_located, .. } = layers;
+    Ok(Resolved { values, origins, warnings, cut_schedule, inherited, located, not_located })
 }
 
 struct Layers<'a> {
     source: &'a Source<'a>,
     overrides: &'a [String],
     changes: &'a [Change],
+    base_dir: &'a Path,
+    opener: &'a dyn Opener,
     values: Values,
     places: BTreeMap<&'static str, GivenAt>,
     warnings: Vec<String>,
     cut_schedule: Vec<String>,
+    located: BTreeMap<(&'static str, String), Located>,
+    not_located: Option<NotInherited>,
 }
 
 impl Layers<'_> {
@@ -151,17 +173,21 @@ impl Layers<'_> {
     }
 
     /// Takes what the weights of `train.init_from` decide where nobody said it; who said otherwise is refused.
-    fn inherit(&mut self, inherit: Inherit<'_>) -> Result<Option<Inherited>, ConfigError> {
-        let Some(Value::Text(folder)) = self.values.get("train.init_from") else { return Ok(None) };
-        let inherited = match inherit(folder) {
+    fn inherit(&mut self) -> Result<Option<Inherited>, ConfigError> {
+        let Some(Value::Text(named)) = self.values.get("train.init_from").cloned() else { return Ok(None) };
+        let inherited = self.find("train.init_from", &named).and_then(|path| {
+            let folder = path.unwrap_or_else(|| self.base_dir.join(&named));
+            self.opener.inherited(&folder)
+        });
+        let inherited = match inherited {
             Ok(Some(inherited)) => inherited,
             Ok(None) => return Ok(None),
             // A run that goes on needs nothing from there, if its config is whole.
-            Err(_) if self.missing().is_none() => return Ok(None),
-            Err(NotInherited { problem, hint }) => {
-                let place = self.places.get("train.init_from").cloned();
-                return Err(ConfigError::new(Problem::new(problem, hint), self.locate(place)));
+            Err(why) if self.missing().is_none() => {
+                self.not_located = Some(why).filter(|_| !self.located.contains_key(&("train.init_from", named)));
+                return Ok(None);
             }
+            Err(why) => return Err(self.not_found("train.init_from", why)),
         };
         let Inherited { name, text } = &inherited;
         let theirs = document::read(&Source::new(name, text)?)?;
@@ -192,6 +218,39 @@ impl Layers<'_> {
             }
         }
         Ok(Some(inherited))
+    }
+
+    /// Finds where the names of data and their tokenizer lead.
+    fn locate_data(&mut self) -> Result<(), ConfigError> {
+        for key in ["data.tokenizer", "data.paths", "data.corpora"] {
+            let named: Vec<String> = match self.values.get(key) {
+                Some(Value::Text(text)) => vec![text.clone()],
+                Some(Value::Texts(texts)) => texts.clone(),
+                Some(Value::Corpora(corpora)) => corpora.iter().flat_map(|corpus| corpus.paths.clone()).collect(),
+                _ => continue,
+            };
+            for text in named {
+                self.find(key, &text).map_err(|why| self.not_found(key, why))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks where a name leads, and keeps the answer; gives its first path.
+    fn find(&mut self, key: &'static str, text: &str) -> Result<Option<PathBuf>, NotInherited> {
+        let extensions = match self.values.get("data.extensions") {
+            Some(Value::Texts(extensions)) => extensions.as_slice(),
+            _ => &[],
+        };
+        let located = self.opener.located(&NamedFiles { key, text, base_dir: self.base_dir, extensions })?;
+        let path = located.as_ref().and_then(|located| located.paths.first().cloned());
+        self.located.extend(located.map(|located| ((key, text.to_owned()), located)));
+        Ok(path)
+    }
+
+    fn not_found(&self, key: &str, why: NotInherited) -> ConfigError {
+        let place = self.places.get(key).cloned();
+        ConfigError::new(Problem::new(why.problem, why.hint), self.locate(place))
     }
 
     /// The first key that must be given and is not.

@@ -194,7 +194,8 @@ tables! {
 
     /// What is read.
     data: DataConfig {
-        /// Files, or folders to search for files, relative to the config file's folder: text, or Megatron's tokens (.bin, .idx).
+        /// Files, or folders to search for files, relative to the config file's folder: text, or Megatron's tokens (.bin, .idx). Or
+        /// hf:datasets/OWNER/NAME/PATH, files of a dataset on the Hugging Face Hub.
         paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct, finds ["dataset", "training data", "data_path", "Megatron", "indexed dataset"];
         /// Several corpora to mix, each with its name, its paths, its weight, and if it changes, its weights from given tokens on
         /// (`schedule`), instead of `data.paths`.
@@ -225,8 +226,8 @@ tables! {
         /// the loss (completion-only loss, for fine-tuning). If not set, every token counts.
         prompt_field: Option<String> = Text(FIELD), Unset, Trajectory,
             finds ["completion-only loss", "train_on_inputs", "loss mask", "instruction tuning", "prompt masking"];
-        /// How text becomes tokens: "bytes", or the path of a Hugging Face tokenizer.json, relative to the config file's
-        /// folder.
+        /// How text becomes tokens: "bytes", the path of a Hugging Face tokenizer.json, relative to the config file's
+        /// folder, or hf:OWNER/NAME for that of a model on the Hugging Face Hub.
         tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory,
             finds ["tokenizer_path", "BPE", "byte-level"];
         /// The EOS token, which ends each document, for a tokenizer without one of the usual names for it.
@@ -275,10 +276,11 @@ tables! {
         /// Seed of the initial weights and the data order.
         seed: u64 = Integer(0, i64::MAX as u64), Fixed("0"), Trajectory, finds ["random seed"];
         /// Folder whose weights a new run starts from (fine-tuning, continued pre-training), relative to the config file's
-        /// folder: a run directory, a checkpoint, or a Hugging Face model; if not set, weights are initialized at random.
+        /// folder: a run directory, a checkpoint, a Hugging Face model, or hf:OWNER/NAME for one on the Hugging Face Hub (with
+        /// @REVISION for one that does not change); if not set, weights are initialized at random.
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory,
             finds ["fine-tuning", "finetuning", "pretrained", "continued pre-training", "SFT", "model_name_or_path",
-                "load checkpoint", "warm start"];
+                "load checkpoint", "warm start", "hub", "hugging face hub", "huggingface hub", "download"];
         /// Weight gradients per sequence, summed in fixed point: bit-identical for any gradient accumulation; costs time and
         /// 4 extra bytes per parameter. Gradient sums have a unit of 1.5e-11; a step whose sums leave ±6.7e7 is repeated with
         /// a larger unit.

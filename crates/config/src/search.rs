@@ -50,10 +50,9 @@ const MISSING: &[Missing] = &[
     ),
     Missing::new(
         "train",
-        &["hub", "hugging face hub", "huggingface hub", "push_to_hub", "hub_model_id", "download"],
-        "the Hugging Face Hub",
-        "fetch a model with `hf download NAME --local-dir DIR` and name DIR in train.init_from; `lockstep checkpoint export` writes \
-         a folder that `hf upload` takes",
+        &["push_to_hub", "hub_model_id", "upload"],
+        "uploading to the Hugging Face Hub",
+        "`lockstep checkpoint export` writes a folder that `hf upload` takes",
     ),
     Missing::new(
         "model",

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::declare::{Effect, Key};
+use crate::inherit::is_hub_name;
 use crate::origin::Origin;
 use crate::overrides;
 use crate::schema::{Config, KEYS, value_of};
 use crate::source::printable;
-use crate::value::Value;
+use crate::value::{CorpusConfig, Value};
 
 /// A value that a run took on when it was resumed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,6 +112,12 @@ impl Config {
                 corpora.iter_mut().for_each(|corpus| corpus.paths.clear());
                 Some(Value::Corpora(corpora))
             }
+            // A name on the hub is that of a revision.
+            ("data.tokenizer" | "train.init_from", Some(Value::Text(text)))
+                if is_hub_name(&self.pinned(key.path, &text)) =>
+            {
+                Some(Value::Text(self.pinned(key.path, &text)))
+            }
             ("data.tokenizer" | "data.chat_template", Some(Value::Text(path))) => {
                 let name = Path::new(&path).file_name().map(|name| name.to_string_lossy().into_owned());
                 Some(Value::Text(name.unwrap_or(path)))
@@ -128,15 +135,24 @@ impl Config {
     fn written(&self, key: &Key) -> Option<Value> {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
         match key.path {
-            "data.paths" => Some(Value::Texts(self.data_paths().into_iter().map(text).collect())),
-            "eval.tasks" => Some(Value::Texts(self.task_paths().into_iter().map(text).collect())),
-            "data.corpora" => Some(Value::Corpora(self.corpora())),
-            "data.tokenizer" => {
-                self.tokenizer_path().map(|path| Value::Text(text(path))).or_else(|| value_of(self, key))
+            "data.paths" => {
+                let pinned = |path: &String| self.pinned(key.path, path);
+                Some(Value::Texts(self.data.paths.iter().map(pinned).collect()))
             }
+            "eval.tasks" => Some(Value::Texts(self.task_paths().into_iter().map(text).collect())),
+            "data.corpora" => {
+                let pinned = |path: &String| self.pinned(key.path, path);
+                let corpus = |corpus: &CorpusConfig| CorpusConfig {
+                    paths: corpus.paths.iter().map(pinned).collect(),
+                    ..corpus.clone()
+                };
+                Some(Value::Corpora(self.data.corpora.iter().map(corpus).collect()))
+            }
+            "data.tokenizer" if self.data.tokenizer == "bytes" => value_of(self, key),
+            "data.tokenizer" => Some(Value::Text(self.pinned(key.path, &self.data.tokenizer))),
             "data.chat_template" => self.chat_template_path().map(|path| Value::Text(text(path))),
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
-            "train.init_from" => self.init_from().map(|path| Value::Text(text(path))),
+            "train.init_from" => self.train.init_from.as_ref().map(|name| Value::Text(self.pinned(key.path, name))),
             "lora.init_from" => self.adapter_dir().map(|path| Value::Text(text(path))),
             "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),
             _ => value_of(self, key),

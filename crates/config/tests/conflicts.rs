@@ -343,7 +343,7 @@ s3://bucket/text: this is an address, and data.paths names files and folders
   |
 4 | paths = [\"text\", \"s3://bucket/text\"]
   |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-hint: copy the files to a folder first (`aws s3 sync`, `hf download --repo-type dataset`), or mount the bucket, and name the folder
+hint: copy the files to a folder first (`aws s3 sync`), or mount the bucket, and name the folder; hf:datasets/OWNER/NAME is a dataset on the Hugging Face Hub
 ",
     );
     check(
@@ -354,7 +354,7 @@ https://hub/tokenizer.json: this is an address, and data.tokenizer names a file
   |
 4 | tokenizer = \"https://hub/tokenizer.json\"
   |             ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-hint: fetch the file: `hf download NAME tokenizer.json --local-dir tokenizer`, and set data.tokenizer = \"tokenizer/tokenizer.json\"
+hint: set data.tokenizer = \"hf:OWNER/NAME\" for the tokenizer of a model on the Hugging Face Hub, or fetch its tokenizer.json
 ",
     );
     check(
@@ -365,7 +365,7 @@ hf://owner/model: this is an address, and train.init_from names a folder
   |
 4 | init_from = \"hf://owner/model\"
   |             ^^^^^^^^^^^^^^^^^^
-hint: copy the folder first (`hf download NAME --local-dir models/NAME`, `aws s3 sync`), and name it
+hint: copy the folder first (`aws s3 sync`), and name it; hf:OWNER/NAME is a model on the Hugging Face Hub
 ",
     );
 }

@@ -1,6 +1,6 @@
 //! What `train.init_from` and `--set model.preset` decide, and what they say to who says otherwise.
 
-use lockstep_config::{Config, Inherited, NotInherited};
+use lockstep_config::{Config, Inherited, Located, NamedFiles, NotInherited, Opener};
 use lockstep_ir::Hint;
 use std::path::Path;
 
@@ -88,4 +88,68 @@ fn a_preset_of_the_command_line_wins_over_the_shape_in_the_file() {
     // In the file, the keys beside it count as ever.
     let config = load("[model]\npreset = \"llama-15m\"\nlayers = 3\n", &[]).unwrap();
     assert_eq!((config.model.layers, config.warnings().len()), (3, 0));
+}
+
+/// A hub with one model, at a commit.
+struct OneModel(&'static str);
+
+impl Opener for OneModel {
+    fn inherited(&self, folder: &Path) -> Result<Option<Inherited>, NotInherited> {
+        assert_eq!(folder, Path::new("/cache"));
+        Ok(Some(Inherited { name: "hub".into(), text: THEIRS.replace("/hf/tokenizer.json", "hf:org/name") }))
+    }
+
+    fn located(&self, named: &NamedFiles<'_>) -> Result<Option<Located>, NotInherited> {
+        let paths = match (named.key, named.text.strip_prefix("hf:")) {
+            (_, None) => return Ok(None),
+            ("train.init_from", Some("org/name")) => vec!["/cache".into()],
+            ("data.tokenizer", Some("org/name")) => vec!["/cache/tokenizer.json".into()],
+            ("data.paths", Some("org/data")) => vec!["/cache/a.txt".into(), "/cache/b.txt".into()],
+            _ => {
+                return Err(NotInherited {
+                    problem: format!("{}: not there", named.text),
+                    hint: "name another".into(),
+                });
+            }
+        };
+        Ok(Some(Located { pinned: format!("{}@{}", named.text, self.0), paths }))
+    }
+}
+
+#[test]
+fn names_are_kept_with_their_revision_and_lead_to_paths() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.toml");
+    let load = |text: &str, commit| {
+        std::fs::write(&path, text).unwrap();
+        Config::load_with(&path, &[], &OneModel(commit))
+    };
+    let text = "[data]\npaths = [\"own\", \"hf:org/data\"]\n[train]\ninit_from = \"hf:org/name\"\n";
+    let config = load(text, "c1").unwrap();
+    assert_eq!(config.init_from().as_deref(), Some(Path::new("/cache")));
+    assert_eq!(config.tokenizer_path().as_deref(), Some(Path::new("/cache/tokenizer.json")));
+    let own = folder.path().join("own");
+    assert_eq!(config.data_paths(), [own.as_path(), Path::new("/cache/a.txt"), Path::new("/cache/b.txt")]);
+    let resolved = config.resolved_toml();
+    assert!(resolved.contains("init_from = \"hf:org/name@c1\"  # run.toml:4\n"), "{resolved}");
+    assert!(resolved.contains("tokenizer = \"hf:org/name@c1\"  # train.init_from\n"), "{resolved}");
+    assert!(resolved.contains("\"hf:org/data@c1\"]"), "{resolved}");
+    // Read without a hub, from any folder, and with changes: the same.
+    let again = Config::parse(&resolved, "/elsewhere/run.toml", &[]).unwrap();
+    assert!(again == config && again.differences(&config).is_empty());
+    assert_eq!(again.hub_names(), config.hub_names());
+    let change = lockstep_config::Change { step: 1, text: "train.steps=7".into() };
+    let changed = config.with_changes(&[change]).unwrap();
+    assert_eq!((changed.train.steps, changed.init_from()), (7, config.init_from()));
+    // Another commit is another run.
+    let moved: Vec<&str> = load(text, "c2").unwrap().differences(&config).iter().map(|d| d.path).collect();
+    assert_eq!(moved, ["data.tokenizer", "train.init_from"]);
+
+    let error = load(&text.replace("hf:org/data", "hf:org/nothing"), "c1").unwrap_err().with_hint();
+    assert!(error.starts_with("hf:org/nothing: not there\n") && error.contains("run.toml:2"), "{error}");
+    // A config that is whole needs no weights, unless it begins.
+    let whole = resolved.replace("\"hf:org/name@c1\"  # run.toml:4", "\"hf:org/gone\"");
+    let whole = load(&whole.replace("@c1", ""), "c1").unwrap();
+    assert_eq!(whole.init_from_not_found().map(|why| why.problem.as_str()), Some("hf:org/gone: not there"));
+    assert_eq!(config.init_from_not_found(), None);
 }

@@ -142,7 +142,7 @@ fn what_is_not_there_yet_is_said_so() {
     for (words, what) in [
         ("MLA", "multi-head latent attention (MLA)"),
         ("s3", "reading from object storage"),
-        ("hub", "the Hugging Face Hub"),
+        ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("longrope", "LongRoPE and dynamic NTK scaling"),
         ("offload", "offloading to host memory"),
         ("wandb", "logging to Weights & Biases"),

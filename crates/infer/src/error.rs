@@ -3,6 +3,7 @@ use lockstep_config::ConfigError;
 use lockstep_data::{DataError, DataSetting};
 use lockstep_exec::ExecError;
 use lockstep_host::{HostError, from_below};
+use lockstep_hub::HubError;
 use lockstep_ir::units;
 use lockstep_plan::PlanError;
 use lockstep_rundir::RunDirError;
@@ -30,6 +31,10 @@ pub enum InferError {
     #[error("{0}")]
     #[hint(_0.hint())]
     Checkpoint(CheckpointError),
+    /// A name on the hub leads nowhere, or what it names does not come.
+    #[error("{0}")]
+    #[hint(Some(_0.hint()))]
+    Hub(#[from] HubError),
     /// An answer of a task has no token, or more than a sequence.
     #[error("{place}: the answer {answer:?} has {tokens} tokens")]
     AnswerLength {
@@ -120,6 +125,7 @@ impl InferError {
             InferError::Host(error) => error.is_request(),
             InferError::Checkpoint(error) => matches!(error, CheckpointError::Unfit { .. }),
             InferError::Data(error) => !matches!(error, DataError::Interrupted),
+            InferError::Hub(error) => error.is_request(),
             InferError::EvaluationBound { .. } | InferError::NotFinite { .. } => false,
             _ => true,
         }

@@ -1,8 +1,8 @@
 //! What the weights decide that `train.init_from` names: the shape of the model, and its tokenizer.
 
-use crate::Result;
 use crate::hf::{self, quoted};
 use crate::trained::{TOKENIZER, Trained};
+use crate::{InferError, Result};
 use lockstep_checkpoint::list;
 use lockstep_config::{Inherited, NotInherited, PrecisionPolicy};
 use lockstep_ir::Hint;
@@ -14,21 +14,28 @@ pub fn inherited(folder: &Path) -> Result<Option<Inherited>, NotInherited> {
     if !folder.exists() {
         let problem = format!("train.init_from: {}: no such folder", folder.display());
         if let Some(name) = hub_name(folder) {
-            let hint = format!(
-                "a name on the Hugging Face Hub is not a path: `hf download {name} --local-dir models/{}` fetches the folder",
-                name.rsplit('/').next().unwrap_or_default()
-            );
+            let hint = format!("for a model on the Hugging Face Hub, set train.init_from = \"hf:{name}\"");
             return Err(NotInherited { problem, hint });
         }
-        let hint = "name a Hugging Face folder, a run or a checkpoint; a run that has begun goes on without it by the run.toml \
-                    in its own folder";
+        let hint = "name a Hugging Face folder, a run, a checkpoint, or hf:OWNER/NAME on the Hugging Face Hub; a run that has begun \
+                    goes on without it by the run.toml in its own folder";
         return Err(NotInherited { problem, hint: hint.into() });
     }
-    let keys = if hf::is_foreign(folder) { hf::keys(folder) } else { keys(folder) };
-    keys.map(Some).map_err(|error| {
-        let hint = error.hint().unwrap_or_else(|| "name another folder in train.init_from".to_owned());
-        NotInherited { problem: format!("train.init_from: {error}"), hint }
-    })
+    let keys = match hf::is_foreign(folder) {
+        true => hf::keys(folder, &folder.join(TOKENIZER).to_string_lossy()),
+        false => keys(folder),
+    };
+    keys.map(Some).map_err(not_inherited)
+}
+
+/// Those that a model of the hub decides, whose tokenizer is known by this name. Its weights need not be here.
+pub(crate) fn keys_of_hub(folder: &Path, name: &str) -> Result<Inherited, NotInherited> {
+    hf::keys(folder, name).map_err(not_inherited)
+}
+
+fn not_inherited(error: InferError) -> NotInherited {
+    let hint = error.hint().unwrap_or_else(|| "name another folder in train.init_from".to_owned());
+    NotInherited { problem: format!("train.init_from: {error}"), hint }
 }
 
 /// Those of a run directory or a checkpoint. Its weights are not read.

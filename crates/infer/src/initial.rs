@@ -5,7 +5,7 @@ use crate::state::MODEL;
 use crate::trained::{TOKENIZER, Trained};
 use crate::{InferError, Part, Result, RunTokenizer};
 use lockstep_checkpoint::{Loaded, TensorCopy, TensorSource};
-use lockstep_config::{Config, ModelConfig};
+use lockstep_config::{Config, ModelConfig, NotInherited};
 use lockstep_rundir::RunDirError;
 use std::path::{Path, PathBuf};
 
@@ -39,6 +39,9 @@ impl InitialWeights {
     /// Opens what `train.init_from` names and checks that every tensor of the model is there, in its shape, and no other.
     pub fn open(config: &Config) -> Result<Option<Self>> {
         let Some(path) = config.init_from() else { return Ok(None) };
+        if let Some(NotInherited { problem, hint }) = config.init_from_not_found().cloned() {
+            return Err(InferError::Unusable { problem, hint });
+        }
         let model = &config.model;
         let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
         let (origin, copies, theirs, mut warnings);

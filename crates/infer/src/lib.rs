@@ -1,6 +1,6 @@
 //! A trained model and what it is for: text and its loss.
 //!
-//! This crate owns models on disk (run directories, checkpoints, Hugging Face folders), their tokenizers and data, how weights and
+//! This crate owns models on disk (run directories, checkpoints, Hugging Face folders, and names on the hub where a config has them), their tokenizers and data, how weights and
 //! sequences get into programs, generation, evaluation and tasks. It knows nothing of training steps.
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ mod evaluate;
 pub mod feed;
 mod generate;
 mod hf;
+mod hub;
 mod inherited;
 mod initial;
 mod sampling;
@@ -24,6 +25,7 @@ pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ATTACHMENT, AdapterFolder, ExportOptions, Exported, Imported, Kept, export, export_problem, import};
+pub use hub::{HubNeed, HubOpener, ShowHub, model_folder};
 pub use inherited::inherited;
 pub use initial::{BASE, InitialWeights};
 pub use sampling::Sampling;

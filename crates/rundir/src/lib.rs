@@ -14,6 +14,6 @@ mod runs;
 pub use changes::{Changed, Overruled, ResumePlan, resume_plan};
 pub use checkpoints::{CheckpointSummary, checkpoints, lines};
 pub use error::{Result, RunDirError};
-pub use provenance::{Build, RunStart, StartCircumstances, StartedBy, starts};
+pub use provenance::{Build, RunStart, StartCircumstances, StartedBy, TakenFromHub, starts};
 pub use run_dir::{Aside, FAILURES, MEASURED, ROLL_BACKS, RunDir};
 pub use runs::{RunState, RunSummary, Validation, read_config, run_summary, runs};

@@ -29,6 +29,17 @@ pub struct Build {
     pub rustc: String,
 }
 
+/// What a run took from the Hugging Face Hub, or from its local cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TakenFromHub {
+    /// The repository, `hf:org/name`.
+    pub name: String,
+    /// The commit.
+    pub revision: String,
+    /// Checksums of its files: `sha256:…`, or `git-sha1:…` for small ones; empty where the cache does not tell.
+    pub files: BTreeMap<String, String>,
+}
+
 /// Who starts a run, as far as the run cannot know by itself.
 #[derive(Clone, Debug, Default)]
 pub struct StartedBy {
@@ -40,6 +51,8 @@ pub struct StartedBy {
     pub command: Vec<String>,
     /// The text of the config file.
     pub given: Option<String>,
+    /// What the names in it were found to be.
+    pub hub: Vec<TakenFromHub>,
 }
 
 /// One start of a run.
@@ -70,6 +83,9 @@ pub struct RunStart {
     pub world: Option<String>,
     /// Variables of the Slurm job, if it is one.
     pub slurm: BTreeMap<String, String>,
+    /// What it took from the Hugging Face Hub.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hub: Vec<TakenFromHub>,
     /// Fingerprint of the prepared data.
     pub data: String,
     /// How they were checked: `full`, every byte; `sampled`, lengths, headers and samples.
@@ -106,7 +122,7 @@ pub struct StartCircumstances<'a> {
 impl RunStart {
     /// The line of a start in `dir`, whose files are still as the last one left them.
     pub fn new(dir: &Path, by: &StartedBy, about: StartCircumstances<'_>) -> Self {
-        let StartedBy { build, binary_xxh3, command, .. } = by.clone();
+        let StartedBy { build, binary_xxh3, command, hub, given: _ } = by.clone();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         let slurm = ["SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"];
         let slurm = slurm.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?)));
@@ -123,6 +139,7 @@ impl RunStart {
             device: about.device.to_owned(),
             world: about.world,
             slurm: slurm.collect(),
+            hub,
             data: format!("{:016x}", about.data),
             data_check: about.data_check.to_owned(),
             program: format!("{:016x}", about.program),

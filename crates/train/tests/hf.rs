@@ -668,12 +668,8 @@ fn names_and_addresses_are_not_paths() {
         }
     };
     let hub = error("[train]\ninit_from = \"meta-llama/Llama-3.2-1B\"\n[data]\npaths = [\"x\"]\n");
-    assert!(
-        hub.contains(
-            "hint: a name on the Hugging Face Hub is not a path: `hf download meta-llama/Llama-3.2-1B --local-dir"
-        ),
-        "{hub}"
-    );
+    let said = "hint: for a model on the Hugging Face Hub, set train.init_from = \"hf:meta-llama/Llama-3.2-1B\"";
+    assert!(hub.contains(said), "{hub}");
     let model = "[model]\npreset = \"llama-15m\"\n";
     let bucket = error(&format!("{model}[data]\npaths = [\"s3://bucket/text\"]\n"));
     assert!(
@@ -685,7 +681,8 @@ fn names_and_addresses_are_not_paths() {
     // All of these are refused when the config is read, by whichever command.
     let tokenizer = error(&format!("{model}[data]\npaths = [\"run.toml\"]\ntokenizer = \"gpt2\"\n"));
     assert!(
-        tokenizer.starts_with("gpt2: no such file") && tokenizer.contains("hint: fetch the file: `hf download"),
+        tokenizer.starts_with("gpt2: no such file")
+            && tokenizer.contains("hint: set data.tokenizer = \"hf:OWNER/NAME\""),
         "{tokenizer}"
     );
 }

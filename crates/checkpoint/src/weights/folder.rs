@@ -213,7 +213,8 @@ fn open_inside(folder: &Path, name: &str) -> Result<(File, u64)> {
     let path = folder.join(name);
     let (home, target) = (folder.canonicalize().at("open", folder)?, path.canonicalize().at("open", &path)?);
     // `models--x--y/snapshots/<revision>` and `models--x--y/blobs`.
-    let blobs = home.ancestors().nth(2).map(|model| model.join("blobs"));
+    let snapshots = home.parent().filter(|parent| parent.ends_with("snapshots"));
+    let blobs = snapshots.and_then(Path::parent).map(|model| model.join("blobs"));
     if !target.starts_with(&home) && !blobs.is_some_and(|blobs| target.starts_with(blobs)) {
         let cause = format!("a link to {}, outside of its folder", target.display());
         return Err(CheckpointError::unfit(&path, cause, "copy the file into the folder, if it is what you mean"));

@@ -1,13 +1,14 @@
 //! `lockstep data inspect`.
 
 use super::statistics;
-use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::default_run_dir;
+use crate::progress::Progress;
 use crate::shell::shell_quoted;
+use crate::{ConfigArgs, Format};
 use lockstep_config::Config;
 use lockstep_data::Sampler;
-use lockstep_infer::{RunCorpus, RunData, data_folder};
+use lockstep_infer::{HubNeed, RunCorpus, RunData, data_folder};
 use lockstep_ir::units::thousands;
 use lockstep_train::left_out;
 use serde::Serialize;
@@ -109,7 +110,8 @@ pub(super) fn open(path: &Path) -> Result<Inspected> {
     };
     if let Some(config) = config {
         let file = (!path.is_dir()).then_some(path);
-        let config = Config::load_with(&config, &[], &lockstep_infer::inherited)?;
+        let args = ConfigArgs { config, set: Vec::new() };
+        let (config, _) = args.open(HubNeed::Resume, None, Progress::new(0))?;
         let folder = data_folder(&config, &run_dir);
         let data = RunData::open(&config, &folder)?.ok_or_else(|| missing(&folder, file))?;
         return Ok(Inspected { config: Some(config), run_dir, folder, data });

@@ -72,7 +72,7 @@ impl CostArgs {
 
     /// The config, on as many GPUs as were asked for.
     pub(super) fn load(&self, args: &ConfigArgs) -> Result<Config> {
-        let config = args.load()?;
+        let config = args.load_description()?;
         let ranks = config.layout().mesh.ranks() as u64;
         match self.gpus {
             Some(0) => Err(Failure::request("--gpus 0 trains nothing", "give a number from 1")),
@@ -85,7 +85,7 @@ impl CostArgs {
             Some(gpus) if gpus > ranks && self.mfu.is_none() => {
                 let dp = config.parallel.dp as u64 * (gpus / ranks);
                 let more = [args.set.clone(), vec![format!("parallel.dp={dp}")]].concat();
-                Ok(ConfigArgs { config: args.config.clone(), set: more }.load_quietly()?)
+                Ok(ConfigArgs { config: args.config.clone(), set: more }.load_description_quietly()?)
             }
             _ => Ok(config),
         }

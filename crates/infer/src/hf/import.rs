@@ -85,14 +85,17 @@ pub(crate) fn read_folder(path: &Path) -> Result<FolderModel> {
 
 const BF16: &str = "\n[precision]\npolicy = \"bf16\"\n";
 
-/// The keys of a config that a Hugging Face folder decides: the model, where it has one the tokenizer, by its whole path, and the
-/// precision, where all weights are bf16.
-pub(crate) fn keys(path: &Path) -> Result<Inherited> {
-    let config = lockstep_model::hf::read_config(&WeightsFolder::json(path, CONFIG)?)
-        .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
-    let tokenizer = path.join(TOKENIZER);
-    let mut text = config.table + &tokenizer_keys(path, &tokenizer.to_string_lossy())?.0;
-    if WeightsFolder::open(path)?.is_bf16(|name| !lockstep_model::hf::is_buffer(name)) {
+/// The keys of a config that a Hugging Face folder decides: the model, where it has one the tokenizer, by this name, and the
+/// precision, where all weights are bf16. Where the weights are not here, their type is what `config.json` says.
+pub(crate) fn keys(path: &Path, tokenizer: &str) -> Result<Inherited> {
+    let json = WeightsFolder::json(path, CONFIG)?;
+    let config = lockstep_model::hf::read_config(&json).map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
+    let mut text = config.table + &tokenizer_keys(path, tokenizer)?.0;
+    let is_bf16 = match WeightsFolder::is_one(path) {
+        true => WeightsFolder::open(path)?.is_bf16(|name| !lockstep_model::hf::is_buffer(name)),
+        false => ["dtype", "torch_dtype"].iter().any(|field| json[*field] == "bfloat16"),
+    };
+    if is_bf16 {
         text += BF16;
     }
     Ok(Inherited { name: path.join(CONFIG).display().to_string(), text })

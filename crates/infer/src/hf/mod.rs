@@ -25,7 +25,7 @@ use std::path::Path;
 
 pub(crate) const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
-const TOKENIZER: &str = "tokenizer.json";
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 
