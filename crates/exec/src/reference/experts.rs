@@ -136,8 +136,9 @@ pub fn grad_weight(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
     let (n, k) = (dims.size("outputs"), dims.size("inputs"));
     let mut dw = vec![0.0; dims.size("experts") * n * k];
     for (row, expert) in x[2].iter().enumerate().filter(|(_, expert)| !expert.is_nan()) {
-        for (j, i) in (0..n).flat_map(|j| (0..k).map(move |i| (j, i))) {
-            dw[(*expert as usize * n + j) * k + i] += x[0][row * n + j] * x[1][row / sharers * k + i];
+        let (dy, x) = (&x[0][row * n..][..n], &x[1][row / sharers * k..][..k]);
+        for (line, dy) in dw[*expert as usize * n * k..][..n * k].chunks_mut(k).zip(dy) {
+            line.iter_mut().zip(x).for_each(|(sum, x)| *sum += dy * x);
         }
     }
     dw
