@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Every so many of the mixtures: about 40 layouts. `bench/records` has runs of all.
-const EVERY: &str = "24";
+/// Every so many of the mixtures: some of every config. `bench/records` has runs of all.
+const EVERY: &str = "72";
 
 /// Eight ranks at a time are enough: beside as many others, one may get no core for so long that it counts as gone.
 static ONE: Mutex<()> = Mutex::new(());
@@ -31,11 +31,11 @@ fn layouts(every: &str, transport: &str) -> usize {
 #[test]
 fn layouts_ask_a_strict_nccl_for_what_fits_together() {
     let kept = layouts(EVERY, "strict-nccl");
-    assert!(kept > 30, "{kept}");
+    assert!(kept >= 12, "{kept}");
 }
 
 #[test]
 fn layouts_over_sockets_compute_what_one_rank_computes() {
     let kept = layouts(EVERY, "sockets");
-    assert!(kept > 30, "{kept}");
+    assert!(kept >= 12, "{kept}");
 }
