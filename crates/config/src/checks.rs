@@ -45,6 +45,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::masters_in_bf16_are_the_weights,
     rules::fp8_goes_with_the_rest,
     rules::adapters_have_a_rank,
+    rules::experts_read_without_dropout,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,

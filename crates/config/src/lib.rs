@@ -56,7 +56,7 @@ pub use error::ConfigError;
 pub use inherit::{Inherited, Located, NamedFiles, NotInherited, Opener};
 pub use layers::{LayerParts, LayerRope, shortest};
 pub use optimizers::OptimizerName;
-pub use pattern::fits_pattern;
+pub use pattern::{fits_pattern, names_without_numbers};
 pub use presets::presets;
 pub use quantity::{bytes, count};
 pub use schema::{

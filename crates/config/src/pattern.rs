@@ -23,6 +23,18 @@ pub fn fits_pattern(pattern: &str, name: &str) -> bool {
     pattern[p..].iter().all(|c| *c == '*')
 }
 
+/// Names as a list of all shows them: each once, with `*` for numbers.
+pub fn names_without_numbers<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let word = |word: &'a str| if word.parse::<u64>().is_ok() { "*" } else { word };
+    let mut shown: Vec<String> = Vec::new();
+    for name in names.map(|name| name.split('.').map(word).collect::<Vec<_>>().join(".")) {
+        if !shown.contains(&name) {
+            shown.push(name);
+        }
+    }
+    shown
+}
+
 #[cfg(test)]
 mod tests {
     use super::fits_pattern;

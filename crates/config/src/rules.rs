@@ -119,14 +119,18 @@ pub(crate) fn adapters_drop(values: &Values) -> bool {
     drops && values.get("lora.rank").is_some()
 }
 
+pub(crate) fn experts_read_without_dropout(values: &Values) -> Option<Conflict> {
+    Conflict::when(
+        adapters_drop(values) && values.count("model.experts").is_some(),
+        &["lora.dropout", "model.experts"],
+        "lora.dropout is given, and what experts read has none".to_owned(),
+        "remove lora.dropout".to_owned(),
+    )
+}
+
 pub(crate) fn adapters_have_a_rank(values: &Values) -> Option<Conflict> {
     if values.get("lora.rank").is_some() {
-        return Conflict::when(
-            adapters_drop(values) && values.count("model.experts").is_some(),
-            &["lora.dropout", "model.experts"],
-            "lora.dropout is given, and what experts read has none".to_owned(),
-            "remove lora.dropout".to_owned(),
-        );
+        return None;
     }
     let key = ["lora.alpha", "lora.init_from", "lora.dropout", "lora.targets"].into_iter().find(|key| match values
         .get(key)

@@ -144,6 +144,13 @@ pub struct Parameter {
     pub frozen: bool,
 }
 
+impl Parameter {
+    /// A trained matrix, as most are.
+    pub fn new(init: Init, parts: Vec<String>) -> Self {
+        Self { init, parts, decay: true, exact: false, balance: None, frozen: false }
+    }
+}
+
 /// Where a value comes from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Source {

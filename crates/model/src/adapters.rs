@@ -4,7 +4,7 @@
 //! Face has an adapter of its own, as in PEFT: of Q·K·V, which we store as one, three. Experts have one each.
 
 use crate::names;
-use lockstep_config::{LoraConfig, fits_pattern};
+use lockstep_config::{LoraConfig, fits_pattern, names_without_numbers};
 use lockstep_ir::graph::{Node, Parameter, Source, State};
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, Section, TensorType, TypeError, ValueId, counter};
 
@@ -39,9 +39,8 @@ pub fn adapt(mut g: Graph, lora: &LoraConfig) -> Result<Graph, AdapterProblem> {
     let modules = modules(&g);
     for target in &lora.targets {
         if !modules.iter().any(|module| is_target(target, module)) {
-            let mut modules: Vec<String> = modules.iter().map(|module| without_numbers(module)).collect();
+            let mut modules = names_without_numbers(modules.iter().map(String::as_str));
             modules.sort();
-            modules.dedup();
             return Err(AdapterProblem::NoTarget { target: target.clone(), modules });
         }
     }
@@ -52,9 +51,12 @@ pub fn adapt(mut g: Graph, lora: &LoraConfig) -> Result<Graph, AdapterProblem> {
         }
     }
     let keys = if lora.dropout > 0.0 { dropout_keys(&mut g) } else { None };
-    let scale = (lora.alpha.unwrap_or(rank as f64) / rank as f64) as f32;
-    let adapters =
-        Adapters { rank, scale, targets: &lora.targets, dropout: keys.map(|keys| (keys, lora.dropout as f32)) };
+    let adapters = Adapters {
+        rank,
+        scale: scale(lora),
+        targets: &lora.targets,
+        dropout: keys.map(|keys| (keys, lora.dropout as f32)),
+    };
     let mut now: Vec<ValueId> = (0..g.values.len()).map(ValueId).collect();
     for mut node in std::mem::take(&mut g.nodes) {
         node.inputs.iter_mut().for_each(|v| *v = now[v.0]);
@@ -65,6 +67,12 @@ pub fn adapt(mut g: Graph, lora: &LoraConfig) -> Result<Graph, AdapterProblem> {
     }
     g.outputs.iter_mut().for_each(|v| *v = now[v.0]);
     Ok(g)
+}
+
+/// What B·A·x is multiplied by.
+pub fn scale(lora: &LoraConfig) -> f32 {
+    // The schema gives every rank an alpha.
+    lora.alpha.zip(lora.rank).map_or(0.0, |(alpha, rank)| alpha / rank as f64) as f32
 }
 
 /// The modules that can have adapters: weights of matmuls in layers, without `.weight`.
@@ -91,10 +99,6 @@ pub fn module(weight: &str) -> &str {
 fn is_target(target: &str, module: &str) -> bool {
     let ends = module.match_indices('.').map(|(dot, _)| &module[dot + 1..]);
     std::iter::once(module).chain(ends).any(|name| fits_pattern(target, name))
-}
-
-fn without_numbers(name: &str) -> String {
-    name.split('.').map(|word| if word.parse::<u64>().is_ok() { "*" } else { word }).collect::<Vec<_>>().join(".")
 }
 
 /// The keys of dropout, which a graph of generation has not.
@@ -144,7 +148,7 @@ impl Adapters<'_> {
             let parts = parts.into_iter().map(|name| format!("{}{end}", module(name))).collect();
             let dims: Vec<Dim> = stacked.clone().into_iter().chain(dims).collect();
             let ty = TensorType::new(DType::F32, dims);
-            let trained = Parameter { init, parts, decay: true, exact: false, balance: None, frozen: false };
+            let trained = Parameter::new(init, parts);
             g.state(format!("{}.{kind}", w.name), ty, State::Parameter(trained))
         };
         // As PEFT draws them: of the variance of its uniform distribution, and B as zeros, so that nothing changes at first.

@@ -36,8 +36,7 @@ pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) ->
 /// The bias of a router's choice: in f32, without a gradient, and moved by `rate` per step against what experts get.
 pub fn bias_of_choice<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, rate: f32, parts: &[S]) -> ValueId {
     let parts = parts.iter().map(|p| p.as_ref().to_owned()).collect();
-    let parameter =
-        Parameter { init: Init::Zeros, parts, decay: false, exact: true, balance: Some(rate), frozen: false };
+    let parameter = Parameter { decay: false, exact: true, balance: Some(rate), ..Parameter::new(Init::Zeros, parts) };
     g.state(name, TensorType::new(DType::F32, [dim]), State::Parameter(parameter))
 }
 
@@ -51,5 +50,5 @@ fn parameter<S: AsRef<str>>(
 ) -> ValueId {
     let parts = parts.iter().map(|p| p.as_ref().to_owned()).collect();
     let ty = TensorType::new(DType::F32, dims);
-    g.state(name, ty, State::Parameter(Parameter { init, parts, decay, exact, balance: None, frozen: false }))
+    g.state(name, ty, State::Parameter(Parameter { decay, exact, ..Parameter::new(init, parts) }))
 }

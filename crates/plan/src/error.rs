@@ -3,6 +3,7 @@ use lockstep_compile::CompileError;
 use lockstep_ir::account::MemoryBreakdown;
 use lockstep_ir::program::Class;
 use lockstep_ir::{TypeError, units};
+use lockstep_model::adapters::AdapterProblem;
 
 /// What planning gives, or why it does not.
 pub type Result<T, E = PlanError> = std::result::Result<T, E>;
@@ -167,6 +168,15 @@ impl PlanError {
 }
 
 /// A graph that the op table refuses.
+impl From<AdapterProblem> for PlanError {
+    fn from(problem: AdapterProblem) -> Self {
+        match problem {
+            AdapterProblem::Type(error) => error.into(),
+            AdapterProblem::NoTarget { target, modules } => PlanError::NoTarget { target, modules },
+        }
+    }
+}
+
 impl From<TypeError> for PlanError {
     fn from(error: TypeError) -> Self {
         PlanError::Compile(CompileError::Type(error))

@@ -2,7 +2,7 @@
 
 use crate::{PlanError, Result};
 use lockstep_compile::ParameterGroup;
-use lockstep_config::{Config, fits_pattern};
+use lockstep_config::{Config, fits_pattern, names_without_numbers};
 use lockstep_ir::Graph;
 use std::collections::BTreeMap;
 
@@ -27,23 +27,12 @@ pub(crate) fn resolve(config: &Config, model: &Graph) -> Result<BTreeMap<String,
     let Some(unused) = used.iter().position(|used| !used) else { return Ok(resolved) };
     let pattern = groups[unused].pattern.clone();
     let taken = names(model).any(|name| fits_pattern(&pattern, name));
-    let mut shown: Vec<String> = Vec::new();
-    for name in names(model).map(|name| without_numbers(name)) {
-        if !shown.contains(&name) {
-            shown.push(name);
-        }
-    }
+    let shown = names_without_numbers(names(model).map(String::as_str));
     Err(PlanError::EmptyGroup { pattern, taken, names: shown })
 }
 
 fn names(model: &Graph) -> impl Iterator<Item = &String> {
     model.parameters().flat_map(|(_, _, parameter)| &parameter.parts)
-}
-
-/// The same name for every layer.
-fn without_numbers(name: &str) -> String {
-    let word = |word: &str| if word.parse::<u64>().is_ok() { "*".to_owned() } else { word.to_owned() };
-    name.split('.').map(word).collect::<Vec<_>>().join(".")
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use lockstep_config::{
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::{Fine, Flops};
 use lockstep_ir::{Axes, Axis, DType, FusedMatmul, Graph, Layout, StepProgram, TensorType};
-use lockstep_model::adapters::{AdapterProblem, adapt};
+use lockstep_model::adapters::adapt;
 use lockstep_model::{Form, ModelBuilder};
 use lockstep_sim::Asked;
 use std::collections::BTreeMap;
@@ -166,10 +166,7 @@ pub(crate) fn prepare(machine: &dyn Machine, config: &Config, build: ModelBuilde
 
 /// A model's graph with the adapters that a config asks for.
 pub(crate) fn adapted(graph: Graph, lora: &LoraConfig) -> Result<Graph> {
-    adapt(graph, lora).map_err(|problem| match problem {
-        AdapterProblem::Type(error) => error.into(),
-        AdapterProblem::NoTarget { target, modules } => PlanError::NoTarget { target, modules },
-    })
+    Ok(adapt(graph, lora)?)
 }
 
 /// Elements of the parameters that a token uses.

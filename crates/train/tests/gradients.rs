@@ -36,14 +36,7 @@ impl Build {
     }
 
     fn parameter(&mut self, name: &str, dims: &[Dim]) -> ValueId {
-        let parameter = Parameter {
-            init: Init::Ones,
-            parts: vec![name.to_owned()],
-            decay: false,
-            exact: false,
-            balance: None,
-            frozen: false,
-        };
+        let parameter = Parameter { decay: false, ..Parameter::new(Init::Ones, vec![name.to_owned()]) };
         self.g.state(name, TensorType::new(DType::F32, dims.to_vec()), State::Parameter(parameter))
     }
 

@@ -15,14 +15,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
     let row = |dim: &Dim| TensorType::new(DType::F32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 1), dim.clone()]);
     let x = g.input("x", row(&embed));
     let mut matrix = |name: &str, rows: &Dim, columns: &Dim| {
-        let parameter = Parameter {
-            init: Init::Ones,
-            parts: vec![name.to_owned()],
-            decay: false,
-            exact: false,
-            balance: None,
-            frozen: false,
-        };
+        let parameter = Parameter { decay: false, ..Parameter::new(Init::Ones, vec![name.to_owned()]) };
         let ty = TensorType::new(DType::F32, [rows.clone(), columns.clone()]);
         g.state(name, ty, State::Parameter(parameter))
     };

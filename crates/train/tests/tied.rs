@@ -20,14 +20,7 @@ fn model(uses: &str) -> Graph {
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, BATCH), Dim::new(Axis::Seq, SEQ)]);
     let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
     let parameter = |g: &mut Graph, name: &str, dims: Vec<Dim>| {
-        let state = Parameter {
-            init: Init::Ones,
-            parts: vec![name.to_owned()],
-            decay: true,
-            exact: false,
-            balance: None,
-            frozen: false,
-        };
+        let state = Parameter::new(Init::Ones, vec![name.to_owned()]);
         g.state(name, TensorType::new(DType::F32, dims), State::Parameter(state))
     };
     let table = parameter(&mut g, "table", vec![vocab, embed.clone()]);

@@ -9,14 +9,7 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Mesh, MeshAxis, Op, Section, Te
 use std::collections::BTreeSet;
 
 fn parameter(g: &mut Graph, name: String, dims: Vec<Dim>) -> ValueId {
-    let parameter = Parameter {
-        init: Init::Ones,
-        parts: vec![name.clone()],
-        decay: true,
-        exact: false,
-        balance: None,
-        frozen: false,
-    };
+    let parameter = Parameter::new(Init::Ones, vec![name.clone()]);
     g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
 }
 

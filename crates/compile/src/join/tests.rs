@@ -12,14 +12,7 @@ fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4)]);
     let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
     let mut parameter = |name: &str, dims: &[&Dim]| {
-        let parameter = Parameter {
-            init: Init::Ones,
-            parts: vec![name.to_owned()],
-            decay: true,
-            exact: false,
-            balance: None,
-            frozen: false,
-        };
+        let parameter = Parameter::new(Init::Ones, vec![name.to_owned()]);
         let dims: Vec<Dim> = dims.iter().map(|d| (*d).clone()).collect();
         g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
     };

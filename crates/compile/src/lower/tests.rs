@@ -30,14 +30,7 @@ fn with_matmuls(layout: Layout) -> (Graph, Context) {
     let n1 = g.nodes[1].outputs[0].unwrap();
     let [embed, ffn] = [g.ty(n1).dims[2].clone(), Dim::new(Axis::Ffn, 3)];
     let mut parameter = |name: &str, dims: [Dim; 2]| {
-        let parameter = Parameter {
-            init: Init::Ones,
-            parts: vec![name.to_owned()],
-            decay: true,
-            exact: false,
-            balance: None,
-            frozen: false,
-        };
+        let parameter = Parameter::new(Init::Ones, vec![name.to_owned()]);
         g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
     };
     let weights = [parameter("up", [ffn.clone(), embed.clone()]), parameter("down", [embed, ffn])];

@@ -202,14 +202,7 @@ mod tests {
         let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 4)]);
         let (tokens, targets) = (g.input("tokens", ids.clone()), g.input("targets", ids));
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter = Parameter {
-                init: Init::Ones,
-                parts: vec![name.to_owned()],
-                decay: true,
-                exact: name == "router",
-                balance: None,
-                frozen: false,
-            };
+            let parameter = Parameter { exact: name == "router", ..Parameter::new(Init::Ones, vec![name.to_owned()]) };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);

@@ -225,7 +225,7 @@ pub(super) mod tests {
         let [tokens, targets] = ["tokens", "targets"].map(|name| g.input(name, ids.clone()));
         let [table, up, other] = ["table", "up", "other"].map(|name| {
             let parts = vec![name.to_owned()];
-            let of = Parameter { init: Init::Ones, parts, decay: true, exact: false, balance: None, frozen: false };
+            let of = Parameter::new(Init::Ones, parts);
             let ty = TensorType::new(DType::F32, [dim(Axis::Vocab, 32), dim(Axis::Embed, 16)]);
             g.state(name, ty, State::Parameter(of))
         });

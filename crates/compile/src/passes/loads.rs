@@ -98,7 +98,7 @@ mod tests {
         let (experts, embed) = (Dim::new(Axis::Experts, 3), Dim::new(Axis::Embed, 2));
         let mut state = |name: &str, dims: Vec<Dim>, balance| {
             let parts = vec![name.to_owned()];
-            let parameter = Parameter { init: Init::Ones, parts, decay: false, exact: true, balance, frozen: false };
+            let parameter = Parameter { decay: false, exact: true, balance, ..Parameter::new(Init::Ones, parts) };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let router = state("router", vec![experts.clone(), embed.clone()], None);

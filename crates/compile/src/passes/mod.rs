@@ -102,14 +102,7 @@ pub(crate) mod tests {
         let tokens = g.input("tokens", ids.clone());
         let targets = g.input("targets", ids);
         let mut parameter = |name: &str, dims: Vec<Dim>| {
-            let parameter = Parameter {
-                init: Init::Ones,
-                parts: vec![name.to_owned()],
-                decay: true,
-                exact: false,
-                balance: None,
-                frozen: false,
-            };
+            let parameter = Parameter::new(Init::Ones, vec![name.to_owned()]);
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
         };
         let table = parameter("table", vec![vocab, embed.clone()]);

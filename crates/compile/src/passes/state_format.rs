@@ -90,8 +90,8 @@ mod tests {
     use lockstep_ir::graph::Parameter;
     use lockstep_ir::{Dim, Init, TensorType};
 
-    /// The formats of moments and of master weights that a graph has behind all passes, by parameter: a table, a matrix with rows of so
-    /// many elements, a router, a small matrix and a norm.
+    /// The formats of moments and of master weights behind all passes: of a table, a norm, two matrices between `row` and 256 features, and a small
+    /// head.
     fn formats(layout: &str, row: usize) -> Vec<String> {
         let layout: lockstep_ir::Layout = layout.parse().unwrap();
         let (_, context) = small_model_of(4, 4);
@@ -104,7 +104,7 @@ mod tests {
         let [tokens, targets] = ["tokens", "targets"].map(|name| g.input(name, ids.clone()));
         let mut parameter = |name: &str, dims: Vec<Dim>, exact| {
             let parts = vec![name.to_owned()];
-            let of = Parameter { init: Init::Ones, parts, decay: true, exact, balance: None, frozen: false };
+            let of = Parameter { exact, ..Parameter::new(Init::Ones, parts) };
             g.state(name, TensorType::new(DType::F32, dims), State::Parameter(of))
         };
         let table = parameter("table", vec![dim(Axis::Vocab, 64), dim(Axis::Embed, row)], false);

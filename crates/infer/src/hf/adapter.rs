@@ -6,7 +6,7 @@ use crate::{Part, Result, Trained, parts};
 use lockstep_checkpoint::{CheckpointError, Loaded, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::{Config, LoraConfig};
 use lockstep_ir::DType;
-use lockstep_model::adapters::{A, AdapterProblem, B, adapt, module};
+use lockstep_model::adapters::{A, B, adapt, module, scale};
 use lockstep_model::hf;
 use lockstep_plan::PlanError;
 use serde_json::{Value, json};
@@ -35,10 +35,8 @@ const PLAIN: [(&str, &[Value]); 9] = [
 /// The matrices of the adapters of a config.
 pub(crate) fn adapter_parts(config: &Config) -> Result<Vec<Part>> {
     let graph = lockstep_model::build(&config.model, 1, 1).map_err(PlanError::from)?;
-    let graph = adapt(graph, &LoraConfig { dropout: 0.0, ..config.lora.clone() }).map_err(|problem| match problem {
-        AdapterProblem::Type(error) => PlanError::from(error),
-        AdapterProblem::NoTarget { target, modules } => PlanError::NoTarget { target, modules },
-    })?;
+    let lora = LoraConfig { dropout: 0.0, ..config.lora.clone() };
+    let graph = adapt(graph, &lora).map_err(PlanError::from)?;
     let trained = graph.parameters().filter(|(_, _, parameter)| !parameter.frozen);
     Ok(trained.flat_map(|(_, value, parameter)| parts(parameter, &value.ty)).collect())
 }
@@ -162,8 +160,7 @@ pub(super) fn export_adapter(trained: &Trained, checkpoint: &Loaded, out: &Path,
 
 /// What the adapters of a checkpoint add to the weights of a model, by the names of these, as Hugging Face turns them.
 pub(super) fn added(config: &Config, checkpoint: &Loaded) -> Result<BTreeMap<String, LowRank>> {
-    let lora = &config.lora;
-    let scale = lora.alpha.zip(lora.rank).map_or(0.0, |(alpha, rank)| alpha / rank as f64) as f32;
+    let scale = scale(&config.lora);
     let source = TensorSource::Checkpoint { loaded: checkpoint, group: MODEL };
     let matrices: BTreeMap<String, Part> = adapter_parts(config)?.into_iter().map(|p| (p.name.clone(), p)).collect();
     let read = |part: &Part| -> Result<Vec<f32>, CheckpointError> {

@@ -18,7 +18,7 @@ fn graph() -> Graph {
     let packed = Dim::packed([ffn, ffn]);
     let init = || Init::Normal { std: 0.02 };
     let mut parameter = |name: &str, dims: Vec<Dim>, parts: Vec<String>| {
-        let parameter = Parameter { init: init(), parts, decay: true, exact: false, balance: None, frozen: false };
+        let parameter = Parameter::new(init(), parts);
         g.state(name, TensorType::new(DType::F32, dims), State::Parameter(parameter))
     };
     parameter("gate_up", vec![stack.clone(), packed.clone(), embed.clone()], names(&["gate", "up"]));
