@@ -429,7 +429,14 @@ pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
     let peak = wrapped(&format!("  peak: {live} live in {segment}, micro-batch {m}, at {}{layer}", p.op), "    ");
     let classes = table(&["class", "size", "share", "~bytes"], &classes);
     let by_layer = format!("memory by layer (temporary buffers are shared by all)\n{}", table(&header, &rows));
-    format!("memory breakdown: one arena\n{classes}\n{peak}\n{by_layer}")
+    let host = match breakdown.host_bytes {
+        0 => String::new(),
+        bytes => wrapped(
+            &format!("  host memory: {} ({} bytes) of optimizer state", units::bytes(bytes), thousands(bytes)),
+            "    ",
+        ),
+    };
+    format!("memory breakdown: one arena\n{classes}{host}\n{peak}\n{by_layer}")
 }
 
 /// Layers with equal breakdowns as one row: `0 to 15 (each)`.

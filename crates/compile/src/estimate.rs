@@ -3,7 +3,7 @@
 use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_behind};
 use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::stage::RankGraph;
-use crate::{CompileError, Context, Evaluation, evaluations, lower, model_flops, of_rank, placed, stage};
+use crate::{CompileError, Context, Evaluation, evaluations, lower, model_flops, of_rank, offload, placed, stage};
 use lockstep_ir::op::Flops;
 use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, Op, StepProgram, TensorType, TypeError, ValueId};
@@ -43,7 +43,7 @@ impl Estimator {
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
-            let train = stage::extract(graph, &self.cuts, &self.pipeline, s)?;
+            let train = offload::offload(stage::extract(graph, &self.cuts, &self.pipeline, s)?, &context);
             Ok(placed(lower::lower(&train, &self.evaluations[s], &context, s)?, &context))
         };
         Ok((0..self.evaluations.len()).map(program).collect::<Result<_, _>>()?)

@@ -12,6 +12,7 @@ mod join;
 mod local;
 mod lower;
 mod memory;
+mod offload;
 mod passes;
 mod rule;
 mod settings;
@@ -30,7 +31,8 @@ pub use passes::{
 };
 pub use rule::{AdamW, Rule};
 pub use settings::{
-    Candidate, Context, Fp8, Fp8Scaling, Moments, Optimizer, ParameterGroup, Precision, Recompute, Recomputed, Steps,
+    Candidate, Context, Fp8, Fp8Scaling, Moments, Offload, Optimizer, ParameterGroup, Precision, Recompute, Recomputed,
+    Steps,
 };
 pub use stage::balanced as balanced_stages;
 
@@ -114,7 +116,8 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     for rank in 0..pipeline.slots.len() {
         let extract = |graph: &Graph| stage::extract(graph, &cuts, &pipeline, rank);
         let evaluations = of_rank(&evaluations, extract)?;
-        let program = placed(lower::lower(&extract(&graph)?, &evaluations, context, rank)?, context);
+        let program =
+            placed(lower::lower(&offload::offload(extract(&graph)?, context), &evaluations, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }

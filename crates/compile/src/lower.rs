@@ -53,6 +53,8 @@ struct Part<'a> {
     chunk: usize,
     /// What of a micro-batch's work it is; `None` for what is done once.
     work: Option<Work>,
+    /// Where what lives inside it goes.
+    temporary: Lifetime,
     nodes: Vec<&'a Node>,
 }
 
@@ -78,10 +80,15 @@ pub(crate) fn lower(
     };
     let mut parts: Vec<Part> = Vec::new();
     for chunk in 0..chunks.len() {
-        let part = |s: &WorkSegment| Part { name: s.name, chunk, work: Some(s.work), nodes: of(Some(chunk), s.phases) };
+        let part = |s: &WorkSegment| Part {
+            name: s.name,
+            chunk,
+            work: Some(s.work),
+            temporary: Lifetime::Frame,
+            nodes: of(Some(chunk), s.phases),
+        };
         parts.extend(works.segments().iter().map(part));
     }
-    let once = |name, phase| Part { name, chunk: 0, work: None, nodes: of(None, &[phase]) };
     // What looks at the gradients of the first micro-batch, behind the work that makes them: by then no other has been added.
     let mut probes: BTreeMap<(usize, Work), usize> = BTreeMap::new();
     let summed = summed_in(&train.graph, &runs_with, works);
@@ -92,13 +99,15 @@ pub(crate) fn lower(
         let nodes: Vec<&Node> = mine.map(|(n, _)| n).collect();
         if !nodes.is_empty() {
             probes.insert((chunk, kind.work), parts.len());
-            parts.push(Part { name: "probe", chunk, work: None, nodes });
+            parts.push(Part { name: "probe", chunk, work: None, temporary: Lifetime::Frame, nodes });
         }
     }
-    parts.push(once("update", Phase::Update));
+    let nodes = of(None, &[Phase::Update]);
+    // What is saved for backward has been read by then: its memory is free for state that comes from the host.
+    let temporary = if nodes.iter().any(|n| n.op == Op::Fetch) { Lifetime::Overlay } else { Lifetime::Frame };
+    parts.push(Part { name: "update", chunk: 0, work: None, temporary, nodes });
     let update = parts.len() - 1;
-    let frame = Temporaries { works, lifetime: Lifetime::Frame };
-    let mut segments = lowering.segments(&local, &persistent, &parts, frame, 0)?;
+    let mut segments = lowering.segments(&local, &persistent, &parts, works, 0)?;
     // By chunk and work: the segment of most micro-batches, and that of the last.
     let mut runs: BTreeMap<(usize, Work), [usize; 2]> = BTreeMap::new();
     for (s, (chunk, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().map(move |k| (c, k))).enumerate() {
@@ -114,7 +123,6 @@ pub(crate) fn lower(
     let mut known = tensors(&local, &persistent);
     let mut in_order: Vec<usize> = (0..chunks.len()).collect();
     in_order.sort_by_key(|chunk| chunks[*chunk]);
-    let overlay = Temporaries { works, lifetime: Lifetime::Overlay };
     let mut evaluate: Vec<(String, Vec<Slot>)> = Vec::new();
     for (name, RankGraph { graph, chunks }) in evaluations {
         let first = values.len();
@@ -125,9 +133,10 @@ pub(crate) fn lower(
             let nodes = graph.nodes.iter().zip(chunks);
             nodes.filter(|(_, c)| **c == chunk).map(|(n, _)| n).collect()
         };
-        let part = |&chunk: &usize| Part { name, chunk, work: None, nodes: nodes(chunk) };
+        let temporary = Lifetime::Overlay;
+        let part = |&chunk: &usize| Part { name, chunk, work: None, temporary, nodes: nodes(chunk) };
         let parts: Vec<Part> = in_order.iter().map(part).collect();
-        let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, overlay, first)?;
+        let mut evaluated = lowering.segments(&evaluation, &shared.places, &parts, works, first)?;
         shared.rename(&mut evaluated, first);
         values.extend(graph.values.iter().map(|v| v.name.clone()));
         let slots = (segments.len()..segments.len() + evaluated.len()).map(|s| Slot::new(s, 0)).collect();
@@ -243,12 +252,12 @@ pub(crate) fn lower_forward(
         name,
         chunk: 0,
         work: None,
+        temporary: Lifetime::Frame,
         nodes: nodes.by_ref().take(*count).collect(),
     };
     let parts: Vec<Part> = entries.iter().map(part).collect();
     let works = Works::new(&[]);
-    let frame = Temporaries { works, lifetime: Lifetime::Frame };
-    let segments = lowering.segments(&local, &persistent, &parts, frame, 0)?;
+    let segments = lowering.segments(&local, &persistent, &parts, works, 0)?;
     let once = |segment| vec![Slot::new(segment, 0)];
     let entries =
         entries.iter().enumerate().map(|(s, (name, _))| Entry { name: (*name).into(), schedule: once(s) }).collect();
@@ -267,13 +276,6 @@ pub(crate) fn lower_forward(
 /// Buffers of the values that have one, by value index.
 type Places = Vec<Option<BufferId>>;
 
-/// Where what lives inside a segment goes, and what outlives it.
-#[derive(Clone, Copy)]
-struct Temporaries {
-    works: Works,
-    lifetime: Lifetime,
-}
-
 struct Lowering<'a> {
     buffers: Vec<UnplacedBuffer>,
     /// Where messages wait, by stage, tag and size.
@@ -291,11 +293,16 @@ impl Lowering<'_> {
     fn persistent(&mut self, local: &Local) -> Places {
         let g = local.graph;
         let layers = layers_of(g);
+        let from_host: BTreeSet<ValueId> =
+            g.nodes.iter().filter(|n| n.op == Op::Fetch).flat_map(|n| n.inputs.iter().copied()).collect();
         let mut wanted: Vec<(Class, Lifetime, usize)> = Vec::new();
         for (i, value) in g.values.iter().enumerate().filter(|(i, _)| local.is_here(*i)) {
             match &value.source {
                 Source::Input => wanted.push((Class::Activations, Lifetime::MicroBatch, i)),
-                Source::State(state) => wanted.push((class_of(state), Lifetime::Run, i)),
+                Source::State(state) => {
+                    let lifetime = if from_host.contains(&ValueId(i)) { Lifetime::Host } else { Lifetime::Run };
+                    wanted.push((class_of(state), lifetime, i));
+                }
                 Source::Node { .. } | Source::Sum => {}
             }
         }
@@ -329,13 +336,13 @@ impl Lowering<'_> {
         local: &Local,
         persistent: &Places,
         parts: &[Part],
-        temporary: Temporaries,
+        works: Works,
         first: usize,
     ) -> Result<Vec<Segment>, TypeError> {
         let g = local.graph;
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, part)| part.nodes.iter().map(move |n| (s, *n))).collect();
-        let place = self.share(local, persistent, parts, &order, temporary);
+        let place = self.share(local, persistent, parts, &order, works);
         let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: vec![], groups: vec![] };
         let mut segments: Vec<Segment> = parts.iter().map(segment).collect();
         let mut begun = vec![false; g.values.len()];
@@ -359,7 +366,7 @@ impl Lowering<'_> {
             let inputs: Vec<Arg> = node.inputs.iter().map(|&v| arg(v, false)).collect();
             let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
             let op = local.op(node);
-            let workspace = self.workspace(local, node, op, &inputs, temporary.lifetime)?;
+            let workspace = self.workspace(local, node, op, &inputs, parts[s].temporary)?;
             let Node { phase, layer, tf32, .. } = *node;
             let (stream, offsets) = (stream(node), local.offsets(node));
             segments[s].instrs.push(Instr {
@@ -416,7 +423,7 @@ impl Lowering<'_> {
         persistent: &Places,
         parts: &[Part],
         order: &[(usize, &Node)],
-        temporary: Temporaries,
+        works: Works,
     ) -> Places {
         let g = local.graph;
         // The segment in which each buffer is first written.
@@ -455,13 +462,17 @@ impl Lowering<'_> {
                     }
                     None => {
                         let name = &g.get(v).name;
-                        let class = if is_gathered(node) { Class::Communication } else { Class::Activations };
-                        self.buffer(name, class, node.layer, temporary.lifetime, local.bytes(v))
+                        let class = match node.op {
+                            Op::Fetch => Class::Optimizer,
+                            _ if is_gathered(node) => Class::Communication,
+                            _ => Class::Activations,
+                        };
+                        self.buffer(name, class, node.layer, parts[*segment].temporary, local.bytes(v))
                     }
                 };
                 let from = *begun.entry(buffer).or_insert(*segment);
                 if until != *segment {
-                    let saved = temporary.works.region(parts[from].work, parts[until].work);
+                    let saved = works.region(parts[from].work, parts[until].work);
                     (self.buffers[buffer.0].lifetime, self.buffers[buffer.0].chunk) =
                         (Lifetime::Saved(saved), parts[from].chunk);
                 }
@@ -490,8 +501,10 @@ fn is_gathered(node: &Node) -> bool {
 /// Collectives over ranks that have other tokens overlap with the kernels of a pass; others are waited for at once.
 fn stream(node: &Node) -> Stream {
     let overlaps = !node.op.over().within(Axes::TOKENS).is_empty() && node.phase != Phase::Update;
-    match node.op.transfer() {
-        Some(Transfer::AllToAll { .. }) if overlaps => Stream::Exchange,
+    match (node.op, node.op.transfer()) {
+        (Op::Fetch, _) => Stream::Fetch,
+        (Op::Offload, _) => Stream::Offload,
+        (_, Some(Transfer::AllToAll { .. })) if overlaps => Stream::Exchange,
         _ if overlaps => Stream::Communication,
         _ => Stream::Compute,
     }
@@ -506,12 +519,24 @@ struct Beside {
     ended: Option<usize>,
 }
 
-/// Lets every instruction wait for the collectives of other streams that have made what it reads, or work on what it writes.
+/// Lets every instruction wait for what other streams have made of what it reads, or still do with what it writes. What goes to the host
+/// gives its memory back when an update waits for it that reads what has come from there: each waits for what has gone up to the one
+/// before the last.
 fn wait(segment: &mut Segment) {
     let mut streams = Stream::BESIDE.map(|stream| (stream, Beside::default()));
+    // The last instruction that has sent something back to the host: at the last update of what has come from there, and now.
+    let (mut gone, mut sent): (Option<usize>, Option<usize>) = (None, None);
     for (t, instr) in segment.instrs.iter_mut().enumerate() {
         let reads: Vec<usize> = instr.inputs.iter().map(|a| a.buffer.0).collect();
         let writes: Vec<usize> = instr.outputs.iter().flatten().map(|a| a.buffer.0).collect();
+        let has_come = |(stream, beside): &(Stream, Beside)| {
+            *stream == Stream::Fetch && reads.iter().any(|b| beside.made.contains_key(b))
+        };
+        let updates = instr.stream == Stream::Compute && streams.iter().any(has_come);
+        let room = if updates { std::mem::replace(&mut gone, sent) } else { None };
+        if instr.stream == Stream::Offload {
+            sent = Some(t);
+        }
         for (stream, beside) in &mut streams {
             if instr.stream == *stream {
                 beside.made.extend(writes.iter().map(|b| (*b, t)));
@@ -519,7 +544,8 @@ fn wait(segment: &mut Segment) {
                 continue;
             }
             let made = reads.iter().filter_map(|b| beside.made.get(b));
-            let last = made.chain(writes.iter().filter_map(|b| beside.touched.get(b))).max().copied();
+            let room = room.filter(|_| *stream == Stream::Offload);
+            let last = made.chain(writes.iter().filter_map(|b| beside.touched.get(b))).copied().chain(room).max();
             if let Some(last) = last.filter(|last| beside.ended.is_none_or(|ended| ended < *last)) {
                 instr.waits.push(last);
                 if instr.stream == Stream::Compute {

@@ -3,7 +3,8 @@
 //! Persistent, host and saved buffers stand side by side; all chunks of a rank share the copies of a saved region, each has what it
 //! saves from the start of a copy on. Temporary buffers of a segment share the frame: largest
 //! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame;
-//! evaluation, which saves nothing, uses the saved regions and the frame together.
+//! evaluation, which saves nothing, uses the saved regions and the frame together, and so does an update
+//! whose state comes from the host. What waits there stands side by side in the host's memory.
 
 use crate::Context;
 use crate::lower::Unplaced;
@@ -45,6 +46,10 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
     let frame = frame.max(overlay.saturating_sub(end - under));
     regions.push(Region { lifetime: Lifetime::Frame, offset: end, slot_bytes: frame, slots: 1 });
     end += frame;
+    let host_bytes = side_by_side(Lifetime::Host);
+    if host_bytes > 0 {
+        regions.push(Region { lifetime: Lifetime::Host, offset: end, slot_bytes: host_bytes, slots: 1 });
+    }
     regions.push(Region { lifetime: Lifetime::Overlay, offset: under, slot_bytes: overlay, slots: 1 });
     let buffers = buffers
         .into_iter()
@@ -59,7 +64,7 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
         })
         .collect();
     let mesh = context.layout.mesh;
-    StepProgram { mesh, stage, arena_bytes: end, regions, buffers, values, tensors, segments, entries }
+    StepProgram { mesh, stage, arena_bytes: end, host_bytes, regions, buffers, values, tensors, segments, entries }
 }
 
 /// Packs the `members` that one segment uses and returns the bytes they need.

@@ -22,6 +22,15 @@ pub struct Context {
     pub recompute: Recompute,
     /// What steps do besides.
     pub steps: Steps,
+    /// What waits in the memory of the host.
+    pub offload: Offload,
+}
+
+/// What waits in the memory of the host until it is needed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offload {
+    /// Most bytes of a rank's moments and master weights.
+    pub optimizer: u64,
 }
 
 /// What the steps of a run do besides computing gradients and moving parameters.

@@ -14,7 +14,7 @@ use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config, KEYS};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::{Bytes, CorpusConfig, SaveEvery, Value};
+use crate::value::{Bytes, CorpusConfig, Offload, SaveEvery, Value};
 use crate::words::{AttentionMethod, DataFormat, LayoutSource, RecomputePolicy, TrainOnTurns};
 use crate::written::Change;
 
@@ -33,6 +33,7 @@ impl Opener for Repeated<'_> {
 
 const MICRO_BATCH: &str = "train.micro_batch";
 const CHECKPOINT_EVERY: &str = "checkpoint.every";
+const OFFLOAD: &str = "offload.optimizer";
 const BUDGET: &str = "recompute.budget";
 
 /// Keys that `parallel.layout = "auto"` decides where they are not given.
@@ -198,6 +199,14 @@ impl Config {
         let mut config = self.clone();
         config.checkpoint.every = SaveEvery::Steps(steps);
         config.provenance.origins.insert(CHECKPOINT_EVERY, Origin::Auto(how.to_owned()));
+        config
+    }
+
+    /// The same run with the bytes that `offload.optimizer = "auto"` found; `how` is their origin in [`Config::resolved_toml`].
+    pub fn with_offload(&self, bytes: u64, how: &str) -> Config {
+        let mut config = self.clone();
+        config.offload.optimizer = if bytes == 0 { Offload::All(false) } else { Offload::Most(Bytes(bytes)) };
+        config.provenance.origins.insert(OFFLOAD, Origin::Auto(how.to_owned()));
         config
     }
 

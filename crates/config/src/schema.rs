@@ -10,7 +10,7 @@ use crate::declare::{Key, name, tables};
 use crate::defaults;
 use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, CountOrAuto, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences,
-    Size, Text, Texts,
+    Size, SizeOrAuto, Text, Texts,
 };
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH, MODULES,
@@ -22,7 +22,7 @@ use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
 use crate::stages;
-use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, RampConfig, RopeScalingConfig, SaveEvery, Value};
+use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, Offload, RampConfig, RopeScalingConfig, SaveEvery, Value};
 use crate::values::Values;
 use crate::words::{
     Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
@@ -462,6 +462,15 @@ tables! {
         ops: Vec<String> = Texts(OPS), Fixed("[]"), Conduct;
         /// Memory budget: the most bytes that the arena of a rank may have under the budget policy.
         budget: Option<Bytes> = Size, Unset, Conduct, finds ["memory budget", "activation_memory_budget"];
+    }
+
+    /// Offload: what waits in the memory of the host until the device needs it. Bits stay the same.
+    offload: OffloadConfig {
+        /// Moments and fp32 master weights. They come to the device for the update of their parameter and go back behind it, while others are
+        /// updated. true: all of them. A size: as many as that has room for, of each rank. auto: the least that lets a run fit its device.
+        optimizer: Offload = SizeOrAuto, Fixed("false"), Conduct,
+            finds ["CPU offload", "optimizer offload", "ZeRO-Offload", "offload_optimizer", "host memory", "pinned memory",
+                "model larger than the GPU"];
     }
 
     /// How gradients become updates.

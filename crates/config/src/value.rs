@@ -114,6 +114,28 @@ pub enum SaveEvery {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 
+/// How much waits in the memory of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offload {
+    /// All of it, or nothing.
+    All(bool),
+    /// At most so many bytes of a rank.
+    Most(Bytes),
+    /// The least that lets a run fit the memory of its device, found when it begins.
+    Auto,
+}
+
+impl Offload {
+    /// Most bytes of a rank; where it has to be found yet, none.
+    pub fn most_bytes(self) -> u64 {
+        match self {
+            Offload::All(true) => u64::MAX,
+            Offload::Most(Bytes(bytes)) => bytes,
+            Offload::All(false) | Offload::Auto => 0,
+        }
+    }
+}
+
 /// A size of steps, and from when on it counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RampConfig {
@@ -277,6 +299,25 @@ impl Field for SaveEvery {
             SaveEvery::Steps(steps) => Some(Value::Count(*steps)),
             SaveEvery::Auto => Some(Value::Text(AUTO.into())),
         }
+    }
+}
+
+impl Field for Offload {
+    fn from_value(value: Option<Value>) -> Option<Self> {
+        match value {
+            Some(Value::Bool(all)) => Some(Offload::All(all)),
+            Some(Value::Bytes(bytes)) => Some(Offload::Most(Bytes(bytes))),
+            Some(Value::Text(word)) if word == AUTO => Some(Offload::Auto),
+            _ => None,
+        }
+    }
+
+    fn to_value(&self) -> Option<Value> {
+        Some(match self {
+            Offload::All(all) => Value::Bool(*all),
+            Offload::Most(Bytes(bytes)) => Value::Bytes(*bytes),
+            Offload::Auto => Value::Text(AUTO.into()),
+        })
     }
 }
 

@@ -18,6 +18,8 @@ pub struct Call<'a> {
     pub attention: &'a Plans,
     pub stream: &'a Stream,
     pub base: Address,
+    /// Where addresses of the host's memory count from: they go on behind the arena's.
+    pub host: Address,
     pub slot: Slot,
 }
 
@@ -41,7 +43,8 @@ impl Call<'_> {
     }
 
     fn at(&self, at: &At) -> Address {
-        self.base + at.offset(self.slot)
+        let base = if at.is_hosted() { self.host } else { self.base };
+        base.wrapping_add(at.offset(self.slot))
     }
 
     /// Address of an input.

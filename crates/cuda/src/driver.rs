@@ -41,9 +41,7 @@ functions! {
     memory_free = c"cuMemFree_v2": fn(Address) -> c_int;
     host_alloc = c"cuMemHostAlloc" safe: fn(&mut Handle, usize, c_uint) -> c_int;
     host_free = c"cuMemFreeHost": fn(Handle) -> c_int;
-    copy_to_device = c"cuMemcpyHtoDAsync_v2": fn(Address, *const c_void, usize, Handle) -> c_int;
-    copy_to_host = c"cuMemcpyDtoHAsync_v2": fn(*mut c_void, Address, usize, Handle) -> c_int;
-    copy = c"cuMemcpyDtoDAsync_v2": fn(Address, Address, usize, Handle) -> c_int;
+    copy = c"cuMemcpyAsync": fn(Address, Address, usize, Handle) -> c_int;
     set_bytes = c"cuMemsetD8Async": fn(Address, u8, usize, Handle) -> c_int;
     stream_create = c"cuStreamCreateWithPriority" safe: fn(&mut Handle, c_uint, c_int) -> c_int;
     stream_destroy = c"cuStreamDestroy_v2": fn(Handle) -> c_int;

@@ -112,6 +112,17 @@ pub enum CudaError {
         /// What the device has.
         memory: String,
     },
+    /// The host does not give as much memory that the device can copy from and to.
+    #[error("{bytes} of the host's memory cannot be pinned: {cause}")]
+    #[hint(
+        "keep less in the host's memory, end other programs, or allow more locked memory (`ulimit -l`, the memory limit of the job or container)"
+    )]
+    Pinned {
+        /// What was asked for.
+        bytes: String,
+        /// What the driver says.
+        cause: String,
+    },
     /// The device has stopped: nothing more can be done on it by this process.
     #[error("the device was lost: {call} says {text}")]
     #[hint("{hint}; {RESUME}")]
@@ -282,7 +293,7 @@ impl From<CudaError> for ExecError {
     fn from(error: CudaError) -> Self {
         let remedy = match &error {
             CudaError::Ranks(error) => return ExecError::Rank(error.clone()),
-            CudaError::OutOfMemory | CudaError::Arena { .. } => Some(Remedy::LessMemory),
+            CudaError::OutOfMemory | CudaError::Arena { .. } | CudaError::Pinned { .. } => Some(Remedy::LessMemory),
             CudaError::OldDriver { .. } | CudaError::NoDevice | CudaError::NoFp8 { .. } => Some(Remedy::OtherDevice),
             CudaError::Stalled { .. } => Some(Remedy::LongerTimeout),
             CudaError::Library { .. }

@@ -61,6 +61,8 @@ pub struct CudaExecutor {
     /// Whether the last run came to its end.
     ended: bool,
     arena: Memory,
+    /// What waits in the memory of the host.
+    host: Option<Pinned>,
     gpu: Arc<Gpu>,
 }
 
@@ -139,6 +141,10 @@ impl CudaExecutor {
             },
             other => other,
         })?;
+        let host = match program.host_bytes {
+            0 => None,
+            bytes => Some(Pinned::zeroed(device, bytes)?),
+        };
         let stream = Arc::new(Stream::new(device)?);
         let longest = segments.iter().map(Vec::len).max().unwrap_or(0);
         let mut beside = [const { None }; program::Stream::BESIDE.len()];
@@ -150,7 +156,10 @@ impl CudaExecutor {
             Some(Neighbours::Threads(_, turn)) => turn.clone(),
             Some(Neighbours::Processes(..)) | None => CaptureTurn::default(),
         };
-        let beside_streams = beside.each_ref().map(|beside| beside.as_ref().map(|b| &b.stream));
+        let mut beside_streams = beside.each_ref().map(|beside| beside.as_ref().map(|b| &b.stream));
+        for (stream, on) in beside_streams.iter_mut().zip(program::Stream::BESIDE) {
+            *stream = stream.filter(|_| !on.copies());
+        }
         let lane = match &neighbours {
             Some(Neighbours::Processes(..)) => None,
             Some(Neighbours::Threads(..)) | None => gpu.watchdog.lane(device, &program)?,
@@ -185,6 +194,7 @@ impl CudaExecutor {
             numbers: None,
             ended: true,
             arena,
+            host,
             gpu: gpu.clone(),
             program,
         })
@@ -192,7 +202,13 @@ impl CudaExecutor {
 
     fn tensor(&self, name: &str, micro_batch: usize) -> Result<(&Tensor, Address, usize), ExecError> {
         let (tensor, offset) = self.names.find(&self.program, self.here(), (name, micro_batch))?;
-        Ok((tensor, self.arena.base + offset, tensor.ty.bytes() as usize))
+        let base = if offset < self.arena.bytes { self.arena.base } else { self.host_base() };
+        Ok((tensor, base.wrapping_add(offset), tensor.ty.bytes() as usize))
+    }
+
+    /// Where addresses of the host's memory count from.
+    fn host_base(&self) -> Address {
+        self.host.as_ref().map_or(0, |host| host.address().wrapping_sub(self.arena.bytes))
     }
 
     fn here(&self) -> Coordinates {
@@ -231,6 +247,10 @@ fn input_bytes(program: &StepProgram) -> usize {
 impl Executor for CudaExecutor {
     fn arena_bytes(&self) -> u64 {
         self.arena.bytes
+    }
+
+    fn host_bytes(&self) -> u64 {
+        self.host.as_ref().map_or(0, |host| host.bytes() as u64)
     }
 
     fn notes(&self) -> &[Note] {

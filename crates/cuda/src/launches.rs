@@ -9,7 +9,7 @@ use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
-use lockstep_compile::{AdamW, Context, Fp8, Moments, Optimizer, Precision, Recompute, Rule, Steps, compile};
+use lockstep_compile::{AdamW, Context, Fp8, Moments, Offload, Optimizer, Precision, Recompute, Rule, Steps, compile};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting, host_at};
 use lockstep_exec::comm::{Collective, Order, Piece, ProgramPlace};
@@ -185,6 +185,7 @@ fn step(
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let model = format!("architecture = \"{architecture}\"\nvocab_size = 256\nlayers = 1\ndim = {dim}\nffn = 64");
     let text = format!("[model]\n{model}\nheads = 2\n[data]\npaths = [\".\"]\n");

@@ -206,7 +206,7 @@ impl Watchdog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+    use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
     use lockstep_config::Config;
     use lockstep_ir::{DType, Layout};
 
@@ -223,6 +223,7 @@ mod tests {
             recompute: Recompute::default(),
             stages: vec![],
             steps: Steps::default(),
+            offload: Offload::default(),
         };
         let graph = lockstep_model::build(&config.model, batch, 2048).unwrap();
         compile(&graph, &context).unwrap().programs.remove(0)

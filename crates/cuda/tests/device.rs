@@ -2,7 +2,7 @@
 
 mod on_device;
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_cuda::{CudaExecutor, Gpu, profile};
 use lockstep_exec::conformance;
@@ -37,6 +37,7 @@ fn step(model: &str, (batch, seq): (usize, usize)) -> StepProgram {
         recompute: Recompute::default(),
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let graph = lockstep_model::build(&config.model, batch, seq).unwrap();
     compile(&graph, &context).unwrap().programs.remove(0)

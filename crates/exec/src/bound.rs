@@ -53,7 +53,12 @@ impl At {
         Self { first: at.first + before, elements, dtype, sum: arg.sum, cut_at, ..at }
     }
 
-    /// Where it starts in the arena at a slot of a schedule, in bytes.
+    /// Whether it is in the memory of the host.
+    pub fn is_hosted(&self) -> bool {
+        self.lifetime == Lifetime::Host
+    }
+
+    /// Where it starts in the arena at a slot of a schedule, in bytes; in the host's memory, behind the arena.
     pub fn offset(&self, slot: Slot) -> u64 {
         self.first + slot.copy(self.lifetime) as u64 * self.slot_bytes
     }
@@ -109,7 +114,12 @@ impl Rounding {
         let Some(input) = (0..given).find(|i| op.input(*i, given).name == ROUNDING) else { return Ok(None) };
         let missing = || TypeError { op: op.name(), reason: "changes no state that it could round".to_owned() };
         let changed = &instr.inputs[op.spec().in_place.first().ok_or_else(missing)?.0];
-        let is_state = |t: &&Tensor| t.buffer == changed.buffer && matches!(t.role, Role::State(_));
+        // State that is kept in the host's memory was copied from there.
+        let instrs = program.segments.iter().flat_map(|s| &s.instrs);
+        let mut copies =
+            instrs.filter(|i| i.op == Op::Fetch && i.outputs.iter().flatten().any(|o| o.value == changed.value));
+        let home = copies.next().map_or(changed.buffer, |copy| copy.inputs[0].buffer);
+        let is_state = |t: &&Tensor| t.buffer == home && matches!(t.role, Role::State(_));
         let tensor = program.tensors.iter().find(is_state).ok_or_else(missing)?;
         // Runs count blocks where it is kept in such.
         let numbers = tensor.whole.dtype.numbers();

@@ -16,6 +16,9 @@ pub trait Executor: Send {
     /// Bytes allocated for the arena.
     fn arena_bytes(&self) -> u64;
 
+    /// Bytes allocated in the memory of the host, for what waits there.
+    fn host_bytes(&self) -> u64;
+
     /// Writes a tensor that the program knows by name; `micro_batch` counts for inputs only.
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError>;
 

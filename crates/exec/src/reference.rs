@@ -15,6 +15,7 @@ mod gradient;
 mod head;
 mod heads;
 mod linear;
+mod memory;
 mod naive;
 mod norm;
 mod optimizer;
@@ -46,6 +47,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         head::definitions(),
         heads::definitions(),
         linear::definitions(),
+        memory::definitions(),
         norm::definitions(),
         optimizer::definitions(),
         pointwise::definitions(),

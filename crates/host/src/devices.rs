@@ -12,7 +12,7 @@ use lockstep_cuda::{CudaError, Gpu, LibraryName, NOT_FOUND};
 use lockstep_exec::cpu;
 use lockstep_exec::{Alone, ExecError, World};
 use lockstep_ir::{DType, DeviceProfile, Hint, StepProgram};
-use lockstep_plan::{Machine, Plan, Rates, Room, Target, plan_measured};
+use lockstep_plan::{Machine, Plan, PlanError, Rates, Room, Target, plan_measured};
 use lockstep_sim::{Catalogue, Hardware};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -159,7 +159,22 @@ impl Devices {
         let profile = profile_of(&processor).ok().flatten().map(|(_, profile)| profile);
         let gpu = Catalogue::builtin().of_device(&processor).map(Hardware::assumed);
         let rates = profile.as_ref().map(Rates::Measured).or(gpu.as_ref().map(Rates::Catalogue));
-        Ok(plan.require_memory(self, config, available, rates)?)
+        let arenas = plan.require_memory(self, config, available, rates)?;
+        self.require_host_memory(plan)?;
+        Ok(arenas)
+    }
+
+    /// What waits in the memory of hosts must be free there, beside arenas where those are there too: what is not would be swapped, or end
+    /// in a kill by the kernel.
+    fn require_host_memory(&self, plan: &Plan) -> Result<()> {
+        let (needed, ranks) = (plan.host_bytes(), plan.layout.mesh.ranks());
+        let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
+        match self.device(Target::Cpu)?.available_bytes()? {
+            Some(free) if needed > 0 && needed > free.saturating_sub(arenas) => {
+                Err(PlanError::HostMemory { needed, available: free.saturating_sub(arenas), ranks }.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether host memory has room for snapshots of all ranks, beside their arenas where those are there too. All processes find the
@@ -167,7 +182,8 @@ impl Devices {
     pub fn room_for_snapshot(&self, plan: &Plan) -> Result<bool> {
         let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
         let free = self.device(Target::Cpu)?.available_bytes()?;
-        self.team().all("snapshot", free.is_none_or(|free| arenas + plan.checkpoint_bytes() <= free))
+        self.team()
+            .all("snapshot", free.is_none_or(|free| arenas + plan.host_bytes() + plan.checkpoint_bytes() <= free))
     }
 
     /// Why `auto` takes the CPU on a machine that has, or had, a GPU. One line.

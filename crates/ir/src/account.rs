@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 pub struct MemoryBreakdown {
     /// Size of the arena; the classes sum to it.
     pub total_bytes: u64,
+    /// Bytes in the memory of the host.
+    pub host_bytes: u64,
     /// Bytes by class name.
     pub classes: BTreeMap<&'static str, u64>,
     /// Bytes of persistent and saved buffers by layer (`None`: embedding, head and what belongs to no layer).
@@ -53,7 +55,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
-        if region.lifetime == Lifetime::Overlay {
+        if matches!(region.lifetime, Lifetime::Overlay | Lifetime::Host) {
             continue;
         }
         if region.lifetime == Lifetime::Frame {
@@ -77,6 +79,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let entry = program.entry(StepProgram::TRAIN).or(program.entries.first());
     MemoryBreakdown {
         total_bytes: program.arena_bytes,
+        host_bytes: program.host_bytes,
         classes,
         layers: layers.into_iter().map(|(layer, classes)| LayerBreakdown { layer, classes }).collect(),
         peak: entry.map(|e| peak(program, e)).unwrap_or_default(),
@@ -92,7 +95,7 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
     }
     let largest = match program.regions[region].lifetime {
         Lifetime::Saved(_) => all().max_by_key(|(_, b)| b.offset + b.bytes).map(|(i, _)| chunk_of[i]),
-        Lifetime::Run | Lifetime::MicroBatch | Lifetime::Frame | Lifetime::Overlay => None,
+        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Frame | Lifetime::Overlay => None,
     };
     let counts = |i: usize| largest.is_none_or(|chunk| chunk_of[i] == chunk);
     let mut buffers: Vec<&Buffer> = all().filter(|(i, _)| counts(*i)).map(|(_, b)| b).collect();

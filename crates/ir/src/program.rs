@@ -71,8 +71,10 @@ pub enum Lifetime {
     Saved(Saved),
     /// Inside one segment: one copy, shared by all segments.
     Frame,
-    /// As `Frame`, for entries that save nothing: overlays the saved region and the frame.
+    /// As `Frame`, for segments that save nothing and read nothing saved: overlays the saved region and the frame.
     Overlay,
+    /// As `Run`, in the second memory: that of the host beside a device.
+    Host,
 }
 
 impl Lifetime {
@@ -86,6 +88,7 @@ impl Lifetime {
             Lifetime::Saved(Saved::BackwardToWeightGrad) => "saved B-W",
             Lifetime::Frame => "frame",
             Lifetime::Overlay => "overlay",
+            Lifetime::Host => "host",
         }
     }
 }
@@ -111,7 +114,7 @@ impl Saved {
 pub struct Region {
     /// Lifetime of its buffers.
     pub lifetime: Lifetime,
-    /// Where it starts in the arena, in bytes.
+    /// Where it starts, in bytes: in the arena, or behind it in the host's memory, which addresses count on.
     pub offset: u64,
     /// Bytes of one copy.
     pub slot_bytes: u64,
@@ -250,17 +253,27 @@ pub enum Stream {
     /// All-to-alls, which overlap with kernels too and which the layer soon waits for: they do not queue behind weights that are gathered
     /// ahead or gradients that are summed.
     Exchange,
+    /// Copies from the host's memory.
+    Fetch,
+    /// Copies to the host's memory.
+    Offload,
 }
 
 impl Stream {
     /// All of them.
-    pub const ALL: [Stream; 3] = [Stream::Compute, Stream::Communication, Stream::Exchange];
+    pub const ALL: [Stream; 5] =
+        [Stream::Compute, Stream::Communication, Stream::Exchange, Stream::Fetch, Stream::Offload];
     /// Those that run beside kernels.
-    pub const BESIDE: [Stream; 2] = [Stream::Communication, Stream::Exchange];
+    pub const BESIDE: [Stream; 4] = [Stream::Communication, Stream::Exchange, Stream::Fetch, Stream::Offload];
 
     /// Its place in [`Stream::BESIDE`]; `None` for that of kernels.
     pub fn beside(self) -> Option<usize> {
         Stream::BESIDE.iter().position(|stream| *stream == self)
+    }
+
+    /// Whether it copies between the device's memory and the host's.
+    pub fn copies(self) -> bool {
+        matches!(self, Stream::Fetch | Stream::Offload)
     }
 
     /// Name, for people.
@@ -269,6 +282,8 @@ impl Stream {
             Stream::Compute => "kernels",
             Stream::Communication => "communication",
             Stream::Exchange => "all-to-alls",
+            Stream::Fetch => "copies from host memory",
+            Stream::Offload => "copies to host memory",
         }
     }
 }
@@ -370,7 +385,7 @@ impl Slot {
     /// Which copy of a region it uses.
     pub const fn copy(&self, lifetime: Lifetime) -> usize {
         match lifetime {
-            Lifetime::Run | Lifetime::Frame | Lifetime::Overlay => 0,
+            Lifetime::Run | Lifetime::Host | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => self.micro_batch,
             Lifetime::Saved(saved) => self.saved[saved as usize],
         }
@@ -430,7 +445,9 @@ pub struct StepProgram {
     pub stage: usize,
     /// Size of the one allocation.
     pub arena_bytes: u64,
-    /// Parts of the arena, in order and without gaps; an overlay stands last, over the parts before it.
+    /// Size of the second one, in the memory of the host. Addresses go on there behind those of the arena.
+    pub host_bytes: u64,
+    /// Parts of the arena, in order and without gaps, then the host's; an overlay stands last, over parts of the arena.
     pub regions: Vec<Region>,
     /// All buffers.
     pub buffers: Vec<Buffer>,
@@ -508,6 +525,9 @@ impl std::fmt::Display for StepProgram {
             writeln!(f, "mesh {}, stage {}", self.mesh, self.stage)?;
         }
         writeln!(f, "arena {} bytes", self.arena_bytes)?;
+        if self.host_bytes > 0 {
+            writeln!(f, "host memory {} bytes", self.host_bytes)?;
+        }
         for r in &self.regions {
             let (name, slots) = (r.lifetime.name(), r.slots);
             writeln!(f, "region {name:<11} at {:>12}: {} bytes × {slots}", r.offset, r.slot_bytes)?;

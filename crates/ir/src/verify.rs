@@ -132,6 +132,12 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             }
             continue;
         }
+        if region.lifetime == Lifetime::Host {
+            if (region.offset, region.bytes()) != (program.arena_bytes, program.host_bytes) {
+                return Err(unsound("region host", "is not the memory of the host"));
+            }
+            continue;
+        }
         if region.offset != end || !region.slot_bytes.is_multiple_of(alignment) {
             return Err(unsound(format!("region {}", region.lifetime.name()), "is not packed or not aligned"));
         }
@@ -197,6 +203,16 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
         let same = |input: &Arg| input.buffer == arg.buffer && input.part == arg.part;
         if spec.always_in_place && state.is_some_and(|input| !same(input)) {
             return Err(format!("{name}: output {o} must be in place"));
+        }
+    }
+    let copies = [
+        (&instr.inputs.iter().collect::<Vec<_>>(), Op::Fetch),
+        (&instr.outputs.iter().flatten().collect(), Op::Offload),
+    ];
+    for (operands, copy) in copies {
+        // Kernels never touch the memory of the host.
+        if operands.iter().any(|arg| (program.lifetime(arg.buffer) == Lifetime::Host) != (instr.op == copy)) {
+            return Err(format!("{name}: works on the wrong memory"));
         }
     }
     for arg in instr.operands() {

@@ -192,6 +192,7 @@ mod tests {
             mesh: Mesh::ONE,
             stage: 0,
             arena_bytes: 0,
+            host_bytes: 0,
             regions: vec![],
             buffers: vec![],
             values: vec![],

@@ -45,6 +45,24 @@ pub enum PlanError {
         /// What lets it fit, as far as that can be told.
         ways: Option<Box<WaysToFit>>,
     },
+    /// What waits in the memory of the host is larger than what is free there.
+    #[error(
+        "offload.optimizer puts {} into the memory of the host, where {} are free",
+        units::bytes(*needed),
+        units::bytes(*available)
+    )]
+    #[hint(
+        "set offload.optimizer to \"{} MiB\" or less of each rank, or precision.moments to \"bf16\" or \"int8\", end other programs, or allow the job more memory",
+        (*available / (*ranks).max(1) as u64) >> 20
+    )]
+    HostMemory {
+        /// Bytes that are asked for.
+        needed: u64,
+        /// Bytes that are free.
+        available: u64,
+        /// Ranks that share them.
+        ranks: usize,
+    },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error("recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward")]
     #[hint(

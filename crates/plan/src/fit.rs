@@ -5,7 +5,7 @@ use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError, Result};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, RecomputePolicy, legal};
+use lockstep_config::{Config, Offload, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -172,6 +172,41 @@ pub fn with_fitting_micro_batch(machine: &dyn Machine, config: &Config, room: &R
         }
     })
 }
+
+/// The bytes of optimizer state of a rank that `offload.optimizer = "auto"` puts into the memory of the host: the least with which a
+/// config fits. Where none does, all of it.
+fn least_offload(machine: &dyn Machine, config: &Config, room: &Room) -> Result<u64> {
+    let ranks = config.layout().mesh.ranks();
+    let needs = |bytes: u64| -> Result<(u64, u64)> {
+        let found = Estimate::of(machine, &config.with_offload(bytes, ""))?;
+        let host = found.stages.iter().map(|stage| stage.host_bytes).max().unwrap_or(0);
+        Ok((room.needs(&found.stages, ranks), host))
+    };
+    let mut bytes = 0;
+    loop {
+        let (needed, host) = needs(bytes)?;
+        let over = needed.saturating_sub(room.bytes);
+        // All that there is.
+        if over == 0 || host < bytes / 2 {
+            return Ok(bytes);
+        }
+        // What comes needs room as well: as much more as is missing, and a little, so that few rounds are needed.
+        let each = if room.shared { over.div_ceil(ranks as u64) } else { over };
+        bytes = (bytes + each + each / 64).next_multiple_of(OFFLOAD_STEP);
+    }
+}
+
+/// The config with what `offload.optimizer = "auto"` finds, where that is asked for.
+pub fn with_fitting_offload(machine: &dyn Machine, config: Config, room: &Room) -> Result<Config> {
+    if config.offload.optimizer != Offload::Auto {
+        return Ok(config);
+    }
+    let bytes = least_offload(machine, &config, room)?;
+    Ok(config.with_offload(bytes, &format!("the least that fits {} {}", units::bytes(room.bytes), room.place)))
+}
+
+/// Offloaded bytes are multiples of this many: less than a matrix of a layer has.
+const OFFLOAD_STEP: u64 = 1 << 20;
 
 /// The largest micro-batch under one recompute policy.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -33,7 +33,7 @@ pub use error::{NoLayout, PlanError, Result};
 pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
     LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,
-    with_fitting_micro_batch, with_micro_batch,
+    with_fitting_micro_batch, with_fitting_offload, with_micro_batch,
 };
 pub use fitting::{FittingChange, MoreRanks, NearestMiss, WaysToFit};
 pub use formulas::Formula;

@@ -5,8 +5,8 @@ use crate::fit::Room;
 use crate::ways::ways_to_fit;
 use crate::{PlanError, Rates, Result, groups};
 use lockstep_compile::{
-    AdamW, Compiled, Context, Estimator, Fit, Fp8, Fp8Scaling, Moments, Optimizer, Precision, Recompute, Rule, Stays,
-    Steps, compile, fit, fp8_layers,
+    AdamW, Compiled, Context, Estimator, Fit, Fp8, Fp8Scaling, Moments, Offload, Optimizer, Precision, Recompute, Rule,
+    Stays, Steps, compile, fit, fp8_layers,
 };
 use lockstep_config::{
     Config, Fp8Recipe, GradientPrecision, LoraConfig, MasterPrecision, MomentPrecision, PrecisionPolicy,
@@ -71,6 +71,12 @@ impl Plan {
         self.stages.iter().map(|m| m.total_bytes * (ranks / self.stages.len()) as u64).sum()
     }
 
+    /// Bytes that all ranks keep in the memory of their hosts.
+    pub fn host_bytes(&self) -> u64 {
+        let ranks = self.layout.mesh.ranks();
+        self.stages.iter().map(|m| m.host_bytes * (ranks / self.stages.len()) as u64).sum()
+    }
+
     /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known; `rates` say what changes that
     /// let it fit would cost.
     pub fn require_memory(
@@ -126,6 +132,7 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
             misses: !config.eval.tasks.is_empty(),
             shadow: config.precision.shadow_every > 0,
         },
+        offload: Offload { optimizer: config.offload.optimizer.most_bytes() },
     };
     (context, threads)
 }

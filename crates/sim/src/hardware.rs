@@ -141,6 +141,18 @@ pub struct Catalogue {
     pub clusters: Vec<ClusterSpec>,
 }
 
+/// Bytes per second to the host where nobody says: PCIe 4.0 with 16 lanes.
+const HOST_BYTES_PER_S: f64 = 32e9;
+/// Share of that rate which copies have that run in both directions at once: 51 of 64 GB/s on an H200.
+const HOST_SHARE: f64 = 0.8;
+
+impl GpuSpec {
+    /// Bytes per second of copies between its memory and the host's, in each direction while the other has as many.
+    pub fn host_rate(&self) -> f64 {
+        HOST_SHARE * self.host_bytes_per_s.unwrap_or(HOST_BYTES_PER_S)
+    }
+}
+
 impl Catalogue {
     /// What every build knows.
     pub fn builtin() -> Self {

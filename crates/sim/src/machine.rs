@@ -126,6 +126,11 @@ impl Setting {
             Demand::Collective { pattern, over, sharers, bytes } => {
                 self.together(*pattern, sharers.unwrap_or(mesh.size(*over)), *bytes, unmeasured)
             }
+            // Not measured. On a CPU both memories are one.
+            Demand::HostCopy { bytes } => {
+                unmeasured.insert(kernel.op.to_owned());
+                *bytes as f64 / if self.threads == 0 { 50e9 } else { self.bytes_per_s / 2.0 }
+            }
             Demand::Send { bytes, .. } => self.together(Collective::Shift, 2, 2 * bytes, unmeasured),
             Demand::Matmul { .. }
             | Demand::Attention { .. }

@@ -147,6 +147,7 @@ impl<'a> Placed<'a> {
     /// Whether an overlapping collective overlaps in this framework.
     fn overlaps(&self, kind: Kind) -> bool {
         match kind {
+            Kind::Fetch | Kind::Offload => true,
             Kind::Gather | Kind::Exchange => self.framework.overlaps_gathers,
             Kind::Reduce => self.framework.overlaps_reductions,
             Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => false,
@@ -174,6 +175,10 @@ impl<'a> Placed<'a> {
                 Kind::Gather | Kind::Reduce | Kind::Exchange => {
                     plain = false;
                     host += terms.host_collective;
+                }
+                Kind::Fetch | Kind::Offload => {
+                    plain = false;
+                    host += terms.host_op;
                 }
                 Kind::Receive(_) | Kind::Send(_) => {
                     plain = false;
@@ -260,6 +265,16 @@ impl<'a> Placed<'a> {
                         if !self.overlaps(step.kind) {
                             parts.exposed += (end - now).max(0.0);
                             now = now.max(end);
+                        }
+                    }
+                    Kind::Fetch | Kind::Offload => {
+                        let stream = step.kind.stream();
+                        let own = &mut beside[stream.beside().unwrap_or(0)];
+                        let start = own.last().max(now);
+                        let end = start + seconds;
+                        own.all.push((end, None));
+                        if let Some(marks) = &mut marks {
+                            marks.push(Mark { start, end, instr, demand: step.demand, stream });
                         }
                     }
                     Kind::Receive(channel) => points.push((now, Point::Receive(channel))),

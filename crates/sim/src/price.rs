@@ -52,6 +52,10 @@ pub enum AtPeak {
     Optimizer {
         bytes_s: f64,
     },
+    HostCopy {
+        /// Seconds of the bytes at the rate of the link to the host.
+        bytes_s: f64,
+    },
     Collective(PlacedCollective),
     Message {
         /// Seconds of the bytes at the rate of the link or the adapter.
@@ -93,6 +97,7 @@ impl AtPeak {
             Demand::Elementwise { bytes } => AtPeak::Elementwise { bytes_s: bytes_s(bytes) },
             Demand::Quantise { bytes } => AtPeak::Quantise { bytes_s: bytes_s(bytes) },
             Demand::Optimizer { bytes } => AtPeak::Optimizer { bytes_s: bytes_s(bytes) },
+            Demand::HostCopy { bytes } => AtPeak::HostCopy { bytes_s: bytes as f64 / gpu.host_rate() },
             Demand::Collective { pattern, over, sharers, bytes } => {
                 let group = Group::of(mesh, over, stage, hardware.cluster.gpus_per_node);
                 let group = sharers.map_or(group, |n| group.sharers(n));
@@ -119,6 +124,7 @@ impl AtPeak {
         match *self {
             AtPeak::Nothing => 0.0,
             AtPeak::Measured { seconds } => seconds,
+            AtPeak::HostCopy { bytes_s } => bytes_s,
             AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits, fp8 } => {
                 let rate = terms.matmul_efficiency
                     * if fp8 { terms.matmul_fp8 } else { 1.0 }

@@ -68,6 +68,11 @@ pub enum Demand {
         /// Bytes.
         bytes: u64,
     },
+    /// A copy between the device's memory and the host's.
+    HostCopy {
+        /// Bytes that cross the link.
+        bytes: u64,
+    },
     /// A collective.
     Collective {
         /// What ranks do.
@@ -127,6 +132,8 @@ pub enum TimeClass {
     Elementwise,
     /// The update of parameters.
     Optimizer,
+    /// Copies between the device's memory and the host's.
+    HostCopy,
     /// Collectives along these axes.
     Collective(Axes),
     /// Messages between stages that were waited for, and other waits in a pipeline.
@@ -142,6 +149,7 @@ impl std::fmt::Display for TimeClass {
             TimeClass::Attention => f.write_str("attention"),
             TimeClass::Elementwise => f.write_str("memory-bound"),
             TimeClass::Optimizer => f.write_str("optimizer"),
+            TimeClass::HostCopy => f.write_str("host copies"),
             TimeClass::Collective(over) => write!(f, "collectives {over}"),
             TimeClass::Bubble => f.write_str("bubble"),
             TimeClass::Host => f.write_str("host"),
@@ -158,6 +166,7 @@ impl Demand {
             Demand::Attention { .. } | Demand::Scores { .. } => Some(TimeClass::Attention),
             Demand::Elementwise { .. } | Demand::Quantise { .. } => Some(TimeClass::Elementwise),
             Demand::Optimizer { .. } => Some(TimeClass::Optimizer),
+            Demand::HostCopy { .. } => Some(TimeClass::HostCopy),
             Demand::Collective { over, .. } => Some(TimeClass::Collective(*over)),
         }
     }
@@ -198,6 +207,7 @@ impl Demand {
             }
             Cost::Quantise => Demand::Quantise { bytes },
             Cost::Optimizer => Demand::Optimizer { bytes },
+            Cost::HostCopy => Demand::HostCopy { bytes: bytes / 2 },
         })
     }
 }
@@ -234,6 +244,7 @@ pub fn meets(demand: &Demand) -> bool {
         | Demand::Elementwise { .. }
         | Demand::Quantise { .. }
         | Demand::Optimizer { .. }
+        | Demand::HostCopy { .. }
         | Demand::Send { .. }
         | Demand::Receive { .. } => false,
     }

@@ -22,6 +22,10 @@ pub(crate) enum Kind {
     Reduce,
     /// An all-to-all, which overlaps with kernels and with other collectives.
     Exchange,
+    /// A copy from the host's memory, which overlaps with everything else.
+    Fetch,
+    /// The same in the other direction.
+    Offload,
     Receive(usize),
     Send(usize),
     Meet,
@@ -172,6 +176,8 @@ impl RoleWork {
                     demand if meets(demand) => Kind::Meet,
                     Demand::Collective { pattern, .. } => overlap(segment, i, *pattern),
                     Demand::Nothing => Kind::Part,
+                    Demand::HostCopy { .. } if instr.stream == Stream::Fetch => Kind::Fetch,
+                    Demand::HostCopy { .. } => Kind::Offload,
                     Demand::Matmul { .. }
                     | Demand::Attention { .. }
                     | Demand::Scores { .. }
@@ -205,7 +211,7 @@ impl RoleWork {
 
 fn overlap(segment: &Segment, index: usize, pattern: Collective) -> Kind {
     match (segment.instrs[index].stream, pattern) {
-        (Stream::Compute, _) => Kind::Blocking,
+        (Stream::Compute | Stream::Fetch | Stream::Offload, _) => Kind::Blocking,
         (Stream::Communication, pattern) if pattern.sums() => Kind::Reduce,
         (Stream::Communication, _) => Kind::Gather,
         (Stream::Exchange, _) => Kind::Exchange,
@@ -218,6 +224,8 @@ impl Kind {
         match self {
             Kind::Gather | Kind::Reduce => Stream::Communication,
             Kind::Exchange => Stream::Exchange,
+            Kind::Fetch => Stream::Fetch,
+            Kind::Offload => Stream::Offload,
             Kind::Kernel | Kind::Part | Kind::Blocking | Kind::Receive(_) | Kind::Send(_) | Kind::Meet => {
                 Stream::Compute
             }

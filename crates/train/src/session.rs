@@ -144,6 +144,7 @@ impl Session {
         let executor = devices.load_all(plan.target, programs, plan.threads, timeout)?;
         // One program, many readers: what was predicted is what was allocated.
         assert_eq!(executor.arena_bytes(), total, "the arena is not what the plan says");
+        assert_eq!(executor.host_bytes(), plan.host_bytes(), "the host's memory is not what the plan says");
         let batch = config.round();
         // Ranks that sum for every micro-batch have one gradient together.
         let together = if plan.layout.zero < 2 { Axes::NONE } else { Axes::SEQUENCES.within(Axes::ZERO) };

@@ -2,10 +2,10 @@
 
 use crate::automatic::with_layout;
 use crate::{Result, TrainError};
-use lockstep_config::Config;
-use lockstep_config::legal;
+use lockstep_config::{Config, Offload, legal};
 use lockstep_host::Devices;
-use lockstep_plan::{with_fitting_micro_batch, with_micro_batch};
+use lockstep_ir::units;
+use lockstep_plan::{with_fitting_micro_batch, with_fitting_offload, with_micro_batch};
 use std::path::Path;
 
 /// The config that a run in `dir` has: with the layout and the default micro-batch that it began with, or for a new run with those that
@@ -17,6 +17,24 @@ pub fn settled(
     planning: &mut dyn FnMut(u64, u64),
 ) -> Result<Config> {
     let config = &with_layout(devices, config, dir, planning)?;
+    with_offload(devices, with_micro_batch_found(devices, config, dir)?)
+}
+
+/// The config with the least offload that fits, where it is to be found.
+fn with_offload(devices: &Devices, config: Config) -> Result<Config> {
+    if config.offload.optimizer != Offload::Auto {
+        return Ok(config);
+    }
+    let (bytes, how) = devices.team().told::<_, TrainError>("settle", || {
+        let Some(room) = devices.room(&config) else { return Ok((0, "the memory is not known".to_owned())) };
+        let found = with_fitting_offload(devices, config.clone(), &room)?;
+        let how = format!("the least that fits {} {}", units::bytes(room.bytes), room.place);
+        Ok((found.offload.optimizer.most_bytes(), how))
+    })?;
+    Ok(config.with_offload(bytes, &how))
+}
+
+fn with_micro_batch_found(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config> {
     if !config.micro_batch_is_default() {
         return Ok(config.clone());
     }

@@ -1,7 +1,7 @@
 //! Meshes of all axes, also of those that no key of a config names yet: what is compiled for them is sound and computes what one rank
 //! computes, and a wrong axis is refused.
 
-use lockstep_compile::{AdamW, Compiled, Context, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Compiled, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu};
 use lockstep_ir::graph::{Phase, State};
@@ -37,6 +37,7 @@ fn compiled_as(layout: Layout) -> Compiled {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let forward = lockstep_model::build(&config.model, 8, config.train.seq).unwrap();
     compile(&forward, &context).unwrap_or_else(|error| panic!("{}: {error}", context.layout))

@@ -1,6 +1,6 @@
 //! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
@@ -59,6 +59,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
     // Logits that somebody wants are not fused away.

@@ -2,7 +2,7 @@
 //! the reference.
 
 use lockstep_compile::{
-    AdamW, Context, Fp8, Fp8Scaling, Optimizer, Precision, Recompute, Steps, TRAINING_PASSES, autodiff,
+    AdamW, Context, Fp8, Fp8Scaling, Offload, Optimizer, Precision, Recompute, Steps, TRAINING_PASSES, autodiff,
 };
 use lockstep_exec::{cpu, reference};
 use lockstep_ir::graph::{Loss, Parameter, Source, State};
@@ -23,6 +23,7 @@ fn context() -> Context {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a book on parallel training begins with.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile_forward};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile_forward};
 use lockstep_exec::{Executor, ThreadWorld, cpu};
 use lockstep_ir::account;
 use lockstep_ir::graph::{Parameter, State};
@@ -34,6 +34,7 @@ fn a_column_split_and_a_row_split_need_one_all_reduce() {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let program = compile_forward(&[("product", g)], &context).unwrap();
     let calls = account::communication(&program, program.entry("product").unwrap());

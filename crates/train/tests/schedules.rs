@@ -5,7 +5,7 @@
 mod generators;
 
 use generators::Random;
-use lockstep_compile::{AdamW, CompileError, Compiled, Context, Optimizer, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, CompileError, Compiled, Context, Offload, Optimizer, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_host::Devices;
@@ -39,6 +39,7 @@ fn with_schedule(plan: &Plan, schedule: Schedule, recompute: Recompute) -> Resul
         precision: plan.precision,
         recompute,
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     compile(&plan.forward, &context)
 }

@@ -1,6 +1,6 @@
 //! A parameter may be used any number of times, on any stage that holds it: its gradient is the sum over its uses.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
 use lockstep_exec::{Executor, ThreadWorld, cpu, reference};
 use lockstep_ir::Hint;
@@ -62,6 +62,7 @@ fn context(parallel: &str) -> Context {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     }
 }
 

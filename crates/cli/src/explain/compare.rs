@@ -11,7 +11,7 @@ use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
     LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
-    with_fitting_micro_batch,
+    with_fitting_micro_batch, with_fitting_offload,
 };
 use lockstep_sim::{Catalogue, GpuSpec};
 use serde_json::json;
@@ -51,7 +51,7 @@ pub(crate) fn placed(
     let config = if gpu.is_some() { Target::on_gpus(config) } else { config };
     let room = memory(devices, &config, gpu);
     let config = match &room {
-        Some(room) => with_fitting_micro_batch(devices, &config, room)?,
+        Some(room) => with_fitting_offload(devices, with_fitting_micro_batch(devices, &config, room)?, room)?,
         None => config,
     };
     Ok((config, room))

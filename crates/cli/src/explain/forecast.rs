@@ -259,9 +259,10 @@ fn asked(demand: &Demand) -> Value {
         }
         Demand::Attention { flops, bytes, seq, .. } => json!({ "flops": flops, "bytes": bytes, "seq": seq }),
         Demand::Scores { flops, bytes, .. } => json!({ "flops": flops, "bytes": bytes }),
-        Demand::Elementwise { bytes } | Demand::Quantise { bytes } | Demand::Optimizer { bytes } => {
-            json!({ "bytes": bytes })
-        }
+        Demand::Elementwise { bytes }
+        | Demand::Quantise { bytes }
+        | Demand::Optimizer { bytes }
+        | Demand::HostCopy { bytes } => json!({ "bytes": bytes }),
         Demand::Collective { pattern, over, bytes, .. } => {
             json!({ "collective": format!("{pattern:?}"), "over": over.to_string(), "bytes": bytes })
         }

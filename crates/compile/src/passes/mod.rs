@@ -84,7 +84,7 @@ pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::{AdamW, Optimizer, Precision, Recompute, Steps};
+    use crate::{AdamW, Offload, Optimizer, Precision, Recompute, Steps};
     use lockstep_ir::graph::{Loss, Parameter, State};
     use lockstep_ir::{Axes, Axis, DType, DeviceProfile, Dim, Init, Layout, Op, TensorType, verify};
     use std::collections::BTreeMap;
@@ -139,6 +139,7 @@ pub(crate) mod tests {
                 recompute: Recompute::None,
                 stages: vec![],
                 steps: Steps::default(),
+                offload: Offload::default(),
             },
         )
     }

@@ -112,7 +112,7 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::{Written, count};
-    use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile};
+    use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
     use lockstep_config::Config;
     use lockstep_ir::DType;
     use lockstep_model::{Form, build_form};
@@ -133,6 +133,7 @@ mod tests {
             recompute: Recompute::default(),
             stages: vec![],
             steps: Steps::default(),
+            offload: Offload::default(),
         };
         let form = Form::Loss { batch: 2, seq: 8, context: 8, documents: true };
         let graph = build_form(&config.model, form).unwrap();

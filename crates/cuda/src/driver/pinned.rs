@@ -1,7 +1,8 @@
 //! Pinned memory of the host.
 
-use super::{Device, Handle};
+use super::{Address, Device, Handle};
 use crate::CudaError;
+use lockstep_ir::units;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, PoisonError};
 
@@ -54,6 +55,25 @@ impl Pinned {
         let room = bytes.max(1);
         device.driver.check("cuMemHostAlloc", (device.driver.host_alloc)(&mut data, room, 0))?;
         Ok(of(data, room))
+    }
+
+    /// Takes this many bytes for a run, all of them 0.
+    pub fn zeroed(device: &Arc<Device>, bytes: u64) -> Result<Self, CudaError> {
+        let failed = |cause: CudaError| CudaError::Pinned { bytes: units::bytes(bytes), cause: cause.to_string() };
+        let mut pinned = Self::new(device, bytes as usize).map_err(failed)?;
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
+        let piece = pinned.bytes.div_ceil(threads).max(1);
+        std::thread::scope(|scope| {
+            for part in pinned.slice().chunks_mut(piece) {
+                scope.spawn(|| part.fill(0));
+            }
+        });
+        Ok(pinned)
+    }
+
+    /// Where it starts, as the device knows it.
+    pub fn address(&self) -> Address {
+        self.data as Address
     }
 
     /// How many bytes.

@@ -69,14 +69,13 @@ impl Stream {
         self.device.driver.check("cuStreamWaitEvent", status)
     }
 
-    /// Copies to the device.
+    /// Copies from the host.
     ///
     /// # Safety
     /// `to` has room for the data; pinned data stay as they are until the copy is done.
     pub unsafe fn to_device(&self, to: Address, data: &[u8]) -> Result<(), CudaError> {
         // SAFETY: the slice is as long as is said, and `to` has that room by the caller's word.
-        let status = unsafe { (self.device.driver.copy_to_device)(to, data.as_ptr().cast(), data.len(), self.handle) };
-        self.device.driver.check("cuMemcpyHtoDAsync", status)
+        unsafe { self.copy(to, data.as_ptr() as Address, data.len()) }
     }
 
     /// Copies to the host.
@@ -85,20 +84,16 @@ impl Stream {
     /// `from` has as many bytes as `data`, which is not touched until the copy is done.
     pub unsafe fn to_host(&self, data: &mut [u8], from: Address) -> Result<(), CudaError> {
         // SAFETY: the slice is as long as is said, and `from` has as many bytes by the caller's word.
-        let status =
-            unsafe { (self.device.driver.copy_to_host)(data.as_mut_ptr().cast(), from, data.len(), self.handle) };
-        self.device.driver.check("cuMemcpyDtoHAsync", status)
+        unsafe { self.copy(data.as_mut_ptr() as Address, from, data.len()) }
     }
 
-    /// Copies on the device.
+    /// Copies between any two places: the device's memory and the host's have one space of addresses.
     ///
     /// # Safety
     /// Both ranges exist and do not overlap.
     pub unsafe fn copy(&self, to: Address, from: Address, bytes: usize) -> Result<(), CudaError> {
         // SAFETY: the ranges exist and are apart by the caller's word.
-        self.device
-            .driver
-            .check("cuMemcpyDtoDAsync", unsafe { (self.device.driver.copy)(to, from, bytes, self.handle) })
+        self.device.driver.check("cuMemcpyAsync", unsafe { (self.device.driver.copy)(to, from, bytes, self.handle) })
     }
 
     /// Sets every byte of a range.

@@ -23,6 +23,7 @@ impl CudaExecutor {
             attention: &self.attention,
             stream,
             base: self.arena.base,
+            host: self.host_base(),
             slot,
         };
         let _turn = self.turn.take(self.capturing);
@@ -39,10 +40,13 @@ impl CudaExecutor {
         }
     }
 
-    /// Looks at what a kernel, or several that are done as one, make, where that is asked for. What communication brings was looked at where
-    /// it was made.
+    /// Looks at what a kernel, or several that are done as one, make, where that is asked for. What communication and copies bring was
+    /// looked at where it was made.
     fn look(&self, slot: Slot, instr: usize, stream: &Stream) -> Result<(), ExecError> {
         let Some(looks) = &self.numbers else { return Ok(()) };
+        if self.program.segments[slot.segment].instrs[instr].stream.copies() {
+            return Ok(());
+        }
         let (together, first) = match self.program.segments[slot.segment].group_of(instr) {
             None => (instr..instr + 1, instr),
             Some(group) if group.instrs.start == instr => (group.instrs.clone(), fused::first_written(group)),

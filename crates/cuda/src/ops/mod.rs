@@ -16,6 +16,7 @@ mod kept;
 mod launch;
 mod linear;
 mod many;
+mod memory;
 mod naive;
 mod norm;
 mod optimizer;
@@ -135,6 +136,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         head::launches(),
         heads::launches(),
         linear::launches(),
+        memory::launches(),
         norm::launches(),
         optimizer::launches(),
         pointwise::launches(),

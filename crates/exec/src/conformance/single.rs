@@ -104,6 +104,7 @@ pub(super) fn single_op(
         mesh,
         stage: 0,
         arena_bytes: first + end,
+        host_bytes: 0,
         regions,
         buffers,
         values,

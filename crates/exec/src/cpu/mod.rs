@@ -19,6 +19,7 @@ mod heads;
 mod kept;
 mod linear;
 mod loss;
+mod memory;
 mod norm;
 mod optimizer;
 mod orthogonal;
@@ -192,12 +193,12 @@ impl CpuExecutor {
             .collect::<Result<Vec<_>, _>>()?;
         check_scratch(&program, &segments, |compute, gradients| profile(threads, compute, gradients))?;
         let communication_calls = communication_calls(&program, here);
-        let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes));
-        let arena = Arena::new(program.arena_bytes).ok_or_else(too_large)?;
+        let too_large = || ExecError::OutOfMemory(units::bytes(program.arena_bytes + program.host_bytes));
+        let arena = Arena::new(program.arena_bytes, program.host_bytes).ok_or_else(too_large)?;
         let pool = Pool::new(threads).map_err(|e| ExecError::Threads(threads, e))?;
         let mut communication = Stream::BESIDE.map(|_| None);
         for (thread, stream) in communication.iter_mut().zip(Stream::BESIDE) {
-            if let Some(link) = link.as_ref().filter(|_| program.uses(stream)) {
+            if let Some(link) = link.as_ref().filter(|_| program.uses(stream) && !stream.copies()) {
                 let started = CommunicationThread::start(link.comm.clone());
                 *thread = Some(started.map_err(|e| ExecError::Threads(1, e))?);
             }
@@ -306,6 +307,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         head::kernels::<T>(),
         heads::kernels::<T>(),
         linear::kernels::<T>(),
+        memory::kernels(),
         norm::kernels::<T>(),
         optimizer::kernels(),
         pointwise::kernels::<T>(),
@@ -333,6 +335,10 @@ fn kernels_of(segments: &[Vec<Bound>]) -> Vec<Vec<Option<Kernel>>> {
 impl Executor for CpuExecutor {
     fn arena_bytes(&self) -> u64 {
         self.arena.bytes()
+    }
+
+    fn host_bytes(&self) -> u64 {
+        self.arena.host_bytes()
     }
 
     fn touched_bytes(&self) -> Option<u64> {

@@ -41,6 +41,10 @@ impl Executor for Alone {
         self.executor.arena_bytes()
     }
 
+    fn host_bytes(&self) -> u64 {
+        self.executor.host_bytes()
+    }
+
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {
         self.executor.write(tensor, micro_batch, data)
     }

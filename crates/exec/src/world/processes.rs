@@ -26,7 +26,8 @@ pub struct ProcessWorld {
     here: Coordinates,
     executor: Mutex<Box<dyn Rank>>,
     notes: Vec<Note>,
-    arena_bytes: u64,
+    /// Those of the arena and of the host's memory, as allocated for this rank.
+    allocated: [u64; 2],
     comm: Arc<ProcessCommunicator>,
     /// What was asked for by readings that are under way: tensors, each of so many micro-batches.
     later: VecDeque<Vec<(String, usize)>>,
@@ -59,14 +60,14 @@ impl ProcessWorld {
         let here = mesh.coordinates(comm.rank());
         let program = programs[here.get(MeshAxis::Pp)].clone();
         let executor = load(program, Link { comm: comm.clone(), coordinates: here })?;
-        let (notes, arena_bytes) = (executor.notes().to_vec(), executor.arena_bytes());
+        let (notes, allocated) = (executor.notes().to_vec(), [executor.arena_bytes(), executor.host_bytes()]);
         Ok(Self {
             mesh,
             programs,
             here,
             executor: Mutex::new(executor),
             notes,
-            arena_bytes,
+            allocated,
             comm,
             later: VecDeque::new(),
             busy_s: Mutex::default(),
@@ -183,12 +184,22 @@ impl World for ProcessWorld {
     }
 }
 
-impl Executor for ProcessWorld {
-    /// Bytes of the arenas of all ranks: of this one as allocated, of the others as planned.
-    fn arena_bytes(&self) -> u64 {
-        let planned = |rank| self.programs[self.mesh.coordinates(rank).get(MeshAxis::Pp)].arena_bytes;
+impl ProcessWorld {
+    /// Bytes of all ranks: of this one as allocated, of the others as planned.
+    fn with_others(&self, own: u64, planned: impl Fn(&StepProgram) -> u64) -> u64 {
+        let planned = |rank| planned(&self.programs[self.mesh.coordinates(rank).get(MeshAxis::Pp)]);
         let others = (0..self.mesh.ranks()).filter(|&rank| rank != self.comm.rank());
-        others.map(planned).sum::<u64>() + self.arena_bytes
+        others.map(planned).sum::<u64>() + own
+    }
+}
+
+impl Executor for ProcessWorld {
+    fn arena_bytes(&self) -> u64 {
+        self.with_others(self.allocated[0], |program| program.arena_bytes)
+    }
+
+    fn host_bytes(&self) -> u64 {
+        self.with_others(self.allocated[1], |program| program.host_bytes)
     }
 
     fn write(&mut self, tensor: &str, micro_batch: usize, data: &[u8]) -> Result<(), ExecError> {

@@ -195,6 +195,10 @@ impl Executor for ThreadWorld {
         self.workers.iter().map(|w| lock(&w.executor).arena_bytes()).sum()
     }
 
+    fn host_bytes(&self) -> u64 {
+        self.workers.iter().map(|w| lock(&w.executor).host_bytes()).sum()
+    }
+
     fn notes(&self) -> &[Note] {
         &self.notes
     }

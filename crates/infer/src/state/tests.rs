@@ -1,6 +1,6 @@
 use super::*;
 use lockstep_checkpoint::{open, save};
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile_forward};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile_forward};
 use lockstep_exec::cpu::{self, CpuExecutor};
 use lockstep_ir::{Axis, Dim, Graph, Init, Layout, Section};
 use serde_json::json;
@@ -36,6 +36,7 @@ fn executor() -> (Vec<Tensor>, CpuExecutor) {
         recompute: Recompute::None,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let program = compile_forward(&[("nothing", graph())], &context).unwrap();
     (program.tensors.clone(), CpuExecutor::load(program, 1).unwrap())

@@ -34,6 +34,8 @@ pub enum Cost {
     Quantise,
     /// An update of parameters.
     Optimizer,
+    /// A copy over the link between a device and its host.
+    HostCopy,
 }
 
 /// Matmuls of equal extents, one after the other.

@@ -3,7 +3,8 @@
 use super::row::Spec;
 use super::{
     Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts,
-    fine, gradient, head, heads, linear, norm, optimizer, pointwise, position, quantise, quantised_experts, section,
+    fine, gradient, head, heads, linear, memory, norm, optimizer, pointwise, position, quantise, quantised_experts,
+    section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -684,6 +685,10 @@ ops! {
         /// Parts of this dimension.
         dim: usize,
     } = section::PART,
+    /// A copy on the device of a state that is kept in the host's memory.
+    Fetch = memory::FETCH,
+    /// Back to the host's memory.
+    Offload = memory::OFFLOAD,
     /// To the same rank of another pipeline stage.
     Send {
         /// The stage.

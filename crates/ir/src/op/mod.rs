@@ -24,6 +24,7 @@ mod head;
 mod heads;
 mod linear;
 mod list;
+mod memory;
 pub mod newton_schulz;
 mod norm;
 mod optimizer;

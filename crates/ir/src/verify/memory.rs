@@ -41,12 +41,17 @@ fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
         let segment = &program.segments[slot.segment];
         format!("stage {}, entry {}, {segment} of micro-batch {}", program.stage, entry.name, slot.micro_batch)
     };
-    let instrs = entry.schedule.iter().map(|s| s.segment).collect::<BTreeSet<_>>().into_iter();
-    let instrs = instrs.flat_map(|s| &program.segments[s].instrs);
-    let used: BTreeSet<Lifetime> = instrs.flat_map(|i| i.buffers()).map(|b| program.lifetime(b)).collect();
-    let under = |l: &Lifetime| matches!(l, Lifetime::Saved(_) | Lifetime::Frame);
-    if used.contains(&Lifetime::Overlay) && used.iter().any(under) {
-        return Err(unsound(format!("entry {}", entry.name), "uses the overlay and what lies under it"));
+    let mut used: BTreeSet<Lifetime> = BTreeSet::new();
+    for segment in entry.schedule.iter().map(|s| s.segment).collect::<BTreeSet<_>>() {
+        let segment = &program.segments[segment];
+        let buffers = segment.instrs.iter().flat_map(|i| i.buffers());
+        let here: BTreeSet<Lifetime> = buffers.map(|b| program.lifetime(b)).collect();
+        let under = |l: &Lifetime| matches!(l, Lifetime::Saved(_) | Lifetime::Frame);
+        if here.contains(&Lifetime::Overlay) && here.iter().any(under) {
+            let at = format!("entry {}, {segment}", entry.name);
+            return Err(unsound(at, "uses the overlay and what lies under it"));
+        }
+        used.extend(here);
     }
     let mut seen = BTreeSet::new();
     for slot in &entry.schedule {
@@ -233,7 +238,7 @@ impl Cells {
 fn is_temporary(lifetime: Lifetime) -> bool {
     match lifetime {
         Lifetime::Frame | Lifetime::Overlay => true,
-        Lifetime::Run | Lifetime::MicroBatch | Lifetime::Saved(_) => false,
+        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Saved(_) => false,
     }
 }
 
@@ -366,5 +371,6 @@ impl<'a> Memory<'a> {
 
 /// The micro-batch that an operand belongs to.
 fn owner(event: &Event, arg: &Arg) -> Option<usize> {
-    (event.walk.program.lifetime(arg.buffer) != Lifetime::Run).then_some(event.slot.micro_batch)
+    let of_the_run = matches!(event.walk.program.lifetime(arg.buffer), Lifetime::Run | Lifetime::Host);
+    (!of_the_run).then_some(event.slot.micro_batch)
 }

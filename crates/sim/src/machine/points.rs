@@ -35,7 +35,11 @@ impl Family {
             Demand::Elementwise { bytes } | Demand::Quantise { bytes } | Demand::Optimizer { bytes } => {
                 (Family::Bytes, numbers(&[bytes]))
             }
-            Demand::Nothing | Demand::Collective { .. } | Demand::Send { .. } | Demand::Receive { .. } => return None,
+            Demand::Nothing
+            | Demand::HostCopy { .. }
+            | Demand::Collective { .. }
+            | Demand::Send { .. }
+            | Demand::Receive { .. } => return None,
         })
     }
 

@@ -1,6 +1,6 @@
 //! What real programs for this device have as groups, without a device.
 
-use lockstep_compile::{AdamW, Context, Optimizer, Precision, Recompute, Steps, compile, fusable_matmuls};
+use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile, fusable_matmuls};
 use lockstep_config::Config;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Instr, Segment};
@@ -47,6 +47,7 @@ fn program_of(
         recompute,
         stages: vec![],
         steps: Steps::default(),
+        offload: Offload::default(),
     };
     let graph = lockstep_model::build(&config.model, batch, seq).unwrap();
     let plain = compile(&graph, &context).unwrap().programs;
