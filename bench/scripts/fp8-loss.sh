@@ -6,10 +6,11 @@
 #
 # `data` downloads the packages that fp8_loss.py lists, trains a tokenizer on them and writes all that `train` needs into FOLDER (34 MB: tokens of
 # training and validation, tokenizer.json, run.toml), which can be moved to another machine. `train` trains bf16 and fp8 (every layer) with each seed, the
-# variants with the first seed, prints the comparison, and writes fp8-loss.csv and fp8-loss.svg to bench/records. A VARIANT is NAME:KEY=VALUE,KEY=VALUE of
+# variants with the first seed (one whose name ends in + with every seed), prints the comparison, and writes fp8-loss.csv and fp8-loss.svg to bench/records. A VARIANT is NAME:KEY=VALUE,KEY=VALUE of
 # config keys on top of run.toml: fp8-large:precision.policy=fp8. Runs that the same binary has finished in FOLDER/runs with the same options stay.
 #
-# Environment: SEEDS ("1 2 3"), RECORDS (bench/records), EXTRA (more options of `train` for every run: "--set train.steps=30 --set train.device=cpu").
+# Environment: SEEDS ("1 2 3"), RECORDS (bench/records), NAME (fp8-loss, of the files there), POLICIES ("fp8": what is trained beside bf16 with every
+# seed; empty for variants alone), EXTRA (more options of `train` for every run: "--set train.steps=30 --set train.device=cpu").
 set -euo pipefail
 usage() {
     echo "usage: fp8-loss.sh LOCKSTEP data FOLDER | LOCKSTEP train FOLDER [NAME:KEY=VALUE,...]..." >&2
@@ -74,26 +75,33 @@ train_all() {
     read -ra extra <<<"${EXTRA:-}"
     build=$(sha256sum "$lockstep" | cut -c1-16)
     for variant in "$@"; do
-        [[ $variant =~ ^[A-Za-z0-9._-]+:[a-z0-9_]+\.[a-z0-9_]+= ]] || { echo "fp8-loss.sh: $variant is not NAME:KEY=VALUE,..." >&2; usage; }
+        [[ $variant =~ ^[A-Za-z0-9._-]+\+?:[a-z0-9_]+\.[a-z0-9_]+= ]] || { echo "fp8-loss.sh: $variant is not NAME:KEY=VALUE,..." >&2; usage; }
         name=${variant%%:*}
         [[ $names != *" $name "* ]] || { echo "fp8-loss.sh: there is a $name already" >&2; exit 2; }
         names+="$name "
     done
     for seed in "${seeds[@]}"; do
         run_one bf16 "$seed" --set precision.policy=bf16
+        runs+=("bf16:$seed")
+        [ -n "${POLICIES-fp8}" ] || continue
         run_one fp8 "$seed" --set precision.policy=fp8 --set precision.fp8_weights=0
-        runs+=("bf16:$seed" "fp8:$seed")
+        runs+=("fp8:$seed")
     done
     for variant in "$@"; do
         name=${variant%%:*} options=()
         IFS=, read -ra settings <<<"${variant#*:}"
         for setting in "${settings[@]}"; do options+=(--set "$setting"); done
-        if ! run_one "$name" "${seeds[0]}" "${options[@]}"; then
-            echo "FAILED: $variant, left out of the report" >&2
-            failed=1
-            continue
-        fi
-        runs+=("$name:${seeds[0]}")
+        local of=("${seeds[0]}")
+        [[ $name != *+ ]] || of=("${seeds[@]}")
+        name=${name%+}
+        for seed in "${of[@]}"; do
+            if ! run_one "$name" "$seed" "${options[@]}"; then
+                echo "FAILED: $variant, left out of the report" >&2
+                failed=1
+                continue
+            fi
+            runs+=("$name:$seed")
+        done
     done
     # The report ends the line with the machine and the build.
     echo -n "$ ${SEEDS:+SEEDS=\"$SEEDS\" }${EXTRA:+EXTRA=\"$EXTRA\" }bench/scripts/fp8-loss.sh LOCKSTEP train FOLDER${*:+ $*}        "

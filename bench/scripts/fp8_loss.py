@@ -14,6 +14,7 @@ same text. A package is in training or in validation as a whole.
 import csv
 import hashlib
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -256,12 +257,13 @@ def report(folder, records, *names):
         tokens, width = first.tokens / first.steps, max(map(len, runs))
         print(f"{name:>{width}}  {tokens / each:9,.0f} tokens/s  {1e3 * each:8.2f} ms per step  {percent(step_s['bf16'], each):+6.1f}%")
     records.mkdir(parents=True, exist_ok=True)
-    with open(records / "fp8-loss.csv", "w", newline="") as file:
+    name_of_files = os.environ.get("NAME", "fp8-loss")
+    with open(records / f"{name_of_files}.csv", "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["name", "seed", "step", "train_seconds", "val_loss_nats_per_token"])
         for run in (run for of in runs.values() for run in of.values()):
             table.writerows([run.name, run.seed, step, f"{step * step_s[run.name]:.3f}", f"{loss:.6f}"] for step, loss in run.curve)
-    (records / "fp8-loss.svg").write_text(draw(runs))
+    (records / f"{name_of_files}.svg").write_text(draw(runs))
 
 
 def ticks(low, high, count=5):

@@ -323,6 +323,10 @@ fn as_text(name: &str, r: &BenchResult) -> String {
     if let Some(prediction) = &r.prediction {
         text.push_str(&machine::beside(prediction, r.step_s));
     }
+    if r.host_bytes > 0 {
+        let [planned, peak] = [r.host_bytes, r.host_peak_bytes].map(units::gib);
+        text.push_str(&format!("host memory: {planned} of optimizer state, {peak} of the whole process at its peak\n"));
+    }
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));
     }

@@ -110,6 +110,10 @@ impl Progress {
                         ranks => format!(" at most on each of {ranks} ranks ({})", plan.layout),
                     }
                 ));
+                if plan.host_bytes() > 0 {
+                    let bytes = plan.host_bytes();
+                    self.say(&format!("host memory for optimizer state {} ({bytes} bytes)", units::bytes(bytes)));
+                }
                 if let Some(bytes) = snapshot_bytes {
                     self.say(&format!("host memory for a snapshot of a checkpoint {} ({bytes} bytes)", units::bytes(bytes)));
                 }

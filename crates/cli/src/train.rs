@@ -408,6 +408,9 @@ fn dry_summary(dry: &DryRun, dir: &Path) -> String {
     lines.push(("memory", format!("arena {} ({} bytes){free}", units::bytes(dry.arena_bytes), dry.arena_bytes)));
     let classes = plan.memory.classes.iter().filter(|(_, bytes)| **bytes > 0);
     lines.extend(classes.map(|(class, bytes)| ("", format!("{class:<13} {}", units::bytes(*bytes)))));
+    if plan.host_bytes() > 0 {
+        lines.push(("", format!("in the host: {} of optimizer state", units::bytes(plan.host_bytes()))));
+    }
     lines.push(("device", plan.device.clone()));
     let text: String = lines.iter().map(|(name, text)| format!("{name:<8}{text}\n")).collect();
     text + "dry run: nothing was started or written\n"

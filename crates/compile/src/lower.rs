@@ -8,6 +8,7 @@
 mod evaluation;
 
 use crate::local::Local;
+use crate::offload::window;
 use crate::slots::{WorkSegment, Works, allot};
 use crate::stage::RankGraph;
 use crate::{Context, Evaluation};
@@ -520,12 +521,13 @@ struct Beside {
 }
 
 /// Lets every instruction wait for what other streams have made of what it reads, or still do with what it writes. What goes to the host
-/// gives its memory back when an update waits for it that reads what has come from there: each waits for what has gone up to the one
-/// before the last.
+/// gives its memory back when an update waits for it: each update of what has come from there leaves the last bytes on their way, as many
+/// as the [`window`] has.
 fn wait(segment: &mut Segment) {
     let mut streams = Stream::BESIDE.map(|stream| (stream, Beside::default()));
-    // The last instruction that has sent something back to the host: at the last update of what has come from there, and now.
-    let (mut gone, mut sent): (Option<usize>, Option<usize>) = (None, None);
+    let window = window(&updated_from_host(segment));
+    // What has been sent back to the host: which instruction, and how many bytes.
+    let mut sent: Vec<(usize, u64)> = Vec::new();
     for (t, instr) in segment.instrs.iter_mut().enumerate() {
         let reads: Vec<usize> = instr.inputs.iter().map(|a| a.buffer.0).collect();
         let writes: Vec<usize> = instr.outputs.iter().flatten().map(|a| a.buffer.0).collect();
@@ -533,9 +535,14 @@ fn wait(segment: &mut Segment) {
             *stream == Stream::Fetch && reads.iter().any(|b| beside.made.contains_key(b))
         };
         let updates = instr.stream == Stream::Compute && streams.iter().any(has_come);
-        let room = if updates { std::mem::replace(&mut gone, sent) } else { None };
+        let mut on_the_way = 0;
+        let room = sent.iter().rev().find(|(_, bytes)| {
+            on_the_way += bytes;
+            on_the_way > window + bytes
+        });
+        let room = room.filter(|_| updates).map(|(at, _)| *at);
         if instr.stream == Stream::Offload {
-            sent = Some(t);
+            sent.push((t, instr.inputs[0].ty.bytes()));
         }
         for (stream, beside) in &mut streams {
             if instr.stream == *stream {
@@ -554,6 +561,19 @@ fn wait(segment: &mut Segment) {
             }
         }
     }
+}
+
+/// Bytes that have come from the host, of every instruction that updates some.
+fn updated_from_host(segment: &Segment) -> Vec<u64> {
+    let come: BTreeMap<BufferId, u64> = segment
+        .instrs
+        .iter()
+        .filter(|i| i.stream == Stream::Fetch)
+        .flat_map(|i| i.outputs.iter().flatten().map(|a| (a.buffer, a.ty.bytes())))
+        .collect();
+    let kernels = segment.instrs.iter().filter(|i| i.stream == Stream::Compute);
+    let bytes = kernels.map(|i| i.inputs.iter().filter_map(|a| come.get(&a.buffer)).sum());
+    bytes.filter(|bytes| *bytes > 0).collect()
 }
 
 fn tensors(local: &Local, persistent: &Places) -> Vec<Tensor> {

@@ -3,6 +3,9 @@
 //! A state that is offloaded is read by a copy from the host alone, and its next value is written by a copy back. Copies run beside
 //! kernels, those from the host ahead of the update that reads them: while one parameter is updated, the state of the next ones comes and
 //! that of the last ones goes. They begin with the update's own work, since no parameter moves before the norm of all gradients is known.
+//!
+//! How far ahead state comes, and how long it may be on its way back, is counted in bytes: as many as a large update has. With that both
+//! directions of the link are busy all the time, whatever the order of large and small parameters is.
 
 use crate::Context;
 use crate::local::Local;
@@ -11,8 +14,21 @@ use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::{Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Updates that run while the state of a later one is on its way.
+/// State comes at least so many updates ahead.
 const AHEAD: usize = 2;
+
+/// Bytes that may come ahead of an update, or be on their way back behind it, of the bytes that each update has: as many as one has that
+/// is as large as most bytes are part of. A few larger ones, of embeddings, do not count.
+pub(crate) fn window(updates: &[u64]) -> u64 {
+    let mut sizes = updates.to_vec();
+    sizes.sort_unstable();
+    let (total, mut sum) = (sizes.iter().sum::<u64>(), 0);
+    let half = |bytes: &u64| {
+        sum += bytes;
+        2 * sum >= total
+    };
+    sizes.into_iter().find(half).unwrap_or(0)
+}
 
 /// What one rank runs, with as much of its optimizer state in the memory of the host as the context says.
 pub(crate) fn offload(train: RankGraph, context: &Context) -> RankGraph {
@@ -25,10 +41,20 @@ pub(crate) fn offload(train: RankGraph, context: &Context) -> RankGraph {
     let begin = nodes.iter().position(|n| n.phase == Phase::Update).unwrap_or(nodes.len());
     let reads = |n: &Node| n.phase == Phase::Update && n.inputs.iter().any(|v| away.contains(v));
     let readers: Vec<usize> = (0..nodes.len()).filter(|i| reads(&nodes[*i])).collect();
+    let local = Local::new(&graph, context);
+    let size = |n: &Node| n.inputs.iter().filter(|v| away.contains(v)).map(|v| local.bytes(*v)).sum::<u64>();
+    let sizes: Vec<u64> = readers.iter().map(|at| size(&nodes[*at])).collect();
+    let window = window(&sizes);
     // By node: the copies before it, and those behind it.
     let (mut before, mut behind): (BTreeMap<usize, Vec<Node>>, BTreeMap<usize, Vec<Node>>) = Default::default();
     for (k, &at) in readers.iter().enumerate() {
-        let from = k.checked_sub(AHEAD).map_or(begin, |earlier| readers[earlier]);
+        let mut ahead = 0;
+        let within = |earlier: &usize| {
+            ahead += sizes[*earlier];
+            ahead <= window || k - earlier <= AHEAD
+        };
+        let from = (0..k).rev().take_while(within).last().unwrap_or(k);
+        let from = if from == 0 { begin } else { readers[from] };
         let node = &mut nodes[at];
         for state in node.inputs.clone().into_iter().filter(|v| away.contains(v)) {
             let here = copy_of(&mut graph, state, "here");

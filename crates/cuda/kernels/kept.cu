@@ -187,8 +187,9 @@ static __device__ __forceinline__ void store8(u8 *to, int type, i64 i, int n, co
     }
 }
 
-// Eight warps, each with four blocks of 256 elements, eight of a lane. Where the factor is NaN nothing moves, and an update is 0.
-const int BLOCKS_PER_WARP = 4;
+// Eight warps, each with sixteen blocks of 256 elements, eight of a lane: enough to make up for the tables. Where the factor is NaN nothing
+// moves, and an update is 0.
+const int BLOCKS_PER_WARP = 16;
 
 template <typename G>
 static __device__ void update(const Pieces &pieces, const float *scalars, const float *stats, const u32 *key, int rule,
@@ -244,9 +245,9 @@ static __device__ void update(const Pieces &pieces, const float *scalars, const 
             }
             u32 random[3][8] = {};
             if (draws) {
-                // Where the elements stand in the whole tensor.
-                i64 row = offset / t.len;
-                u32 column = (u32)(offset % t.len);
+                // Where the elements stand in the whole tensor. Division of 64 bits takes as long as the update.
+                i64 row = offset >> 32 ? offset / t.len : (u32)offset / t.len;
+                u32 column = (u32)(offset - row * t.len);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     u32 bits = row_bits(stream, (u32)(t.whole + row * t.stride + column));

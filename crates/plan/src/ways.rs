@@ -2,14 +2,14 @@
 //! arena, and timed, so that what they cost is known. They leave the model, the batch, the sequence and the number of ranks as
 //! they are.
 
-use crate::device::threads;
-use crate::fit::{Estimate, Room, divisors, with_micro_batch};
+use crate::device::{Target, threads};
+use crate::fit::{Estimate, Room, divisors, with_fitting_offload, with_micro_batch};
 use crate::parallel::in_parallel;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
 use lockstep_config::{
-    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, PrecisionPolicy, RecomputePolicy, legal,
+    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, Offload, PrecisionPolicy, RecomputePolicy, legal,
 };
 use lockstep_ir::{MeshAxis, StepProgram, units};
 use std::collections::btree_map::Entry;
@@ -32,6 +32,7 @@ pub fn ways_to_fit(machine: &dyn Machine, config: &Config, room: &Room, rates: O
     let whole = search.step(config, &before.programs)?;
     let needed_bytes = room.needs(&before.stages, search.ranks);
     let mut found = search.over(&search.accepted(arrangements(config)));
+    found.fitting.extend(search.offloaded()?);
     let mut changes = search.cheapest(&mut found, whole, needed_bytes);
     // Other numbers are computed only where the same ones do not fit often enough.
     for other in other_precisions(config) {
@@ -161,6 +162,29 @@ impl Search<'_> {
             }
         }
         Ok(findings)
+    }
+
+    /// With as little optimizer state in the memory of the host as lets it fit, under the config's own policy and under the strongest. A CPU
+    /// has no other memory, and what copies cost FLOPs do not tell.
+    fn offloaded(&self) -> Result<Vec<Tried>> {
+        let is_gpu = matches!(Target::of(self.machine, self.config), Target::Cuda { .. });
+        if self.rates.is_none() || !is_gpu || self.config.offload.optimizer.most_bytes() > 0 {
+            return Ok(Vec::new());
+        }
+        let mut all = Vec::new();
+        for policy in [self.config.recompute.policy, RecomputePolicy::Full] {
+            let mut config = self.config.clone();
+            (config.recompute.policy, config.offload.optimizer) = (policy, Offload::Auto);
+            let config = with_fitting_offload(self.machine, config, self.room)?;
+            let found = Estimate::of(self.machine, &config)?;
+            let needed = self.room.needs(&found.stages, self.ranks);
+            if needed <= self.room.bytes {
+                let step = self.step(&config, &found.programs)?;
+                all.push(Tried { config, needed, arena: found.arena(), step });
+                break;
+            }
+        }
+        Ok(all)
     }
 
     /// As little recomputation as lets it fit, in the given layout.
@@ -388,6 +412,12 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
     if after.recompute.policy == RecomputePolicy::Budget {
         key("recompute.budget", size(before), size(after));
     }
+    let size = |config: &Config| match config.offload.optimizer {
+        Offload::Most(Bytes(n)) => format!("\"{} MiB\"", n >> 20),
+        Offload::All(all) => all.to_string(),
+        Offload::Auto => "\"auto\"".to_owned(),
+    };
+    key("offload.optimizer", size(before), size(after));
     let word = |policy: PrecisionPolicy| format!("\"{policy}\"");
     key("precision.policy", word(before.precision.policy), word(after.precision.policy));
     let word = |gradients: GradientPrecision| format!("\"{gradients}\"");

@@ -61,6 +61,10 @@ pub struct BenchResult {
     pub warm_up_s: f64,
     /// Arena in bytes.
     pub arena_bytes: u64,
+    /// Bytes that wait in the memory of the host.
+    pub host_bytes: u64,
+    /// Largest resident memory of the process on the host, in bytes.
+    pub host_peak_bytes: u64,
     /// Memory besides the arena, on a GPU whose NVML tells.
     #[serde(flatten)]
     pub gpu_memory: Option<GpuMemory>,
@@ -195,6 +199,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
     let touched = session.executor().touched_bytes();
     let timeline = spec.timeline.then(|| observed_timeline(plan.program(), &watched, touched));
     let peak_gib = device.peak_bytes()? as f64 / (1u64 << 30) as f64;
+    let host_peak_bytes = devices.device(Target::Cpu)?.peak_bytes()?;
     drop(session);
     let tokens_per_s = plan.tokens_per_step as f64 / step_s;
     let flops = plan.model_flops_per_token() * tokens_per_s;
@@ -223,6 +228,8 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         first_step_s,
         warm_up_s,
         arena_bytes,
+        host_bytes: plan.host_bytes(),
+        host_peak_bytes,
         gpu_memory,
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,
         peak_gib,

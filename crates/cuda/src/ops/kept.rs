@@ -31,8 +31,8 @@ fn code(dtype: DType) -> u64 {
     }
 }
 
-/// Elements of a block of threads: eight warps have four blocks each.
-const PER_BLOCK: usize = 8 * 4 * BLOCK;
+/// Elements of a block of threads: eight warps have sixteen blocks each.
+const PER_BLOCK: usize = 8 * 16 * BLOCK;
 
 /// Updates several tensors that have the rule, the type of gradients, scalars and statistics in common.
 ///
