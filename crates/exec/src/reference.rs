@@ -14,6 +14,7 @@ mod fine;
 mod gradient;
 mod head;
 mod heads;
+mod latent;
 mod linear;
 mod naive;
 mod norm;
@@ -45,6 +46,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         gradient::definitions(),
         head::definitions(),
         heads::definitions(),
+        latent::definitions(),
         linear::definitions(),
         norm::definitions(),
         optimizer::definitions(),

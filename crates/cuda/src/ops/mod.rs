@@ -13,6 +13,7 @@ mod grouped;
 mod head;
 mod heads;
 mod kept;
+mod latent;
 mod launch;
 mod linear;
 mod many;
@@ -134,6 +135,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         gradient::launches(),
         head::launches(),
         heads::launches(),
+        latent::launches(),
         linear::launches(),
         norm::launches(),
         optimizer::launches(),
