@@ -114,7 +114,7 @@ tables! {
         norm_topk: bool = Bool, Derived("false for deepseek_v2, else true", defaults::norm_topk), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
         /// Experts that every token goes to besides, of dots1 and the deepseek families: one MLP as wide as all of them.
         shared_experts: Option<usize> =
-            Count(1, EXTENT), Derived("1 for dots1 and the deepseek families, else not set", defaults::shared_experts), Trajectory,
+            Count(1, EXTENT), Derived("1 for deepseek, dots1, deepseek_v2 and deepseek_v3, else not set", defaults::shared_experts), Trajectory,
             finds ["n_shared_experts", "shared expert"];
         /// How many first layers of a dots1 or deepseek model have a feed-forward block of model.ffn and no experts.
         dense_layers: usize = Count(0, EXTENT), Fixed("0"), Trajectory,
