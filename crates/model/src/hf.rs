@@ -10,7 +10,7 @@ mod patterns;
 mod rope;
 mod without_effect;
 
-use families::{Absent, FAMILIES, Family, Fixed, N_GROUP, NEVER, SAME, TOPK_GROUP};
+use families::{Absent, FAMILIES, Family, Fixed, MTP_LAYERS, N_GROUP, NEVER, SAME, TOPK_GROUP};
 use fields::{Fields, HEAD_DIM, contradiction, is_same, refused};
 use lockstep_config::ModelConfig;
 use serde_json::{Map, Value, json};
@@ -258,6 +258,9 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
         };
         set(count.theirs, value);
     }
+    if family.mtp {
+        set(MTP_LAYERS, json!(0));
+    }
     if family.topk_method {
         set(TOPK_METHOD, json!(if model.expert_groups > 1 { GROUP_LIMITED } else { GREEDY }));
     }
@@ -323,6 +326,17 @@ pub fn head_and_embedding(model: &ModelConfig) -> (&'static str, &'static str) {
 /// Whether checkpoints hold this matrix as [in, out], where the graph's is [out, in].
 pub fn is_transposed(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.transposed.iter().any(|end| name.ends_with(end)))
+}
+
+/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP): the model here is without them.
+pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
+    family(model).is_some_and(|family| family.mtp) && layer_of(name).is_some_and(|layer| layer >= model.layers)
+}
+
+/// The layer that a tensor is of, by its name.
+pub fn layer_of(name: &str) -> Option<usize> {
+    let (layer, _) = name.split_once("layers.")?.1.split_once('.')?;
+    layer.parse().ok()
 }
 
 /// Whether a tensor of a file holds no weights: masks and tables that old versions of transformers stored.

@@ -181,7 +181,18 @@ fn latent_attention_over_parts_of_sequences() {
 fn latent_attention_in_fp8() {
     for recipe in ["current", "rowwise"] {
         let keys = format!("[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"{recipe}\"");
-        common::check_layouts(&config(LATENT_FP8, &keys), &["dp=2,zero=3", "tp=2", "tp=2,sp", "pp=2"]);
+        let config = config(LATENT_FP8, &keys);
+        let plan = plan(&Devices::new(), &config).unwrap();
+        assert!(plan.fp8.iter().all(|(_, stays)| stays.is_none()), "{:?}", plan.fp8);
+        assert!(plan.fp8.iter().any(|(weight, _)| weight.ends_with("wkv_a")), "{:?}", plan.fp8);
+        common::check_layouts(&config, &["dp=2,zero=3", "tp=2", "tp=2,sp", "pp=2"]);
+    }
+}
+
+#[test]
+fn latent_attention_with_adapters_and_by_muon() {
+    for keys in ["[lora]\nrank = 4", "[optimizer]\nname = \"muon\""] {
+        common::check_layouts(&config(LATENT, keys), &["dp=2,zero=1", "tp=2", "pp=2"]);
     }
 }
 

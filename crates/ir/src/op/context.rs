@@ -139,7 +139,7 @@ pub(super) static RING_ATTENTION: Spec = row(
     },
 )
 .optional(1)
-.splits(&["batch", "seq keys", "qkv attended queries heads kv_heads kv"])
+.splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
 .numbers("seq")
 .forward()
 .shape(PARTS)
@@ -209,7 +209,7 @@ pub(super) static GATHERED_ATTENTION: Spec = row(
     },
 )
 .optional(1)
-.splits(&["batch", "seq", "qkv attended queries heads kv_heads kv"])
+.splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
 .numbers("seq")
 .forward()
 .shape(PARTS)

@@ -37,6 +37,8 @@ pub(super) struct Family {
     pub no_rope: bool,
     /// Whether attention is latent: `head_dim` is then of the part with RoPE alone, which scales scores by YaRN's `mscale_all_dim` too.
     pub latent: bool,
+    /// Whether files may have modules behind the last layer that predict further tokens (MTP), which are no part of the model here.
+    pub mtp: bool,
     /// Whether `topk_method` says if groups of experts limit the choice.
     pub topk_method: bool,
     /// Positions: the field, and its value where it is not there.
@@ -169,9 +171,11 @@ const fn router_scale(absent: f64) -> Number {
     Number { theirs: "routed_scaling_factor", ours: "router_scale", get: |m| m.router_scale, zero: false, absent }
 }
 
-/// How DeepSeek-V2 and V3 were trained, what they return, and modules that predict further tokens (MTP), which are no part of the model here.
-const DEEPSEEK_TRAINING: &[&str] =
-    &["output_router_logits", "seq_aux", "ep_size", "num_nextn_predict_layers", "qk_head_dim"];
+/// How many modules predict further tokens.
+pub(super) const MTP_LAYERS: &str = "num_nextn_predict_layers";
+
+/// How DeepSeek-V2 and V3 were trained, what they return, and what follows from other fields.
+const DEEPSEEK_TRAINING: &[&str] = &["output_router_logits", "seq_aux", "ep_size", MTP_LAYERS, "qk_head_dim"];
 
 const NORM_TOPK: &[Switch] =
     &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }];
@@ -245,6 +249,7 @@ const LLAMA: Family = Family {
     local_theta: None,
     no_rope: false,
     latent: false,
+    mtp: false,
     topk_method: false,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
@@ -437,9 +442,10 @@ pub(super) const FAMILIES: &[Family] = &[
             &extents(Absent::Refused),
             &FFN,
         ],
-        same: &[(NUM_LOCAL_EXPERTS, "n_routed_experts"), ("num_mtp_layers", "num_nextn_predict_layers")],
+        same: &[(NUM_LOCAL_EXPERTS, "n_routed_experts"), ("num_mtp_layers", MTP_LAYERS)],
         whole_heads: false,
         latent: true,
+        mtp: true,
         context: ("max_position_embeddings", 4096),
         switches: &[Switch { absent: true, ..NORM_TOPK[0] }],
         numbers: &[router_scale(2.5), balance_loss("aux_loss_alpha", 0.001)],
@@ -530,6 +536,7 @@ pub(super) const FAMILIES: &[Family] = &[
         local_theta: None,
         no_rope: false,
         latent: false,
+        mtp: false,
         topk_method: false,
         context: POSITIONS,
         switches: &[],
