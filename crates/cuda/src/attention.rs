@@ -16,7 +16,7 @@ use crate::cudnn::Data;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::{Value, args};
 use lockstep_ir::{DType, Span, Workspace};
-use plans::{Operands, SLACK, execute, scale};
+use plans::{HEADS, Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
@@ -96,9 +96,6 @@ impl Rows {
         [&rows[..], positions].concat()
     }
 }
-
-/// How many heads Q and K have, and how wide those of Q and K and of V are.
-const HEADS: [&str; 4] = ["heads", "kv_heads", "head_dim", "value_dim"];
 
 /// Which keys a query sees besides those up to its own position.
 #[derive(Clone, Copy)]

@@ -1,6 +1,5 @@
 //! Plans of cuDNN for the attentions of programs.
 
-use super::HEADS;
 use super::blocks::{self, Block};
 use super::graph::{self, id};
 use super::table::Table;
@@ -17,6 +16,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 /// What a plan may ask for besides what grows with the shape.
 pub(crate) const SLACK: u64 = 1 << 20;
+
+/// How many heads Q and K have, and how wide those of Q and K and of V are.
+pub(crate) const HEADS: [&str; 4] = ["heads", "kv_heads", "head_dim", "value_dim"];
 
 /// Whether the library may take heads of so many elements, multiples of `step`.
 fn takes_heads(e: usize, v: usize, step: usize) -> bool {
