@@ -17,7 +17,7 @@ use crate::table::{beside, table, wrapped};
 use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
 use lockstep_compile::{Effect, Stays};
-use lockstep_config::{BatchStage, Config, MomentPrecision, RecomputePolicy};
+use lockstep_config::{BatchStage, Config, MomentPrecision, PrecisionPolicy, RecomputePolicy};
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
 use lockstep_ir::graph::State;
@@ -255,6 +255,7 @@ fn as_text(
             ),
             "  ",
         ),
+        cache_text(config),
         fp8_text(plan),
         moments_text(config, plan),
         verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
@@ -270,11 +271,15 @@ fn as_text(
             "model",
             flops.model,
             &format!(
-                "{} + 12 × layers × seq × heads × head_dim",
+                "{} + {}",
                 match (plan.trained_parameters == plan.parameters, plan.active_parameters == plan.parameters) {
                     (true, true) => "6 × matmul parameters",
                     (true, false) => "6 × active matmul parameters",
                     (false, _) => "4 × frozen and 6 × trained matmul parameters",
+                },
+                match model.latent() {
+                    None => "12 × layers × seq × heads × head_dim",
+                    Some(_) => "6 × layers × seq × heads × (head_dim + v_head_dim)",
                 }
             ),
         ),
@@ -290,6 +295,26 @@ fn as_text(
         format!("\nops of one step{}\n{}", if several { ", on a rank of the first stage" } else { "" }, op_table(ops)),
     ]
     .concat()
+}
+
+/// Bytes of a token in the cache of generation, where attention is latent.
+fn cache_text(config: &Config) -> String {
+    let model = &config.model;
+    let Some(latent) = model.latent() else { return String::new() };
+    let element = match config.precision.policy {
+        PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 => 4,
+        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 | PrecisionPolicy::Fp8 => 2,
+    };
+    let bytes = |numbers: usize| units::bytes((model.layers * numbers * element) as u64);
+    wrapped(
+        &format!(
+            "KV cache in generation: {} per token, K and V of {}; the latent and the shared key alone are {}",
+            bytes(model.heads * (model.head_dim + latent.value)),
+            counted(model.heads, "head"),
+            bytes(latent.kv_rank + latent.rope),
+        ),
+        "  ",
+    )
 }
 
 /// Which matmuls are in fp8, and why others are not.

@@ -19,7 +19,14 @@ macro_rules! architectures {
             Olmoe = "olmoe", olmoe, Features { qk_norm: QkNorm::Whole, experts: true, ..Features::LLAMA };
             Deepseek = "deepseek", deepseek, Features { experts: true, shared_experts: true, ..Features::LLAMA };
             Dots1 = "dots1", dots1, Features {
-                qk_norm: QkNorm::Head, experts: true, shared_experts: true, sigmoid_router: true, ..Features::LLAMA
+                qk_norm: QkNorm::Head, experts: true, shared_experts: true, scaled_router: true, sigmoid_router: true,
+                ..Features::LLAMA
+            };
+            DeepseekV2 = "deepseek_v2", deepseek_v2, Features {
+                latent: true, experts: true, shared_experts: true, scaled_router: true, norm_topk: false, ..Features::LLAMA
+            };
+            DeepseekV3 = "deepseek_v3", deepseek_v3, Features {
+                latent: true, experts: true, shared_experts: true, scaled_router: true, sigmoid_router: true, ..Features::LLAMA
             };
             SmolLm3 = "smollm3", smollm3, Features { rope_layers: &[1, 1, 1, 0], tied: true, ..Features::LLAMA };
             Olmo2 = "olmo2", olmo2, Features::OLMO2;
@@ -80,8 +87,14 @@ pub struct Features {
     pub experts: bool,
     /// Experts that every token goes to, and first layers without a mixture: `model.shared_experts`, `model.dense_layers`.
     pub shared_experts: bool,
-    /// DeepSeek-V3's router: sigmoid scores, a scale, groups, and a bias of the choice that balances (`model.balance_bias`).
+    /// A scale of the router's weights, and groups of experts: `model.router_scale`, `model.expert_groups`.
+    pub scaled_router: bool,
+    /// DeepSeek-V3's router: sigmoid scores, and a bias of the choice that balances (`model.balance_bias`).
     pub sigmoid_router: bool,
+    /// The default of `model.norm_topk`.
+    pub norm_topk: bool,
+    /// Latent attention: whether `model.kv_lora_rank` has a default.
+    pub latent: bool,
 }
 
 impl Features {
@@ -101,7 +114,10 @@ impl Features {
         tied: false,
         experts: false,
         shared_experts: false,
+        scaled_router: false,
         sigmoid_router: false,
+        norm_topk: true,
+        latent: false,
     };
     /// Those of GPT-2.
     pub const GPT2: Self =

@@ -3,6 +3,7 @@
 use crate::architecture::{Architecture, Features};
 use crate::conflict::Conflict;
 use crate::experts;
+use crate::latent;
 use crate::layers;
 use crate::legal::{self, Extents};
 use crate::optimizers::OptimizerName;
@@ -27,6 +28,7 @@ pub(crate) fn data_parallel_ranks(values: &Values) -> Option<u64> {
 /// Every rule that complete values must keep. A rule is silent where a key it needs has no value yet.
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
+    latent::sizes_go_together,
     head_dim_is_even,
     layers::patterns_fit_the_layers,
     layers::local_bases_have_layers,
@@ -71,7 +73,7 @@ fn kv_heads_divide_heads(values: &Values) -> Option<Conflict> {
 fn head_dim_is_even(values: &Values) -> Option<Conflict> {
     let head_dim = values.count("model.head_dim")?;
     Conflict::when(
-        head_dim % 2 != 0 && !features(values).learned_positions,
+        head_dim % 2 != 0 && !features(values).learned_positions && values.count("model.kv_lora_rank").is_none(),
         &["model.head_dim", "model.heads", "model.dim"],
         format!("model.head_dim = {head_dim} is odd, and RoPE rotates pairs"),
         "choose an even model.head_dim, or other model.heads (model.head_dim defaults to model.dim / model.heads)",
@@ -227,7 +229,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             .word::<OptimizerName>("optimizer.name")
             .is_some_and(|name| name.facts().gathers_matrices)
         {
-            true => Some(size("model.head_dim")? * size("model.dim")?),
+            true => Some(size("model.head_dim")?.max(size("model.v_head_dim").unwrap_or(0)) * size("model.dim")?),
             false => None,
         },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),

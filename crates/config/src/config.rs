@@ -453,7 +453,12 @@ impl Config {
             seq: train.seq,
             global_batch: train.global_batch,
             micro_batch: train.micro_batch,
-            gathered_head: self.optimizer.name.facts().gathers_matrices.then_some(model.head_dim * model.dim),
+            gathered_head: self
+                .optimizer
+                .name
+                .facts()
+                .gathers_matrices
+                .then_some(model.head_dim.max(model.value_dim()) * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
             noise_scale: train.noise_scale,
             adapters: self.lora.rank.is_some(),

@@ -4,6 +4,7 @@ use crate::checks::{data_parallel_ranks, features, near_divisors};
 use crate::conflict::{Conflict, Derived};
 use crate::declare::Key;
 use crate::kind::MAX_BATCH;
+use crate::latent;
 use crate::layers;
 use crate::value::{Field, Value};
 use crate::values::Values;
@@ -20,8 +21,11 @@ pub(crate) fn lora_alpha(values: &Values) -> Derived {
     Ok(values.count("lora.rank").map(|rank| Value::Float(2.0 * rank as f64)))
 }
 
-/// The width divided among the heads.
+/// The width divided among the heads; of latent attention, its two parts.
 pub(crate) fn head_dim(values: &Values) -> Derived {
+    if let Some(latent) = latent::head_dim(values) {
+        return Ok(Some(Value::Count(latent)));
+    }
     let (Some(dim), Some(heads)) = (values.count("model.dim"), values.count("model.heads")) else {
         return Ok(None);
     };
@@ -77,6 +81,10 @@ pub(crate) fn expert_ffn(values: &Values) -> Derived {
 /// As many as GPT-2 has, where positions are learned.
 pub(crate) fn positions(values: &Values) -> Derived {
     Ok(features(values).learned_positions.then_some(Value::Count(1024)))
+}
+
+pub(crate) fn norm_topk(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(features(values).norm_topk)))
 }
 
 pub(crate) fn tied(values: &Values) -> Derived {

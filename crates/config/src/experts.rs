@@ -5,7 +5,7 @@ use crate::conflict::Conflict;
 use crate::value::Value;
 use crate::values::Values;
 
-/// Shared experts, dense first layers and the router of DeepSeek-V3 belong to the families that have them.
+/// Shared experts, dense first layers and the routers of DeepSeek-V2 and V3 belong to the families that have them.
 pub(crate) fn parts_are_of_their_architectures(values: &Values) -> Option<Conflict> {
     let architecture: Architecture = values.word("model.architecture")?;
     let features = architecture.features();
@@ -15,14 +15,15 @@ pub(crate) fn parts_are_of_their_architectures(values: &Values) -> Option<Confli
         _ => None,
     };
     let shared: fn(Features) -> bool = |features| features.shared_experts;
-    let router: fn(Features) -> bool = |features| features.sigmoid_router;
+    let router: fn(Features) -> bool = |features| features.scaled_router;
+    let bias: fn(Features) -> bool = |features| features.sigmoid_router;
     let keys = [
         ("model.shared_experts", values.count("model.shared_experts").map(|n| n.to_string()), shared),
         ("model.dense_layers", count("model.dense_layers", 0), shared),
         ("model.router_scale", number("model.router_scale", 1.0), router),
         ("model.expert_groups", count("model.expert_groups", 1), router),
         ("model.expert_top_groups", count("model.expert_top_groups", 1), router),
-        ("model.balance_bias", number("model.balance_bias", 0.0), router),
+        ("model.balance_bias", number("model.balance_bias", 0.0), bias),
     ];
     let (key, given, has) = keys.into_iter().find(|(_, given, has)| given.is_some() && !has(features))?;
     let families = Architecture::listed(has);

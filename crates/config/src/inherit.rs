@@ -69,7 +69,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 16] = [
+const SHAPE: [&str; 21] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -77,6 +77,11 @@ const SHAPE: [&str; 16] = [
     "model.heads",
     "model.kv_heads",
     "model.head_dim",
+    "model.kv_lora_rank",
+    "model.q_lora_rank",
+    "model.qk_nope_head_dim",
+    "model.qk_rope_head_dim",
+    "model.v_head_dim",
     "model.ffn",
     "model.experts",
     "model.expert_ffn",

@@ -38,15 +38,25 @@ const OLMO2: &str = "architecture = 'olmo2', rope_theta = 500000.0, norm_eps = 1
 const GEMMA3: &str = "architecture = 'gemma3_text', kv_heads = 1, head_dim = 256, sliding_window = 512, \
                       rope_theta = 1000000.0, norm_eps = 1e-6";
 /// The layers of DeepSeek-V3 with multi-head attention in place of its latent attention, so of more parameters than it.
-const DEEPSEEK_V3: &str = "architecture = 'dots1', kv_heads = 128, head_dim = 128, expert_ffn = 2048, experts = 256, \
-                           experts_per_token = 8, shared_experts = 1, dense_layers = 3, router_scale = 2.5, \
-                           expert_groups = 8, expert_top_groups = 4, norm_eps = 1e-6";
+const DEEPSEEK_V3_MHA: &str = "architecture = 'dots1', kv_heads = 128, head_dim = 128, expert_ffn = 2048, experts = 256, \
+                               experts_per_token = 8, shared_experts = 1, dense_layers = 3, router_scale = 2.5, \
+                               expert_groups = 8, expert_top_groups = 4, norm_eps = 1e-6";
+
+const MLA: &str =
+    "kv_lora_rank = 512, qk_nope_head_dim = 128, qk_rope_head_dim = 64, v_head_dim = 128, norm_eps = 1e-6";
+const DEEPSEEK_V2_LITE: &str = "architecture = 'deepseek_v2', expert_ffn = 1408, experts = 64, experts_per_token = 6, \
+                                shared_experts = 2, dense_layers = 1, rope_scaling = { type = 'yarn', factor = 40.0, \
+                                original_context = 4096, attention_factor = 1.0, mscale_all_dim = 0.707 }";
+const DEEPSEEK_V3: &str = "architecture = 'deepseek_v3', q_lora_rank = 1536, expert_ffn = 2048, experts = 256, \
+                           experts_per_token = 8, shared_experts = 1, dense_layers = 3, router_scale = 2.5, expert_groups = 8, \
+                           expert_top_groups = 4, rope_scaling = { type = 'yarn', factor = 40.0, original_context = 4096, \
+                           attention_factor = 1.0, mscale_all_dim = 1.0 }";
 
 const fn preset(name: &'static str, seq: u32, sizes: [u32; 5], keys: &'static [&'static str]) -> Preset {
     Preset { name, seq, sizes, keys }
 }
 
-const PRESETS: [Preset; 39] = [
+const PRESETS: [Preset; 41] = [
     preset("llama-15m", 256, [32000, 6, 288, 6, 768], &[TIED, "kv_heads = 6"]),
     preset("llama-29m", 512, [8192, 8, 512, 8, 1536], &[TIED, "kv_heads = 4"]),
     preset("llama-124m", 1024, [50304, 12, 768, 12, 2048], &[TIED, "kv_heads = 12"]),
@@ -80,7 +90,9 @@ const PRESETS: [Preset; 39] = [
     preset("qwen3-235b-a22b", 4096, [151936, 94, 4096, 64, 12288], &[QWEN, QWEN3_MOE, "expert_ffn = 1536"]),
     preset("olmoe-1b-7b", 4096, [50304, 16, 2048, 16, 1024], &[LLAMA_2, OLMOE]),
     preset("deepseek-moe-16b", 4096, [102400, 28, 2048, 16, 10944], &[LLAMA_2, DEEPSEEK]),
-    preset("deepseek-v3-mha", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, DEEPSEEK_V3]),
+    preset("deepseek-v3-mha", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, DEEPSEEK_V3_MHA]),
+    preset("deepseek-v2-lite", 4096, [102400, 27, 2048, 16, 10944], &[LLAMA_2, MLA, DEEPSEEK_V2_LITE]),
+    preset("deepseek-v3", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, MLA, DEEPSEEK_V3]),
     preset("smollm3-3b", 4096, [128256, 36, 2048, 16, 11008], &[TIED, SMOLLM3]),
     preset("olmo-2-7b", 4096, [100352, 32, 4096, 32, 11008], &[UNTIED, OLMO2, "kv_heads = 32"]),
     preset("olmo-2-32b", 4096, [100352, 64, 5120, 40, 27648], &[UNTIED, OLMO2, "kv_heads = 8"]),

@@ -17,6 +17,7 @@ use crate::kind::{
     NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TARGETS,
     TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
+use crate::latent;
 use crate::optimizers::{self, OptimizerName};
 use crate::origin::Provenance;
 use crate::presets;
@@ -65,8 +66,28 @@ tables! {
         kv_heads: usize = Count(1, EXTENT), Derived("model.heads", defaults::kv_heads), Trajectory,
             finds ["GQA", "grouped-query attention", "grouped query attention", "MQA", "multi-query attention",
                 "num_key_value_heads", "n_kv_heads", "num_query_groups"];
-        /// Width of one head; even where RoPE rotates pairs.
-        head_dim: usize = Count(1, EXTENT), Derived("model.dim / model.heads", defaults::head_dim), Trajectory,
+        /// Multi-head latent attention (MLA): the width of the latent that keys and values of all heads expand from, behind a norm. If
+        /// it is not set, keys and values are projected as they are.
+        kv_lora_rank: Option<usize> = Count(1, EXTENT),
+            Derived("512 for deepseek_v2 and deepseek_v3, else not set", latent::kv_lora_rank), Trajectory,
+            finds ["MLA", "multi-head latent attention", "latent attention", "kv_lora_rank"];
+        /// With latent attention, the width of the latent of queries, which has a norm too; if it is not set, queries have none.
+        q_lora_rank: Option<usize> = Count(1, EXTENT), Unset, Trajectory, finds ["q_lora_rank", "low-rank queries"];
+        /// With latent attention, how many elements of a head of Q and K have no position.
+        qk_nope_head_dim: Option<usize> = Count(1, EXTENT),
+            Derived("128 with model.kv_lora_rank, else not set", latent::nope), Trajectory, finds ["qk_head_dim"];
+        /// With latent attention, how many elements of a head of Q and K have RoPE, in pairs side by side; those of K are the same in
+        /// all heads.
+        qk_rope_head_dim: Option<usize> = Count(1, EXTENT),
+            Derived("64 with model.kv_lora_rank, else not set", latent::rope), Trajectory,
+            finds ["qk_pos_emb_head_dim", "decoupled RoPE"];
+        /// With latent attention, the width of a head of V.
+        v_head_dim: Option<usize> = Count(1, EXTENT),
+            Derived("128 with model.kv_lora_rank, else not set", latent::value), Trajectory, finds ["v_head_dim"];
+        /// Width of one head of Q and K; even where RoPE rotates pairs.
+        head_dim: usize = Count(1, EXTENT),
+            Derived("model.dim / model.heads; with model.kv_lora_rank, model.qk_nope_head_dim + model.qk_rope_head_dim", defaults::head_dim),
+            Trajectory,
             finds ["d_head", "kv_channels"];
         /// Hidden width of the feed-forward block (MLP).
         ffn: usize =
@@ -77,7 +98,7 @@ tables! {
         activation: Activation =
             Choice(Activation::WORDS), Derived("\"gelu\" for gemma3_text and gpt2, else \"silu\"", defaults::activation), Trajectory,
             finds ["SwiGLU", "GeGLU", "GELU", "hidden_act", "hidden_activation", "gelu_pytorch_tanh", "swiglu"];
-        /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, deepseek and dots1 have: how many experts take the place of the
+        /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, dots1 and the deepseek families have: how many experts take the place of the
         /// feed-forward block of every layer.
         experts: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
             finds ["MoE", "mixture of experts", "num_experts", "num_local_experts", "n_routed_experts"];
@@ -90,25 +111,26 @@ tables! {
             Count(1, EXTENT), Derived("model.ffn with model.experts, else not set", defaults::expert_ffn), Trajectory,
             finds ["moe_intermediate_size", "moe_ffn_hidden_size"];
         /// Whether the weights of a token's experts are divided by their sum.
-        norm_topk: bool = Bool, Fixed("true"), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
-        /// Experts that every token goes to besides, of deepseek and dots1: one MLP as wide as all of them.
+        norm_topk: bool = Bool, Derived("false for deepseek_v2, else true", defaults::norm_topk), Trajectory, finds ["norm_topk_prob", "normalised router weights"];
+        /// Experts that every token goes to besides, of dots1 and the deepseek families: one MLP as wide as all of them.
         shared_experts: Option<usize> =
-            Count(1, EXTENT), Derived("1 for deepseek and dots1, else not set", defaults::shared_experts), Trajectory,
+            Count(1, EXTENT), Derived("1 for deepseek, dots1, deepseek_v2 and deepseek_v3, else not set", defaults::shared_experts), Trajectory,
             finds ["n_shared_experts", "shared expert"];
-        /// How many first layers of a deepseek or dots1 model have a feed-forward block of model.ffn and no experts.
+        /// How many first layers of a dots1 or deepseek model have a feed-forward block of model.ffn and no experts.
         dense_layers: usize = Count(0, EXTENT), Fixed("0"), Trajectory,
             finds ["first_k_dense_replace", "moe_layer_freq", "dense first layers"];
-        /// What the weights of a token's experts are multiplied by, in a dots1 model.
+        /// What the weights of a token's experts are multiplied by, in a dots1, deepseek_v2 or deepseek_v3 model.
         router_scale: f64 = Float(POSITIVE), Fixed("1.0"), Trajectory,
             finds ["routed_scaling_factor", "moe_router_topk_scaling_factor"];
-        /// Group-limited choice of a dots1 model: groups of experts, side by side, of which a token may use
+        /// Group-limited choice of a dots1, deepseek_v2 or deepseek_v3 model: groups of experts, side by side, of which a token may use
         /// model.expert_top_groups.
         expert_groups: usize = Count(1, EXTENT), Fixed("1"), Trajectory,
             finds ["n_group", "moe_router_num_groups", "group-limited routing", "device-limited routing"];
-        /// How many groups of experts a token may use: those whose two best experts have the highest scores together.
+        /// How many groups of experts a token may use: those whose two best experts have the highest scores together; in deepseek_v2 those with
+        /// the best expert.
         expert_top_groups: usize = Count(1, EXTENT), Fixed("1"), Trajectory,
             finds ["topk_group", "moe_router_group_topk"];
-        /// Balancing without a loss, of a dots1 model: how far the bias of an expert, which counts in the choice alone, moves per step:
+        /// Balancing without a loss, of a dots1 or deepseek_v3 model: how far the bias of an expert, which counts in the choice alone, moves per step:
         /// up where it got fewer tokens than the mean, down where it got more. DeepSeek-V3 takes 0.001.
         balance_bias: f64 = Float(NOT_NEGATIVE), Fixed("0.0"), Changeable,
             finds ["moe_router_bias_update_rate", "auxiliary-loss-free", "loss-free balancing", "e_score_correction_bias"];

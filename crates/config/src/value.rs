@@ -35,6 +35,8 @@ pub enum RopeScalingConfig {
         beta_slow: f64,
         /// What cosines and sines are multiplied by; if not given, `0.1 · ln(factor) + 1`.
         attention_factor: Option<f64>,
+        /// Scores of attention are multiplied by the square of `0.1 · mscale_all_dim · ln(factor) + 1`; if not given, by nothing.
+        mscale_all_dim: Option<f64>,
         /// Whether the frequencies between which is interpolated are rounded to whole indices.
         truncate: bool,
     },
@@ -49,6 +51,16 @@ impl RopeScalingConfig {
             RopeScalingConfig::Yarn { .. } => "yarn",
         }
     }
+
+    /// What scores of attention are multiplied by.
+    pub fn score_factor(&self) -> f64 {
+        match self {
+            RopeScalingConfig::Yarn { factor, mscale_all_dim: Some(weight), .. } => {
+                (0.1 * weight * factor.ln() + 1.0).powi(2)
+            }
+            _ => 1.0,
+        }
+    }
 }
 
 /// As an inline table of `run.toml`.
@@ -61,7 +73,15 @@ impl fmt::Display for RopeScalingConfig {
                  high_freq_factor = {high_freq_factor:?}, original_context = {original_context} }}"
             ),
             RopeScalingConfig::Linear { factor } => write!(f, "{{ type = \"linear\", factor = {factor:?} }}"),
-            RopeScalingConfig::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+            RopeScalingConfig::Yarn {
+                factor,
+                original_context,
+                beta_fast,
+                beta_slow,
+                attention_factor,
+                mscale_all_dim,
+                truncate,
+            } => {
                 write!(
                     f,
                     "{{ type = \"yarn\", factor = {factor:?}, original_context = {original_context}, \
@@ -69,6 +89,9 @@ impl fmt::Display for RopeScalingConfig {
                 )?;
                 if let Some(attention_factor) = attention_factor {
                     write!(f, ", attention_factor = {attention_factor:?}")?;
+                }
+                if let Some(weight) = mscale_all_dim {
+                    write!(f, ", mscale_all_dim = {weight:?}")?;
                 }
                 write!(f, ", truncate = {truncate} }}")
             }

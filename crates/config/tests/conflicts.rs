@@ -29,7 +29,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
     check(
@@ -40,7 +40,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
 }
@@ -661,12 +661,12 @@ hint: 4 groups do
         (
             &["model.architecture=\"mixtral\"", "model.shared_experts=2"],
             "model.shared_experts = 2 is given, and model.architecture = \"mixtral\" does not have it",
-            "use model.architecture = \"deepseek\" or \"dots1\" or remove model.shared_experts",
+            "use model.architecture = \"deepseek\", \"dots1\", \"deepseek_v2\" or \"deepseek_v3\" or remove model.shared_experts",
         ),
         (
             &["model.architecture=\"deepseek\"", "model.balance_bias=0.001"],
             "model.balance_bias = 0.001 is given, and model.architecture = \"deepseek\" does not have it",
-            "use model.architecture = \"dots1\", or model.balance_loss, or remove model.balance_bias",
+            "use model.architecture = \"dots1\" or \"deepseek_v3\", or model.balance_loss, or remove model.balance_bias",
         ),
     ] {
         let error = refused(&dots1, set);
@@ -674,4 +674,47 @@ hint: 4 groups do
     }
     let error = refused(&format!("{shape}balance_bias = 0.1\n"), &[]);
     assert!(error.contains("model.architecture = \"llama\" does not have it"), "{error}");
+}
+
+#[test]
+fn sizes_of_latent_attention_go_together() {
+    let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 64\n";
+    let refused = |keys: &str| Config::parse(&format!("{shape}{keys}\n"), "run.toml", &[]).expect_err(keys).with_hint();
+    for (keys, said, hint) in [
+        (
+            "v_head_dim = 8",
+            "model.v_head_dim = 8 is of latent attention, and model.kv_lora_rank is not set",
+            "set model.kv_lora_rank, or remove model.v_head_dim",
+        ),
+        (
+            "kv_lora_rank = 8\nkv_heads = 2",
+            "model.kv_heads = 2 is given, and with model.kv_lora_rank there are as many as heads, 4",
+            "remove model.kv_heads",
+        ),
+        (
+            "kv_lora_rank = 8\nqk_rope_head_dim = 5",
+            "model.qk_rope_head_dim = 5 is odd, and RoPE rotates pairs",
+            "choose an even model.qk_rope_head_dim",
+        ),
+        (
+            "kv_lora_rank = 8\nhead_dim = 8",
+            "model.head_dim = 8 is given, and model.qk_nope_head_dim + model.qk_rope_head_dim = 192",
+            "remove model.head_dim",
+        ),
+        (
+            "kv_lora_rank = 8\nqk_norm = \"head\"",
+            "model.qk_norm = \"head\" is given, and with model.kv_lora_rank norms are of the latents",
+            "set model.qk_norm = \"none\"",
+        ),
+        (
+            "kv_lora_rank = 8\narchitecture = \"qwen2\"",
+            "model.kv_lora_rank = 8 is given, and model.architecture = \"qwen2\" has no latent attention",
+            "choose another model.architecture, or remove model.kv_lora_rank",
+        ),
+    ] {
+        let error = refused(keys);
+        assert!(error.contains(said) && error.contains(&format!("hint: {hint}")), "{error}");
+    }
+    let config = Config::parse(&format!("{shape}kv_lora_rank = 8\n"), "run.toml", &[]).unwrap();
+    assert_eq!((config.model.head_dim, config.model.value_dim(), config.model.rope_dim()), (192, 128, 64));
 }

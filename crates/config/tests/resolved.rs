@@ -33,6 +33,11 @@ layers = 4  # run.toml:4
 dim = 512  # preset llama-29m
 heads = 8  # preset llama-29m
 kv_heads = 4  # preset llama-29m
+# kv_lora_rank is not set
+# q_lora_rank is not set
+# qk_nope_head_dim is not set
+# qk_rope_head_dim is not set
+# v_head_dim is not set
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
 activation = "silu"  # default

@@ -87,9 +87,10 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        // Qwen 3's and Gemma 3's heads are wider than their share of the stream in some sizes.
+        // Qwen 3's and Gemma 3's heads are wider than their share of the stream in some sizes, and those of latent attention.
         let m = &config.model;
-        assert!(m.dim == m.heads * m.head_dim || m.qk_norm == QkNorm::Head, "{name}");
+        let own = m.qk_norm == QkNorm::Head || m.latent().is_some();
+        assert!(m.dim == m.heads * m.head_dim || own, "{name}");
     }
 }
 
@@ -264,7 +265,7 @@ fn the_schema_reads_as_a_listing() {
     );
     assert_eq!(row("optimizer.lr").0, "number, greater than 0");
     assert_eq!(row("model.dim").1, "required, or from model.preset");
-    assert_eq!(row("model.head_dim").1, "model.dim / model.heads");
+    assert!(row("model.head_dim").1.starts_with("model.dim / model.heads; with model.kv_lora_rank, "));
     assert_eq!(row("model.preset").1, "not set");
     assert_eq!(row("data.tokenizer").0, "\"bytes\", or a path");
     assert_eq!(row("data.corpora").0, "list of { name, paths, weight, schedule }");
@@ -288,7 +289,9 @@ fn defaults_of_families_are_what_the_listing_says() {
     for key in schema().iter().filter(|key| key.path.starts_with("model.")) {
         // What is given to some of them above, and what follows from that, is no default of a family.
         let given = ["model.architecture", "model.experts", "model.sliding_window"].contains(&key.path);
-        if given || key.default.contains("with model.experts") {
+        let follows = ["with model.experts", "with model.kv_lora_rank"].iter().any(|with| key.default.contains(with))
+            || key.default == "model.head_dim";
+        if given || follows {
             continue;
         }
         let words: Vec<&str> = key.default.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
@@ -401,7 +404,7 @@ fn every_word_of_the_schema_is_read_and_written_back() {
                 "budget" => "[recompute]\nbudget = \"1 GiB\"\n",
                 _ => "",
             };
-            let moe = ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1"];
+            let moe = ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1", "deepseek_v2", "deepseek_v3"];
             let experts = if moe.contains(&word.as_str()) { "experts = 4\n" } else { "" };
             let text = format!(
                 "[model]\nvocab_size = 8\nlayers = 4\ndim = 8\nheads = 2\nffn = 16\n{experts}[train]\nseq = 8\n{more}"

@@ -5,10 +5,11 @@
 const int MOST_PER_LANE = 8;
 
 struct Heads {
-    int seq, heads, kv_heads, e;
+    // Elements of a head of Q and K, and of V.
+    int seq, heads, kv_heads, e, v;
     // Keys of a sequence, and those that a query sees at most.
     int keys, window;
-    // Elements from a query to the next, from a key to the next, and from a key to its value.
+    // Elements from a query to the next, from a key to the next, and from the keys of a row to its values.
     int width, key_width, value;
     // Which positions they are.
     Span at, key_at;
@@ -77,7 +78,7 @@ struct Softmax {
 
     // Keys and values that stand at `keys` + place · stride.
     template <typename T>
-    __device__ __forceinline__ void attend(const T *keys, const T *values, i64 stride, Places at, int e, float scale) {
+    __device__ __forceinline__ void attend(const T *keys, const T *values, i64 stride, Places at, int e, int v, float scale) {
         float k[MOST_PER_LANE];
         for (int t = at.begin; t < at.end; t++) {
             read_head(keys + t * stride, e, k);
@@ -91,7 +92,7 @@ struct Softmax {
             }
             float p = __expf(score - max);
             sum += p;
-            read_head(values + t * stride, e, k);
+            read_head(values + t * stride, v, k);
 #pragma unroll
             for (int c = 0; c < MOST_PER_LANE; c++) o[c] += p * k[c];
         }
@@ -112,28 +113,29 @@ static __device__ void forward(const T *queries, const T *keys, const u32 *start
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * g.seq + s;
     if (s >= g.seq) return;
-    const T *key = keys + b * g.keys * g.key_width + h / (g.heads / g.kv_heads) * g.e;
+    int u = h / (g.heads / g.kv_heads);
+    const T *all = keys + b * g.keys * g.key_width, *key = all + u * g.e, *value = all + g.value + u * g.v;
     int position = g.at.entry(s), first = first_key(starts, row, position, g.window);
     Softmax softmax(queries + row * g.width + h * g.e, g.e);
     for (int run = 0; run < 2; run++) {
         Places seen = places(g.key_at, g.keys, run, first, position);
-        softmax.attend(key, key + g.value, g.key_width, seen, g.e, scale);
+        softmax.attend(key, value, g.key_width, seen, g.e, g.v, scale);
     }
     float row_lse = softmax.end();
-    if (o) write_head(o + (row * g.heads + h) * g.e, g.e, softmax.o);
+    if (o) write_head(o + (row * g.heads + h) * g.v, g.v, softmax.o);
     if (lse && (threadIdx.x & 31) == 0) lse[(b * g.heads + h) * g.seq + s] = row_lse;
 }
 
 // delta[b, h, s] = Σ do · o.
 template <typename T>
-static __device__ void grad_delta(const T *dout, const T *o, float *delta, int seq, int heads, int e) {
+static __device__ void grad_delta(const T *dout, const T *o, float *delta, int seq, int heads, int v) {
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z;
     if (s >= seq) return;
-    i64 at = ((b * seq + s) * heads + h) * e;
+    i64 at = ((b * seq + s) * heads + h) * v;
     float x[MOST_PER_LANE], y[MOST_PER_LANE];
-    read_head(dout + at, e, x);
-    read_head(o + at, e, y);
+    read_head(dout + at, v, x);
+    read_head(o + at, v, y);
     float sum = dot(x, y);
     if ((threadIdx.x & 31) == 0) delta[(b * heads + h) * seq + s] = sum;
 }
@@ -145,10 +147,11 @@ static __device__ void grad_query(const T *dout, const T *queries, const T *keys
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * g.seq + s;
     if (s >= g.seq) return;
-    const T *key = keys + b * g.keys * g.key_width + h / (g.heads / g.kv_heads) * g.e;
+    int u = h / (g.heads / g.kv_heads);
+    const T *all = keys + b * g.keys * g.key_width, *key = all + u * g.e, *value = all + g.value + u * g.v;
     float q[MOST_PER_LANE], d[MOST_PER_LANE], k[MOST_PER_LANE], v[MOST_PER_LANE], dq[MOST_PER_LANE];
     read_head(queries + row * g.width + h * g.e, g.e, q);
-    read_head(dout + (row * g.heads + h) * g.e, g.e, d);
+    read_head(dout + (row * g.heads + h) * g.v, g.v, d);
     float l = lse[(b * g.heads + h) * g.seq + s], mean = delta[(b * g.heads + h) * g.seq + s];
 #pragma unroll
     for (int c = 0; c < MOST_PER_LANE; c++) dq[c] = 0.0f;
@@ -157,7 +160,7 @@ static __device__ void grad_query(const T *dout, const T *queries, const T *keys
         Places seen = places(g.key_at, g.keys, run, first, position);
         for (int t = seen.begin; t < seen.end; t++) {
             read_head(key + (i64)t * g.key_width, g.e, k);
-            read_head(key + (i64)t * g.key_width + g.value, g.e, v);
+            read_head(value + (i64)t * g.key_width, g.v, v);
             float ds = __expf(dot(q, k) * scale - l) * (dot(d, v) - mean) * scale;
 #pragma unroll
             for (int c = 0; c < MOST_PER_LANE; c++) dq[c] += ds * k[c];
@@ -173,11 +176,11 @@ static __device__ void grad_key(const T *dout, const T *queries, const T *keys, 
     int t = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), u = blockIdx.y;
     i64 b = blockIdx.z;
     if (t >= g.keys) return;
-    const T *key = keys + (b * g.keys + t) * g.key_width + u * g.e;
+    const T *all = keys + (b * g.keys + t) * g.key_width;
     int group = g.heads / g.kv_heads;
     float k[MOST_PER_LANE], v[MOST_PER_LANE], dk[MOST_PER_LANE], dv[MOST_PER_LANE], q[MOST_PER_LANE], d[MOST_PER_LANE];
-    read_head(key, g.e, k);
-    read_head(key + g.value, g.e, v);
+    read_head(all + u * g.e, g.e, k);
+    read_head(all + g.value + u * g.v, g.v, v);
 #pragma unroll
     for (int c = 0; c < MOST_PER_LANE; c++) dk[c] = dv[c] = 0.0f;
     int position = g.key_at.entry(t);
@@ -188,7 +191,7 @@ static __device__ void grad_key(const T *dout, const T *queries, const T *keys, 
                 i64 row = b * g.seq + s, head = (b * g.heads + h) * g.seq + s;
                 if (first_key(starts, row, g.at.entry(s), g.window) > position) continue;
                 read_head(queries + row * g.width + h * g.e, g.e, q);
-                read_head(dout + (row * g.heads + h) * g.e, g.e, d);
+                read_head(dout + (row * g.heads + h) * g.v, g.v, d);
                 float p = __expf(dot(q, k) * scale - lse[head]);
                 float ds = p * (dot(d, v) - delta[head]) * scale;
 #pragma unroll
@@ -199,47 +202,49 @@ static __device__ void grad_key(const T *dout, const T *queries, const T *keys, 
             }
         }
     }
-    O *out = to + (b * g.keys + t) * to_width + u * g.e;
-    write_head(out, g.e, dk);
-    write_head(out + g.value, g.e, dv);
+    O *out = to + (b * g.keys + t) * to_width;
+    write_head(out + u * g.e, g.e, dk);
+    write_head(out + g.value + u * g.v, g.v, dv);
 }
 
-// New keys and values go into the cache [b, context, 2 · kv_heads · e]. Grid: (positions, batch).
+// New keys and values go into the cache [b, context, kv_heads · (e + v)]. Grid: (positions, batch).
 template <typename T>
 static __device__ void cache_write(const T *qkv, T *cache, const u32 *start, const u32 *count, int seq, int heads,
-                                   int kv_heads, int e, int context) {
+                                   int kv_heads, int e, int v, int context) {
     int s = blockIdx.x;
     i64 b = blockIdx.y;
     i64 to = (i64)start[b] + s;
     if (s >= (int)count[b] || to >= context) return;
-    int cached = 2 * kv_heads * e;
-    const T *from = qkv + (b * seq + s) * (heads + 2 * kv_heads) * e + heads * e;
+    int cached = kv_heads * (e + v);
+    const T *from = qkv + (b * seq + s) * (heads * e + cached) + heads * e;
     for (int i = threadIdx.x; i < cached; i += blockDim.x) cache[(b * context + to) * cached + i] = from[i];
 }
 
 template <typename T>
 static __device__ void cached(const T *qkv, const T *cache, const u32 *start, const u32 *count, T *o, int seq, int heads,
-                              int kv_heads, int e, int context, int window, float scale) {
+                              int kv_heads, int e, int v, int context, int window, float scale) {
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * seq + s;
     if (s >= seq) return;
-    Softmax softmax(qkv + row * (heads + 2 * kv_heads) * e + h * e, e);
+    i64 stride = kv_heads * (e + v);
+    Softmax softmax(qkv + row * (heads * e + stride) + h * e, e);
     i64 last = (i64)start[b] + s;
     if (s < (int)count[b] && last < context) {
-        i64 stride = 2 * kv_heads * e;
-        const T *keys = cache + b * context * stride + h / (heads / kv_heads) * e;
+        int u = h / (heads / kv_heads);
+        const T *all = cache + b * context * stride;
         Places seen = {first_key(0, 0, (int)last, window), (int)last + 1};
-        softmax.attend(keys, keys + kv_heads * e, stride, seen, e, scale);
+        softmax.attend(all + u * e, all + kv_heads * e + u * v, stride, seen, e, v, scale);
     }
     softmax.end();
-    write_head(o + (row * heads + h) * e, e, softmax.o);
+    write_head(o + (row * heads + h) * v, v, softmax.o);
 }
 
 #define SIZES                                                                                                          \
-    int seq, int heads, int kv_heads, int e, int keys, int window, int width, int key_width, int value, int first,     \
-        int count, int then, int key_first, int key_count, int key_then
+    int seq, int heads, int kv_heads, int e, int v, int keys, int window, int width, int key_width, int value,         \
+        int first, int count, int then, int key_first, int key_count, int key_then
 #define HEADS                                                                                                          \
-    {seq, heads, kv_heads, e, keys, window, width, key_width, value, {first, count, then}, {key_first, key_count, key_then}}
+    {seq,   heads,     kv_heads, e,                    v,                                 keys, window,               \
+     width, key_width, value,    {first, count, then}, {key_first, key_count, key_then}}
 
 // From T to O.
 #define ATTENTION(T, O, NAME)                                                                                          \
@@ -265,17 +270,17 @@ ATTENTION(f16, float, f16_to_f32)
 
 #define OF_A_TYPE(T, NAME)                                                                                             \
     extern "C" __global__ void attention_delta_##NAME(const T *dout, const T *o, float *delta, int seq, int heads,     \
-                                                      int e) {                                                         \
-        grad_delta<T>(dout, o, delta, seq, heads, e);                                                                  \
+                                                      int v) {                                                         \
+        grad_delta<T>(dout, o, delta, seq, heads, v);                                                                  \
     }                                                                                                                  \
     extern "C" __global__ void cache_write_##NAME(const T *qkv, T *cache, const u32 *start, const u32 *count, int seq, \
-                                                  int heads, int kv_heads, int e, int context) {                       \
-        cache_write<T>(qkv, cache, start, count, seq, heads, kv_heads, e, context);                                    \
+                                                  int heads, int kv_heads, int e, int v, int context) {                \
+        cache_write<T>(qkv, cache, start, count, seq, heads, kv_heads, e, v, context);                                 \
     }                                                                                                                  \
     extern "C" __global__ void cached_attention_##NAME(const T *qkv, const T *cache, const u32 *start,                 \
                                                        const u32 *count, T *o, int seq, int heads, int kv_heads,       \
-                                                       int e, int context, int window, float scale) {                  \
-        cached<T>(qkv, cache, start, count, o, seq, heads, kv_heads, e, context, window, scale);                       \
+                                                       int e, int v, int context, int window, float scale) {           \
+        cached<T>(qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, window, scale);                    \
     }
 OF_A_TYPE(float, f32)
 OF_A_TYPE(bf16, bf16)

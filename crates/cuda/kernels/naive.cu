@@ -4,7 +4,11 @@
 const int PER_LANE = 8;
 
 struct Shape {
-    int seq, heads, kv_heads, e, width;
+    // Elements of a head of Q and K, and of V.
+    int seq, heads, kv_heads, e, v, width;
+
+    // Where a value head starts in a row.
+    __device__ __forceinline__ int value(int u) const { return (heads + kv_heads) * e + u * v; }
 };
 
 template <typename T>
@@ -73,27 +77,27 @@ template <typename T>
 static __device__ void mix(const T *p, const T *qkv, T *o, Shape g) {
     POSITION(g);
     (void)lane;
-    const T *values = qkv + b * g.seq * g.width + (g.heads + g.kv_heads + h / (g.heads / g.kv_heads)) * g.e;
+    const T *values = qkv + b * g.seq * g.width + g.value(h / (g.heads / g.kv_heads));
     const T *row = p + ((b * g.heads + h) * g.seq + s) * g.seq;
     float out[PER_LANE] = {}, v[PER_LANE];
     for (int t = 0; t <= s; t++) {
         float weight = to_f32(row[t]);
-        read_head(values + (i64)t * g.width, g.e, v);
+        read_head(values + (i64)t * g.width, g.v, v);
 #pragma unroll
         for (int c = 0; c < PER_LANE; c++) out[c] += weight * v[c];
     }
-    write_head(o + ((b * g.seq + s) * g.heads + h) * g.e, g.e, out);
+    write_head(o + ((b * g.seq + s) * g.heads + h) * g.v, g.v, out);
 }
 
 // dp = do · v.
 template <typename T>
 static __device__ void mix_grad_weights(const T *dout, const T *qkv, T *dp, Shape g) {
     POSITION(g);
-    const T *values = qkv + b * g.seq * g.width + (g.heads + g.kv_heads + h / (g.heads / g.kv_heads)) * g.e;
+    const T *values = qkv + b * g.seq * g.width + g.value(h / (g.heads / g.kv_heads));
     float d[PER_LANE], v[PER_LANE];
-    read_head(dout + ((b * g.seq + s) * g.heads + h) * g.e, g.e, d);
+    read_head(dout + ((b * g.seq + s) * g.heads + h) * g.v, g.v, d);
     for (int t = 0; t < g.seq; t++) {
-        read_head(values + (i64)t * g.width, g.e, v);
+        read_head(values + (i64)t * g.width, g.v, v);
         float x = dot(d, v);
         if (lane == 0) dp[((b * g.heads + h) * g.seq + s) * g.seq + t] = Of<T>::f32(x);
     }
@@ -108,12 +112,12 @@ static __device__ void mix_grad_values(const T *dout, const T *p, T *dqkv, Shape
     for (int q = h * group; q < (h + 1) * group; q++)
         for (int row = 0; row < g.seq; row++) {
             float weight = to_f32(p[((b * g.heads + q) * g.seq + row) * g.seq + t]);
-            read_head(dout + ((b * g.seq + row) * g.heads + q) * g.e, g.e, d);
+            read_head(dout + ((b * g.seq + row) * g.heads + q) * g.v, g.v, d);
 #pragma unroll
             for (int c = 0; c < PER_LANE; c++) dv[c] += weight * d[c];
         }
     T *out = dqkv + (b * g.seq + t) * g.width;
-    write_head(out + (g.heads + g.kv_heads + h) * g.e, g.e, dv);
+    write_head(out + g.value(h), g.v, dv);
     int zeros = (g.heads + g.kv_heads) * g.e;
     for (int i = h * 32 + lane; i < zeros; i += 32 * g.kv_heads) out[i] = Of<T>::f32(0.0f);
 }
@@ -162,13 +166,13 @@ static __device__ void scores_grad_key(const T *dp, const T *p, const T *qkv, co
 #pragma unroll
             for (int c = 0; c < PER_LANE; c++) dk[c] += ds * q[c];
         }
-    T *out = dqkv + (b * g.seq + t) * g.width + (g.heads + h) * g.e;
-    write_head(out, g.e, dk);
-    write_head(out + g.kv_heads * g.e, g.e, zero);
+    T *out = dqkv + (b * g.seq + t) * g.width;
+    write_head(out + (g.heads + h) * g.e, g.e, dk);
+    write_head(out + g.value(h), g.v, zero);
 }
 
-#define SHAPE Shape{seq, heads, kv_heads, e, (heads + 2 * kv_heads) * e}
-#define SIZES int seq, int heads, int kv_heads, int e
+#define SHAPE Shape{seq, heads, kv_heads, e, v, (heads + kv_heads) * e + kv_heads * v}
+#define SIZES int seq, int heads, int kv_heads, int e, int v
 #define NAIVE(T, NAME)                                                                                                 \
     extern "C" __global__ void scores_##NAME(const T *qkv, const u32 *starts, T *p, SIZES, int window, float scale) {  \
         scores<T>(qkv, starts, p, SHAPE, window, scale);                                                               \

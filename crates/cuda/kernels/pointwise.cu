@@ -18,11 +18,11 @@ static __device__ void embed(const u32 *tokens, const T *table, T *out, int d, i
     }
 }
 
-// RoPE: rotates the first `rotated` columns of a row, head by head; the others are copied if `out` is apart. `positions`: 0 the row's
+// RoPE: rotates the first `turned` elements of each head in the first `rotated` columns of a row; the others are copied if `out` is apart. `positions`: 0 the row's
 // place in its sequence, of which `span` is this rank's part, 1 from starts[sequence] on, 2 from the start of its document.
 template <typename T>
 static __device__ void rotate(const T *in, const float *table, const u32 *starts, T *out, int seq, Span span, int width,
-                              int rotated, int e, int table_rows, float sign, int positions, int wide) {
+                              int rotated, int e, int turned, int table_rows, float sign, int positions, int wide) {
     i64 row = blockIdx.x;
     i64 place = span.entry((int)(row % seq));
     if (positions == 1) {
@@ -32,10 +32,10 @@ static __device__ void rotate(const T *in, const float *table, const u32 *starts
         i64 start = starts[row];
         place = start > place ? 0 : place - start;
     }
-    const float *angles = table + place * e;
+    const float *angles = table + place * turned;
     in += row * width;
     out += row * width;
-    int half = e / 2;
+    int half = turned / 2;
     if (wide) {
         const int N = Pack<T>::N;
         int per_head = half / N;
@@ -54,8 +54,8 @@ static __device__ void rotate(const T *in, const float *table, const u32 *starts
             store(out + head * e + half + i, y);
         }
         if (in != out)
-            for (int i = rotated + threadIdx.x * N; i < width; i += blockDim.x * N)
-                *(Pack<T> *)(out + i) = *(const Pack<T> *)(in + i);
+            for (int i = threadIdx.x * N; i < width; i += blockDim.x * N)
+                if (i >= rotated || i % e >= turned) *(Pack<T> *)(out + i) = *(const Pack<T> *)(in + i);
     } else {
         for (int w = threadIdx.x; w < rotated / e * half; w += blockDim.x) {
             int head = w / half, i = w % half;
@@ -65,7 +65,8 @@ static __device__ void rotate(const T *in, const float *table, const u32 *starts
             out[head * e + half + i] = Of<T>::f32(b * c + a * s);
         }
         if (in != out)
-            for (int i = rotated + threadIdx.x; i < width; i += blockDim.x) out[i] = in[i];
+            for (int i = threadIdx.x; i < width; i += blockDim.x)
+                if (i >= rotated || i % e >= turned) out[i] = in[i];
     }
 }
 
@@ -195,9 +196,9 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
     }                                                                                                                  \
     extern "C" __global__ void rope_##NAME(const T *in, const float *table, const u32 *starts, T *out, int seq,        \
                                            int first, int count, int then, int width, int rotated, int e,              \
-                                           int table_rows, float sign, int positions, int wide) {                      \
-        rotate<T>(in, table, starts, out, seq, {first, count, then}, width, rotated, e, table_rows, sign, positions,   \
-                  wide);                                                                                               \
+                                           int turned, int table_rows, float sign, int positions, int wide) {          \
+        rotate<T>(in, table, starts, out, seq, {first, count, then}, width, rotated, e, turned, table_rows, sign,      \
+                  positions, wide);                                                                                    \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
         swiglu<T>(gate_up, y, f, wide);                                                                                \

@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     for (int e = lane; e < experts; e += 32) open[e] = groups == 1;
     __syncwarp();
     if (groups > 1) {
-        // Of every group the sum of its two best; then the best groups.
+        // Of every group the sum of its two best sigmoids, or its best softmax; then the best groups.
         int each = experts / groups;
         for (int g = 0; g < groups; g++) {
             Largest first = {0.0f, -1}, second = {0.0f, -1};
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             for (int i = lane; i < each; i += 32)
                 if (i != first.at) second.see(key(g * each + i), i);
             second.merge();
-            if (lane == 0) sums[g] = first.key + second.key;
+            if (lane == 0) sums[g] = sigmoid ? first.key + second.key : first.key;
         }
         __syncwarp();
         for (int n = 0; n < top_groups; n++) {

@@ -16,7 +16,7 @@ use crate::cudnn::Data;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::{Value, args};
 use lockstep_ir::{DType, Span, Workspace};
-use plans::{Operands, SLACK, execute, scale};
+use plans::{HEADS, Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
 pub fn scratch(compute: DType) -> Workspace {
@@ -26,15 +26,20 @@ pub fn scratch(compute: DType) -> Workspace {
     }
 }
 
+/// All heads of Q.
+const HEAD: &str = "batch heads seq head_dim";
+/// dK and dV of every query head.
+const KEYS_AND_VALUES: &[(u64, &str)] = &[(2, HEAD), (2, "batch heads seq value_dim")];
+
 /// Scratch of the backward kernels. Ours: a sum of every row. cuDNN's: that, dK and dV of every query head, and dQ in f32, or all
 /// of dS where it is deterministic.
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     let fixed = SLACK + 2 * ALIGNMENT;
     match (Data::fused(compute).is_some(), deterministic) {
-        (true, false) => Workspace { fixed, terms: vec![(8, "batch seq attended"), (8, "batch heads seq")] },
+        (true, false) => Workspace { fixed, terms: [&[(4, HEAD), (8, "batch heads seq")], KEYS_AND_VALUES].concat() },
         (true, true) => Workspace {
             fixed,
-            terms: vec![(4, "batch seq attended"), (8, "batch heads seq"), (2, "batch heads SEQ SEQ")],
+            terms: [&[(8, "batch heads seq"), (2, "batch heads SEQ SEQ")], KEYS_AND_VALUES].concat(),
         },
         (false, _) => Workspace { fixed: 0, terms: vec![(4, "batch heads seq")] },
     }
@@ -71,7 +76,7 @@ impl Rows {
 
     /// The arguments of our own kernels behind their operands.
     fn sizes(&self, call: &Call, window: Option<usize>) -> Vec<Value> {
-        let (heads, kv_heads, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
+        let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
         let [first, count, then] = call.span_of(self.positions);
         let [key_first, key_count, key_then] = call.span_of(self.key_positions);
         let value = kv_heads * e;
@@ -80,6 +85,7 @@ impl Rows {
             heads,
             kv_heads,
             e,
+            v,
             self.count,
             keys_seen(window),
             width(call),
@@ -127,7 +133,8 @@ struct GradRows<'a> {
 
 /// Elements of a row of packed Q·K·V.
 fn width(call: &Call) -> usize {
-    (call.size("heads") + 2 * call.size("kv_heads")) * call.size("head_dim")
+    let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
+    (heads + kv_heads) * e + kv_heads * v
 }
 
 /// o, and the log-sum-exp of each row of scores.
@@ -153,7 +160,7 @@ pub unsafe fn forward(call: Call, window: Option<usize>) -> Result<(), CudaError
 
 /// o and log-sum-exps by a kernel of our own, of these types.
 unsafe fn own_forward(call: Call, rows: Rows, mask: Mask, types: &str, to: Attended) -> Result<(), CudaError> {
-    check_head(call.size("head_dim"))?;
+    check_head(call.size("widest_dim"))?;
     let grid = [call.size("seq").div_ceil(WARPS), call.size("heads"), call.size("batch")];
     let operands = args![rows.queries, rows.keys, mask.starts, to.o, to.lse];
     let args = [&operands[..], &rows.sizes(&call, mask.window)].concat();
@@ -202,14 +209,14 @@ unsafe fn own_grad(
     dq: Option<GradRows>,
     dkv: Option<GradRows>,
 ) -> Result<(), CudaError> {
-    let (e, seq, heads, batch) = (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("batch"));
-    check_head(e)?;
+    let (v, seq, heads, batch) = (call.size("value_dim"), call.size("seq"), call.size("heads"), call.size("batch"));
+    check_head(call.size("widest_dim"))?;
     let sizes = rows.sizes(&call, mask.window);
     let grid = [seq.div_ceil(WARPS), heads, batch];
     let keys = [rows.count.div_ceil(WARPS), call.size("kv_heads"), batch];
     // SAFETY: rows and heads are the call's, whose operands have these sizes by the caller's word; each gradient is written by one kernel.
     unsafe {
-        call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
+        call.typed(("attention", "attention_delta"), grid, 32 * WARPS, args![dout, o, delta, seq, heads, v])?;
         for (into, kernel, grid) in [(dq, "query", grid), (dkv, "key", keys)] {
             let Some(GradRows { at, width, types }) = into else { continue };
             let args = args![dout, rows.queries, rows.keys, lse, delta, mask.starts, at, width];
@@ -223,12 +230,12 @@ unsafe fn own_grad(
 /// o of new positions over the cache, which gets their keys and values.
 pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let (Some(o), Some(cache)) = (call.output(0), call.output(1)) else { return Ok(()) };
-    let (e, seq, heads, kv_heads, context) =
-        (call.size("head_dim"), call.size("seq"), call.size("heads"), call.size("kv_heads"), call.size("cache"));
+    let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
+    let (seq, context) = (call.size("seq"), call.size("cache"));
     let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size("batch"));
-    check_head(e)?;
-    let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, context];
-    let args = args![qkv, cache, start, count, o, seq, heads, kv_heads, e, context, keys_seen(window), scale(e)];
+    check_head(e.max(v))?;
+    let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, v, context];
+    let args = args![qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, keys_seen(window), scale(e)];
     // SAFETY: the operands have these sizes.
     unsafe {
         call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
@@ -246,20 +253,22 @@ mod tests {
     /// The types of dO, qkv, o, log-sum-exps and starts of documents.
     pub fn operands(shape: &AttentionShape) -> [TensorType; 5] {
         let (b, s) = (Dim::new(Axis::Batch, shape.batch), Dim::new(Axis::Seq, shape.seq));
-        let of = |axis, count| Section { axis, count, unit: shape.e };
-        let (q, kv) = (of(Axis::Heads, shape.heads), of(Axis::KvHeads, shape.kv_heads));
+        let of = |axis, count, unit| Section { axis, count, unit };
+        let (q, k) = (of(Axis::Heads, shape.heads, shape.e), of(Axis::KvHeads, shape.kv_heads, shape.e));
+        let (o, v) = (Section { unit: shape.v, ..q }, Section { unit: shape.v, ..k });
         let rows =
             |sections: &[Section]| TensorType::new(shape.dtype, [b.clone(), s.clone(), Dim::packed(sections.to_vec())]);
         let lse = TensorType::new(DType::F32, [b.clone(), Dim::new(Axis::Heads, shape.heads), s.clone()]);
         let starts = TensorType::new(DType::U32, [b.clone(), s.clone()]);
-        [rows(&[q]), rows(&[q, kv, kv]), rows(&[q]), lse, starts]
+        [rows(&[o]), rows(&[q, k, v]), rows(&[o]), lse, starts]
     }
 
     /// Shapes of backward passes.
     pub fn shapes(deterministic: bool) -> impl Iterator<Item = AttentionShape> {
-        let sizes = [(1, 1, 1, 1, 16), (3, 1000, 6, 2, 64), (2, 4096, 32, 8, 128)];
+        let sizes =
+            [(1, 1, 1, 1, 16, 16), (3, 1000, 6, 2, 64, 64), (2, 4096, 32, 8, 128, 128), (2, 1000, 16, 16, 192, 128)];
         [DType::BF16, DType::F16].into_iter().flat_map(move |dtype| sizes.map(|size| (dtype, size))).map(
-            move |(dtype, (batch, seq, heads, kv_heads, e))| {
+            move |(dtype, (batch, seq, heads, kv_heads, e, v))| {
                 let (window, backward, documents, parts) = (None, true, None, None);
                 AttentionShape {
                     dtype,
@@ -268,6 +277,7 @@ mod tests {
                     heads,
                     kv_heads,
                     e,
+                    v,
                     window,
                     backward,
                     deterministic,

@@ -71,7 +71,7 @@ macro_rules! args {
 }
 pub(crate) use args;
 
-const MOST_ARGS: usize = 24;
+const MOST_ARGS: usize = 25;
 
 impl Kernels {
     /// Loads the machine code of all sources.

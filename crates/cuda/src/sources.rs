@@ -15,7 +15,7 @@ macro_rules! hopper {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 23] = [
+pub const SOURCES: [(&str, &str); 24] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -28,6 +28,7 @@ pub const SOURCES: [(&str, &str); 23] = [
     ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
     ("grouped_fp8", concat!(hopper!(), include_str!("../kernels/grouped_fp8.cu"))),
     ("kept", concat!(include_str!("../kernels/many.cuh"), include_str!("../kernels/kept.cu"))),
+    ("latent", include_str!("../kernels/latent.cu")),
     ("loss", include_str!("../kernels/loss.cu")),
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::pointwise::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),

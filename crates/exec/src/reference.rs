@@ -14,6 +14,7 @@ mod fine;
 mod gradient;
 mod head;
 mod heads;
+mod latent;
 mod linear;
 mod memory;
 mod naive;
@@ -46,6 +47,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         gradient::definitions(),
         head::definitions(),
         heads::definitions(),
+        latent::definitions(),
         linear::definitions(),
         memory::definitions(),
         norm::definitions(),

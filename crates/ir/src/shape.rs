@@ -37,6 +37,8 @@ pub enum Axis {
     Rows,
     /// Width of an adapter: the rank of what it adds to a weight.
     LowRank,
+    /// Width of what queries, or keys and values, are compressed to (MLA).
+    Latent,
 }
 
 impl Axis {
@@ -58,6 +60,7 @@ impl Axis {
             Axis::Choices => "choices",
             Axis::Rows => "rows",
             Axis::LowRank => "low_rank",
+            Axis::Latent => "latent",
         }
     }
 }

@@ -1,10 +1,11 @@
-//! The decoder that Llama and its relatives share: RMSNorm, RoPE, grouped-query attention (GQA), a gated MLP.
+//! The decoder that Llama and its relatives share: RMSNorm, RoPE, grouped-query attention (GQA) or latent attention (MLA), a gated MLP.
 //!
 //! What a model has of the parts that differ (places of norms, QK norm, windows, positions, activation) is in its
 //! [`ModelConfig`]; the defaults of these keys, and what no key says, are in the [`Features`](lockstep_config::Features) of its
 //! family.
 
 use crate::form::{Form, Side};
+use crate::latent::{Names, latent_qkv};
 use crate::mixture::{ExpertNames, Gated, gate, mixture};
 use crate::names as values;
 use crate::parameters::{matrix, norm_weight, zeros};
@@ -27,6 +28,7 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
     let heads = |axis, count| Section { axis, count, unit: m.head_dim };
     let q = heads(Axis::Heads, m.heads);
     let kv = heads(Axis::KvHeads, m.kv_heads);
+    let attended = Section { unit: m.value_dim(), ..q };
     let normal = Init::Normal { std: m.init_std as f32 };
     // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
     let to_residual = Init::Normal { std: (m.init_std / (2.0 * m.layers as f64).sqrt()) as f32 };
@@ -57,23 +59,31 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         };
 
         let n = norm(&mut g, x, norms.before_attention, "n1")?;
-        let names_of = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
-        let packed = Dim::packed([q, kv, kv]);
-        let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &names_of("weight"));
-        let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
-        if m.architecture.features().qkv_bias {
-            let bias = zeros(&mut g, &at("bqkv"), packed, &names_of("bias"));
-            qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
-        }
-        qkv = qk_norm(&mut g, m, qkv, &at, &hf)?;
+        let mut qkv = match m.latent() {
+            Some(latent) => {
+                let names = Names { at: &at, hf: &hf };
+                latent_qkv(&mut g, n, (m, latent), names, (&normal, query_scale(m)))?
+            }
+            None => {
+                let names_of = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
+                let packed = Dim::packed([q, kv, kv]);
+                let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &names_of("weight"));
+                let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
+                if m.architecture.features().qkv_bias {
+                    let bias = zeros(&mut g, &at("bqkv"), packed, &names_of("bias"));
+                    qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
+                }
+                qk_norm(&mut g, m, qkv, &at, &hf)?
+            }
+        };
         if let Some(kind) = parts.rope {
             qkv = side.rotate(&mut g, qkv, angles[&kind], &at)?;
         }
-        if m.softmax_scale_dim != m.head_dim {
+        if m.latent().is_none() && query_scale(m) != 1.0 {
             qkv = scale_queries(&mut g, m, qkv, &at)?;
         }
-        let o = side.attend(&mut g, qkv, kv, (m.attention, parts.window), &at)?;
-        let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &to_residual, &[hf("self_attn.o_proj")]);
+        let o = side.attend(&mut g, qkv, (m.attention, parts.window), &at)?;
+        let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([attended])], &to_residual, &[hf("self_attn.o_proj")]);
         let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         let delta = norm(&mut g, delta, norms.after_attention, "attention_normed")?;
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
@@ -171,14 +181,21 @@ fn qk_norm(
     }
 }
 
-/// Scales Q so that scores are divided by √softmax_scale_dim; attention itself divides by √head_dim.
+/// What queries are multiplied by so that scores are divided by √softmax_scale_dim, and are as large as YaRN wants them; attention itself
+/// divides by √head_dim.
+fn query_scale(m: &ModelConfig) -> f32 {
+    let by_yarn = m.rope_scaling.as_ref().map_or(1.0, RopeScalingConfig::score_factor);
+    ((m.head_dim as f64 / m.softmax_scale_dim as f64).sqrt() * by_yarn) as f32
+}
+
+/// Multiplies Q of packed Q·K·V by its scale.
 fn scale_queries(
     g: &mut Graph,
     m: &ModelConfig,
     qkv: ValueId,
     at: &dyn Fn(&str) -> String,
 ) -> Result<ValueId, TypeError> {
-    let factor = (m.head_dim as f64 / m.softmax_scale_dim as f64).sqrt() as f32;
+    let factor = query_scale(m);
     let queries = g.op(Op::Slice { first: 0, count: 1 }, &[qkv], &at("queries"))?[0];
     let scaled = g.op(Op::Scale { factor, rounded: false }, &[queries], &at("queries_scaled"))?[0];
     let rest = g.op(Op::Slice { first: 1, count: 2 }, &[qkv], &at("keys_values"))?[0];
@@ -199,7 +216,7 @@ fn rope_tables(g: &mut Graph, m: &ModelConfig, context: usize) -> BTreeMap<Layer
                 ("rope_table_local", Init::RopeTable { theta, scaling: None })
             }
         };
-        let dims = [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.head_dim)];
+        let dims = [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.rope_dim())];
         g.state(name, TensorType::new(DType::F32, dims), State::Constant(init))
     };
     used.into_iter().map(|kind| (kind, table(g, kind))).collect()
@@ -212,7 +229,9 @@ fn rope_scaling(scaling: &RopeScalingConfig) -> RopeScaling {
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }
         }
         RopeScalingConfig::Linear { factor } => RopeScaling::Linear { factor },
-        RopeScalingConfig::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+        RopeScalingConfig::Yarn {
+            factor, original_context, beta_fast, beta_slow, attention_factor, truncate, ..
+        } => {
             let attention_factor = attention_factor.unwrap_or(0.1 * factor.ln() + 1.0);
             let original_context = original_context as f64;
             RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, attention_factor }

@@ -5,7 +5,7 @@
 use crate::names;
 use lockstep_config::AttentionMethod;
 use lockstep_ir::graph::{Loss, State};
-use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId, counter};
+use lockstep_ir::{Axis, DType, Dim, Graph, Op, TensorType, TypeError, ValueId, counter};
 
 /// What a forward graph computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,12 +139,11 @@ impl Side {
         Ok(g.op(op, &inputs, &at("rotated"))?[0])
     }
 
-    /// Causal attention over packed Q·K·V, whose K and V are `kv` each, in a sliding window if there is one.
+    /// Causal attention over packed Q·K·V, in a sliding window if there is one.
     pub fn attend(
         &self,
         g: &mut Graph,
         qkv: ValueId,
-        kv: Section,
         (method, window): (AttentionMethod, Option<usize>),
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
@@ -160,7 +159,9 @@ impl Side {
                 }
             }
             Side::NextToken { start, count, cache: [batch, context], .. } => {
-                let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), Dim::packed([kv, kv])]);
+                let sections = g.ty(qkv).dims.last().map_or(&[][..], |packed| &packed.sections);
+                let kv = Dim::packed(sections.get(1..).unwrap_or_default());
+                let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), kv]);
                 let cache = g.state(at("kv_cache"), ty, State::Cache);
                 let out = g.op(Op::CachedAttention { window }, &[qkv, cache, *start, *count], &at("o"))?;
                 g.updates.push((cache, out[1]));

@@ -10,7 +10,7 @@ mod patterns;
 mod rope;
 mod without_effect;
 
-use families::{Absent, FAMILIES, Family, Fixed, NEVER, SAME};
+use families::{Absent, FAMILIES, Family, Fixed, MTP_LAYERS, N_GROUP, NEVER, SAME, TOPK_GROUP};
 use fields::{Fields, HEAD_DIM, contradiction, is_same, refused};
 use lockstep_config::ModelConfig;
 use serde_json::{Map, Value, json};
@@ -97,12 +97,17 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
 
     let mut table = format!("[model]\narchitecture = \"{}\"\n", family.name);
     let mut layers = 0;
+    let limited = groups_limit(family, &fields)?;
     for count in family.counts.iter().copied().flatten() {
+        if !limited && [N_GROUP, TOPK_GROUP].contains(&count.theirs) {
+            continue;
+        }
         let found = match (fields.count_from(count.least, count.theirs)?, &count.absent) {
             (Some(found), _) => found,
             (None, Absent::Derived) => continue,
             (None, Absent::Is(count)) => *count,
-            (None, Absent::Refused) => {
+            (None, Absent::NoneIfNull) if fields.0.contains_key(count.theirs) => continue,
+            (None, Absent::Refused | Absent::NoneIfNull) => {
                 return Err(refused(
                     &format!("`{}` is not set", count.theirs),
                     "take the config.json of a whole model",
@@ -141,6 +146,20 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), unknown })
 }
 
+const TOPK_METHOD: &str = "topk_method";
+const GREEDY: &str = "greedy";
+const GROUP_LIMITED: &str = "group_limited_greedy";
+
+/// Whether groups of experts limit the choice, where a field says so; else they do as far as there are any.
+fn groups_limit(family: &Family, fields: &Fields) -> Result<bool, HfError> {
+    match fields.text(TOPK_METHOD)?.filter(|_| family.topk_method) {
+        None => Ok(!family.topk_method),
+        Some(GREEDY) => Ok(false),
+        Some(GROUP_LIMITED) => Ok(true),
+        Some(_) => Err(fields.unsupported(TOPK_METHOD, &format!("{GREEDY} and {GROUP_LIMITED} are supported"))),
+    }
+}
+
 /// The fields by one name each, where a class takes several for the same.
 fn join(family: &Family, fields: &Map<String, Value>) -> Result<Map<String, Value>, HfError> {
     let mut joined = fields.clone();
@@ -166,6 +185,7 @@ fn known_fields(family: &Family) -> BTreeSet<&'static str> {
     known.extend(family.dropout.iter().map(|(field, _)| *field));
     known.extend(family.window.map(|(field, _)| field));
     known.extend([family.norm_eps.0, family.context.0]);
+    known.extend(family.topk_method.then_some(TOPK_METHOD));
     if family.sliding_from.is_some() {
         known.extend(["sliding_window", "max_window_layers"]);
     }
@@ -185,7 +205,8 @@ fn known_fields(family: &Family) -> BTreeSet<&'static str> {
 /// Families without a field for the width of a head derive it; transformers looks for one all the same.
 fn check_head_dim(family: &Family, fields: &Fields) -> Result<(), HfError> {
     let has_field = family.counts.iter().copied().flatten().any(|count| count.theirs == HEAD_DIM);
-    if !family.rotary || has_field {
+    // With latent attention, transformers puts another number in its place.
+    if !family.rotary || has_field || family.latent {
         return Ok(());
     }
     match (fields.count(HEAD_DIM)?, fields.count("hidden_size")?, fields.count("num_attention_heads")?) {
@@ -231,7 +252,17 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
     // Where positions are learned, their count is an extent of the model, and wins.
     set(family.context.0, json!(beside.context));
     for count in family.counts.iter().copied().flatten() {
-        set(count.theirs, json!((count.get)(model)));
+        let value = match ((count.get)(model), &count.absent) {
+            (0, Absent::NoneIfNull) => Value::Null,
+            (value, _) => json!(value),
+        };
+        set(count.theirs, value);
+    }
+    if family.mtp {
+        set(MTP_LAYERS, json!(0));
+    }
+    if family.topk_method {
+        set(TOPK_METHOD, json!(if model.expert_groups > 1 { GROUP_LIMITED } else { GREEDY }));
     }
     for switch in family.switches {
         set(switch.theirs, json!((switch.get)(model)));
@@ -295,6 +326,17 @@ pub fn head_and_embedding(model: &ModelConfig) -> (&'static str, &'static str) {
 /// Whether checkpoints hold this matrix as [in, out], where the graph's is [out, in].
 pub fn is_transposed(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.transposed.iter().any(|end| name.ends_with(end)))
+}
+
+/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP): the model here is without them.
+pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
+    family(model).is_some_and(|family| family.mtp) && layer_of(name).is_some_and(|layer| layer >= model.layers)
+}
+
+/// The layer that a tensor is of, by its name.
+pub fn layer_of(name: &str) -> Option<usize> {
+    let (layer, _) = name.split_once("layers.")?.1.split_once('.')?;
+    layer.parse().ok()
 }
 
 /// Whether a tensor of a file holds no weights: masks and tables that old versions of transformers stored.

@@ -9,6 +9,7 @@ mod architectures;
 mod decoder;
 mod form;
 pub mod hf;
+mod latent;
 mod mixture;
 pub mod parameters;
 

@@ -34,6 +34,11 @@ fn theirs(model_type: &str) -> Value {
             "first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
             "norm_topk_prob": true,
         }),
+        "deepseek_v2" | "deepseek_v3" => json!({
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4, "kv_lora_rank": 10,
+            "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "head_dim": 4,
+        }),
         _ => json!({}),
     };
     for (name, value) in experts.as_object().unwrap() {
@@ -329,6 +334,7 @@ fn yarn_takes_its_factor_by_weights_too() {
         config.model.rope_scaling.unwrap()
     };
     let yarn = |attention_factor| RopeScalingConfig::Yarn {
+        mscale_all_dim: None,
         factor: 40.0,
         original_context: 4096,
         beta_fast: 16.0,

@@ -3,8 +3,8 @@
 
 use crate::{Plan, Result};
 use lockstep_config::{
-    AttentionMethod, Config, Features, GradientPrecision, MasterPrecision, ModelConfig, MomentPrecision, NormPlaces,
-    OptimizerName, PrecisionPolicy, QkNorm,
+    AttentionMethod, Config, Features, GradientPrecision, LatentAttention, MasterPrecision, ModelConfig,
+    MomentPrecision, NormPlaces, OptimizerName, PrecisionPolicy, QkNorm,
 };
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::graph::{Phase, State};
@@ -39,7 +39,9 @@ pub(crate) fn formulas(
 ) -> Result<Vec<Formula>> {
     let m = &config.model;
     let layer = LayerFlops::of(derived, m.dense_layers)?;
-    let Sizes { d, q, kv, ffn, layers, dense, wide, products, experts, top, shared, .. } = Sizes::of(m);
+    let sizes = Sizes::of(m);
+    let projections = sizes.attention_matrices();
+    let Sizes { d, q, k, o, ffn, layers, dense, wide, products, experts, top, shared, latent, .. } = sizes;
     let s = config.train.seq as f64;
     let sequences = config.round() as f64;
     let per_sequence = |flops: u128| flops as f64 / sequences;
@@ -50,21 +52,21 @@ pub(crate) fn formulas(
     let windowed = seen < s;
     // A token uses some of the experts, and the router looks at all of them.
     let (attention, mlp) =
-        (12.0 * s * d * (q + kv) + 12.0 * s * seen * q, 6.0 * s * d * (products * (top + shared) * ffn + experts));
+        (6.0 * s * projections + 6.0 * s * seen * (q + o), 6.0 * s * d * (products * (top + shared) * ffn + experts));
     // What first layers without experts have more than the others.
     let rest = 6.0 * s * d * products * wide - mlp;
     let head = (m.dim * m.vocab_size) as f64;
     if config.lora.rank.is_some() {
         let frozen = plan.parameters - plan.trained_parameters;
-        let matmuls = layers * d * (2.0 * q + 2.0 * kv + products * (top + shared) * ffn + experts) + head;
+        let matmuls = layers * (projections + d * (products * (top + shared) * ffn + experts)) + head;
         let flops = Formula {
             note: Some("backward ends at the first adapter: nothing below it needs a gradient"),
             ..form(
                 "model FLOPs per token",
-                "4 · matmul parameters + 6 · adapters + 12 · layers · seq · heads · head_dim".into(),
+                format!("4 · matmul parameters + 6 · adapters + {}", scores_of_layers("seq", latent)),
                 4.0 * (matmuls + dense * rest / (6.0 * s))
                     + 6.0 * plan.trained_parameters as f64
-                    + 12.0 * layers * mean * q,
+                    + 6.0 * layers * mean * (q + o),
                 plan.model_flops_per_token(),
             )
         };
@@ -78,22 +80,30 @@ pub(crate) fn formulas(
         form(
             "model FLOPs per token",
             format!(
-                "6 · {}matmul parameters + 12 · layers · {} · heads · head_dim",
+                "6 · {}matmul parameters + {}",
                 if experts > 0.0 { "active " } else { "" },
-                match (mean < s, mean == seen) {
-                    (false, _) => "seq",
-                    (true, true) => "window",
-                    (true, false) => "mean of windows",
-                }
+                scores_of_layers(
+                    match (mean < s, mean == seen) {
+                        (false, _) => "seq",
+                        (true, true) => "window",
+                        (true, false) => "mean of windows",
+                    },
+                    latent
+                )
             ),
-            6.0 * (layers * d * (2.0 * q + 2.0 * kv + products * (top + shared) * ffn + experts) + head)
+            6.0 * (layers * (projections + d * (products * (top + shared) * ffn + experts)) + head)
                 + dense * rest / s
-                + 12.0 * layers * mean * q,
+                + 6.0 * layers * mean * (q + o),
             plan.model_flops_per_token(),
         ),
         form(
             "attention FLOPs of a layer and sequence",
-            match (q == kv && q == d, windowed) {
+            match (q == k && q == d, windowed) {
+                _ if latent.is_some() => format!(
+                    "6 · S · ({}) + 6 · S{} · (Q + O)",
+                    latent_matrices(latent),
+                    if windowed { " · W" } else { "²" }
+                ),
                 (_, true) => "12 · S · D · (Q + KV) + 12 · S · W · Q".into(),
                 (true, false) => "24 · S · D² + 12 · S² · D".into(),
                 (false, false) => "12 · S · D · (Q + KV) + 12 · S² · Q".into(),
@@ -130,7 +140,7 @@ pub(crate) fn formulas(
                 };
                 let wide = if norms_after(m) { 0.0 } else { wide };
                 let of_dense = dense / layers * (rest / 3.0 - 2.0 * s * d * (wide - last));
-                let attention = attention + 12.0 * s * (mean - seen) * q;
+                let attention = attention + 6.0 * s * (mean - seen) * (q + o);
                 (attention + mlp) / 3.0 - 2.0 * s * d * last + of_dense
             },
             full_flops / (layers * sequences * plan.layout.micro_batches as f64),
@@ -152,9 +162,13 @@ fn form(name: &'static str, formula: String, closed: f64, program: f64) -> Formu
 struct Sizes {
     /// Width of the residual stream.
     d: f64,
-    /// Widths of all queries, and of all keys.
+    /// Widths of all queries, of all keys, of all values, and of what attention gives.
     q: f64,
-    kv: f64,
+    k: f64,
+    v: f64,
+    o: f64,
+    /// The sizes of latent attention, where it is.
+    latent: Option<LatentAttention>,
     ffn: f64,
     layers: f64,
     heads: f64,
@@ -175,10 +189,58 @@ impl Sizes {
         let ffn = m.expert_ffn.unwrap_or(m.ffn);
         let [d, ffn, layers, heads, kv_heads] = [m.dim, ffn, m.layers, m.heads, m.kv_heads].map(|n| n as f64);
         let [experts, top] = [m.experts.unwrap_or(0), m.experts_per_token.unwrap_or(1)].map(|n| n as f64);
-        let [q, kv] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
+        let [q, k] = [m.heads, m.kv_heads].map(|n| (n * m.head_dim) as f64);
+        let [o, v] = [m.heads, m.kv_heads].map(|n| (n * m.value_dim()) as f64);
+        let latent = m.latent();
         let products = if m.architecture.features().gpt2_block { 2.0 } else { 3.0 };
         let [shared, dense, wide] = [m.shared_experts.unwrap_or(0), m.dense_layers, m.ffn].map(|n| n as f64);
-        Self { d, q, kv, ffn, layers, heads, kv_heads, products, experts, top, shared, dense, wide }
+        Self { d, q, k, v, o, latent, ffn, layers, heads, kv_heads, products, experts, top, shared, dense, wide }
+    }
+
+    /// Elements of the matrices of an attention, by the length of their rows: into it, and out of it.
+    fn attention(&self) -> Vec<(f64, f64)> {
+        let &Self { d, q, k, v, o, heads, .. } = self;
+        let into = match self.latent {
+            None => vec![(d * (q + k + v), d)],
+            Some(LatentAttention { q_rank, kv_rank, nope, rope, value }) => {
+                let [rank, shared, expanded] = [kv_rank, rope, nope + value].map(|n| n as f64);
+                let queries = match q_rank.map(|rank| rank as f64) {
+                    None => vec![(d * q, d)],
+                    Some(rank) => vec![(d * rank, d), (rank * q, rank)],
+                };
+                queries.into_iter().chain([(d * (rank + shared), d), (rank * heads * expanded, rank)]).collect()
+            }
+        };
+        into.into_iter().chain([(o * d, o)]).collect()
+    }
+
+    fn attention_matrices(&self) -> f64 {
+        self.attention().iter().map(|(elements, _)| elements).sum()
+    }
+
+    /// Widths of the latents, each of which has a norm, and how many there are.
+    fn latents(&self) -> (f64, f64) {
+        let ranks = self
+            .latent
+            .map(|latent| (latent.q_rank.unwrap_or(0) + latent.kv_rank, 1 + u8::from(latent.q_rank.is_some())));
+        ranks.map_or((0.0, 0.0), |(width, norms)| (width as f64, f64::from(norms)))
+    }
+}
+
+/// Elements of the matrices of latent attention: R is the width of a latent, H the heads, N, P and V the elements of a head without
+/// position, with RoPE, and of values.
+fn latent_matrices(latent: Option<LatentAttention>) -> &'static str {
+    match latent.is_some_and(|latent| latent.q_rank.is_some()) {
+        true => "D · (R_q + R_kv + P + O) + R_q · Q + R_kv · H · (N + V)",
+        false => "D · (Q + R_kv + P + O) + R_kv · H · (N + V)",
+    }
+}
+
+/// FLOPs of scores and of sums of values for a token that sees so many keys.
+fn scores_of_layers(keys: &str, latent: Option<LatentAttention>) -> String {
+    match latent {
+        None => format!("12 · layers · {keys} · heads · head_dim"),
+        Some(_) => format!("6 · layers · {keys} · heads · (head_dim + v_head_dim)"),
     }
 }
 
@@ -193,7 +255,7 @@ fn by_all_to_all(config: &Config, plan: &Plan, none: &[StepProgram]) -> Option<F
     if !sends {
         return None;
     }
-    let (Sizes { q, kv, layers, .. }, c) = (Sizes::of(&config.model), compute_bytes(config));
+    let (Sizes { q, k, v, o, layers, latent, .. }, c) = (Sizes::of(&config.model), compute_bytes(config));
     let tokens = (config.train.micro_batch * config.train.seq) as f64;
     let entries = none.iter().filter_map(|program| Some((program, program.entry(StepProgram::TRAIN)?)));
     let all = entries.flat_map(|(program, entry)| account::communication(program, entry));
@@ -201,20 +263,24 @@ fn by_all_to_all(config: &Config, plan: &Plan, none: &[StepProgram]) -> Option<F
     let sent: u64 = all.filter(mine).map(|e| e.sent_bytes).sum();
     Some(form(
         "bytes that a rank sends for the attention of a layer by all-to-all",
-        format!("b · S · {c} · 4 · (Q + KV) · (cp - 1) / (cp² · tp)"),
-        tokens * c * 4.0 * (q + kv) * (cp - 1.0) / (cp * cp * tp),
+        match latent {
+            None => format!("b · S · {c} · 4 · (Q + KV) · (cp - 1) / (cp² · tp)"),
+            Some(_) => format!("b · S · {c} · 4 · (Q + O) · (cp - 1) / (cp² · tp)"),
+        },
+        tokens * c * 2.0 * (q + k + v + o) * (cp - 1.0) / (cp * cp * tp),
         sent as f64 / (layers * plan.layout.micro_batches as f64),
     ))
 }
 
 /// Elements of all parameters.
 fn parameters(m: &ModelConfig, program: u64) -> Formula {
-    let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
+    let sizes = Sizes::of(m);
+    let Sizes { d, q, k, v, ffn, layers, products, experts, shared, dense, wide, latent, .. } = sizes;
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
     let biases = biases(m) / (layers - dense);
     let routed = products * d * ffn * (experts + shared) + d * experts + biases;
     let block = if experts > 0.0 { routed } else { products * d * ffn };
-    let matrices = d * (2.0 * q + 2.0 * kv) + block;
+    let matrices = sizes.attention_matrices() + block;
     let (first, of_first) = match dense > 0.0 {
         true => (
             dense * (products * d * wide - block),
@@ -231,20 +297,25 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
     let (rest, behind, formula) = match gpt2_block {
         true => {
             // Of every product a bias; of two norms a weight and a bias.
-            let rest = q + 2.0 * kv + d + ffn + d + 4.0 * d;
-            let text = match q == d && kv == d && ffn == 4.0 * d {
+            let rest = q + k + v + d + ffn + d + 4.0 * d;
+            let text = match q == d && k == d && ffn == 4.0 * d {
                 true => "L · (12 · D² + 13 · D)",
                 false => "L · (2 · D · (Q + KV) + 2 · D · F + Q + 2 · KV + F + 6 · D)",
             };
             (rest, 2.0 * d + positions, format!("{table}{learned} + {text} + 2 · D"))
         }
         false => {
-            let (bias, biased) = if qkv_bias { (q + 2.0 * kv, " + Q + 2 · KV") } else { (0.0, "") };
+            let (bias, biased) = if qkv_bias { (q + k + v, " + Q + 2 · KV") } else { (0.0, "") };
             let (norms, normed) = match m.qk_norm {
                 QkNorm::Head => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
-                QkNorm::Whole => (q + kv, " + Q + KV"),
-                QkNorm::None => (0.0, ""),
+                QkNorm::Whole => (q + k, " + Q + KV"),
+                QkNorm::None => match latent {
+                    None => (0.0, ""),
+                    Some(LatentAttention { q_rank: None, .. }) => (sizes.latents().0, " + R_kv"),
+                    Some(_) => (sizes.latents().0, " + R_q + R_kv"),
+                },
             };
+            let attention = if latent.is_some() { latent_matrices(latent) } else { "2 · D · (Q + KV)" };
             let wide = layer_norms(m);
             let mlp = match (experts > 0.0, shared > 0.0, sigmoid_router) {
                 (true, false, false) => "experts · (3 · D · F + D)",
@@ -254,7 +325,7 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
                 (false, ..) => "3 · D · F",
             };
             let formula =
-                format!("{table}{learned} + L · (2 · D · (Q + KV) + {mlp} + {wide} · D{biased}{normed}) + D{of_first}");
+                format!("{table}{learned} + L · ({attention} + {mlp} + {wide} · D{biased}{normed}) + D{of_first}");
             (wide * d + bias + norms, d + positions, formula)
         }
     };
@@ -328,20 +399,22 @@ pub(crate) fn fewer_bytes(config: &Config, moments: f64, master: f64) -> f64 {
 }
 
 /// Elements of all matrices but embeddings and routers, by the length of their rows.
-fn matrices(m: &ModelConfig) -> [(f64, f64); 7] {
-    let Sizes { d, q, kv, ffn, layers, products, experts, shared, dense, wide, .. } = Sizes::of(m);
+fn matrices(m: &ModelConfig) -> Vec<(f64, f64)> {
+    let sizes = Sizes::of(m);
+    let Sizes { d, ffn, layers, products, experts, shared, dense, wide, .. } = sizes;
     let (into, routed) = (products - 1.0, layers - dense);
     let each = if experts > 0.0 { experts } else { 1.0 };
     let head = if m.tied_embeddings { 0.0 } else { m.vocab_size as f64 * d };
-    [
-        (layers * d * (q + 2.0 * kv) + head, d),
-        (layers * d * q, q),
+    let attention = sizes.attention().into_iter().map(|(elements, row)| (layers * elements, row));
+    let others = [
+        (head, d),
         (routed * into * d * ffn * (each + shared), d),
         (routed * d * ffn * each, ffn),
         (routed * d * ffn * shared, shared * ffn),
         (dense * into * d * wide, d),
         (dense * d * wide, wide),
-    ]
+    ];
+    attention.chain(others).collect()
 }
 
 /// Weights, gradients, and what AdamW has of each: two moments in f32, and the f32 master weights of 16-bit weights; of matrices less, where the
@@ -374,7 +447,8 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
 /// What backward reads of a layer in the middle, with its residual stream.
 fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let m = &config.model;
-    let Sizes { d, q, kv, ffn, heads, kv_heads, products, experts, top, shared, .. } = Sizes::of(m);
+    let sizes = Sizes::of(m);
+    let Sizes { d, q, k, v, o, ffn, heads, kv_heads, products, experts, top, shared, latent, .. } = sizes;
     let features = m.architecture.features();
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
@@ -390,9 +464,18 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     };
     // What a norm of heads reads of Q·K·V before it, and its statistics.
     let (normed, turned, text) = match m.qk_norm {
-        QkNorm::Head => (q + 2.0 * kv, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
-        QkNorm::Whole => (q + kv, 2.0, " + Q + KV, + 4 · 2"),
-        QkNorm::None => (0.0, 0.0, ""),
+        QkNorm::Head => (q + k + v, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
+        QkNorm::Whole => (q + k, 2.0, " + Q + KV, + 4 · 2"),
+        // Latents before their norms and behind them.
+        QkNorm::None => {
+            let (width, norms) = sizes.latents();
+            let text = match norms as u8 {
+                0 => "",
+                1 => " + 2 · R_kv, + 4 · 1",
+                _ => " + 2 · (R_q + R_kv), + 4 · 2",
+            };
+            (2.0 * width, norms, text)
+        }
     };
     // The residual stream before both blocks, and what norms read or give.
     let stream = if m.norms == NormPlaces::Sandwich { 6.0 } else { 4.0 };
@@ -413,20 +496,22 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| !apart(&i.op)).then_some(2.0 * d + ffn),
         false => Some(0.0),
     };
-    let plain = experts == 0.0 && m.norms == NormPlaces::Pre;
+    let plain = experts == 0.0 && m.norms == NormPlaces::Pre && latent.is_none();
     let Some(bytes) = bytes.filter(|_| plain || config.precision.policy != PrecisionPolicy::Fp8) else {
         // Some in one type and some in another, or in many units: what a formula would say of it is what the program says.
         return Vec::new();
     };
     let (units, units_text) =
         if bytes > 0.0 { (4.0 * 12.0 + 4.0, ", less 2 · D + F for bytes, + 52") } else { (0.0, "") };
-    let elements = stream * d + 2.0 * q + 2.0 * kv + mlp + weights + normed - bytes / 2.0;
+    let elements = stream * d + q + k + v + o + mlp + weights + normed - bytes / 2.0;
     // Of each sequence, how many tokens an expert gets.
     let counted = if m.balance_loss + m.z_loss > 0.0 { 4.0 * config.train.micro_batch as f64 * experts } else { 0.0 };
     let closed = positions * (c * elements + 4.0 * (scores + norms + turned + routed)) + counted + units;
     let formula = format!(
-        "b · S · ({c} · ({stream} · D + 2 · Q + 2 · KV + {hidden}{}{text}) + 4 · {}{routing}){units_text}",
-        shown.0, shown.1
+        "b · S · ({c} · ({stream} · D + 2 · Q + 2 · {} + {hidden}{}{text}) + 4 · {}{routing}){units_text}",
+        if latent.is_some() { "O" } else { "KV" },
+        shown.0,
+        shown.1
     );
     let mut forms = vec![form("bytes that a layer saves for backward", formula, closed, program)];
     if features.gpt2_block && naive && c == 2.0 {

@@ -9,7 +9,8 @@ use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
 use lockstep_config::{
-    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, Offload, PrecisionPolicy, RecomputePolicy, legal,
+    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, Offload, PrecisionPolicy, RecomputePolicy,
+    legal,
 };
 use lockstep_ir::{MeshAxis, StepProgram, units};
 use std::collections::btree_map::Entry;

@@ -30,6 +30,22 @@ const SMOLLM3: &str = "architecture = \"smollm3\"\nrope_layers = [1, 0]";
 /// Norms around blocks by 1 + their weights, a scaled embedding, GeGLU, another softmax scale, two bases of RoPE.
 const GEMMA3: &str = "architecture = \"gemma3_text\"\nhead_dim = 10\nsliding_window = 5\nlayer_types = [\"sliding\", \"full\"]\n\
     softmax_scale_dim = 7\nrope_scaling = { type = \"linear\", factor = 2.0 }";
+/// Latent attention, with heads of V that are narrower than those of Q and K, and scores that YaRN makes larger.
+const LATENT: &str = "kv_heads = 4\nkv_lora_rank = 10\nq_lora_rank = 12\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\n\
+    v_head_dim = 7\nrope_scaling = { type = \"yarn\", factor = 4.0, original_context = 8, mscale_all_dim = 1.0 }";
+/// Queries without a latent, wider heads of V, in a window.
+const LATENT_WINDOW: &str = "kv_heads = 4\nkv_lora_rank = 10\nqk_nope_head_dim = 3\nqk_rope_head_dim = 2\nv_head_dim = 8\n\
+    sliding_window = 5\nlayer_types = [\"sliding\", \"full\"]";
+/// All of DeepSeek-V3, and DeepSeek-V2's groups, of which the best expert counts.
+const DEEPSEEK_V3: &str = "architecture = \"deepseek_v3\"\nkv_heads = 4\nkv_lora_rank = 10\nq_lora_rank = 12\n\
+    qk_nope_head_dim = 6\nqk_rope_head_dim = 4\nv_head_dim = 7\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\n\
+    expert_groups = 3\nexpert_top_groups = 2\nrouter_scale = 1.5\nbalance_bias = 0.001";
+const DEEPSEEK_V2: &str = "architecture = \"deepseek_v2\"\nkv_heads = 4\nkv_lora_rank = 10\nqk_nope_head_dim = 6\n\
+    qk_rope_head_dim = 4\nv_head_dim = 7\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nshared_experts = 2\n\
+    expert_groups = 3\nexpert_top_groups = 2";
+/// Sizes that fp8 takes, also of two tensor-parallel ranks.
+const LATENT_FP8: &str = "kv_heads = 4\nkv_lora_rank = 32\nq_lora_rank = 48\nqk_nope_head_dim = 12\nqk_rope_head_dim = 4\n\
+    v_head_dim = 8";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
@@ -132,6 +148,58 @@ fn layers_without_rope_on_every_layout() {
 #[test]
 fn norms_around_blocks_by_weights_plus_one_on_every_layout() {
     check_layouts(GEMMA3);
+}
+
+#[test]
+fn latent_attention_on_every_layout() {
+    check_layouts(LATENT);
+    check_layouts(LATENT_WINDOW);
+    check_layouts(&format!("{LATENT}\n{NAIVE}"));
+}
+
+#[test]
+fn latent_attention_with_experts_on_every_layout() {
+    check_layouts(DEEPSEEK_V3);
+    check_layouts(DEEPSEEK_V2);
+}
+
+#[test]
+fn latent_attention_over_parts_of_sequences() {
+    for (context, precision) in
+        [("ring", "fp32"), ("ring", "bf16"), ("gather", "fp32"), ("a2a", "fp32"), ("a2a", "bf16")]
+    {
+        let keys = format!("[parallel]\ncontext = \"{context}\"\n[precision]\npolicy = \"{precision}\"");
+        let layouts = ["cp=2", "cp=2,tp=2,sp", "dp=2,zero=3,cp=2,pp=2"];
+        for model in [LATENT, LATENT_WINDOW, DEEPSEEK_V3] {
+            common::check_layouts(&config(model, &keys), &layouts);
+            common::check_layouts(&config(model, &format!("{keys}\n[data]\ndocument_mask = true")), &layouts[..2]);
+        }
+    }
+}
+
+#[test]
+fn latent_attention_in_fp8() {
+    for recipe in ["current", "rowwise"] {
+        let keys = format!("[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"{recipe}\"");
+        let config = config(LATENT_FP8, &keys);
+        let plan = plan(&Devices::new(), &config).unwrap();
+        assert!(plan.fp8.iter().all(|(_, stays)| stays.is_none()), "{:?}", plan.fp8);
+        assert!(plan.fp8.iter().any(|(weight, _)| weight.ends_with("wkv_a")), "{:?}", plan.fp8);
+        common::check_layouts(&config, &["dp=2,zero=3", "tp=2", "tp=2,sp", "pp=2"]);
+    }
+}
+
+#[test]
+fn latent_attention_with_adapters_and_by_muon() {
+    for keys in ["[lora]\nrank = 4", "[optimizer]\nname = \"muon\""] {
+        common::check_layouts(&config(LATENT, keys), &["dp=2,zero=1", "tp=2", "pp=2"]);
+    }
+}
+
+#[test]
+fn latent_attention_under_every_recompute_policy() {
+    check_recompute(LATENT);
+    check_recompute(DEEPSEEK_V3);
 }
 
 #[test]

@@ -40,6 +40,7 @@ fn token_losses(model: &str, tokens: &[u32], starts: Option<&[u32]>) -> Vec<f64>
         recompute: lockstep_compile::Recompute::None,
         stages: vec![],
         steps: lockstep_compile::Steps::default(),
+        offload: lockstep_compile::Offload::default(),
     };
     let seq = inputs.len();
     let form = Form::Loss { batch: 1, seq, context: seq, documents: starts.is_some() };

@@ -34,6 +34,12 @@ const WITHOUT_ROPE: &str = "norms = \"post\"\nqk_norm = \"whole\"\nsliding_windo
     rope_layers = [1, 0]\nheads = 6\nkv_heads = 2\ndim = 48\n\
     rope_scaling = { type = \"yarn\", factor = 4.0, original_context = 64 }\n";
 
+/// Latent attention, with a window and without, and wider heads of V.
+const LATENT: &str = "heads = 4\ndim = 48\nkv_lora_rank = 20\nq_lora_rank = 24\nqk_nope_head_dim = 10\nqk_rope_head_dim = 6\n\
+    v_head_dim = 12\nrope_scaling = { type = \"yarn\", factor = 4.0, original_context = 64, mscale_all_dim = 1.0 }\n";
+const LATENT_WINDOW: &str = "heads = 4\ndim = 48\nkv_lora_rank = 20\nqk_nope_head_dim = 10\nqk_rope_head_dim = 6\n\
+    v_head_dim = 20\nsliding_window = 110\nlayer_types = [\"sliding\", \"full\"]\n";
+
 const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
 const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
@@ -111,6 +117,12 @@ fn logits_are_those_of_training_with_every_head_its_own_keys() {
 #[test]
 fn logits_are_those_of_training_with_grouped_queries_and_a_tied_head() {
     check(GQA_TIED);
+}
+
+#[test]
+fn logits_are_those_of_training_with_latent_attention() {
+    check(LATENT);
+    check(LATENT_WINDOW);
 }
 
 #[test]

@@ -67,7 +67,9 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
     let mut b = Build { g: Graph::new() };
     let embed = || Dim::new(Axis::Embed, 6);
     let head = |axis, count| Section { axis, count, unit: 4 };
-    let qkv = || Dim::packed([head(Axis::Heads, 4), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]);
+    // Heads of V are narrower than those of Q and K.
+    let values = Section { axis: Axis::KvHeads, count: 2, unit: 3 };
+    let qkv = || Dim::packed([head(Axis::Heads, 4), head(Axis::KvHeads, 2), values]);
     let graph = match op {
         Op::Embedding => {
             let x = b.activation("x", embed());
@@ -98,10 +100,19 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             b.loss(sum)
         }
         Op::QkNorm { .. } => {
-            let x = b.activation("x", qkv());
+            let x =
+                b.activation("x", Dim::packed([head(Axis::Heads, 4), head(Axis::KvHeads, 2), head(Axis::KvHeads, 2)]));
             let of_head = Section { axis: Axis::HeadDim, count: 4, unit: 1 };
             let w = b.parameter("w", &[Dim::packed([of_head, of_head])]);
             let y = b.op(op, &[x, w], "y")[0];
+            b.loss(y)
+        }
+        Op::LatentHeads { .. } => {
+            // Heads of 4 elements, 2 of them with RoPE, and of 3 in V.
+            let q = b.activation("q", Dim::packed([head(Axis::Heads, 4)]));
+            let kv = b.activation("kv", Dim::grouped(Axis::KvHeads, 4, 5));
+            let shared = b.activation("shared", Dim::new(Axis::HeadDim, 2));
+            let y = b.op(op, &[q, kv, shared], "y")[0];
             b.loss(y)
         }
         Op::AddPositions { .. } => {
@@ -114,7 +125,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         }
         Op::Rope { .. } => {
             let x = b.activation("x", qkv());
-            let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 4)]);
+            let table = TensorType::new(DType::F32, [Dim::new(Axis::Seq, SEQ), Dim::new(Axis::HeadDim, 2)]);
             let init = Init::RopeTable { theta: 100.0, scaling: None };
             let table = b.g.state("table", table, State::Constant(init));
             let starts = optional.then(|| b.ids("starts"));

@@ -176,6 +176,24 @@ fn files_of_the_hub_are_read_in_their_old_forms() {
     );
 }
 
+#[test]
+fn modules_that_predict_further_tokens_are_left_out() {
+    let place = Place::new();
+    let mut further = Model::golden("deepseek_v3");
+    further.config["num_mtp_layers"] = json!(1);
+    further.tensors.push(("model.layers.3.enorm.weight".into(), Dtype::F32, vec![24], vec![0; 96]));
+    further.write(&place.at("further"));
+    place.import("further", "run");
+    place.export("run", "new", ExportOptions::default()).unwrap();
+    assert!(place.weights("new") == Model::golden("deepseek_v3").file());
+    // Of other families every tensor has its place.
+    let mut other = Model::golden("dots1");
+    other.tensors.push(("model.layers.3.enorm.weight".into(), Dtype::F32, vec![20], vec![0; 80]));
+    other.write(&place.at("other"));
+    let text = place.refused("other");
+    assert!(text.contains("1 tensor is not part of the model: `model.layers.3.enorm.weight`"), "{text}");
+}
+
 /// A config for a golden model of bytes, with text to train on.
 fn config_for(place: &Place, theirs: &Config, more: &str) -> Config {
     std::fs::create_dir_all(place.at("text")).unwrap();

@@ -27,7 +27,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Architectures, by their keys in `[model]`.
-const MODELS: [(&str, &str); 16] = [
+const MODELS: [(&str, &str); 18] = [
     ("llama", "kv_heads = 2"),
     ("tied", "kv_heads = 2\ntied_embeddings = true"),
     ("qwen2", "architecture = \"qwen2\"\nkv_heads = 2"),
@@ -47,6 +47,15 @@ const MODELS: [(&str, &str); 16] = [
         "architecture = \"gemma3_text\"\nkv_heads = 2\nsliding_window = 5\nlayer_types = [\"sliding\", \"full\"]\nsoftmax_scale_dim = 6",
     ),
     ("smollm3", "architecture = \"smollm3\"\nkv_heads = 2"),
+    (
+        "deepseek_v2",
+        "architecture = \"deepseek_v2\"\nexperts = 4\nkv_lora_rank = 12\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\nv_head_dim = 8",
+    ),
+    (
+        "deepseek_v3",
+        "architecture = \"deepseek_v3\"\nexperts = 4\nq_lora_rank = 10\nkv_lora_rank = 12\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\n\
+         v_head_dim = 8",
+    ),
 ];
 
 /// Which models are tried in a way.

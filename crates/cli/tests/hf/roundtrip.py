@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig,
-                          Olmo2Config, Olmo3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Gemma3TextConfig,
+                          GPT2Config, LlamaConfig, MistralConfig, Olmo2Config, Olmo3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}.\n" for i in range(12))
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
@@ -33,6 +33,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 SHAPE = dict(vocab_size=256, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=96, max_position_embeddings=512)
+
+LATENT = SHAPE | dict(
+    num_key_value_heads=4, num_hidden_layers=3, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
+    moe_intermediate_size=24, first_k_dense_replace=1, n_group=4, topk_group=2, kv_lora_rank=20, qk_nope_head_dim=12,
+    qk_rope_head_dim=8, v_head_dim=10, pad_token_id=None,
+)
 
 CASES = {
     "llama": LlamaConfig(**SHAPE, head_dim=16, rope_parameters=ROPE, tie_word_embeddings=False),
@@ -48,6 +54,8 @@ CASES = {
                          rope_parameters={"full_attention": YARN, "sliding_attention": ROPE}),
     "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=7), head_dim=20, query_pre_attn_scalar=24,
                                sliding_window=40, rope_parameters={"full_attention": LINEAR, "sliding_attention": ROPE}),
+    "deepseek_v2": DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="group_limited_greedy", rope_parameters=ROPE),
+    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     "gpt2": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_positions=512),
     "gpt2, untied": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_inner=64, n_positions=512,
                                tie_word_embeddings=False),

@@ -8,6 +8,7 @@ mod dispatch;
 mod embedding;
 mod experts;
 mod head;
+mod latent;
 mod linear;
 mod norm;
 mod pointwise;
@@ -22,12 +23,13 @@ use lockstep_ir::graph::Node;
 use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-const FAMILIES: [Rules; 11] = [
+const FAMILIES: [Rules; 12] = [
     attention::RULES,
     dispatch::RULES,
     embedding::RULES,
     experts::RULES,
     head::RULES,
+    latent::RULES,
     linear::RULES,
     norm::RULES,
     pointwise::RULES,

@@ -58,13 +58,14 @@ const ROPE_TYPE: (&str, Kind) = ("type", Kind::Choice(&[LLAMA3, LINEAR, YARN]));
 const LINEAR_KEYS: [(&str, Kind); 2] = [ROPE_TYPE, ("factor", Kind::Float(AT_LEAST_ONE))];
 
 /// Those of YaRN; the last four may be left out.
-const YARN_KEYS: [(&str, Kind); 7] = [
+const YARN_KEYS: [(&str, Kind); 8] = [
     ROPE_TYPE,
     ("factor", Kind::Float(AT_LEAST_ONE)),
     ("original_context", Kind::Count(1, 1 << 24)),
     ("beta_fast", Kind::Float(POSITIVE)),
     ("beta_slow", Kind::Float(POSITIVE)),
     ("attention_factor", Kind::Float(POSITIVE)),
+    ("mscale_all_dim", Kind::Float(POSITIVE)),
     ("truncate", Kind::Bool),
 ];
 
@@ -271,7 +272,8 @@ pub(super) fn read_rope_scaling(
 
 fn yarn(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Result<Value, Problem> {
     let values = read_first(reading, &YARN_KEYS, 3, table, span)?;
-    let [_, Some(Value::Float(factor)), Some(Value::Count(original_context)), fast, slow, attention, truncate] = values
+    let [_, Some(Value::Float(factor)), Some(Value::Count(original_context)), fast, slow, attention, scores, truncate] =
+        values
     else {
         unreachable!("each key was read by its own kind")
     };
@@ -287,6 +289,7 @@ fn yarn(reading: Reading<'_>, table: &DeTable<'_>, span: &Range<usize>) -> Resul
         beta_fast,
         beta_slow,
         attention_factor: number(attention),
+        mscale_all_dim: number(scores),
         truncate: truncate != Some(Value::Bool(false)),
     }))
 }

@@ -27,8 +27,8 @@ pub fn scratch(compute: DType) -> Workspace {
 pub fn grad_scratch(compute: DType, deterministic: bool) -> Workspace {
     match Data::fused(compute).is_some() {
         true => {
-            let rows = [(6, "batch seq attended"), (12, "batch heads seq")];
-            let keys = [(4, "batch keys attended"), (2, "batch keys kv")];
+            let rows = [(6, "batch seq queries"), (12, "batch heads seq")];
+            let keys = [(2, "batch keys queries"), (2, "batch keys attended"), (2, "batch keys kv")];
             // All of dS.
             let scores = deterministic.then_some((2, "batch heads SEQ KEYS"));
             let terms = rows.into_iter().chain(keys).chain(scores);
@@ -56,7 +56,7 @@ impl GradScratch {
             stats: room.take(shape.row_bytes()),
             dq_sum: room.take(shape.dq_bytes()),
             dq: room.take((2 * queries * shape.heads * shape.e) as u64),
-            dkv: room.take((4 * keys * shape.kv_heads * shape.e) as u64),
+            dkv: room.take((2 * keys * shape.kv_heads * (shape.e + shape.v)) as u64),
             plan: room.take(shape.most_scratch()),
         }
     }
@@ -71,8 +71,13 @@ fn parted(call: &Call) -> Result<PartedAttention, CudaError> {
 /// Queries of packed Q·K·V over packed K·V.
 fn rows(call: &Call, parted: PartedAttention, qkv: Address, kv: Address) -> Rows {
     let (key_positions, count) = blocks::keys(parted, call.bound);
-    let key_width = 2 * call.size("kv_heads") * call.size("head_dim");
+    let key_width = key_width(call);
     Rows { queries: qkv, keys: kv, count, key_width, positions: call.bound.positions(), key_positions }
+}
+
+/// Elements of a row of packed K·V.
+fn key_width(call: &Call) -> usize {
+    call.size("kv_heads") * (call.size("head_dim") + call.size("value_dim"))
 }
 
 /// The types of our own kernels: operands, and results in f32 or as they are.
@@ -88,7 +93,7 @@ fn types(call: &Call, wide: bool) -> &'static str {
 fn inputs(call: &Call, qkv: Address, kv: Address, block: &Block) -> [Address; 3] {
     let bytes = call.float().bytes();
     let values = call.size("kv_heads") * call.size("head_dim");
-    let (query, key) = (block.query * super::width(call) * bytes, block.key * 2 * values * bytes);
+    let (query, key) = (block.query * super::width(call) * bytes, block.key * key_width(call) * bytes);
     [qkv + query as u64, kv + key as u64, kv + (key + values * bytes) as u64]
 }
 
@@ -110,7 +115,7 @@ pub unsafe fn forward(call: Call, wide: bool) -> Result<(), CudaError> {
     let rest = room.0;
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let mut room = Room(rest);
-        let o = room.take((2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
+        let o = room.take((2 * shape.batch * shape.seq * shape.heads * shape.v) as u64);
         let (stats, scratch) = (room.take(shape.row_bytes()), room.take(SLACK));
         let at = Operands { inputs: inputs(&call, qkv, kv, block), o, lse: stats, scratch, ..Operands::default() };
         // SAFETY: the operands have these sizes, and the scratch has room for all.
@@ -169,7 +174,7 @@ pub unsafe fn merge_two(call: Call) -> Result<(), CudaError> {
 pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     let (dout, qkv, kv, o, lse) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
     let (dq, dkv) = (call.output(0), call.output(1));
-    let (heads, keys) = (call.size("heads") * call.size("head_dim"), 2 * call.size("kv_heads") * call.size("head_dim"));
+    let (heads, keys) = (call.size("heads") * call.size("head_dim"), key_width(&call));
     let parted = parted(&call)?;
     let Some(planned) = call.attention.blocks(call.bound, parted) else {
         let mask = Mask { window: parted.window, starts: call.given(5) };
@@ -183,7 +188,7 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     for (i, (block, shape, plan)) in planned.iter().enumerate() {
         let at = GradScratch::new(shape, &mut Room(call.scratch()?));
         let bytes = call.float().bytes();
-        let row = (block.query * heads * bytes) as u64;
+        let row = (block.query * call.size("heads") * call.size("value_dim") * bytes) as u64;
         let values = (call.size("kv_heads") * call.size("head_dim") * bytes) as u64;
         let operands = Operands {
             inputs: inputs(&call, qkv, kv, block),
@@ -257,11 +262,15 @@ mod tests {
         let types = [DType::BF16, DType::F16];
         for (dtype, deterministic) in types.into_iter().flat_map(|dtype| [false, true].map(|d| (dtype, d))) {
             let profile = ops::profile("cuda", dtype, DType::F32, deterministic);
-            for (batch, seq, ranks, heads, kv_heads, e) in
-                [(1, 2, 2, 1, 1, 16), (3, 250, 4, 6, 2, 64), (2, 4096, 2, 32, 8, 128)]
-            {
+            for (batch, seq, ranks, heads, kv_heads, e, v) in [
+                (1, 2, 2, 1, 1, 16, 16),
+                (3, 250, 4, 6, 2, 64, 64),
+                (2, 4096, 2, 32, 8, 128, 128),
+                (2, 250, 2, 16, 16, 192, 128),
+            ] {
                 let of = |axis, count| Section { axis, count, unit: e };
                 let (q, kv) = (of(Axis::Heads, heads), of(Axis::KvHeads, kv_heads));
+                let values = Section { unit: v, ..kv };
                 let rows = |count, sections: &[Section]| {
                     let dims =
                         [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, count), Dim::packed(sections.to_vec())];
@@ -271,7 +280,11 @@ mod tests {
                 let lse = TensorType::new(DType::F32, lse);
                 let ring = Op::PartAttentionGrad { window: None, ring: Some(Ring { step: 1, parts: ranks }) };
                 for (op, keys) in [(ring, seq), (Op::PartAttentionGrad { window: None, ring: None }, seq * ranks)] {
-                    let (qkv, kv, o) = (rows(seq, &[q, kv, kv]), rows(keys, &[kv, kv]), rows(seq, &[q]));
+                    let (qkv, kv, o) = (
+                        rows(seq, &[q, kv, values]),
+                        rows(keys, &[kv, values]),
+                        rows(seq, &[Section { unit: v, ..q }]),
+                    );
                     let planned = profile.workspace(&op, &[&o, &qkv, &kv, &o, &lse]).unwrap();
                     let parts = Some(Parts { keys, causal: false, rows: (seq, keys) });
                     let (window, documents, backward) = (None, None, true);
@@ -282,6 +295,7 @@ mod tests {
                         heads,
                         kv_heads,
                         e,
+                        v,
                         window,
                         backward,
                         deterministic,

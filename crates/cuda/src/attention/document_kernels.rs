@@ -14,8 +14,8 @@ use crate::kernels::{Value, args};
 pub unsafe fn fill(table: &Table, call: Call, shape: &AttentionShape, starts: Address) -> Result<(), CudaError> {
     let (tokens, bound) = (shape.batch * shape.seq, shape.documents.unwrap_or_default());
     let apart = Value::Long(table.apart);
-    let heads = shape.heads * shape.e;
-    let [packed, rows, stats] = [heads + 2 * shape.kv_heads * shape.e, heads, shape.heads];
+    let packed = shape.heads * shape.e + shape.kv_heads * (shape.e + shape.v);
+    let (rows, stats) = (shape.heads * shape.v, shape.heads);
     let args = args![starts, table.offsets[0], table.lengths, tokens, shape.seq, bound, apart, packed, rows, stats];
     // SAFETY: the table has an entry per document and the starts one per token, by the caller's word.
     unsafe { call.plain(("documents", "document_table"), [tokens.div_ceil(1024), 1, 1], 1024, args) }

@@ -30,7 +30,8 @@ pub fn grad_scratch(compute: DType) -> Workspace {
             terms: vec![
                 (4, "batch seq qkv"),
                 (GUARD, "qkv"),
-                (8, "batch seq attended"),
+                (4, super::HEAD),
+                (4, "batch heads seq value_dim"),
                 (12, "batch heads seq"),
                 (table::BYTES, "batch seq"),
             ],
@@ -54,14 +55,14 @@ struct GradScratch {
     stats: Address,
     /// dQ in f32, where atomic additions go: in rows as wide as those of Q, since the library takes Q's offsets for it.
     dq: Address,
-    /// With GQA, K, V, dK and dV of every query head.
+    /// With GQA, K, V, dK and dV of every query head; heads of V are then as wide as those of K.
     heads: Option<[Address; 4]>,
 }
 
 impl GradScratch {
     fn new(shape: &AttentionShape, room: &mut Room) -> Self {
         let (rows, heads) = (shape.row_bytes(), (2 * shape.batch * shape.seq * shape.heads * shape.e) as u64);
-        let width = ((shape.heads + 2 * shape.kv_heads) * shape.e) as u64;
+        let width = (shape.heads * shape.e + shape.kv_heads * (shape.e + shape.v)) as u64;
         Self {
             plan: room.take(SLACK),
             table: Table::new(shape, room),
@@ -141,11 +142,11 @@ pub unsafe fn grad(call: Call, shape: &AttentionShape, plan: &Plan, dqkv: Addres
 /// dQ, added up in one order.
 unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: Address) -> Result<(), CudaError> {
     let (dout, qkv, o, lse, starts) = (call.input(0), call.input(1), call.input(2), call.input(3), call.input(4));
-    let (seq, heads, kv_heads, e, batch) = (shape.seq, shape.heads, shape.kv_heads, shape.e, shape.batch);
+    let AttentionShape { seq, heads, kv_heads, e, v, batch, .. } = *shape;
     let rows = [seq.div_ceil(WARPS), heads, batch];
     // SAFETY: the operands have these sizes.
     unsafe {
-        if TENSOR_CORE_HEADS.contains(&e) {
+        if TENSOR_CORE_HEADS.contains(&e) && e == v {
             let window = keys_seen(shape.window);
             call.typed(("attention", "attention_delta"), rows, 32 * WARPS, args![dout, o, delta, seq, heads, e])?;
             let args = args![dout, qkv, lse, delta, starts, dqkv, seq, heads, kv_heads, window, scale(e)];
@@ -159,7 +160,7 @@ unsafe fn ordered_dq(call: Call, shape: &AttentionShape, delta: Address, dqkv: A
     }
 }
 
-/// Elements of heads that the kernel on tensor cores takes.
+/// Elements of heads that the kernel on tensor cores takes, where those of V have as many.
 const TENSOR_CORE_HEADS: [usize; 4] = [32, 64, 96, 128];
 /// Queries of a block of it.
 const QUERIES: usize = 64;

@@ -66,7 +66,9 @@ struct Graph {
     /// Queries, keys.
     s: i64,
     t: i64,
+    /// Elements of a head of Q and K, and of V.
     e: i64,
+    v: i64,
     /// Elements of a row of packed Q·K·V.
     width: i64,
     window: bool,
@@ -77,7 +79,7 @@ struct Graph {
 impl Graph {
     fn new(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Self, CudaError> {
         let entries = shape.documents.unwrap_or(shape.batch);
-        let [b, h, kv, s, e] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e].map(|n| n as i64);
+        let [b, h, kv, s, e, v] = [entries, shape.heads, shape.kv_heads, shape.seq, shape.e, shape.v].map(|n| n as i64);
         let (t, parts) = (shape.keys() as i64, shape.parts);
         let none = || CudaError::Internal(format!("cuDNN has no attention in {}", shape.dtype));
         let data = Data::fused(shape.dtype).ok_or_else(none)?;
@@ -91,20 +93,20 @@ impl Graph {
                 Some(Documents { packed, heads, stats, lengths: column(b, Data::Int32, id::LENGTHS)? })
             }
         };
-        let (width, window) = ((h + 2 * kv) * e, shape.window.is_some());
-        Ok(Self { g, data, b, h, kv, s, t, e, width, window, documents, parts })
+        let (width, window) = ((h + kv) * e + kv * v, shape.window.is_some());
+        Ok(Self { g, data, b, h, kv, s, t, e, v, width, window, documents, parts })
     }
 
-    /// Heads of `count` positions in rows of `width` elements, `rows` from a sequence to the next.
+    /// Heads of `e` elements of `count` positions in rows of `width` elements, `rows` from a sequence to the next.
     fn in_rows(
         &mut self,
-        (heads, width): (i64, i64),
+        (heads, e, width): (i64, i64, i64),
         (count, rows): (i64, i64),
         transposed: bool,
         data: Data,
         (place, offsets): (Storage, Option<TensorId>),
     ) -> Result<TensorId, CudaError> {
-        let (mut dims, mut strides) = ([self.b, heads, count, self.e], [rows * width, self.e, width, 1]);
+        let (mut dims, mut strides) = ([self.b, heads, count, e], [rows * width, e, width, 1]);
         if transposed {
             dims.swap(2, 3);
             strides.swap(2, 3);
@@ -121,42 +123,53 @@ impl Graph {
     fn queries(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         let offsets = self.documents.map(|d| d.packed);
         let rows = (self.s, self.rows_apart().0);
-        self.in_rows((self.h, self.width), rows, false, self.data, (place, offsets))
+        self.in_rows((self.h, self.e, self.width), rows, false, self.data, (place, offsets))
     }
 
     /// dQ: where Q is, or in rows of its own.
     fn query_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
         match self.parts {
             None => self.queries(place),
-            Some(_) => self.in_rows((self.h, self.h * self.e), (self.s, self.s), false, self.data, (place, None)),
+            Some(_) => {
+                let heads = (self.h, self.e, self.h * self.e);
+                self.in_rows(heads, (self.s, self.s), false, self.data, (place, None))
+            }
         }
     }
 
-    /// K or V: packed, or in rows of their own.
-    fn packed_keys(&mut self, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
+    /// Elements of a row of packed K·V.
+    fn key_width(&self) -> i64 {
+        self.kv * (self.e + self.v)
+    }
+
+    /// K or V, whose heads have `e` elements: packed, or in rows of their own.
+    fn packed_keys(&mut self, e: i64, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
         let offsets = self.documents.map(|d| d.packed);
-        let width = if self.parts.is_some() { 2 * self.kv * self.e } else { self.width };
+        let width = if self.parts.is_some() { self.key_width() } else { self.width };
         let rows = (self.t, self.rows_apart().1);
-        self.in_rows((self.kv, width), rows, transposed, self.data, (place, offsets))
+        self.in_rows((self.kv, e, width), rows, transposed, self.data, (place, offsets))
     }
 
     /// K or V in a backward pass: as in a forward pass, or, where documents are apart and queries share keys, a key head per
-    /// query head in rows of their own (the library's own sums over such heads fail with documents).
-    fn keys(&mut self, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
+    /// query head in rows of their own (the library's own sums over such heads fail with documents), K and V of one width.
+    fn keys(&mut self, e: i64, transposed: bool, place: Storage) -> Result<TensorId, CudaError> {
         match self.documents {
             Some(d) if self.grouped() => {
                 let rows = (self.s, self.s);
-                self.in_rows((self.h, self.h * self.e), rows, transposed, self.data, (place, Some(d.heads)))
+                self.in_rows((self.h, e, self.h * e), rows, transposed, self.data, (place, Some(d.heads)))
             }
-            _ => self.packed_keys(transposed, place),
+            _ => self.packed_keys(e, transposed, place),
         }
     }
 
     /// dK or dV: where K and V are, or one behind the other.
-    fn key_gradients(&mut self, place: Storage) -> Result<TensorId, CudaError> {
+    fn key_gradients(&mut self, e: i64, place: Storage) -> Result<TensorId, CudaError> {
         match self.parts {
-            None => self.keys(false, place),
-            Some(_) => self.in_rows((self.kv, 2 * self.kv * self.e), (self.t, self.t), false, self.data, (place, None)),
+            None => self.keys(e, false, place),
+            Some(_) => {
+                let heads = (self.kv, e, self.key_width());
+                self.in_rows(heads, (self.t, self.t), false, self.data, (place, None))
+            }
         }
     }
 
@@ -168,7 +181,7 @@ impl Graph {
     /// Results, a row of all query heads per position, `apart` from a sequence to the next.
     fn rows(&mut self, id: i64, apart: i64) -> Result<TensorId, CudaError> {
         let place = (Storage::Memory(id), self.documents.map(|d| d.heads));
-        self.in_rows((self.h, self.h * self.e), (self.s, apart), false, self.data, place)
+        self.in_rows((self.h, self.v, self.h * self.v), (self.s, apart), false, self.data, place)
     }
 
     /// Statistics in memory: position by position where documents are apart, head by head otherwise.
@@ -219,8 +232,8 @@ impl Graph {
         self.g.tensor([self.b, h, s, 1], [h * s, s, 1, 1], Data::Float, place)
     }
 
-    fn heads_between(&mut self, positions: i64, data: Data) -> Result<TensorId, CudaError> {
-        self.g.between([self.b, self.h, positions, self.e], data)
+    fn heads_between(&mut self, positions: i64, e: i64, data: Data) -> Result<TensorId, CudaError> {
+        self.g.between([self.b, self.h, positions, e], data)
     }
 
     fn binary(&mut self, mode: Pointwise, x: TensorId, b: TensorId) -> Result<TensorId, CudaError> {
@@ -274,7 +287,8 @@ impl Graph {
 fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
     let q = g.queries(Storage::Memory(id::Q))?;
-    let (k, v) = (g.packed_keys(true, Storage::Memory(id::K))?, g.packed_keys(false, Storage::Memory(id::V))?);
+    let k = g.packed_keys(g.e, true, Storage::Memory(id::K))?;
+    let v = g.packed_keys(g.v, false, Storage::Memory(id::V))?;
     let raw = g.scores(Data::Float)?;
     g.matmul(q, k, raw, Product::Scores)?;
     let scale = g.g.value(id::SCALE)?;
@@ -303,11 +317,11 @@ fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> 
 fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> {
     let mut g = Graph::new(cudnn, shape)?;
     let q = g.queries(Storage::Memory(id::Q))?;
-    let (k, v) = (g.keys(true, Storage::Memory(id::K))?, g.keys(true, Storage::Memory(id::V))?);
+    let (k, v) = (g.keys(g.e, true, Storage::Memory(id::K))?, g.keys(g.v, true, Storage::Memory(id::V))?);
     let apart = g.rows_apart().0;
     let (o, dout, stats) = (g.rows(id::O, apart)?, g.rows(id::DO, apart)?, g.stats(id::STATS)?);
     // What each row's gradients have in common.
-    let product = g.heads_between(g.s, Data::Float)?;
+    let product = g.heads_between(g.s, g.v, Data::Float)?;
     g.g.pointwise(Pointwise::Mul, (dout, Some(o), None), product)?;
     let row_sum = g.column(Storage::Virtual)?;
     g.g.reduce(Reduction::Add, product, row_sum)?;
@@ -330,16 +344,17 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
     g.g.pointwise(Pointwise::Exp, (masked, None, None), p)?;
     let p_transposed = g.scores_transposed()?;
     g.g.reshape(p, p_transposed)?;
-    let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, id: i64| -> Result<(), CudaError> {
-        let out = g.key_gradients(Storage::Memory(id))?;
+    let sum_into = |g: &mut Graph, a: TensorId, b: TensorId, (id, e): (i64, i64)| -> Result<(), CudaError> {
+        let out = g.key_gradients(e, Storage::Memory(id))?;
         if !g.grouped() || g.documents.is_some() {
             return g.matmul(a, b, out, Product::OverKeys);
         }
-        let full = g.heads_between(g.t, g.data)?;
+        let full = g.heads_between(g.t, e, g.data)?;
         g.matmul(a, b, full, Product::OverKeys)?;
         g.g.reduce(Reduction::Add, full, out)
     };
-    sum_into(&mut g, p_transposed, dout, id::DV)?;
+    let (of_keys, of_values) = ((id::DK, g.e), (id::DV, g.v));
+    sum_into(&mut g, p_transposed, dout, of_values)?;
     let dp = g.scores(Data::Float)?;
     g.matmul(dout, v, dp, Product::Scores)?;
     let less = g.binary(Pointwise::Sub, dp, common)?;
@@ -347,8 +362,8 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
     let ds = g.binary(Pointwise::Mul, weighed, scale)?;
     let ds_transposed = g.scores_transposed()?;
     g.g.reshape(ds, ds_transposed)?;
-    sum_into(&mut g, ds_transposed, q, id::DK)?;
-    let k_rows = g.keys(false, Storage::Virtual)?;
+    sum_into(&mut g, ds_transposed, q, of_keys)?;
+    let k_rows = g.keys(g.e, false, Storage::Virtual)?;
     g.g.reshape(k, k_rows)?;
     let dq = g.query_gradients(Storage::Memory(id::DQ))?;
     if shape.deterministic {
@@ -362,7 +377,7 @@ fn backward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError>
         // In rows as wide as those of Q: the library takes Q's offsets for it.
         Some(d) => {
             let place = (Storage::Memory(id::DQ_SUM), Some(d.packed));
-            g.in_rows((h, g.width), (s, s), false, Data::Float, place)?
+            g.in_rows((h, e, g.width), (s, s), false, Data::Float, place)?
         }
     };
     g.matmul(ds, k_rows, dq_sum, Product::OverKeys)?;

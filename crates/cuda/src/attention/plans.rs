@@ -17,6 +17,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// What a plan may ask for besides what grows with the shape.
 pub(crate) const SLACK: u64 = 1 << 20;
 
+/// How many heads Q and K have, and how wide those of Q and K and of V are.
+pub(crate) const HEADS: [&str; 4] = ["heads", "kv_heads", "head_dim", "value_dim"];
+
+/// Whether the library may take heads of so many elements, multiples of `step`.
+fn takes_heads(e: usize, v: usize, step: usize) -> bool {
+    [e, v].iter().all(|n| n.is_multiple_of(step) && *n <= 256)
+}
+
 /// What scores are multiplied by.
 pub(crate) fn scale(e: usize) -> f32 {
     1.0 / (e as f32).sqrt()
@@ -31,7 +39,9 @@ pub struct AttentionShape {
     pub seq: usize,
     pub heads: usize,
     pub kv_heads: usize,
+    /// Elements of a head of Q and K, and of V.
     pub e: usize,
+    pub v: usize,
     /// Keys that a query sees at most, where that is fewer than a sequence has.
     pub window: Option<usize>,
     pub backward: bool,
@@ -64,13 +74,15 @@ impl AttentionShape {
         };
         let documents = bound.inputs.len() == bound.op.spec().inputs.len();
         let (dtype, size) = (bound.float, |letter| bound.size(letter));
-        let (batch, seq, heads, kv_heads, e) =
-            (size("batch"), size("seq"), size("heads"), size("kv_heads"), size("head_dim"));
+        let (batch, seq) = (size("batch"), size("seq"));
+        let [heads, kv_heads, e, v] = HEADS.map(size);
         let window = window.filter(|w| *w < seq);
         // A window is added to positions as a float, which holds whole numbers up to here.
         let exact = window.is_none() || seq <= 1 << 23;
         let step = if documents { 16 } else { 8 };
-        let fits = Data::fused(dtype).is_some() && e.is_multiple_of(step) && e <= 256 && exact;
+        // With documents, what query heads have of shared keys and values stands in rows of one width.
+        let rows = !documents || e == v || heads == kv_heads;
+        let fits = Data::fused(dtype).is_some() && takes_heads(e, v, step) && exact && rows;
         let documents = match documents {
             true => Some(most?.min(batch * seq)),
             false => None,
@@ -85,6 +97,7 @@ impl AttentionShape {
             heads,
             kv_heads,
             e,
+            v,
             window,
             backward,
             deterministic,
@@ -96,11 +109,11 @@ impl AttentionShape {
     /// Of a block of an instruction that cuDNN may run in blocks.
     fn of_block(bound: &Bound, parted: PartedAttention, block: &Block, deterministic: bool) -> Self {
         let (dtype, size) = (bound.float, |letter| bound.size(letter));
-        let (batch, heads, kv_heads, e) = (size("batch"), size("heads"), size("kv_heads"), size("head_dim"));
+        let ([heads, kv_heads, e, v], batch) = (HEADS.map(size), size("batch"));
         let rows = (size("seq"), blocks::keys(parted, bound).1);
         let parts = Some(Parts { keys: block.keys, causal: block.causal, rows });
         let (seq, window, documents, backward) = (block.queries, None, None, parted.backward);
-        Self { dtype, batch, seq, heads, kv_heads, e, window, backward, deterministic, documents, parts }
+        Self { dtype, batch, seq, heads, kv_heads, e, v, window, backward, deterministic, documents, parts }
     }
 
     /// Keys of a sequence.
@@ -129,7 +142,7 @@ impl AttentionShape {
         let heads = (self.batch * self.heads) as u64;
         let tiles = |rows: usize| rows.next_multiple_of(Workspace::TILE) as u64;
         // dK and dV of every query head, and two numbers per row.
-        let backward = SLACK + 4 * heads * (self.keys() * self.e + 2 * self.seq) as u64;
+        let backward = SLACK + 2 * heads * (self.keys() * (self.e + self.v) + 4 * self.seq) as u64;
         match (self.backward, self.deterministic) {
             _ if self.documents.is_some() => SLACK,
             (false, _) => SLACK,
@@ -148,14 +161,15 @@ impl AttentionShape {
 
     /// For people.
     fn text(&self) -> String {
-        let Self { dtype, batch, seq, heads, kv_heads, e, .. } = self;
+        let Self { dtype, batch, seq, heads, kv_heads, e, v, .. } = self;
+        let values = if e == v { String::new() } else { format!(" and {v} in V") };
         let window = self.window.map_or(String::new(), |w| format!(", a window of {w}"));
         let which = if self.backward { ", backward" } else { ", forward" };
         let how = if self.deterministic { ", deterministic" } else { "" };
         let documents = self.documents.map_or(String::new(), |d| format!(" of at most {d} documents"));
         let keys = self.parts.map_or(String::new(), |parts| format!(" over {} keys", parts.keys));
         format!(
-            "{batch} × {seq} tokens{documents}{keys}, {heads} heads ({kv_heads} of keys) of {e} elements in {dtype}{window}{which}{how}"
+            "{batch} × {seq} tokens{documents}{keys}, {heads} heads ({kv_heads} of keys) of {e} elements{values} in {dtype}{window}{which}{how}"
         )
     }
 }
@@ -278,8 +292,8 @@ impl Plans {
 
     /// The blocks of an instruction that cuDNN may run in blocks.
     fn shapes(&self, bound: &Bound, parted: PartedAttention) -> Option<Vec<(Block, AttentionShape)>> {
-        let e = bound.size("head_dim");
-        let fits = Data::fused(bound.float).is_some() && e.is_multiple_of(8) && e <= 256;
+        let fits =
+            Data::fused(bound.float).is_some() && takes_heads(bound.size("head_dim"), bound.size("value_dim"), 8);
         let blocks = blocks::of(bound, parted).filter(|_| fits)?;
         let shape = |b: Block| (b, AttentionShape::of_block(bound, parted, &b, self.deterministic));
         Some(blocks.into_iter().map(shape).collect())
@@ -406,10 +420,10 @@ fn trial(shared: &SharedPlans, shape: &AttentionShape, plan: &Plan) -> Result<Op
 
 fn seconds(shared: &SharedPlans, shape: &AttentionShape, plan: &Plan) -> Result<Option<f64>, CudaError> {
     const TIMES: usize = 3;
-    let (q, kv) = (shape.heads * shape.e, shape.kv_heads * shape.e);
+    let packed = shape.heads * shape.e + shape.kv_heads * (shape.e + shape.v);
     let (queries, keys) = shape.parts.map_or((shape.seq, shape.seq), |parts| parts.rows);
     let rows = (shape.batch * queries.max(keys)) as u64;
-    let (wide, narrow) = (2 * rows * (q + 2 * kv) as u64, 2 * rows * q as u64);
+    let (wide, narrow) = (2 * rows * packed as u64, 2 * rows * (shape.heads * shape.v) as u64);
     let sizes = [wide, narrow, 4 * rows * shape.heads as u64, narrow, wide, shape.dq_bytes(), plan.workspace];
     let sizes = sizes.map(|s| s.next_multiple_of(ALIGNMENT));
     if shared.device.free_bytes()? < sizes.iter().sum::<u64>() + (256 << 20) {

@@ -13,6 +13,7 @@ mod grouped;
 mod head;
 mod heads;
 mod kept;
+mod latent;
 mod launch;
 mod linear;
 mod many;
@@ -135,6 +136,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         gradient::launches(),
         head::launches(),
         heads::launches(),
+        latent::launches(),
         linear::launches(),
         memory::launches(),
         norm::launches(),

@@ -34,16 +34,18 @@ impl Positions {
 unsafe fn rotate(call: Call, sign: f32, positions: Positions) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
     let starts = call.given(2);
-    let (e, width) = (call.size("head_dim"), call.size("qkv"));
-    let rotated = (call.size("heads") + call.size("kv_heads")) * e;
-    let wide = call.wide(e / 2) && call.wide(width);
-    let work = if wide { rotated / 2 / call.pack() } else { rotated / 2 };
+    let (e, turned, width) = (call.size("head_dim"), call.size("columns"), call.size("qkv"));
+    let heads = call.size("heads") + call.size("kv_heads");
+    let (rotated, pairs) = (heads * e, heads * turned / 2);
+    let wide = call.wide(turned / 2) && call.wide(e) && call.wide(width);
+    let work = if wide { pairs / call.pack() } else { pairs };
     let threads = work.next_multiple_of(32).clamp(32, THREADS);
     let (qkv, table) = (call.input(0), call.input(1));
     let (seq, rows) = (call.size("seq"), call.size("table"));
     let [first, count, then] = call.span();
     let how = positions as i32;
-    let args = args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, rows, sign, how, wide];
+    let args =
+        args![qkv, table, starts, out, seq, first, count, then, width, rotated, e, turned, rows, sign, how, wide];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("pointwise", "rope"), [call.rows(), 1, 1], threads, args) }
 }

@@ -17,6 +17,7 @@ mod head;
 mod head_norm;
 mod heads;
 mod kept;
+mod latent;
 mod linear;
 mod loss;
 mod memory;
@@ -116,17 +117,17 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("fp8_rows_grad_weight", of(fp8_grouped_weight(["parts rows outputs", "parts rows inputs"]))),
         ("linear_cross_entropy", loss_head),
         ("linear_score", Workspace { fixed: head, terms: per_letters }),
-        ("attention", of(attention.terms("seq", "seq head_dim"))),
-        ("cached_attention", of(attention.terms("cache", "cache head_dim"))),
-        ("attention_grad", of(backward.terms("seq", "seq head_dim"))),
-        ("ring_attention", of(in_runs.terms("keys", "keys head_dim"))),
-        ("ring_attention_grad", of(backward_in_runs.terms("keys", "keys head_dim"))),
-        ("gathered_attention", of(in_runs.terms("keys", "keys head_dim"))),
-        ("gathered_attention_grad", of(backward_in_runs.terms("keys", "keys head_dim"))),
+        ("attention", of(attention.terms("seq", "seq widest_dim"))),
+        ("cached_attention", of(attention.terms("cache", "cache widest_dim"))),
+        ("attention_grad", of(backward.terms("seq", "seq widest_dim"))),
+        ("ring_attention", of(in_runs.terms("keys", "keys widest_dim"))),
+        ("ring_attention_grad", of(backward_in_runs.terms("keys", "keys widest_dim"))),
+        ("gathered_attention", of(in_runs.terms("keys", "keys widest_dim"))),
+        ("gathered_attention_grad", of(backward_in_runs.terms("keys", "keys widest_dim"))),
         ("attention_scores", naive(&[(4, "seq keys")])),
-        ("attention_scores_grad", naive(&[(rounds, "keys"), (4, "seq keys"), (4, "keys head_dim")])),
+        ("attention_scores_grad", naive(&[(rounds, "keys"), (4, "seq keys"), (4, "keys widest_dim")])),
         ("attention_mix", naive(&[(rounds, "keys")])),
-        ("attention_mix_grad", naive(&[(rounds, "head_dim"), (4, "keys head_dim")])),
+        ("attention_mix_grad", naive(&[(rounds, "widest_dim"), (4, "keys widest_dim")])),
         ("vocab_logits", fixed(gemm)),
         ("vocab_grad", vocab_grad),
         ("square_sum", fixed(gradient::NORM_SCRATCH as u64)),
@@ -306,6 +307,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         gradient::kernels(),
         head::kernels::<T>(),
         heads::kernels::<T>(),
+        latent::kernels::<T>(),
         linear::kernels::<T>(),
         memory::kernels(),
         norm::kernels::<T>(),

@@ -63,7 +63,7 @@ pub fn checked_target(target: u32, vocab: usize) -> Option<usize> {
 /// Rotates the first `q + u` heads of every row of qkv `[b, s, (q + 2u)·e]` by the angles of its position, which is given (below
 /// the table's rows) as is their sign.
 pub fn rotate<T: Float>(call: Call, sign: f32, position: impl Fn(usize) -> usize + Sync) {
-    let (seq, e) = (call.size("seq"), call.size("head_dim"));
+    let (seq, e, turned) = (call.size("seq"), call.size("head_dim"), call.size("columns"));
     let (rotated, width) = (call.size("heads") + call.size("kv_heads"), call.size("qkv"));
     let (qkv, table) = (Ptr(call.input::<T>(0)), Ptr(call.input::<f32>(1)));
     let Some(out) = call.output::<T>(0).map(Ptr) else { return };
@@ -71,19 +71,20 @@ pub fn rotate<T: Float>(call: Call, sign: f32, position: impl Fn(usize) -> usize
         for row in from..to {
             // SAFETY: rows from .. to belong to this task.
             unsafe {
-                let (angles, at) = (table.at(position(row) * e), row * width);
-                rope_row(call.simd, qkv.at(at), angles, out.at(at), rotated, e, width, sign);
+                let (angles, at) = (table.at(position(row) * turned), row * width);
+                rope_row(call.simd, qkv.at(at), angles, out.at(at), rotated, e, turned, width, sign);
             }
         }
     });
 }
 
 vectorised! {
-    /// `out` may be the memory of `qkv`.
+    /// Of `rotated` heads of `e` elements, the first `turned` of each. `out` may be the memory of `qkv`.
     unsafe fn rope_row<T>(
-        qkv: *const T, angles: *const f32, out: *mut T, rotated: usize, e: usize, width: usize, sign: f32,
+        qkv: *const T, angles: *const f32, out: *mut T, rotated: usize, e: usize, turned: usize, width: usize,
+        sign: f32,
     ) -> () {
-        let half = e / 2;
+        let half = turned / 2;
         for head in 0..rotated {
             let at = head * e;
             let halves = [qkv.add(at), qkv.add(at + half)];
@@ -93,7 +94,8 @@ vectorised! {
             });
         }
         if !std::ptr::eq(qkv, out) {
-            for i in rotated * e..width {
+            let rest = (0..rotated).flat_map(|head| head * e + turned..(head + 1) * e);
+            for i in rest.chain(rotated * e..width) {
                 *out.add(i) = *qkv.add(i);
             }
         }

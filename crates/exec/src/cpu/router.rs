@@ -35,8 +35,10 @@ fn close_groups(how: &Routing, key: impl Fn(usize) -> f32, open: &mut [f32]) {
     let of_group = |group: usize| {
         let at = |i: usize| key(group * each + i);
         let first = largest(each, |_| true, at).unwrap_or(0);
-        let second = largest(each, |i| i != first, at).unwrap_or(0);
-        at(first) + at(second)
+        match how.score {
+            Score::Softmax => at(first),
+            Score::Sigmoid => at(first) + at(largest(each, |i| i != first, at).unwrap_or(0)),
+        }
     };
     open.fill(0.0);
     for _ in 0..how.top_groups {

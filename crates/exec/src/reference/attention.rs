@@ -41,7 +41,7 @@ pub fn first_keys(dims: &Dims, given: Option<&[f64]>, window: Option<usize>) -> 
 fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
     let batch = dims.size("batch");
-    let mut o = vec![0.0; batch * g.seq * g.heads * g.e];
+    let mut o = vec![0.0; batch * g.seq * g.heads * g.v];
     let mut lse = vec![0.0; batch * g.heads * g.seq];
     for b in 0..batch {
         for h in 0..g.heads {

@@ -7,10 +7,11 @@ use lockstep_ir::op::Dims;
 pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
     let [qkv, cache, start, count] = *x else { panic!("cached attention has four inputs") };
     let (batch, seq, context) = (dims.size("batch"), dims.size("seq"), dims.size("cache"));
-    let (heads, kv_heads, e) = (dims.size("heads"), dims.size("kv_heads"), dims.size("head_dim"));
+    let (heads, kv_heads) = (dims.size("heads"), dims.size("kv_heads"));
+    let (e, v) = (dims.size("head_dim"), dims.size("value_dim"));
     let (width, cached) = (dims.size("qkv"), dims.size("kv"));
     let mut cache = cache.to_vec();
-    let mut o = vec![0.0; batch * seq * heads * e];
+    let mut o = vec![0.0; batch * seq * heads * v];
     for b in 0..batch {
         let (start, count) = (start[b] as usize, count[b] as usize);
         for s in 0..count {
@@ -20,15 +21,15 @@ pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>;
         for (s, h) in (0..count).flat_map(|s| (0..heads).map(move |h| (s, h))) {
             let kv = h / (heads / kv_heads);
             let query = &qkv[(b * seq + s) * width + h * e..][..e];
-            let head =
-                |t: usize, section: usize| &cache[(b * context + t) * cached + (section * kv_heads + kv) * e..][..e];
-            let dot = |t: usize| query.iter().zip(head(t, 0)).map(|(q, k)| q * k).sum::<f64>();
+            let row = |t: usize| &cache[(b * context + t) * cached..][..cached];
+            let (key, value) = (|t: usize| &row(t)[kv * e..][..e], |t: usize| &row(t)[kv_heads * e + kv * v..][..v]);
+            let dot = |t: usize| query.iter().zip(key(t)).map(|(q, k)| q * k).sum::<f64>();
             let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
             let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
             let lse = log_sum_exp(&scores);
-            for i in 0..e {
-                o[((b * seq + s) * heads + h) * e + i] =
-                    scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * head(first + t, 1)[i]).sum();
+            for i in 0..v {
+                o[((b * seq + s) * heads + h) * v + i] =
+                    scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * value(first + t)[i]).sum();
             }
         }
     }

@@ -44,9 +44,9 @@ fn each_query(dims: &Dims, first: &[usize], ring: Option<Ring>, mut f: impl FnMu
 
 /// Where in packed K·V the key (0) or value (1) stands that query head `h` reads.
 fn at(g: &Heads, b: usize, t: usize, h: usize, value: usize) -> Range<usize> {
-    let head = h / (g.heads / g.kv_heads) + value * g.kv_heads;
-    let first = ((b * g.seq + t) * 2 * g.kv_heads + head) * g.e;
-    first..first + g.e
+    let (row, head) = ((b * g.seq + t) * g.kv_heads * (g.e + g.v), h / (g.heads / g.kv_heads));
+    let (first, n) = if value == 0 { (head * g.e, g.e) } else { (g.kv_heads * g.e + head * g.v, g.v) };
+    row + first..row + first + n
 }
 
 fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t: usize) -> f64 {
@@ -56,7 +56,7 @@ fn score(g: &Heads, (qkv, kv): (&[f64], &[f64]), b: usize, h: usize, s: usize, t
 /// o and lse.
 fn attention(dims: &Dims, qkv: &[f64], kv: &[f64], first: &[usize], ring: Option<Ring>) -> [Vec<f64>; 2] {
     let g = Heads::of(dims);
-    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
+    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.v];
     let mut lse = vec![f64::NEG_INFINITY; dims.size("batch") * g.heads * g.seq];
     each_query(dims, first, ring, |b, h, s, keys| {
         let scores: Vec<f64> = keys.iter().map(|t| score(&g, (qkv, kv), b, h, s, *t)).collect();
@@ -78,15 +78,15 @@ fn grad(dims: &Dims, x: &[&[f64]], first: &[usize], ring: Option<Ring>) -> [Vec<
     let g = Heads::of(dims);
     let (dout, qkv, kv, o, lse) = (x[0], x[1], x[2], x[3], x[4]);
     let scale = 1.0 / (g.e as f64).sqrt();
-    let (mut dq, mut dkv) = (vec![0.0; dout.len()], vec![0.0; kv.len()]);
+    let (mut dq, mut dkv) = (vec![0.0; dout.len() / g.v * g.e], vec![0.0; kv.len()]);
     each_query(dims, first, ring, |b, h, s, keys| {
         let (row, dout) = (g.out_range(b, s, h), &dout[g.out_range(b, s, h)]);
-        let mean = dot(dout, &o[row.clone()]);
+        let mean = dot(dout, &o[row]);
         for &t in keys {
             let p = (score(&g, (qkv, kv), b, h, s, t) - lse[(b * g.heads + h) * g.seq + s]).exp();
             let ds = p * (dot(dout, &kv[at(&g, b, t, h, 1)]) - mean) * scale;
             add_scaled(&mut dkv[at(&g, b, t, h, 1)], p, dout);
-            add_scaled(&mut dq[row.clone()], ds, &kv[at(&g, b, t, h, 0)]);
+            add_scaled(&mut dq[((b * g.seq + s) * g.heads + h) * g.e..][..g.e], ds, &kv[at(&g, b, t, h, 0)]);
             add_scaled(&mut dkv[at(&g, b, t, h, 0)], ds, &qkv[g.range(b, s, h)]);
         }
     });

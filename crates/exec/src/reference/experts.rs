@@ -49,7 +49,8 @@ fn largest(keys: &[f64], n: usize) -> Vec<usize> {
 
 fn choose(how: &Routing, keys: &[f64]) -> Vec<usize> {
     let each = keys.len() / how.groups;
-    let of_group = |group: &[f64]| largest(group, 2).into_iter().map(|i| group[i]).sum::<f64>();
+    let counted = if how.score == Score::Sigmoid { 2 } else { 1 };
+    let of_group = |group: &[f64]| largest(group, counted).into_iter().map(|i| group[i]).sum::<f64>();
     let groups: Vec<f64> = keys.chunks(each).map(of_group).collect();
     let open = largest(&groups, how.top_groups);
     let free = |e: usize| how.groups == 1 || open.contains(&(e / each));

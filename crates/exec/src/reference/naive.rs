@@ -26,9 +26,9 @@ pub fn scores(dims: &Dims, qkv: &[f64], first: &[usize]) -> Vec<f64> {
 
 pub fn mix(dims: &Dims, p: &[f64], qkv: &[f64]) -> Vec<f64> {
     let g = Heads::of(dims);
-    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.e];
+    let mut o = vec![0.0; dims.size("batch") * g.seq * g.heads * g.v];
     each_pair(dims, |b, h, s, t, at| {
-        (0..g.e).for_each(|i| o[g.out(b, s, h, i)] += p[at] * qkv[g.at(b, t, g.value(h), i)]);
+        (0..g.v).for_each(|i| o[g.out(b, s, h, i)] += p[at] * qkv[g.at(b, t, g.value(h), i)]);
     });
     o
 }
@@ -37,7 +37,7 @@ pub fn mix_grad(dims: &Dims, dout: &[f64], p: &[f64], qkv: &[f64]) -> [Vec<f64>;
     let g = Heads::of(dims);
     let (mut dp, mut dqkv) = (vec![0.0; p.len()], vec![0.0; qkv.len()]);
     each_pair(dims, |b, h, s, t, at| {
-        for i in 0..g.e {
+        for i in 0..g.v {
             let (dout, value) = (dout[g.out(b, s, h, i)], g.at(b, t, g.value(h), i));
             dp[at] += dout * qkv[value];
             dqkv[value] += p[at] * dout;

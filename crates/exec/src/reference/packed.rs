@@ -8,7 +8,9 @@ pub struct Heads {
     pub seq: usize,
     pub heads: usize,
     pub kv_heads: usize,
+    /// Elements of a head of Q and K, and of V.
     pub e: usize,
+    pub v: usize,
 }
 
 impl Heads {
@@ -18,21 +20,25 @@ impl Heads {
             heads: dims.size("heads"),
             kv_heads: dims.size("kv_heads"),
             e: dims.size("head_dim"),
+            v: dims.size("value_dim"),
         }
     }
 
     /// Index in qkv of element `i` at position `s` for head `h`: query heads first, then keys, then values.
     pub fn at(&self, b: usize, s: usize, h: usize, i: usize) -> usize {
-        ((b * self.seq + s) * (self.heads + 2 * self.kv_heads) + h) * self.e + i
+        self.range(b, s, h).start + i
     }
 
     /// Where the head stands in qkv, and where its output does.
     pub fn range(&self, b: usize, s: usize, h: usize) -> Range<usize> {
-        self.at(b, s, h, 0)..self.at(b, s, h, 0) + self.e
+        let row = (b * self.seq + s) * ((self.heads + self.kv_heads) * self.e + self.kv_heads * self.v);
+        let keys = self.heads + self.kv_heads;
+        let (first, n) = if h < keys { (h * self.e, self.e) } else { (keys * self.e + (h - keys) * self.v, self.v) };
+        row + first..row + first + n
     }
 
     pub fn out_range(&self, b: usize, s: usize, h: usize) -> Range<usize> {
-        self.out(b, s, h, 0)..self.out(b, s, h, 0) + self.e
+        self.out(b, s, h, 0)..self.out(b, s, h, 0) + self.v
     }
 
     pub fn key(&self, h: usize) -> usize {
@@ -44,7 +50,7 @@ impl Heads {
     }
 
     pub fn out(&self, b: usize, s: usize, h: usize, i: usize) -> usize {
-        ((b * self.seq + s) * self.heads + h) * self.e + i
+        ((b * self.seq + s) * self.heads + h) * self.v + i
     }
 
     /// Weights of the keys from ..= s, and the log-sum-exp of their scores.

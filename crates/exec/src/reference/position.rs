@@ -51,14 +51,15 @@ pub fn starts(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
 fn rope(dims: &Dims, qkv: &[f64], table: &[f64], positions: &[usize], sign: f64) -> Vec<f64> {
     let (e, width) = (dims.size("head_dim"), dims.size("qkv"));
     let rotated = (dims.size("heads") + dims.size("kv_heads")) * e;
-    let half = e / 2;
+    let turned = dims.size("columns");
+    let half = turned / 2;
     let element = |at: usize| {
         let (row, column) = (at / width, at % width);
-        if column >= rotated {
+        if column >= rotated || column % e >= turned {
             return qkv[at];
         }
         let i = column % e % half;
-        let angles = &table[positions[row] * e..][..e];
+        let angles = &table[positions[row] * turned..][..turned];
         let (cos, sin) = (angles[i], angles[half + i] * sign);
         if column % e < half { qkv[at] * cos - qkv[at + half] * sin } else { qkv[at] * cos + qkv[at - half] * sin }
     };

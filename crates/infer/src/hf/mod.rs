@@ -62,18 +62,18 @@ impl HfFolder {
         Ok(Self { config, weights })
     }
 
-    /// Warnings of its `config.json`.
+    /// Warnings of its `config.json`, and of tensors that are left out.
     pub fn warnings(&self) -> Vec<String> {
-        let unknown = &self.config.unknown;
-        if unknown.is_empty() {
-            return Vec::new();
-        }
-        let path = self.weights.path().join(CONFIG);
-        vec![format!(
-            "{}: fields of unknown meaning are passed over: {}",
-            path.display(),
-            unknown.iter().map(|name| format!("`{}`", name.escape_debug())).collect::<Vec<_>>().join(", ")
-        )]
+        let (path, unknown) = (self.weights.path(), &self.config.unknown);
+        let names = unknown.iter().map(|name| format!("`{}`", name.escape_debug())).collect::<Vec<_>>().join(", ");
+        let fields = format!("{}: fields of unknown meaning are passed over: {names}", path.join(CONFIG).display());
+        let further = self.weights.names().filter(|name| hf::layer_of(name) >= Some(self.config.layers)).count();
+        let modules = format!(
+            "{}: modules that predict further tokens (MTP) are left out, with their {further} tensors",
+            path.display()
+        );
+        let all = [(!unknown.is_empty(), fields), (further > 0, modules)];
+        all.into_iter().filter_map(|(is, warning)| is.then_some(warning)).collect()
     }
 
     /// How the tensors of a model are copied from the folder, which must have them all and no others.
@@ -96,7 +96,8 @@ impl HfFolder {
         let (head, embedding) = hf::head_and_embedding(model);
         let spare = model.tied_embeddings && names.contains(head);
         let taken: BTreeSet<&str> = copies.iter().map(|copy| copy.from.as_str()).collect();
-        let others = names.iter().filter(|name| !taken.contains(*name) && !hf::is_buffer(name));
+        let passed_over = |name: &str| hf::is_buffer(name) || hf::is_further_prediction(model, name);
+        let others = names.iter().filter(|name| !taken.contains(*name) && !passed_over(name));
         refuse_others(self.weights.path(), others.copied().filter(|name| !(spare && *name == head)), hint)?;
         if spare && !source.equal(head, &theirs(embedding))? {
             let cause = format!("`{head}` differs from `{}`, and `tie_word_embeddings` is true", theirs(embedding));

@@ -1,5 +1,7 @@
 //! Attention over packed Q·K·V: fused, with weights that exist, and over a cache.
 //!
+//! Heads of V, and so those of the output, may be of another size than those of Q and K.
+//!
 //! A sliding window is an attribute. Where each position's document starts is an optional operand, numbers on the
 //! device, so that one program serves all batches; kernels clamp a start to its position. Attention with weights
 //! that exist is two ops with the weights between them, so its quadratic memory is an ordinary value. A cache is a
@@ -10,24 +12,36 @@ use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};
 use super::{Cost, Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
 use crate::{Axis, Dim, Section, TensorType};
 
-/// The Q section of packed Q·K·V, having bound the numbers of heads and their size.
+/// The Q section of packed Q·K·V, having bound the numbers of heads and their sizes: of Q and K, of V, and the larger of the two.
 pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeError> {
     let sections = dims.get("qkv").map(|p| p.sections.clone()).unwrap_or_default();
     match sections[..] {
-        [q, k, v] if k == v && k.unit == q.unit && k.count > 0 && q.count.is_multiple_of(k.count) => {
+        [q, k, v]
+            if Section { unit: k.unit, ..v } == k
+                && k.unit == q.unit
+                && k.count > 0
+                && q.count.is_multiple_of(k.count) =>
+        {
             op.ask(dims, "heads", Dim::new(Axis::Heads, q.count))?;
             dims.set("kv_heads", &Dim::new(Axis::KvHeads, k.count));
-            dims.set("head_dim", &Dim::new(Axis::HeadDim, q.unit));
+            let sizes = [("head_dim", q.unit), ("value_dim", v.unit), ("widest_dim", q.unit.max(v.unit))];
+            for (name, size) in sizes {
+                dims.set(name, &Dim::new(Axis::HeadDim, size));
+            }
             Ok(q)
         }
         _ => Err(op.refuse("the packed dimension must be Q, K and V, with K's heads dividing Q's".into())),
     }
 }
 
-const FUSED: ShapeRule = |op, _, dims| {
-    let out = Dim::packed([packed_heads(op, dims)?]);
+/// Binds the output of attention: the heads of Q, of V's size.
+pub(super) fn attended(op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
+    let q = packed_heads(op, dims)?;
+    let out = Dim::packed([Section { unit: dims.size("value_dim"), ..q }]);
     op.ask(dims, "attended", out)
-};
+}
+
+const FUSED: ShapeRule = |op, _, dims| attended(op, dims);
 
 const NAIVE: ShapeRule = |op, inputs, dims| {
     FUSED(op, inputs, dims)?;
@@ -35,17 +49,41 @@ const NAIVE: ShapeRule = |op, inputs, dims| {
     op.ask(dims, "keys", keys)
 };
 
+/// How many matmuls of a query head's size and how many of a value head's size an op is: FLOPs of each per query and key, by the
+/// formulas of models and as kernels compute them.
+#[derive(Clone, Copy)]
+pub(super) struct PerPair {
+    pub model: [u128; 2],
+    pub hardware: [u128; 2],
+}
+
+impl PerPair {
+    /// Scores, and the sum of values.
+    pub const FORWARD: PerPair = PerPair { model: [2, 2], hardware: [2, 2] };
+    /// Gradients of Q and K, of scores and V; kernels recompute the scores.
+    pub const BACKWARD: PerPair = PerPair { model: [4, 4], hardware: [6, 4] };
+
+    const fn both(each: [u128; 2]) -> Self {
+        Self { model: each, hardware: each }
+    }
+}
+
 /// A query of a window counts as many keys as the window has.
-fn flops(dims: &Dims, window: Option<usize>, model: u128, hardware: u128) -> Flops {
-    flops_of(dims, dims.size("seq"), window, model, hardware)
+fn flops(dims: &Dims, window: Option<usize>, each: PerPair) -> Flops {
+    flops_of(dims, dims.size("seq"), window, each)
 }
 
 /// The same of sequences of `s` positions.
-pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, model: u128, hardware: u128) -> Flops {
+pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, each: PerPair) -> Flops {
     let w = window.unwrap_or(s).min(s);
-    let (whole, seen) =
-        (dims.product("batch attended") * (s * w) as u128, dims.product("batch attended") * ((2 * s - w) * w) as u128);
+    let (whole, seen) = ((s * w) as u128, ((2 * s - w) * w) as u128);
+    let (model, hardware) = (of_heads(dims, each.model), of_heads(dims, each.hardware));
     Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
+}
+
+/// So many FLOPs of every element of all query heads and of all outputs.
+fn of_heads(dims: &Dims, [queries, values]: [u128; 2]) -> u128 {
+    queries * dims.product("batch heads head_dim") + values * dims.product("batch heads value_dim")
 }
 
 /// Fused attention over sequences of `seq` positions.
@@ -54,25 +92,27 @@ pub(super) fn fused(dims: &Dims, seq: usize, backward: bool) -> Cost {
 }
 
 /// Weights that exist are computed for all keys.
-fn naive_flops(dims: &Dims, window: Option<usize>, each: u128) -> Flops {
-    Flops { hardware: each * dims.product("batch seq seq attended"), ..flops(dims, window, each, each) }
+fn naive_flops(dims: &Dims, window: Option<usize>, each: [u128; 2]) -> Flops {
+    Flops { hardware: of_heads(dims, each) * dims.product("seq seq"), ..flops(dims, window, PerPair::both(each)) }
 }
 
 /// All keys; one; less than a tile; across tiles; past the start.
 pub(super) const WINDOWS: [Option<usize>; 5] = [None, Some(1), Some(7), Some(100), Some(1000)];
 
-/// Samples at the usual size and, once, of sequences of several tiles, of heads wider than a tile, and of a size that libraries
-/// take too; each with all windows, with documents and without.
+/// Samples at the usual size and, once, of sequences of several tiles, of heads wider than a tile, of heads whose values are narrower or
+/// wider, and of sizes that libraries take too; each with all windows, with documents and without.
 fn tiled(batch: usize, of: impl Fn(&Shapes, Option<usize>, Option<(TensorType, Draw)>) -> Sample) -> Vec<Sample> {
     let mut sizes = vec![Shapes::new(batch)];
     if batch == 1 {
         let larger = [(1, 300, 20), (1, 140, 150), (2, 192, 64)];
         sizes.extend(larger.map(|(batch, seq, head_dim)| Shapes::sized(batch, seq, head_dim)));
+        let unequal = [(2, 60, 20, 12), (1, 60, 12, 20), (1, 128, 192, 128)];
+        sizes.extend(unequal.map(|(batch, seq, head_dim, values)| Shapes::unequal(batch, seq, head_dim, values)));
     }
     let mut samples = Vec::new();
     for s in &sizes {
         // Libraries take documents that are apart.
-        let starts = (s.ids(), Draw::Starts { stray: s.head_dim != 64 });
+        let starts = (s.ids(), Draw::Starts { stray: !s.head_dim.is_multiple_of(64) });
         for window in WINDOWS {
             samples.extend([of(s, window, None), of(s, window, Some(starts.clone()))]);
         }
@@ -98,7 +138,7 @@ pub(super) static ATTENTION: Spec = row(
 // Where documents end is known on the device only: what they mask is counted.
 .flops(|op, dims, _| {
     attributes!(op, Op::Attention { window });
-    flops(dims, window, 4, 4)
+    flops(dims, window, PerPair::FORWARD)
 })
 .multiplies(&[0], |_, dims, _| fused(dims, dims.size("seq"), false));
 
@@ -117,7 +157,7 @@ pub(super) static ATTENTION_GRAD: Spec = row(
             let reads: &[usize] = if starts.is_some() { &[1, 4] } else { &[1] };
             let of = |output| Draw::Of(Op::Attention { window }, output, reads);
             let lse = floats([s.b(), Dim::new(Axis::Heads, s.q().count), s.s()]);
-            let inputs = [s.normal(s.heads()), s.normal(s.qkv()), (s.act(s.heads()), of(0)), (lse, of(1))];
+            let inputs = [s.normal(s.attended()), s.normal(s.qkv()), (s.act(s.attended()), of(0)), (lse, of(1))];
             sample(Op::AttentionGrad { window }, inputs.into_iter().chain(starts).collect::<Vec<_>>())
         })
     },
@@ -127,9 +167,14 @@ pub(super) static ATTENTION_GRAD: Spec = row(
 .shape(FUSED)
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionGrad { window });
-    flops(dims, window, 8, 10)
+    flops(dims, window, PerPair::BACKWARD)
 })
 .multiplies(&[0, 1, 2], |_, dims, _| fused(dims, dims.size("seq"), true));
+
+/// Shapes whose values are as wide as queries, and of others.
+fn both_widths(batch: usize) -> [Shapes; 2] {
+    [Shapes::new(batch), Shapes::unequal(batch, 60, 20, 12)]
+}
 
 const P: Operand = float("p", "batch heads seq keys");
 
@@ -144,10 +189,12 @@ const fn drawn_weights(inputs: &'static [usize]) -> Draw {
 
 pub(super) static ATTENTION_SCORES: Spec =
     row("attention_scores", &[float("qkv", "batch seq qkv"), u32("starts", "batch seq")], &[P], |batch| {
-        let s = Shapes::new(batch);
-        let inputs = [s.normal(s.qkv()), s.starts()];
         let of = |window, inputs: &[_]| sample(Op::AttentionScores { window }, inputs);
-        WINDOWS.into_iter().flat_map(|window| [of(window, &inputs[..1]), of(window, &inputs)]).collect()
+        let of_shapes = |s: Shapes| {
+            let inputs = [s.normal(s.qkv()), s.starts()];
+            WINDOWS.into_iter().flat_map(move |window| [of(window, &inputs[..1]), of(window, &inputs)])
+        };
+        both_widths(batch).into_iter().flat_map(of_shapes).collect()
     })
     .optional(1)
     .gradient(&[Input(0), Output(0)])
@@ -156,7 +203,7 @@ pub(super) static ATTENTION_SCORES: Spec =
     .shape(NAIVE)
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionScores { window });
-        naive_flops(dims, window, 2)
+        naive_flops(dims, window, [2, 0])
     })
     .multiplies(&[0], |_, _, _| Cost::Scores);
 
@@ -165,31 +212,35 @@ pub(super) static ATTENTION_SCORES_GRAD: Spec = row(
     &[float("dp", "batch heads seq keys"), P, float("qkv", "batch seq qkv")],
     &[float("dqkv", "batch seq qkv")],
     |batch| {
-        let s = Shapes::new(batch);
-        let inputs = [normal(weights(&s).dims), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
-        vec![sample(Op::AttentionScoresGrad { window: None }, inputs)]
+        let of = |s: Shapes| {
+            let inputs = [normal(weights(&s).dims), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
+            sample(Op::AttentionScoresGrad { window: None }, inputs)
+        };
+        both_widths(batch).map(of).into()
     },
 )
 .splits(&["batch", "qkv heads kv_heads"])
 .shape(NAIVE)
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionScoresGrad { window });
-    naive_flops(dims, window, 4)
+    naive_flops(dims, window, [4, 0])
 })
 .multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
 pub(super) static ATTENTION_MIX: Spec =
     row("attention_mix", &[P, float("qkv", "batch seq qkv")], &[float("o", "batch seq attended")], |batch| {
-        let s = Shapes::new(batch);
-        let inputs = [(weights(&s), drawn_weights(&[1])), s.normal(s.qkv())];
-        vec![sample(Op::AttentionMix { window: None }, inputs)]
+        let of = |s: Shapes| {
+            let inputs = [(weights(&s), drawn_weights(&[1])), s.normal(s.qkv())];
+            sample(Op::AttentionMix { window: None }, inputs)
+        };
+        both_widths(batch).map(of).into()
     })
     .gradient(&[Input(0), Input(1)])
     .splits(&["batch", "qkv attended heads kv_heads"])
     .shape(NAIVE)
     .flops(|op, dims, _| {
         attributes!(op, Op::AttentionMix { window });
-        naive_flops(dims, window, 2)
+        naive_flops(dims, window, [0, 2])
     })
     .multiplies(&[0, 1], |_, _, _| Cost::Scores);
 
@@ -198,16 +249,18 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
     &[float("do", "batch seq attended"), P, float("qkv", "batch seq qkv")],
     &[float("dp", "batch heads seq keys"), float("dqkv", "batch seq qkv")],
     |batch| {
-        let s = Shapes::new(batch);
-        let inputs = [s.normal(s.heads()), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
-        vec![sample(Op::AttentionMixGrad { window: None }, inputs)]
+        let of = |s: Shapes| {
+            let inputs = [s.normal(s.attended()), (weights(&s), drawn_weights(&[2])), s.normal(s.qkv())];
+            sample(Op::AttentionMixGrad { window: None }, inputs)
+        };
+        both_widths(batch).map(of).into()
     },
 )
 .splits(&["batch", "qkv attended heads kv_heads"])
 .shape(NAIVE)
 .flops(|op, dims, _| {
     attributes!(op, Op::AttentionMixGrad { window });
-    naive_flops(dims, window, 4)
+    naive_flops(dims, window, [0, 4])
 })
 .multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
@@ -217,17 +270,18 @@ pub(super) static CACHED_ATTENTION: Spec = row(
     &[float("o", "batch seq attended"), float("cache", "batch cache kv")],
     |batch| {
         // New positions on both sides of a border between tiles, and fewer than there is room for.
-        let s = Shapes::new(batch);
-        let cache = normal([s.b(), Dim::new(Axis::Seq, 170), Dim::packed([s.kv(), s.kv()])]);
-        let (start, count) = ((s.number(), Draw::Between(70, 110)), (s.number(), Draw::Between(49, 60)));
-        let inputs = [s.normal(s.qkv()), cache, start, count];
-        WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone())).into()
+        let of_shapes = |s: Shapes| {
+            let cache = normal([s.b(), Dim::new(Axis::Seq, 170), Dim::packed([s.kv(), s.values()])]);
+            let (start, count) = ((s.number(), Draw::Between(70, 110)), (s.number(), Draw::Between(49, 60)));
+            let inputs = [s.normal(s.qkv()), cache, start, count];
+            WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone()))
+        };
+        both_widths(batch).into_iter().flat_map(of_shapes).collect()
     },
 )
 .always_in_place(&[(1, 1)])
 .shape(|op, _, dims| {
-    let q = packed_heads(op, dims)?;
-    dims.set("attended", &Dim::packed([q]));
+    attended(op, dims)?;
     let [packed, cached] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
     if packed[1..] != *cached {
         return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
@@ -241,7 +295,7 @@ pub(super) static CACHED_ATTENTION: Spec = row(
 .flops(|op, dims, _| {
     attributes!(op, Op::CachedAttention { window });
     let t = dims.size("cache");
-    Flops::all(4 * dims.product("batch seq attended") * window.unwrap_or(t).min(t) as u128)
+    Flops::all(of_heads(dims, [2, 2]) * dims.product("seq") * window.unwrap_or(t).min(t) as u128)
 })
 .multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("seq"), false));
 

@@ -1,6 +1,6 @@
 //! Attention of context-parallel ranks: over one part of the keys at a time, which ranks pass around a ring, and over gathered keys.
 
-use super::attention::{WINDOWS, flops_of, fused, packed_heads};
+use super::attention::{PerPair, WINDOWS, attended, flops_of, fused, packed_heads};
 use super::cost::CostRule;
 use super::row::{FlopsRule, Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, floats, normal, sample};
@@ -10,7 +10,8 @@ use crate::{Axis, Dim, TensorType};
 /// Packed K·V is that of packed Q·K·V.
 fn keys_and_values(op: &Op, dims: &mut Dims) -> Result<(), TypeError> {
     let q = packed_heads(op, dims)?;
-    op.ask(dims, "attended", Dim::packed([q]))?;
+    attended(op, dims)?;
+    op.ask(dims, "queries", Dim::packed([q]))?;
     let [packed, kv] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
     match packed[1..] == *kv {
         true => Ok(()),
@@ -54,13 +55,13 @@ fn share_of(op: &Op, dims: &Dims) -> (usize, usize) {
 const FORWARD_FLOPS: FlopsRule = |op, dims, _| {
     attributes!(op, Op::PartAttention { window, .. });
     let (seq, of) = share_of(op, dims);
-    share(flops_of(dims, seq, window, 4, 4), of)
+    share(flops_of(dims, seq, window, PerPair::FORWARD), of)
 };
 
 const BACKWARD_FLOPS: FlopsRule = |op, dims, _| {
     attributes!(op, Op::PartAttentionGrad { window, .. });
     let (seq, of) = share_of(op, dims);
-    share(flops_of(dims, seq, window, 8, 10), of)
+    share(flops_of(dims, seq, window, PerPair::BACKWARD), of)
 };
 
 const FORWARD_COST: CostRule = |op, dims, _| fused(dims, share_of(op, dims).0, false);
@@ -84,8 +85,8 @@ impl Tensors {
     fn of(s: &Shapes, qkv: &'static [usize], documents: bool) -> Self {
         Self {
             qkv: s.normal(s.qkv()),
-            kv: (s.act(Dim::packed([s.kv(), s.kv()])), Draw::Of(Op::Slice { first: 1, count: 2 }, 0, qkv)),
-            o: s.act(s.heads()),
+            kv: (s.act(Dim::packed([s.kv(), s.values()])), Draw::Of(Op::Slice { first: 1, count: 2 }, 0, qkv)),
+            o: s.act(s.attended()),
             lse: floats([s.b(), Dim::new(Axis::Heads, s.q().count), s.s()]),
             starts: documents.then(|| s.starts()),
         }
@@ -97,15 +98,18 @@ fn parted(batch: usize, of: impl Fn(&Shapes, (Option<usize>, bool), usize) -> Ve
     // The gradient of a single score is nothing but rounding.
     let windows = WINDOWS.into_iter().filter(|window| *window != Some(1));
     let all: Vec<_> = windows.enumerate().map(|(i, window)| (window, i % 2 == 1)).collect();
-    let mut sizes = vec![(60, 20, 2, all), (60, 20, 3, vec![(Some(7), true)])];
+    let sized = |seq, head_dim| Shapes::sized(batch, seq, head_dim);
+    let mut sizes = vec![(sized(60, 20), 2, all), (sized(60, 20), 3, vec![(Some(7), true)])];
     if batch == 1 {
-        sizes.push((440, 20, 2, vec![(None, false), (Some(100), true)]));
-        // Libraries take it too.
-        sizes.push((384, 64, 3, vec![(None, false)]));
+        sizes.push((sized(440, 20), 2, vec![(None, false), (Some(100), true)]));
+        sizes.push((Shapes::unequal(batch, 60, 20, 12), 2, vec![(None, false), (Some(7), true)]));
+        // Libraries take these too.
+        sizes.push((sized(384, 64), 3, vec![(None, false)]));
+        sizes.push((Shapes::unequal(batch, 256, 192, 128), 2, vec![(None, false)]));
     }
     let mut samples = Vec::new();
-    for (seq, head_dim, parts, masks) in sizes {
-        for sample in masks.into_iter().flat_map(|mask| of(&Shapes::sized(batch, seq, head_dim), mask, parts)) {
+    for (shapes, parts, masks) in sizes {
+        for sample in masks.into_iter().flat_map(|mask| of(&shapes, mask, parts)) {
             samples.extend((0..parts).map(|index| Sample { part: Some((index, parts)), ..sample.clone() }));
         }
     }
@@ -117,7 +121,7 @@ fn backward(s: &Shapes, window: Option<usize>, documents: bool) -> Vec<(TensorTy
     let t = Tensors::of(s, &[1], documents);
     let reads: &[usize] = if documents { &[1, 5] } else { &[1] };
     let of = |output| Draw::Of(Op::Attention { window }, output, reads);
-    let inputs = [s.normal(s.heads()), t.qkv, t.kv, (t.o, of(0)), (t.lse, of(1))];
+    let inputs = [s.normal(s.attended()), t.qkv, t.kv, (t.o, of(0)), (t.lse, of(1))];
     inputs.into_iter().chain(t.starts).collect()
 }
 
@@ -152,7 +156,7 @@ const BACKWARD: [Operand; 6] = [
 ];
 
 pub(super) static RING_ATTENTION_GRAD: Spec =
-    row("ring_attention_grad", &BACKWARD, &[f32("dq", "batch seq attended"), f32("dkv", "batch keys kv")], |batch| {
+    row("ring_attention_grad", &BACKWARD, &[f32("dq", "batch seq queries"), f32("dkv", "batch keys kv")], |batch| {
         parted(batch, |s, (window, documents), parts| {
             let inputs = backward(s, window, documents);
             let of = |step| sample(Op::PartAttentionGrad { window, ring: Some(Ring { step, parts }) }, inputs.clone());
@@ -160,7 +164,7 @@ pub(super) static RING_ATTENTION_GRAD: Spec =
         })
     })
     .optional(1)
-    .splits(&["batch", "seq keys", "qkv attended heads kv_heads kv"])
+    .splits(&["batch", "seq keys", "qkv attended queries heads kv_heads kv"])
     .numbers("seq")
     .shape(PARTS)
     .flops(BACKWARD_FLOPS)
@@ -215,7 +219,7 @@ pub(super) static GATHERED_ATTENTION: Spec = row(
 pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     "gathered_attention_grad",
     &BACKWARD,
-    &[float("dq", "batch seq attended"), f32("dkv", "batch keys kv")],
+    &[float("dq", "batch seq queries"), f32("dkv", "batch keys kv")],
     |batch| {
         parted(batch, |s, (window, documents), _| {
             vec![sample(Op::PartAttentionGrad { window, ring: None }, backward(s, window, documents))]
@@ -223,7 +227,7 @@ pub(super) static GATHERED_ATTENTION_GRAD: Spec = row(
     },
 )
 .optional(1)
-.splits(&["batch", "seq", "qkv attended heads kv_heads kv"])
+.splits(&["batch", "seq", "qkv attended queries heads kv_heads kv"])
 .numbers("seq")
 .shape(PARTS)
 .flops(BACKWARD_FLOPS)

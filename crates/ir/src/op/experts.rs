@@ -29,8 +29,8 @@ pub struct Routing {
     pub normalise: bool,
     /// Times this.
     pub scale: f32,
-    /// Groups of experts, side by side, that are chosen first: those whose two best experts have the highest sum of scores. One where
-    /// experts are chosen freely.
+    /// Groups of experts, side by side, that are chosen first: with sigmoid scores those whose two best experts have the highest sum of
+    /// scores (DeepSeek-V3), with softmax those with the best expert (DeepSeek-V2). One where experts are chosen freely.
     pub groups: usize,
     /// Groups that a token may use.
     pub top_groups: usize,
@@ -70,12 +70,13 @@ fn choices() -> Dim {
 }
 
 /// Ways to choose, as families have them.
-fn ways() -> [Routing; 3] {
+fn ways() -> [Routing; 4] {
     let top = Routing::top(3);
     [
         top,
         Routing { normalise: false, ..top },
         Routing { score: Score::Sigmoid, scale: 2.5, groups: 4, top_groups: 2, ..top },
+        Routing { normalise: false, scale: 2.5, groups: 4, top_groups: 2, ..top },
     ]
 }
 

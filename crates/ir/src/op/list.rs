@@ -3,8 +3,8 @@
 use super::row::Spec;
 use super::{
     Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts,
-    fine, gradient, head, heads, linear, memory, norm, optimizer, pointwise, position, quantise, quantised_experts,
-    section,
+    fine, gradient, head, heads, latent, linear, memory, norm, optimizer, pointwise, position, quantise,
+    quantised_experts, section,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -276,7 +276,8 @@ ops! {
         /// As in `AddPositions`.
         seq: usize,
     } = position::POSITIONS_GRAD,
-    /// RoPE: rotates the Q and K sections of packed Q·K·V by position (rotate-half convention). With `starts`, as in `AddPositions`.
+    /// RoPE: rotates the Q and K sections of packed Q·K·V by position (rotate-half convention), of every head as many of the first elements as
+    /// the table has columns. With `starts`, as in `AddPositions`.
     Rope {
         /// Rotate backwards: the gradient.
         inverse: bool,
@@ -354,6 +355,19 @@ ops! {
         /// As in `SplitHeads`: how positions come in.
         ranks: usize,
     } = heads::JOIN_HEADS,
+    /// Packed Q·K·V of latent attention (MLA), from queries, from what the latent expands to, and from the key that all heads share: the part of
+    /// Q and K with RoPE in front, its pairs as halves.
+    LatentHeads {
+        /// What queries are multiplied by.
+        scale: f32,
+    } = latent::LATENT_HEADS,
+    /// Gradients of `LatentHeads`; that of the shared key is summed over heads.
+    LatentHeadsGrad {
+        /// Elements of a head with RoPE.
+        rope: usize,
+        /// As in `LatentHeads`.
+        scale: f32,
+    } = latent::LATENT_HEADS_GRAD,
     /// Of each sequence, the last of `count` positions.
     LastPosition = attention::LAST_POSITION,
     /// `y = silu(gate) · up` over packed gate·up.

@@ -22,6 +22,7 @@ mod flops;
 mod gradient;
 mod head;
 mod heads;
+mod latent;
 mod linear;
 mod list;
 mod memory;

@@ -300,6 +300,9 @@ pub(super) static RMS_NORM_BY_GRAD: Spec = row(
 /// The packed weights of the norms, and a deviation of every head that is normed.
 const OF_HEADS: ShapeRule = |op, _, dims| {
     let q = packed_heads(op, dims)?;
+    if dims.size("value_dim") != q.unit {
+        return Err(op.refuse("heads of V must be as wide as those of Q and K".into()));
+    }
     let norms = [(Axis::Heads, q.count), (Axis::KvHeads, dims.size("kv_heads"))];
     let norms = Dim::packed(norms.map(|(axis, count)| Section { axis, count, unit: 1 }));
     let weight = Section { axis: Axis::HeadDim, count: q.unit, unit: 1 };

@@ -79,7 +79,7 @@ pub(super) static POSITIONS_GRAD: Spec = row(
 
 const ROTATED: ShapeRule = |op, _, dims| {
     let (q, columns) = (packed_heads(op, dims)?, dims.size("columns"));
-    if columns != q.unit {
+    if columns == 0 || columns > q.unit || !columns.is_multiple_of(2) {
         return Err(op.refuse(format!("table has {columns} columns for heads of {}", q.unit)));
     }
     if dims.size("table") < dims.size("seq") {
@@ -88,8 +88,13 @@ const ROTATED: ShapeRule = |op, _, dims| {
     Ok(())
 };
 
-fn angles(s: &Shapes) -> (TensorType, Draw) {
-    normal([s.s(), Dim::new(Axis::HeadDim, s.head_dim)])
+/// Shapes, and how many elements of a head are rotated: all; some, where V is narrower; some in packs.
+fn turned(batch: usize) -> [(Shapes, usize); 3] {
+    [(Shapes::new(batch), 20), (Shapes::unequal(batch, 60, 20, 12), 6), (Shapes::unequal(batch, 60, 48, 32), 16)]
+}
+
+fn angles(s: &Shapes, columns: usize) -> (TensorType, Draw) {
+    normal([s.s(), Dim::new(Axis::HeadDim, columns)])
 }
 
 pub(super) static ROPE: Spec = row(
@@ -97,11 +102,12 @@ pub(super) static ROPE: Spec = row(
     &[float("qkv", "batch seq qkv"), f32("table", "table columns"), u32("starts", "batch seq")],
     &[float("rotated", "batch seq qkv")],
     |batch| {
-        let s = Shapes::new(batch);
-        let inputs = [s.normal(s.qkv()), angles(&s), s.starts()];
         let of = |inverse, inputs: &[_]| sample(Op::Rope { inverse }, inputs);
-        let both = [false, true].into_iter().flat_map(|inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)]);
-        with_parts(both.collect(), 2)
+        let both = |(s, columns)| {
+            let inputs = [Shapes::normal(&s, s.qkv()), angles(&s, columns), s.starts()];
+            [false, true].into_iter().flat_map(move |inverse| [of(inverse, &inputs[..2]), of(inverse, &inputs)])
+        };
+        with_parts(turned(batch).into_iter().flat_map(both).collect(), 2)
     },
 )
 .optional(1)
@@ -116,8 +122,8 @@ pub(super) static ROPE_AT: Spec = row(
     &[float("qkv", "batch seq qkv"), f32("table", "table columns"), u32("start", "batch")],
     &[float("rotated", "batch seq qkv")],
     |batch| {
-        let s = Shapes::new(batch);
-        vec![sample(Op::RopeAt, [s.normal(s.qkv()), angles(&s), start(&s)])]
+        let of = |(s, columns)| sample(Op::RopeAt, [Shapes::normal(&s, s.qkv()), angles(&s, columns), start(&s)]);
+        turned(batch).map(of).into()
     },
 )
 .in_place(&[(0, 0)])

@@ -140,6 +140,8 @@ pub(super) struct Shapes {
     pub batch: usize,
     pub seq: usize,
     pub head_dim: usize,
+    /// That of values.
+    value_dim: usize,
     /// Leading dimensions: 1 for tokens of all sequences, 2 for sequences and positions, 3 for several of each position.
     leading: usize,
 }
@@ -150,7 +152,12 @@ impl Shapes {
     }
 
     pub fn sized(batch: usize, seq: usize, head_dim: usize) -> Self {
-        Self { batch, seq, head_dim, leading: 2 }
+        Self::unequal(batch, seq, head_dim, head_dim)
+    }
+
+    /// The same where heads of V are of another size.
+    pub fn unequal(batch: usize, seq: usize, head_dim: usize, value_dim: usize) -> Self {
+        Self { batch, seq, head_dim, value_dim, leading: 2 }
     }
 
     /// Of ops that take any leading dimensions.
@@ -211,7 +218,17 @@ impl Shapes {
 
     /// Packed Q·K·V.
     pub fn qkv(&self) -> Dim {
-        Dim::packed([self.q(), self.kv(), self.kv()])
+        Dim::packed([self.q(), self.kv(), self.values()])
+    }
+
+    /// V of packed Q·K·V.
+    pub fn values(&self) -> Section {
+        Section { unit: self.value_dim, ..self.kv() }
+    }
+
+    /// What attention gives.
+    pub fn attended(&self) -> Dim {
+        Dim::packed([Section { unit: self.value_dim, ..self.q() }])
     }
 
     /// All query heads.

@@ -36,7 +36,7 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let n = norm(&mut g, x, eps, (&at("attention_norm"), &hf("ln_1")), &at("n1"))?;
         let dims = [Dim::packed([q, kv, kv]), embed()];
         let qkv = project(&mut g, n, dims, &normal, (&at("qkv"), &hf("attn.c_attn")))?;
-        let o = side.attend(&mut g, qkv, kv, (m.attention, None), &at)?;
+        let o = side.attend(&mut g, qkv, (m.attention, None), &at)?;
         let dims = [embed(), Dim::packed([q])];
         let delta = project(&mut g, o, dims, &to_residual, (&at("attention_out"), &hf("attn.c_proj")))?;
         let delta = side.drop(&mut g, delta, &at("attention_dropped"))?;

@@ -35,6 +35,12 @@ pub(super) struct Family {
     pub local_theta: Option<(Option<&'static str>, f64)>,
     /// Whether some layers have no RoPE.
     pub no_rope: bool,
+    /// Whether attention is latent: `head_dim` is then of the part with RoPE alone, which scales scores by YaRN's `mscale_all_dim` too.
+    pub latent: bool,
+    /// Whether files may have modules behind the last layer that predict further tokens (MTP), which are no part of the model here.
+    pub mtp: bool,
+    /// Whether `topk_method` says if groups of experts limit the choice.
+    pub topk_method: bool,
     /// Positions: the field, and its value where it is not there.
     pub context: (&'static str, usize),
     /// Shares of elements that training drops, and whether `model.dropout` is about them. They are written, so that others do not
@@ -91,6 +97,8 @@ pub(super) enum Absent {
     Derived,
     /// This number.
     Is(usize),
+    /// Nothing where it is null, which our config has as not set and `get` as 0; where it is not there, it is refused.
+    NoneIfNull,
 }
 
 /// The one value of a field.
@@ -142,9 +150,32 @@ const fn experts(theirs: &'static str, per_token: Absent) -> [Count; 2] {
 const MOE_WIDTH: [Count; 1] =
     [count("moe_intermediate_size", "expert_ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused)];
 
+const fn shared_experts(absent: Absent) -> Count {
+    count("n_shared_experts", "shared_experts", |m| m.shared_experts.unwrap_or(1), absent)
+}
+
 /// What DeepSeek has besides experts.
-const DEEPSEEK: [Count; 2] =
-    [count("n_shared_experts", "shared_experts", |m| m.shared_experts.unwrap_or(1), Absent::Refused), DENSE_LAYERS];
+const DEEPSEEK: [Count; 2] = [shared_experts(Absent::Refused), DENSE_LAYERS];
+
+/// The sizes of latent attention.
+const LATENT: [Count; 5] = [
+    count("kv_lora_rank", "kv_lora_rank", |m| m.kv_lora_rank.unwrap_or(0), Absent::Refused),
+    count("q_lora_rank", "q_lora_rank", |m| m.q_lora_rank.unwrap_or(0), Absent::NoneIfNull),
+    count("qk_nope_head_dim", "qk_nope_head_dim", |m| m.qk_nope_head_dim.unwrap_or(0), Absent::Refused),
+    count("qk_rope_head_dim", "qk_rope_head_dim", |m| m.rope_dim(), Absent::Refused),
+    count("v_head_dim", "v_head_dim", |m| m.value_dim(), Absent::Refused),
+];
+
+/// What the weights of chosen experts are multiplied by.
+const fn router_scale(absent: f64) -> Number {
+    Number { theirs: "routed_scaling_factor", ours: "router_scale", get: |m| m.router_scale, zero: false, absent }
+}
+
+/// How many modules predict further tokens.
+pub(super) const MTP_LAYERS: &str = "num_nextn_predict_layers";
+
+/// How DeepSeek-V2 and V3 were trained, what they return, and what follows from other fields.
+const DEEPSEEK_TRAINING: &[&str] = &["output_router_logits", "seq_aux", "ep_size", MTP_LAYERS, "qk_head_dim"];
 
 const NORM_TOPK: &[Switch] =
     &[Switch { theirs: "norm_topk_prob", ours: "norm_topk", get: |m| m.norm_topk, absent: false }];
@@ -191,11 +222,16 @@ const FFN: [Count; 1] = [count("intermediate_size", "ffn", |m| m.ffn, Absent::Re
 const FFN_OF_EXPERTS: [Count; 1] =
     [count("intermediate_size", "ffn", |m| m.expert_ffn.unwrap_or(m.ffn), Absent::Refused)];
 
-/// What DeepSeek-V3's router has besides.
-const GROUPS: [Count; 2] = [
-    count("n_group", "expert_groups", |m| m.expert_groups, Absent::Derived),
-    count("topk_group", "expert_top_groups", |m| m.expert_top_groups, Absent::Derived),
-];
+/// Groups of experts that limit the choice.
+const fn groups(groups: Absent, chosen: Absent) -> [Count; 2] {
+    [
+        count(N_GROUP, "expert_groups", |m| m.expert_groups, groups),
+        count(TOPK_GROUP, "expert_top_groups", |m| m.expert_top_groups, chosen),
+    ]
+}
+
+pub(super) const N_GROUP: &str = "n_group";
+pub(super) const TOPK_GROUP: &str = "topk_group";
 
 const LLAMA: Family = Family {
     name: "llama",
@@ -212,6 +248,9 @@ const LLAMA: Family = Family {
     pattern: None,
     local_theta: None,
     no_rope: false,
+    latent: false,
+    mtp: false,
+    topk_method: false,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
     switches: &[],
@@ -350,7 +389,7 @@ pub(super) const FAMILIES: &[Family] = &[
             &experts("n_routed_experts", Absent::Refused),
             &MOE_WIDTH,
             &DEEPSEEK,
-            &GROUPS,
+            &groups(Absent::Derived, Absent::Derived),
             &extents(Absent::Refused),
             &head_dim(Absent::Derived),
             &FFN,
@@ -359,15 +398,66 @@ pub(super) const FAMILIES: &[Family] = &[
         whole_heads: false,
         sliding_from: Some(62),
         switches: NORM_TOPK,
-        numbers: &[Number {
-            theirs: "routed_scaling_factor",
-            ours: "router_scale",
-            get: |m| m.router_scale,
-            zero: false,
-            absent: 1.0,
-        }],
+        numbers: &[router_scale(1.0)],
         fixed: &[("hidden_act", SILU), ("attention_bias", OFF)],
         without_effect: ROUTER_OUTPUT,
+        ..LLAMA
+    },
+    Family {
+        name: "deepseek_v2",
+        class: "DeepseekV2ForCausalLM",
+        counts: &[
+            &experts("n_routed_experts", Absent::Refused),
+            &MOE_WIDTH,
+            &[shared_experts(Absent::Refused), DENSE_LAYERS],
+            &groups(Absent::Derived, Absent::Derived),
+            &LATENT,
+            &extents(Absent::Derived),
+            &FFN,
+        ],
+        same: &[("num_experts", "n_routed_experts")],
+        latent: true,
+        topk_method: true,
+        numbers: &[router_scale(1.0), balance_loss("aux_loss_alpha", 0.001)],
+        fixed: &[
+            ("hidden_act", SILU),
+            ("attention_bias", OFF),
+            ("mlp_bias", OFF),
+            ("norm_topk_prob", OFF),
+            ("moe_layer_freq", Fixed::Is(Word::Number(1))),
+            ("scoring_func", Fixed::Is(Word::Text("softmax"))),
+        ],
+        without_effect: DEEPSEEK_TRAINING,
+        ..LLAMA
+    },
+    Family {
+        name: "deepseek_v3",
+        class: "DeepseekV3ForCausalLM",
+        counts: &[
+            &experts("n_routed_experts", Absent::Refused),
+            &MOE_WIDTH,
+            &[shared_experts(Absent::Refused), Count { absent: Absent::Is(3), ..DENSE_LAYERS }],
+            &groups(Absent::Is(8), Absent::Is(4)),
+            &LATENT,
+            &extents(Absent::Refused),
+            &FFN,
+        ],
+        same: &[(NUM_LOCAL_EXPERTS, "n_routed_experts"), ("num_mtp_layers", MTP_LAYERS)],
+        whole_heads: false,
+        latent: true,
+        mtp: true,
+        context: ("max_position_embeddings", 4096),
+        switches: &[Switch { absent: true, ..NORM_TOPK[0] }],
+        numbers: &[router_scale(2.5), balance_loss("aux_loss_alpha", 0.001)],
+        fixed: &[
+            ("hidden_act", SILU),
+            ("attention_bias", OFF),
+            ("rope_interleave", Fixed::Is(Word::Flag(true))),
+            ("moe_layer_freq", Fixed::Is(Word::Number(1))),
+            ("scoring_func", Fixed::Is(Word::Text("sigmoid"))),
+            ("topk_method", Fixed::Is(Word::Text("noaux_tc"))),
+        ],
+        without_effect: DEEPSEEK_TRAINING,
         ..LLAMA
     },
     Family {
@@ -445,6 +535,9 @@ pub(super) const FAMILIES: &[Family] = &[
         pattern: None,
         local_theta: None,
         no_rope: false,
+        latent: false,
+        mtp: false,
+        topk_method: false,
         context: POSITIONS,
         switches: &[],
         numbers: &[],

@@ -11,6 +11,7 @@ use serde_json::{Map, Value, json};
 const PARAMETERS: &str = "rope_parameters";
 const SCALING: &str = "rope_scaling";
 const THETA: &str = "rope_theta";
+const ALL_DIM: &str = "mscale_all_dim";
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
@@ -31,7 +32,16 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
             return Err(refused(&problem, "one for all layers is supported"));
         }
         let parameters = parameters.map(|inner| (PARAMETERS.to_owned(), inner));
-        return Ok(one(&[parameters, scaling], fields, family.theta)?.table());
+        let objects = [parameters, scaling];
+        let rope = one(&objects, fields, family.theta)?;
+        let scaled = rope.scaling.as_ref().is_some_and(|scaling| scaling.name() != "yarn");
+        for (name, inner) in objects.iter().flatten().filter(|_| family.latent && scaled) {
+            if inner.number_or_zero(ALL_DIM)?.is_some_and(|weight| weight > 0.0) {
+                let problem = format!("`{name}.{ALL_DIM}` is not supported where the scaling is not yarn");
+                return Err(refused(&problem, "only yarn may have it"));
+            }
+        }
+        return Ok(if family.latent { rope } else { rope.without_score_factor() }.table());
     };
     let [full, sliding] = match &parameters {
         None => [None, None],
@@ -51,7 +61,7 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
         }
     }
     let local = local(fields, sliding, field, default)?;
-    let global = one(&[full, scaling], fields, family.theta)?;
+    let global = one(&[full, scaling], fields, family.theta)?.without_score_factor();
     Ok(match (slides.window, slides.pattern.is_empty()) {
         (Some(_), true) => format!("{THETA} = {local:?}\n"),
         (Some(_), false) => format!("{}rope_local_theta = {local:?}\n", global.table()),
@@ -110,6 +120,14 @@ struct Rope {
 }
 
 impl Rope {
+    /// That of families which take `mscale_all_dim` for cosines and sines alone.
+    fn without_score_factor(mut self) -> Self {
+        if let Some(RopeScalingConfig::Yarn { mscale_all_dim, .. }) = &mut self.scaling {
+            *mscale_all_dim = None;
+        }
+        self
+    }
+
     /// As keys of `[model]`.
     fn table(&self) -> String {
         let scaling = self.scaling.as_ref().map_or(String::new(), |scaling| format!("rope_scaling = {scaling}\n"));
@@ -190,6 +208,7 @@ fn scaling(name: &str, inner: &Fields, outer: &Fields) -> Result<Option<RopeScal
                 beta_fast: inner.number("beta_fast")?.unwrap_or(32.0),
                 beta_slow: inner.number("beta_slow")?.unwrap_or(1.0),
                 attention_factor: attention_factor(inner, factor)?,
+                mscale_all_dim: inner.number_or_zero(ALL_DIM)?.filter(|weight| *weight > 0.0),
                 truncate: inner.flag("truncate")?.unwrap_or(true),
             }))
         }
@@ -202,7 +221,7 @@ fn scaling(name: &str, inner: &Fields, outer: &Fields) -> Result<Option<RopeScal
 
 /// What YaRN multiplies cosines and sines by, where it is not the usual: given itself, or by two weights of the logarithm.
 fn attention_factor(inner: &Fields, factor: f64) -> Result<Option<f64>, HfError> {
-    let weights = (inner.number_or_zero("mscale")?, inner.number_or_zero("mscale_all_dim")?);
+    let weights = (inner.number_or_zero("mscale")?, inner.number_or_zero(ALL_DIM)?);
     let by = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     Ok(match (inner.number("attention_factor")?, weights) {
         (Some(given), _) => Some(given),
@@ -244,7 +263,15 @@ fn written(scaling: &RopeScalingConfig) -> Map<String, Value> {
             ORIGINAL: original_context,
         }),
         RopeScalingConfig::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
-        RopeScalingConfig::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, truncate } => {
+        RopeScalingConfig::Yarn {
+            factor,
+            original_context,
+            beta_fast,
+            beta_slow,
+            attention_factor,
+            mscale_all_dim,
+            truncate,
+        } => {
             let mut value = json!({
                 "rope_type": "yarn",
                 "factor": factor,
@@ -255,6 +282,13 @@ fn written(scaling: &RopeScalingConfig) -> Map<String, Value> {
             });
             if let Some(attention_factor) = attention_factor {
                 value["attention_factor"] = json!(attention_factor);
+            }
+            if let Some(weight) = mscale_all_dim {
+                value[ALL_DIM] = json!(weight);
+                // Code that does not know `attention_factor` divides by these.
+                if *attention_factor == Some(1.0) {
+                    value["mscale"] = json!(weight);
+                }
             }
             value
         }

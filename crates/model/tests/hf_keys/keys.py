@@ -44,6 +44,10 @@ DEFAULT = {"rope_type": "default", "rope_theta": 20000.0}
 KINDS = ["sliding_attention", "full_attention"]
 BY_KIND = {"full_attention": DEFAULT, "sliding_attention": {"rope_type": "default", "rope_theta": 700.0}}
 MOE = LLAMA | dict(num_experts_per_tok=2, moe_intermediate_size=12)
+LATENT = dict(
+    num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
+    kv_lora_rank=8, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+)
 MODELS = {
     "llama": LLAMA | dict(head_dim=8),
     "mistral": LLAMA | dict(head_dim=8, sliding_window=None),
@@ -56,6 +60,8 @@ MODELS = {
         head_dim=8, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, sliding_window=None,
         n_group=2, topk_group=1,
     ),
+    "deepseek_v2": MOE | LATENT | dict(topk_method="group_limited_greedy"),
+    "deepseek_v3": MOE | LATENT,
     "smollm3": LLAMA | dict(no_rope_layers=[1, 0]),
     "olmo2": LLAMA,
     "olmo3": LLAMA | dict(sliding_window=5, layer_types=KINDS, rope_parameters=BY_KIND),
@@ -107,9 +113,11 @@ VALUES = {
     "norm_topk_prob": [True, False],
     "num_attention_heads": [2],
     "n_head": [2],
-    "num_key_value_heads": [4],
+    "num_key_value_heads": [4, 2],
     "original_max_position_embeddings": [16],
     "partial_rotary_factor": [0.5],
+    "q_lora_rank": [None, 6],
+    "qk_rope_head_dim": [2],
     "per_layer_config": [{"1": {"intermediate_size": 24}}],
     "problem_type": ["regression"],
     "quantization_config": [{"quant_method": "fp8"}],
@@ -120,6 +128,8 @@ VALUES = {
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 20000.0},
         {"rope_type": "yarn", "factor": 2.0, "rope_theta": 20000.0, "original_max_position_embeddings": 16},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0, "mscale_all_dim": 0.7},
         BY_KIND | {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}},
         BY_KIND | {"full_attention": YARN}, BY_KIND | {"full_attention": YARN | {"truncate": False}},
         BY_KIND | {"sliding_attention": YARN}, {"full_attention": DEFAULT}, {"sliding_attention": DEFAULT},
@@ -139,6 +149,7 @@ VALUES = {
     "sliding_window_pattern": [2, 3],
     "summary_activation": ["tanh"],
     "topk_group": [2],
+    "topk_method": ["greedy", "noaux_tc"],
     "torch_dtype": ["bfloat16"],
     "transformers_version": ["4.0.0"],
     "use_sliding_window": [True],

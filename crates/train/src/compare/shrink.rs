@@ -28,6 +28,15 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     m.heads = m.kv_heads * fewer.unwrap_or(group);
     let plain = config.model.dim == config.model.heads * config.model.head_dim;
     m.head_dim = m.head_dim.min(16);
+    if let Some(latent) = config.model.latent() {
+        // Parts of heads and latents of sizes that differ, as they did.
+        let sizes = [(&mut m.qk_nope_head_dim, latent.nope, 12), (&mut m.qk_rope_head_dim, latent.rope, 8)];
+        sizes.into_iter().for_each(|(to, size, most)| *to = Some(size.min(most)));
+        m.head_dim = m.latent().map_or(m.head_dim, |latent| latent.nope + latent.rope);
+        m.v_head_dim = Some(latent.value.min(12));
+        m.kv_lora_rank = Some(latent.kv_rank.min(32));
+        m.q_lora_rank = latent.q_rank.map(|rank| rank.min(48));
+    }
     if config.model.softmax_scale_dim == config.model.head_dim {
         m.softmax_scale_dim = m.head_dim;
     }
@@ -68,6 +77,9 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
         ("model.heads", config.model.heads, small.model.heads),
         ("model.kv_heads", config.model.kv_heads, small.model.kv_heads),
         ("model.head_dim", config.model.head_dim, small.model.head_dim),
+        ("model.kv_lora_rank", config.model.kv_lora_rank.unwrap_or(0), small.model.kv_lora_rank.unwrap_or(0)),
+        ("model.q_lora_rank", config.model.q_lora_rank.unwrap_or(0), small.model.q_lora_rank.unwrap_or(0)),
+        ("model.v_head_dim", config.model.v_head_dim.unwrap_or(0), small.model.v_head_dim.unwrap_or(0)),
         ("model.ffn", config.model.ffn, small.model.ffn),
         ("model.expert_ffn", config.model.expert_ffn.unwrap_or(0), small.model.expert_ffn.unwrap_or(0)),
         ("model.experts", config.model.experts.unwrap_or(0), small.model.experts.unwrap_or(0)),

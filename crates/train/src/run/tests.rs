@@ -25,6 +25,10 @@ struct Late {
 }
 
 impl Executor for Late {
+    fn host_bytes(&self) -> u64 {
+        0
+    }
+
     fn arena_bytes(&self) -> u64 {
         self.inner.arena_bytes()
     }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 19] = [
+pub const CASES: [&str; 23] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -29,6 +29,10 @@ pub const CASES: [&str; 19] = [
     "olmo2",
     "olmo3",
     "gemma3_text",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v3_wide",
 ];
 
 /// A tensor: name, type, dims, bytes.

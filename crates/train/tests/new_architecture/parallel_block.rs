@@ -39,7 +39,7 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
         let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
         let qkv = side.rotate(&mut g, qkv, angles, &at)?;
-        let o = side.attend(&mut g, qkv, kv, (m.attention, m.layer_parts(layer).window), &at)?;
+        let o = side.attend(&mut g, qkv, (m.attention, m.layer_parts(layer).window), &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &normal, &[hf("self_attn.o_proj")]);
         let attention = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
 

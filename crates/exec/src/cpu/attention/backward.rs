@@ -17,15 +17,16 @@ const PANELS: usize = QUERIES / NR;
 #[derive(Clone, Copy)]
 pub(super) struct Buffers {
     unit: Unit,
-    /// Keys and values as the rows of left operands, `e` deep; keys transposed, as deep as there are positions.
+    /// Keys and values as the rows of left operands, `e` and `v` deep; keys transposed, as deep as there are positions.
     keys: Packed,
     values: Packed,
     keys_transposed: Packed,
-    /// Sums of dk and dv over all queries that read them: rows of `stride` floats.
+    /// Sums of dk and dv over all queries that read them: rows of `stride` and of `value_stride` floats.
     dk: *mut f32,
     dv: *mut f32,
     stride: usize,
-    /// Queries and do as right operands: as columns, `e` deep, and as rows.
+    value_stride: usize,
+    /// Queries and do as right operands: as columns, `e` and `v` deep, and as rows.
     query: Packed,
     dout: Packed,
     query_rows: Packed,
@@ -48,24 +49,26 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    fn carve(base: *mut u8, unit: Unit, positions: usize, e: usize) -> (Self, usize) {
+    fn carve(base: *mut u8, unit: Unit, positions: usize, (e, v): (usize, usize)) -> (Self, usize) {
         let mut pieces = Pieces { base, used: 0 };
-        let (lines, rows) = (e.next_multiple_of(96), positions.next_multiple_of(KEYS));
-        let columns = || unit.bytes(QUERIES, e);
-        let deep = || unit.bytes(lines, QUERIES);
+        let rows = positions.next_multiple_of(KEYS);
+        let [lines, value_lines] = [e, v].map(|n| n.next_multiple_of(96));
+        let columns = |deep| unit.bytes(QUERIES, deep);
+        let deep = |lines| unit.bytes(lines, QUERIES);
         let ds_bytes = KEYS * NR * 4;
         let buffers = Self {
             unit,
             keys: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
-            values: Packed::a(unit, pieces.take(unit.bytes(rows, e)), e),
+            values: Packed::a(unit, pieces.take(unit.bytes(rows, v)), v),
             keys_transposed: Packed::a(unit, pieces.take(unit.bytes(lines, positions)), positions),
             dk: pieces.take(rows * lines * 4),
-            dv: pieces.take(rows * lines * 4),
+            dv: pieces.take(rows * value_lines * 4),
             stride: lines,
-            query: Packed::b(unit, pieces.take(columns()), e),
-            dout: Packed::b(unit, pieces.take(columns()), e),
-            query_rows: Packed::b(unit, pieces.take(deep()), QUERIES),
-            dout_rows: Packed::b(unit, pieces.take(deep()), QUERIES),
+            value_stride: value_lines,
+            query: Packed::b(unit, pieces.take(columns(e)), e),
+            dout: Packed::b(unit, pieces.take(columns(v)), v),
+            query_rows: Packed::b(unit, pieces.take(deep(lines)), QUERIES),
+            dout_rows: Packed::b(unit, pieces.take(deep(value_lines)), QUERIES),
             scores: pieces.take(PANELS * KEYS * NR * 4),
             dp: pieces.take(PANELS * KEYS * NR * 4),
             ds_panels: pieces.take(PANELS * ds_bytes),
@@ -80,9 +83,9 @@ impl Buffers {
         (buffers, pieces.used)
     }
 
-    /// Bytes of one thread.
-    pub fn bytes(unit: Unit, positions: usize, e: usize) -> usize {
-        Self::carve(std::ptr::null_mut(), unit, positions, e).1
+    /// Bytes of one thread, for heads of `e` elements in Q and K and of `v` in V.
+    pub fn bytes(unit: Unit, positions: usize, (e, v): (usize, usize)) -> usize {
+        Self::carve(std::ptr::null_mut(), unit, positions, (e, v)).1
     }
 
     /// Weights and gradients of scores of panel `p` of a tile: from scores and do·vᵀ of its first `seen` keys; there are none
@@ -164,26 +167,26 @@ fn over<T: Float, Q: Float, K: Float>(
     places: Places,
 ) {
     let shape = HeadShape::of(&call);
-    let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let HeadShape { seq, e, v, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let (dout, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)));
     let (o, lse) = (Ptr(call.input::<T>(inputs.o)), Ptr(call.input::<f32>(inputs.lse)));
     let starts = Ptr(call.given::<u32>(inputs.starts).unwrap_or(std::ptr::null()));
     let (dq, scratch) = (Ptr(dq), Ptr(call.scratch::<u8>()));
-    let bytes = Buffers::bytes(unit, places.room, e);
+    let bytes = Buffers::bytes(unit, places.room, (e, v));
     call.pool.run(call.size("batch") * kv_heads, |task, worker| {
         let (b, kv_head) = (task / kv_heads, task % kv_heads);
         // SAFETY: the task owns the columns of its heads in the gradients; each worker has buffers of its own.
         unsafe {
-            let t = Buffers::carve(scratch.get().add(worker * bytes), unit, places.room, e).0;
+            let t = Buffers::carve(scratch.get().add(worker * bytes), unit, places.room, (e, v)).0;
             for run in places.runs() {
                 let [key, value] = kv.head(b, run.row, kv_head);
                 pack_a(simd, key, run.len, e, t.keys.rows_from(unit, run.at));
-                pack_a(simd, value, run.len, e, t.values.rows_from(unit, run.at));
+                pack_a(simd, value, run.len, v, t.values.rows_from(unit, run.at));
                 pack_a(simd, key.transposed(), e, run.len, t.keys_transposed.rows_deep(unit, run.at));
             }
             t.dk.write_bytes(0, places.room.next_multiple_of(KEYS) * t.stride);
-            t.dv.write_bytes(0, places.room.next_multiple_of(KEYS) * t.stride);
+            t.dv.write_bytes(0, places.room.next_multiple_of(KEYS) * t.value_stride);
             let tiles =
                 |run: Run| (0..run.len).step_by(QUERIES).map(move |q| (run.local + q, run.whole + q, run.len - q));
             for h in kv_head * group..(kv_head + 1) * group {
@@ -191,13 +194,13 @@ fn over<T: Float, Q: Float, K: Float>(
                     let rows = QUERIES.min(rest);
                     let at = shape.o(b, row, h);
                     *t.dots = [0.0; QUERIES];
-                    row_dots(simd, dout.at(at), o.at(at), heads * e, t.dots.cast(), rows, e);
+                    row_dots(simd, dout.at(at), o.at(at), heads * v, t.dots.cast(), rows, v);
                     // Queries that are not there weigh nothing.
                     *t.lse = [f32::INFINITY; QUERIES];
                     std::ptr::copy_nonoverlapping(lse.at((b * heads + h) * seq + row), t.lse.cast(), rows);
                     let query = Matrix::rows(qkv.at(shape.q(b, row, h)), width);
-                    let (dout, mask) = (Matrix::rows(dout.at(at), heads * e), Mask::of(starts.get(), b, seq, window));
-                    query_tile(simd, &t, query, dout, (row, position), rows, mask, places.runs(), e, scale);
+                    let (dout, mask) = (Matrix::rows(dout.at(at), heads * v), Mask::of(starts.get(), b, seq, window));
+                    query_tile(simd, &t, query, dout, (row, position), rows, mask, places.runs(), (e, v), scale);
                     for first in (0..rows).step_by(NR) {
                         let to = dq.at((b * seq + row + first) * dq_width + h * e);
                         let sums = t.dq.add(first * t.stride);
@@ -206,9 +209,9 @@ fn over<T: Float, Q: Float, K: Float>(
                 }
             }
             for run in places.runs() {
-                let (at, from) = (dkv.at(b, run.row, kv_head), run.at * t.stride);
-                round_rows(simd, t.dk.add(from), t.stride, dkv.first.at(at), dkv.width, run.len, e);
-                round_rows(simd, t.dv.add(from), t.stride, dkv.first.at(at + dkv.values), dkv.width, run.len, e);
+                let [key, value] = dkv.at(b, run.row, kv_head).map(|at| dkv.first.at(at));
+                round_rows(simd, t.dk.add(run.at * t.stride), t.stride, key, dkv.width, run.len, e);
+                round_rows(simd, t.dv.add(run.at * t.value_stride), t.value_stride, value, dkv.width, run.len, v);
             }
         }
     });
@@ -225,7 +228,7 @@ unsafe fn query_tile<'k, T: Float>(
     rows: usize,
     mask: Mask,
     runs: impl Iterator<Item = &'k KeyRun>,
-    e: usize,
+    (e, v): (usize, usize),
     scale: f32,
 ) {
     let unit = t.unit;
@@ -234,9 +237,9 @@ unsafe fn query_tile<'k, T: Float>(
     // SAFETY: the caller vouches for `rows` queries; buffers are as large as their sizes say.
     unsafe {
         pack_b(simd, query.transposed(), rows, e, t.query);
-        pack_b(simd, dout.transposed(), rows, e, t.dout);
+        pack_b(simd, dout.transposed(), rows, v, t.dout);
         pack_b(simd, query, e, rows, t.query_rows);
-        pack_b(simd, dout, e, rows, t.dout_rows);
+        pack_b(simd, dout, v, rows, t.dout_rows);
         t.dq.write_bytes(0, PANELS * t.stride * NR);
         let seen = mask.first_of(row, position, rows);
         for run in runs {
@@ -248,12 +251,12 @@ unsafe fn query_tile<'k, T: Float>(
                 for p in 0..rows.div_ceil(NR) {
                     // On the diagonal a panel sees the keys up to its last query.
                     let (panel, seen) = (p * KEYS * NR, keys.min(q0 + (p + 1) * NR - k0));
-                    let shape = (whole(unit, seen), NR, e);
+                    let shape = |deep| (whole(unit, seen), NR, deep);
                     let columns = p * NR;
                     let (keys_here, values_here) = (t.keys.rows_from(unit, at), t.values.rows_from(unit, at));
                     let (scores, dp) = (into(t.scores.add(panel), NR, false), into(t.dp.add(panel), NR, false));
-                    multiply::<T>(simd, shape, keys_here, t.query.columns_from(columns), scores);
-                    multiply::<T>(simd, shape, values_here, t.dout.columns_from(columns), dp);
+                    multiply::<T>(simd, shape(e), keys_here, t.query.columns_from(columns), scores);
+                    multiply::<T>(simd, shape(v), values_here, t.dout.columns_from(columns), dp);
                     let (first, queries) = ((row + columns, position + columns), NR.min(rows - columns));
                     hide(t.scores.add(panel), run.first + k0, seen, first, queries, mask);
                     t.panel::<T>(simd, p, seen, keys, scale);
@@ -265,12 +268,12 @@ unsafe fn query_tile<'k, T: Float>(
                 let step = NR.next_multiple_of(unit.rows());
                 for r0 in (0..keys).step_by(step) {
                     let from = if k0 == q0 { r0 / NR * NR } else { 0 };
-                    let shape =
-                        (whole(unit, step.min(keys - r0)), if unit == Unit::Amx { lines } else { e }, rows - from);
-                    let at = (at + r0) * t.stride;
-                    for (a, b, c) in [(t.p_rows, t.dout_rows, t.dv), (t.ds_rows, t.query_rows, t.dk)] {
-                        let a = a.rows_from(unit, r0).rows_deep(unit, from);
-                        multiply::<T>(simd, shape, a, b.columns_deep(unit, from), into(c.add(at), t.stride, true));
+                    let of_values = (t.p_rows, t.dout_rows, t.dv, t.value_stride, v);
+                    let of_keys = (t.ds_rows, t.query_rows, t.dk, t.stride, e);
+                    for (a, b, c, stride, n) in [of_values, of_keys] {
+                        let shape = (whole(unit, step.min(keys - r0)), whole(unit, n), rows - from);
+                        let (a, c) = (a.rows_from(unit, r0).rows_deep(unit, from), c.add((at + r0) * stride));
+                        multiply::<T>(simd, shape, a, b.columns_deep(unit, from), into(c, stride, true));
                     }
                 }
             }

@@ -1,6 +1,6 @@
 //! Attention of new positions over a cache of keys and values.
 //!
-//! Shapes: qkv `[b, s, (q + 2u)·e]`, cache `[b, t, 2u·e]`, start and count `[b]`, o `[b, s, q·e]`. Keys are visited as in
+//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[b, t, u·(e + v)]`, start and count `[b]`, o `[b, s, q·v]`. Keys are visited as in
 //! `forward`, so a position gets the same bits however the text before it was cut into calls.
 
 use super::super::call::{Call, Ptr};
@@ -12,7 +12,8 @@ use super::{KEYS, KeyRun, Mask};
 /// Appends the new keys and values to the cache, then o.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let (batch, seq, context) = (call.size("batch"), call.size("seq"), call.size("cache"));
-    let (heads, kv_heads, e) = (call.size("heads"), call.size("kv_heads"), call.size("head_dim"));
+    let (heads, kv_heads) = (call.size("heads"), call.size("kv_heads"));
+    let (e, v) = (call.size("head_dim"), call.size("value_dim"));
     let (width, cached, group) = (call.size("qkv"), call.size("kv"), heads / kv_heads);
     let (qkv, start, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(2)), Ptr(call.input::<u32>(3)));
     let Some(cache) = call.output::<T>(1).map(Ptr) else { return };
@@ -43,28 +44,28 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     call.pool.run(batch * kv_heads * parts, |task, worker| {
         let (b, kv, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
         let (start, count) = span(b);
-        let at = |i: usize, h: usize| ((b * seq + i) * heads + h) * e;
+        let at = |i: usize, h: usize| ((b * seq + i) * heads + h) * v;
         // SAFETY: the task owns these rows of o; each worker has buffers of its own; positions up to start + count are in
         // the cache.
         unsafe {
-            let buffers = Buffers::of(scratch.get(), worker, unit, context, e);
+            let buffers = Buffers::of(scratch.get(), worker, unit, context, (e, v));
             let mask = Mask::of(std::ptr::null(), b, context, window);
             let run = KeyRun { len: start + count, ..KeyRun::default() };
             if part * NR < count {
-                let key = cache.at(b * context * cached + kv * e).cast_const();
-                let kv = [key, key.add(kv_heads * e)].map(|first| Matrix::rows(first, cached));
+                let at = |column: usize| cache.at(b * context * cached + column).cast_const();
+                let kv = [kv * e, kv_heads * e + kv * v].map(|column| Matrix::rows(at(column), cached));
                 let first = mask.first_of(0, start + part * NR, 1) / KEYS * KEYS;
-                buffers.pack(simd, kv, &run, (first, run.len), e);
+                buffers.pack(simd, kv, &run, (first, run.len), (e, v));
             }
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
                     let queries = count.saturating_sub(first).min(NR);
-                    (first + queries..seq.min(first + NR)).for_each(|i| o.slice(at(i, h), e).fill(T::of(0.0)));
+                    (first + queries..seq.min(first + NR)).for_each(|i| o.slice(at(i, h), v).fill(T::of(0.0)));
                     if queries > 0 {
                         let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
                         let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
-                        let (size, at) = ((queries, e, scale), (0, start + first));
-                        buffers.attend(simd, size, query, at, [run].iter(), mask, o, heads * e, null);
+                        let (size, at) = ((queries, (e, v), scale), (0, start + first));
+                        buffers.attend(simd, size, query, at, [run].iter(), mask, o, heads * v, null);
                     }
                 }
             }

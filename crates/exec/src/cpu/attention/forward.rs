@@ -13,14 +13,14 @@ pub(super) struct Buffers {
     unit: Unit,
     /// Keys as the rows of a left operand, `e` deep.
     keys: Packed,
-    /// Values transposed: `e` rows of a left operand, as deep as there are positions.
+    /// Values transposed: `v` rows of a left operand, as deep as there are positions.
     values: Packed,
     /// A panel of queries, `e` deep.
     query: *mut u8,
     /// KEYS rows of NR scores, and the weights as a right operand.
     scores: *mut f32,
     weights: *mut u8,
-    /// `e` rows of NR sums, and the same transposed.
+    /// `v` rows of NR sums, and the same transposed.
     out: *mut f32,
     transposed: *mut f32,
     /// Per query: largest score and sum of weights so far.
@@ -34,9 +34,9 @@ struct Lanes {
 }
 
 impl Buffers {
-    fn carve(base: *mut u8, unit: Unit, positions: usize, e: usize) -> (Self, usize) {
+    fn carve(base: *mut u8, unit: Unit, positions: usize, (e, v): (usize, usize)) -> (Self, usize) {
         let mut pieces = Pieces { base, used: 0 };
-        let rows = e.next_multiple_of(96);
+        let rows = v.next_multiple_of(96);
         let buffers = Self {
             unit,
             keys: Packed::a(unit, pieces.take(unit.bytes(positions.next_multiple_of(KEYS), e)), e),
@@ -51,17 +51,17 @@ impl Buffers {
         (buffers, pieces.used)
     }
 
-    /// Bytes of one thread.
-    pub fn bytes(unit: Unit, positions: usize, e: usize) -> usize {
-        Self::carve(std::ptr::null_mut(), unit, positions, e).1
+    /// Bytes of one thread, for heads of `e` elements in Q and K and of `v` in V.
+    pub fn bytes(unit: Unit, positions: usize, (e, v): (usize, usize)) -> usize {
+        Self::carve(std::ptr::null_mut(), unit, positions, (e, v)).1
     }
 
     /// # Safety
     /// `scratch` holds `bytes` for every worker.
-    pub unsafe fn of(scratch: *mut u8, worker: usize, unit: Unit, positions: usize, e: usize) -> Self {
+    pub unsafe fn of(scratch: *mut u8, worker: usize, unit: Unit, positions: usize, heads: (usize, usize)) -> Self {
         // SAFETY: the caller vouches.
-        let own = unsafe { scratch.add(worker * Self::bytes(unit, positions, e)) };
-        Self::carve(own, unit, positions, e).0
+        let own = unsafe { scratch.add(worker * Self::bytes(unit, positions, heads)) };
+        Self::carve(own, unit, positions, heads).0
     }
 
     /// Packs the keys and values of a run, from `from`, a multiple of a tile, up to `end`.
@@ -71,14 +71,14 @@ impl Buffers {
         [key, value]: [Matrix<T>; 2],
         run: &KeyRun,
         (from, end): (usize, usize),
-        e: usize,
+        (e, v): (usize, usize),
     ) {
         let Self { unit, keys, values, .. } = *self;
         let (row, at, n) = (run.row + from, run.at + from, end - from);
         // SAFETY: the caller vouches for the rows of each.
         unsafe {
             pack_a(simd, key.skip_rows(row), n, e, keys.rows_from(unit, at));
-            pack_a(simd, value.skip_rows(row).transposed(), e, n, values.rows_deep(unit, at));
+            pack_a(simd, value.skip_rows(row).transposed(), v, n, values.rows_deep(unit, at));
         }
     }
 
@@ -88,7 +88,7 @@ impl Buffers {
     pub unsafe fn attend<'k, T: Float, O: Float>(
         &self,
         simd: Simd,
-        (queries, e, scale): (usize, usize, f32),
+        (queries, (e, v), scale): (usize, (usize, usize), f32),
         query: Matrix<T>,
         (row, position): (usize, usize),
         runs: impl Iterator<Item = &'k KeyRun>,
@@ -98,7 +98,7 @@ impl Buffers {
         lse: *mut f32,
     ) {
         let Self { unit, keys, values, scores, weights, out, lanes, .. } = *self;
-        let rows = whole(unit, e);
+        let rows = whole(unit, v);
         // SAFETY: the keys and values of all positions up to the last query are packed; the caller vouches for the rest.
         unsafe {
             let packed = Packed::b(unit, self.query, e);
@@ -113,18 +113,18 @@ impl Buffers {
                     let to = Target::F32 { ptr: scores, stride: NR, add: false };
                     multiply::<T>(simd, (whole(unit, n), NR, e), keys.rows_from(unit, at), packed, to);
                     hide(scores, run.first + k0, n, (row, position), queries, mask);
-                    weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, e);
+                    weigh::<T>(simd, unit, scores, weights, n, scale, lanes, out, v);
                     let (value, weight) = (values.rows_deep(unit, at), Packed::b(unit, weights, KEYS));
                     multiply::<T>(simd, (rows, NR, n), value, weight, Target::F32 { ptr: out, stride: NR, add: true });
                 }
             }
             // A query that has seen no key has no weights.
             let sums = (*lanes).sums.map(|sum| if sum == 0.0 { 1.0 } else { sum });
-            for row in 0..e {
+            for row in 0..v {
                 let row = &mut *out.cast::<[f32; NR]>().add(row);
                 row.iter_mut().zip(&sums).for_each(|(x, sum)| *x /= sum);
             }
-            transpose_rows(simd, out, self.transposed, o, stride, queries, e);
+            transpose_rows(simd, out, self.transposed, o, stride, queries, v);
             if !lse.is_null() {
                 (0..queries).for_each(|l| *lse.add(l) = (*lanes).maxima[l] + (*lanes).sums[l].ln());
             }
@@ -179,7 +179,7 @@ pub fn over_parts<T: Float>(call: Call, window: Option<usize>, ring: Option<Ring
 /// o and lse of the queries of input 0; input `starts`, if given, says where documents start.
 fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T>, places: Places, starts: usize) {
     let shape = HeadShape::of(&call);
-    let HeadShape { seq, e, heads, group, kv_heads, width, scale } = shape;
+    let HeadShape { seq, e, v, heads, group, kv_heads, width, scale } = shape;
     let (simd, unit) = (call.simd, Unit::of::<T>(call.simd));
     let qkv = Ptr(call.input::<T>(0));
     let starts = Ptr(call.given::<u32>(starts).unwrap_or(std::ptr::null()));
@@ -195,9 +195,9 @@ fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T
         let (b, kv_head, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
         // SAFETY: the task owns these rows of o and lse; each worker has buffers of its own.
         unsafe {
-            let buffers = Buffers::of(scratch.get(), worker, unit, places.room, e);
+            let buffers = Buffers::of(scratch.get(), worker, unit, places.room, (e, v));
             let runs = || places.runs().filter(|run| run.first < end);
-            runs().for_each(|run| buffers.pack(simd, kv.head(b, 0, kv_head), run, (0, run.len), e));
+            runs().for_each(|run| buffers.pack(simd, kv.head(b, 0, kv_head), run, (0, run.len), (e, v)));
             let mask = Mask::of(starts.get(), b, seq, window);
             for h in kv_head * group..(kv_head + 1) * group {
                 for (row, position, queries) in (part..panels).step_by(parts).map(|panel| places.panel(panel)) {
@@ -207,8 +207,8 @@ fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T
                         lse => lse.add((b * heads + h) * seq + row),
                     };
                     let o = o.at(shape.o(b, row, h));
-                    let (size, at) = ((queries, e, scale), (row, position));
-                    buffers.attend(simd, size, query, at, runs(), mask, o, heads * e, lse);
+                    let (size, at) = ((queries, (e, v), scale), (row, position));
+                    buffers.attend(simd, size, query, at, runs(), mask, o, heads * v, lse);
                 }
             }
         }

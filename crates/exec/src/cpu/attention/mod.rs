@@ -1,6 +1,6 @@
 //! Causal attention over packed Q·K·V, tile by tile: the score matrix never exists whole.
 //!
-//! Shapes: qkv `[b, s, (q + 2u)·e]`, o `[b, s, q·e]`, lse `[b, q, s]`. Query head `h` reads key and value head
+//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, o `[b, s, q·v]`, lse `[b, q, s]`. Query head `h` reads key and value head
 //! `h / (q / u)`.
 //!
 //! A task owns a key-value head of a sequence, or some of the queries that read it, and packs the keys and values once. Tiles are
@@ -49,7 +49,10 @@ const KEYS: usize = 96;
 #[derive(Clone, Copy)]
 struct HeadShape {
     seq: usize,
+    /// Elements of a head of Q and K.
     e: usize,
+    /// Elements of a head of V.
+    v: usize,
     heads: usize,
     group: usize,
     kv_heads: usize,
@@ -64,6 +67,7 @@ impl HeadShape {
         Self {
             seq: call.size("seq"),
             e,
+            v: call.size("value_dim"),
             heads,
             group: heads / kv_heads,
             kv_heads,
@@ -82,11 +86,11 @@ impl HeadShape {
     }
 
     fn v(&self, b: usize, s: usize, kv: usize) -> usize {
-        self.q(b, s, self.heads + self.kv_heads + kv)
+        self.k(b, s, self.kv_heads) + kv * self.v
     }
 
     fn o(&self, b: usize, s: usize, h: usize) -> usize {
-        ((b * self.seq + s) * self.heads + h) * self.e
+        ((b * self.seq + s) * self.heads + h) * self.v
     }
 }
 
@@ -100,6 +104,7 @@ struct Keys<T> {
     /// Rows of a sequence.
     rows: usize,
     e: usize,
+    v: usize,
 }
 
 impl<T> Keys<*const T> {
@@ -110,18 +115,18 @@ impl<T> Keys<*const T> {
 
     /// Those of packed K·V with so many rows.
     fn apart(shape: &HeadShape, kv: *const T, rows: usize) -> Self {
-        Self::new(shape, kv, 2 * shape.kv_heads * shape.e, rows)
+        Self::new(shape, kv, shape.kv_heads * (shape.e + shape.v), rows)
     }
 }
 
 impl<T> Keys<T> {
     fn new(shape: &HeadShape, first: T, width: usize, rows: usize) -> Self {
-        Self { first: Ptr(first), width, values: shape.kv_heads * shape.e, rows, e: shape.e }
+        Self { first: Ptr(first), width, values: shape.kv_heads * shape.e, rows, e: shape.e, v: shape.v }
     }
 
-    /// Where row `row` of sequence `b` starts for a key head.
-    fn at(&self, b: usize, row: usize, head: usize) -> usize {
-        (b * self.rows + row) * self.width + head * self.e
+    /// Where row `row` of sequence `b` starts for a key head, and for a value head.
+    fn at(&self, b: usize, row: usize, head: usize) -> [usize; 2] {
+        [head * self.e, self.values + head * self.v].map(|column| (b * self.rows + row) * self.width + column)
     }
 }
 
@@ -131,9 +136,8 @@ impl<T: Float> Keys<*const T> {
     /// # Safety
     /// The operand has the row.
     unsafe fn head(&self, b: usize, row: usize, head: usize) -> [Matrix<T>; 2] {
-        let at = self.at(b, row, head);
         // SAFETY: the caller vouches.
-        [at, at + self.values].map(|at| Matrix::rows(unsafe { self.first.at(at) }, self.width))
+        self.at(b, row, head).map(|at| Matrix::rows(unsafe { self.first.at(at) }, self.width))
     }
 }
 
@@ -332,7 +336,7 @@ impl Scratch {
 
     /// As a device profile's terms, with the letter of positions.
     pub fn terms(&self, position: &'static str, both: &'static str) -> (u64, Vec<(u64, &'static str)>) {
-        let terms = [(self.per_element, "head_dim"), (self.per_position, position), (self.per_both, both)];
+        let terms = [(self.per_element, "widest_dim"), (self.per_position, position), (self.per_both, both)];
         (self.fixed as u64, terms.map(|(bytes, letters)| (bytes as u64, letters)).to_vec())
     }
 }
@@ -340,13 +344,13 @@ impl Scratch {
 /// Scratch of `forward` and `cached`.
 pub fn scratch(simd: Simd, compute: DType, threads: usize) -> Scratch {
     let unit = Unit::for_dtype(compute, simd);
-    Scratch::of(threads, |positions, e| forward::Buffers::bytes(unit, positions, e))
+    Scratch::of(threads, |positions, e| forward::Buffers::bytes(unit, positions, (e, e)))
 }
 
 /// Scratch of `grad`.
 pub fn grad_scratch(simd: Simd, compute: DType, threads: usize) -> Scratch {
     let unit = Unit::for_dtype(compute, simd);
-    Scratch::of(threads, |positions, e| backward::Buffers::bytes(unit, positions, e))
+    Scratch::of(threads, |positions, e| backward::Buffers::bytes(unit, positions, (e, e)))
 }
 
 #[cfg(test)]
@@ -429,14 +433,14 @@ mod tests {
     fn the_profile_asks_for_enough_scratch_at_every_shape() {
         for unit in [Unit::Vector, Unit::Amx] {
             for bytes in [forward::Buffers::bytes, backward::Buffers::bytes] {
-                let scratch = Scratch::of(3, |positions, e| bytes(unit, positions, e));
+                let scratch = Scratch::of(3, |positions, e| bytes(unit, positions, (e, e)));
                 for positions in (1..200).chain([1000, 4097, 100_000]) {
                     for e in (1..200).chain([256, 1000, 4096]) {
                         let asked = scratch.fixed
                             + scratch.per_element * e
                             + scratch.per_position * positions
                             + scratch.per_both * positions * e;
-                        let needed = 3 * bytes(unit, positions, e);
+                        let needed = 3 * bytes(unit, positions, (e, e));
                         assert!(asked >= needed, "{unit:?}, {positions} positions, head of {e}");
                         assert!(asked <= 2 * needed + (3 << 21), "{unit:?}: {asked} for {needed}");
                     }

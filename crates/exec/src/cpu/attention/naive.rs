@@ -43,7 +43,7 @@ pub fn scores<T: Float>(call: Call, window: Option<usize>) {
 /// o from p and qkv.
 pub fn mix<T: Float>(call: Call) {
     let shape = HeadShape::of(&call);
-    let HeadShape { seq, e, heads: all, group, width, .. } = shape;
+    let HeadShape { seq, v, heads: all, group, width, .. } = shape;
     let (p, qkv) = (call.input::<T>(0), call.input::<T>(1));
     let Some(o) = call.output::<T>(0) else { return };
     for (b, h) in heads(&call, shape) {
@@ -51,8 +51,8 @@ pub fn mix<T: Float>(call: Call) {
         unsafe {
             let weights = Matrix::rows(p.add((b * all + h) * seq * seq), seq);
             let value = Matrix::rows(qkv.add(shape.v(b, 0, h / group)), width);
-            let target = Target::new(o.add(shape.o(b, 0, h)), all * e);
-            gemm(call.pool, call.simd, (seq, e, seq), weights, value, target, call.scratch());
+            let target = Target::new(o.add(shape.o(b, 0, h)), all * v);
+            gemm(call.pool, call.simd, (seq, v, seq), weights, value, target, call.scratch());
         }
     }
 }
@@ -60,25 +60,25 @@ pub fn mix<T: Float>(call: Call) {
 /// dp and the V section of dqkv from do, p and qkv.
 pub fn mix_grad<T: Float>(call: Call) {
     let shape = HeadShape::of(&call);
-    let HeadShape { seq, e, heads: all, group, width, .. } = shape;
+    let HeadShape { seq, e, v, heads: all, group, width, .. } = shape;
     let (dout, p, qkv) = (call.input::<T>(0), call.input::<T>(1), call.input::<T>(2));
     let (dp, dqkv) = (call.output::<T>(0), call.output::<T>(1));
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
-    let (sums, gemm_scratch) = (pieces.take(seq * e * 4), pieces.take(0));
+    let (sums, gemm_scratch) = (pieces.take(seq * v * 4), pieces.take(0));
     for (b, h) in heads(&call, shape) {
         // SAFETY: as in `scores`; sections of dqkv are apart.
         unsafe {
             let at = (b * all + h) * seq * seq;
-            let dout = Matrix::rows(dout.add(shape.o(b, 0, h)), all * e);
+            let dout = Matrix::rows(dout.add(shape.o(b, 0, h)), all * v);
             if let Some(dp) = dp {
                 let value = Matrix::rows(qkv.add(shape.v(b, 0, h / group)), width).transposed();
-                gemm(call.pool, call.simd, (seq, seq, e), dout, value, Target::new(dp.add(at), seq), gemm_scratch);
+                gemm(call.pool, call.simd, (seq, seq, v), dout, value, Target::new(dp.add(at), seq), gemm_scratch);
             }
             if let Some(dqkv) = dqkv {
                 let weights = Matrix::rows(p.add(at), seq).transposed();
-                let target = Target::F32 { ptr: sums, stride: e, add: h % group > 0 };
-                gemm(call.pool, call.simd, (seq, e, seq), weights, dout, target, gemm_scratch);
-                finish_head(&call, shape, h, sums, dqkv.add(shape.v(b, 0, h / group)));
+                let target = Target::F32 { ptr: sums, stride: v, add: h % group > 0 };
+                gemm(call.pool, call.simd, (seq, v, seq), weights, dout, target, gemm_scratch);
+                finish_head(&call, (shape, v), h, sums, dqkv.add(shape.v(b, 0, h / group)));
             }
         }
     }
@@ -91,7 +91,7 @@ pub fn mix_grad<T: Float>(call: Call) {
 /// The Q and K sections of dqkv from dp, p and qkv.
 pub fn scores_grad<T: Float>(call: Call) {
     let shape = HeadShape::of(&call);
-    let HeadShape { seq, e, heads: all, group, kv_heads, width, scale } = shape;
+    let HeadShape { seq, e, heads: all, group, kv_heads, width, scale, .. } = shape;
     let (dp, p, qkv) = (Ptr(call.input::<T>(0)), Ptr(call.input::<T>(1)), call.input::<T>(2));
     let Some(dqkv) = call.output::<T>(0) else { return };
     let mut pieces = Pieces { base: call.scratch(), used: 0 };
@@ -114,7 +114,7 @@ pub fn scores_grad<T: Float>(call: Call) {
             gemm(call.pool, call.simd, (seq, e, seq), ds, key, target, gemm_scratch);
             let target = Target::F32 { ptr: sums, stride: e, add: h % group > 0 };
             gemm(call.pool, call.simd, (seq, e, seq), ds.transposed(), query, target, gemm_scratch);
-            finish_head(&call, shape, h, sums, dqkv.add(shape.k(b, 0, h / group)));
+            finish_head(&call, (shape, e), h, sums, dqkv.add(shape.k(b, 0, h / group)));
         }
     }
     clear(&call, dqkv, (all + kv_heads) * e, width, width);
@@ -125,11 +125,11 @@ fn heads(call: &Call, shape: HeadShape) -> impl Iterator<Item = (usize, usize)> 
     (0..call.size("batch") * shape.heads).map(move |i| (i / shape.heads, i % shape.heads))
 }
 
-/// Rounds the sums over a group of query heads to the key or value head that they read, after the last of them.
-unsafe fn finish_head<T: Float>(call: &Call, shape: HeadShape, h: usize, sums: *const f32, to: *mut T) {
+/// Rounds the sums over a group of query heads to the key or value head of `e` elements that they read, after the last of them.
+unsafe fn finish_head<T: Float>(call: &Call, (shape, e): (HeadShape, usize), h: usize, sums: *const f32, to: *mut T) {
     if (h + 1).is_multiple_of(shape.group) {
         // SAFETY: the caller vouches for the section of a sequence behind `to`.
-        unsafe { round_rows(call.simd, sums, shape.e, to, shape.width, shape.seq, shape.e) };
+        unsafe { round_rows(call.simd, sums, e, to, shape.width, shape.seq, e) };
     }
 }
 

@@ -1,0 +1,117 @@
+//! Heads of latent attention: copies of rows, with the part that has RoPE in front.
+
+use super::call::{Call, Kernel, Kernels, Ptr};
+use super::float::Float;
+use crate::by_kind;
+
+/// The kernels of this family.
+pub fn kernels<T: Float>() -> Kernels {
+    by_kind! { call: Call => Kernel;
+        LatentHeads { scale } => heads::<T>(call, scale),
+        LatentHeadsGrad { scale, .. } => grad::<T>(call, scale),
+    }
+}
+
+/// Sizes of a row.
+#[derive(Clone, Copy)]
+struct Sizes {
+    heads: usize,
+    /// Elements of a head of Q and K, of these with RoPE and without, and of V.
+    head: usize,
+    rope: usize,
+    plain: usize,
+    value: usize,
+    /// Elements of a row.
+    q: usize,
+    kv: usize,
+    qkv: usize,
+}
+
+impl Sizes {
+    fn of(call: &Call) -> Self {
+        let [heads, head, rope, value] = ["heads", "head_dim", "shared", "value_dim"].map(|name| call.size(name));
+        let [q, kv, qkv] = ["q", "kv", "qkv"].map(|name| call.size(name));
+        Self { heads, head, rope, plain: head - rope, value, q, kv, qkv }
+    }
+
+    /// Where a head of K and one of V start in packed Q·K·V.
+    fn key(&self, h: usize) -> usize {
+        self.q + h * self.head
+    }
+
+    fn value(&self, h: usize) -> usize {
+        2 * self.q + h * self.value
+    }
+}
+
+/// Pairs of `from` to halves of `to`: evens, then odds.
+fn to_halves<T: Float>(from: &[T], to: &mut [T], scale: f32) {
+    let (evens, odds) = to.split_at_mut(from.len() / 2);
+    for (pair, (even, odd)) in from.chunks_exact(2).zip(evens.iter_mut().zip(odds)) {
+        (*even, *odd) = (T::of(pair[0].to() * scale), T::of(pair[1].to() * scale));
+    }
+}
+
+/// qkv of q, kv and the shared key.
+fn heads<T: Float>(call: Call, scale: f32) {
+    let n = Sizes::of(&call);
+    let [q, kv, shared] = [0, 1, 2].map(|i| Ptr(call.input::<T>(i)));
+    let Some(qkv) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task.
+            let (q, kv, shared, to) = unsafe {
+                let (q, kv) = (q.slice(row * n.q, n.q), kv.slice(row * n.kv, n.kv));
+                (q, kv, shared.slice(row * n.rope, n.rope), qkv.slice(row * n.qkv, n.qkv))
+            };
+            for h in 0..n.heads {
+                let (query, expanded) =
+                    (&q[h * n.head..][..n.head], &kv[h * (n.plain + n.value)..][..n.plain + n.value]);
+                let (rope, plain) = to[h * n.head..][..n.head].split_at_mut(n.rope);
+                to_halves(&query[n.plain..], rope, scale);
+                plain.iter_mut().zip(query).for_each(|(to, from)| *to = T::of(from.to() * scale));
+                let (rope, plain) = to[n.key(h)..][..n.head].split_at_mut(n.rope);
+                to_halves(shared, rope, 1.0);
+                plain.copy_from_slice(&expanded[..n.plain]);
+                to[n.value(h)..][..n.value].copy_from_slice(&expanded[n.plain..]);
+            }
+        }
+    });
+}
+
+/// dq, dkv and, summed over heads, the gradient of the shared key.
+fn grad<T: Float>(call: Call, scale: f32) {
+    let n = Sizes::of(&call);
+    let dqkv = Ptr(call.input::<T>(0));
+    let [dq, dkv, dshared] = [0, 1, 2].map(|i| call.output::<T>(i).map(Ptr));
+    let half = n.rope / 2;
+    // Where an element of the pairs stands in halves.
+    let place = |i: usize| i / 2 + i % 2 * half;
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task.
+            unsafe {
+                let from = dqkv.slice(row * n.qkv, n.qkv);
+                if let Some(dq) = dq {
+                    for (to, head) in dq.slice(row * n.q, n.q).chunks_exact_mut(n.head).zip(from.chunks_exact(n.head)) {
+                        let (plain, rope) = to.split_at_mut(n.plain);
+                        plain.iter_mut().zip(&head[n.rope..]).for_each(|(to, dy)| *to = T::of(dy.to() * scale));
+                        rope.iter_mut().enumerate().for_each(|(i, to)| *to = T::of(head[place(i)].to() * scale));
+                    }
+                }
+                if let Some(dkv) = dkv {
+                    let to = dkv.slice(row * n.kv, n.kv).chunks_exact_mut(n.plain + n.value);
+                    for (h, to) in to.enumerate() {
+                        to[..n.plain].copy_from_slice(&from[n.key(h) + n.rope..][..n.plain]);
+                        to[n.plain..].copy_from_slice(&from[n.value(h)..][..n.value]);
+                    }
+                }
+                if let Some(dshared) = dshared {
+                    for (i, to) in dshared.slice(row * n.rope, n.rope).iter_mut().enumerate() {
+                        *to = T::of((0..n.heads).map(|h| from[n.key(h) + place(i)].to()).sum());
+                    }
+                }
+            }
+        }
+    });
+}
