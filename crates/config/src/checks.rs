@@ -246,7 +246,11 @@ const MAX_PARAMETERS: u128 = 1 << 48;
 fn parameters_can_be_counted(values: &Values) -> Option<Conflict> {
     let [vocab, layers, dim, heads, kv_heads, head_dim, ffn] =
         ["vocab_size", "layers", "dim", "heads", "kv_heads", "head_dim", "ffn"].map(|name| model(values, name));
-    let attention = 2 * dim? * head_dim? * (heads? + kv_heads?);
+    // With latent attention at most as many in projections, and those from and to the latents.
+    let [q_rank, kv_rank, value_dim] =
+        ["q_lora_rank", "kv_lora_rank", "v_head_dim"].map(|name| model(values, name).unwrap_or(0));
+    let latents = (q_rank + kv_rank) * (dim? + heads? * (head_dim? + value_dim));
+    let attention = 2 * dim? * head_dim?.max(value_dim) * (heads? + kv_heads?) + latents;
     let positions = values.count("model.positions").map_or(0, u128::from);
     // Where there are experts, their width, and as many of them.
     let count = |key| values.count(key).map(u128::from);

@@ -95,6 +95,15 @@ fn every_preset_is_accepted() {
 }
 
 #[test]
+fn scores_of_deepseek_are_multiplied_by_the_square_of_yarns_mscale() {
+    for (name, expected) in [("deepseek-v3", 1.8738542), ("deepseek-v2-lite", 1.5896262), ("llama-3-8b", 1.0)] {
+        let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
+        let found = config.model.rope_scaling.as_ref().map_or(1.0, RopeScalingConfig::score_factor);
+        assert!((found - expected).abs() < 1e-7, "{name}: {found}");
+    }
+}
+
+#[test]
 fn explicit_keys_win_over_a_preset_beside_or_below_them() {
     let config = parse("[model]\nlayers = 2\npreset = \"llama-29m\"\n");
     assert_eq!((config.model.layers, config.model.dim), (2, 512));

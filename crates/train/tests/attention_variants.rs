@@ -44,8 +44,8 @@ const DEEPSEEK_V2: &str = "architecture = \"deepseek_v2\"\nkv_heads = 4\nkv_lora
     qk_rope_head_dim = 4\nv_head_dim = 7\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nshared_experts = 2\n\
     expert_groups = 3\nexpert_top_groups = 2";
 /// Sizes that fp8 takes, also of two tensor-parallel ranks.
-const LATENT_FP8: &str = "kv_heads = 4\nkv_lora_rank = 32\nq_lora_rank = 48\nqk_nope_head_dim = 12\nqk_rope_head_dim = 4\n\
-    v_head_dim = 8";
+const LATENT_FP8: &str = "[model]\nvocab_size = 131\nlayers = 4\ndim = 32\nheads = 4\nffn = 64\nkv_lora_rank = 32\nq_lora_rank = 48\n\
+    qk_nope_head_dim = 16\nqk_rope_head_dim = 16\nv_head_dim = 8\n[train]\nseq = 16\nglobal_batch = 8\nmicro_batch = 2\nthreads = 1\n";
 /// Weights of attention as matrices, also in a window.
 const NAIVE: &str = "attention = \"naive\"";
 /// GPT-2 asks for as many key heads as query heads.
@@ -179,9 +179,9 @@ fn latent_attention_over_parts_of_sequences() {
 
 #[test]
 fn latent_attention_in_fp8() {
-    for recipe in ["current", "rowwise"] {
-        let keys = format!("[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"{recipe}\"");
-        let config = config(LATENT_FP8, &keys);
+    for recipe in ["current", "rowwise", "delayed"] {
+        let keys = format!("[precision]\npolicy = \"fp8\"\nfp8_weights = 0\nfp8_recipe = \"{recipe}\"\n");
+        let config = Config::parse(&format!("{LATENT_FP8}{keys}"), "run.toml", &[]).unwrap();
         let plan = plan(&Devices::new(), &config).unwrap();
         assert!(plan.fp8.iter().all(|(_, stays)| stays.is_none()), "{:?}", plan.fp8);
         assert!(plan.fp8.iter().any(|(weight, _)| weight.ends_with("wkv_a")), "{:?}", plan.fp8);
