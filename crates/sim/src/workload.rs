@@ -249,7 +249,9 @@ fn memory(program: &StepProgram) -> u64 {
         used[program.buffers[tensor.buffer.0].region] = true;
     }
     for slot in program.entries.iter().flat_map(|entry| &entry.schedule) {
-        for &r in &by_segment[slot.segment] {
+        // What waits in the memory of the host is none of the device's.
+        let regions = by_segment[slot.segment].iter().filter(|r| program.regions[**r].lifetime != Lifetime::Host);
+        for &r in regions {
             let region = &program.regions[r];
             used[r] = true;
             end = end.max(region.offset + (slot.copy(region.lifetime) as u64 + 1) * region.slot_bytes);
