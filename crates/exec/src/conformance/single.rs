@@ -39,7 +39,7 @@ pub(super) fn single_op(
         BufferId(0)
     });
     let (first, region) = (regions.first().map_or(0, Region::bytes), regions.len());
-    let mut end = 0;
+    let (mut end, mut host_bytes) = (0, 0);
     let mut tensors = Vec::new();
     let mut values = Vec::new();
     let mut args = Vec::new();
@@ -51,8 +51,11 @@ pub(super) fn single_op(
         let name = format!("{kind}{i}");
         let buffer = BufferId(buffers.len());
         let bytes = ty.bytes();
-        buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: end, bytes });
-        end += profile.align(bytes);
+        // Copies have one side in the memory of the host, behind the others.
+        let hosted = (*op == Op::Fetch && kind == "in") || (*op == Op::Offload && kind == "out");
+        let (region, end) = if hosted { (region + 1, &mut host_bytes) } else { (region, &mut end) };
+        buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: *end, bytes });
+        *end += profile.align(bytes);
         let value = ValueId(values.len());
         // Inputs are there when the step begins, sums are not.
         let state = if kind == "in" { State::Cache } else { State::Gradient { of: value } };
@@ -79,6 +82,9 @@ pub(super) fn single_op(
         values.push(name);
     }
     regions.push(Region { lifetime: Lifetime::Run, offset: first, slot_bytes: end, slots: 1 });
+    if host_bytes > 0 {
+        regions.push(Region { lifetime: Lifetime::Host, offset: first + end, slot_bytes: host_bytes, slots: 1 });
+    }
     let mut outputs = args.split_off(types.len());
     if let (Way::Summed(_), Some(sum)) = (way, op.spec().sums) {
         outputs[sum].sum = Sum::AfterFirst;
@@ -104,7 +110,7 @@ pub(super) fn single_op(
         mesh,
         stage: 0,
         arena_bytes: first + end,
-        host_bytes: 0,
+        host_bytes,
         regions,
         buffers,
         values,
