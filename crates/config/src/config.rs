@@ -14,7 +14,7 @@ use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
 use crate::schema::{self, Config, KEYS};
 use crate::source::{self, MAX_BYTES, Source, printable};
-use crate::value::{Bytes, CorpusConfig, Offload, SaveEvery, Value};
+use crate::value::{Bytes, CorpusConfig, OffloadSize, SaveEvery, Value};
 use crate::words::{AttentionMethod, DataFormat, LayoutSource, RecomputePolicy, TrainOnTurns};
 use crate::written::Change;
 
@@ -205,7 +205,7 @@ impl Config {
     /// The same run with the bytes that `offload.optimizer = "auto"` found; `how` is their origin in [`Config::resolved_toml`].
     pub fn with_offload(&self, bytes: u64, how: &str) -> Config {
         let mut config = self.clone();
-        config.offload.optimizer = if bytes == 0 { Offload::All(false) } else { Offload::Most(Bytes(bytes)) };
+        config.offload.optimizer = if bytes == 0 { OffloadSize::All(false) } else { OffloadSize::Most(Bytes(bytes)) };
         config.provenance.origins.insert(OFFLOAD, Origin::Auto(how.to_owned()));
         config
     }

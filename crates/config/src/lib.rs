@@ -67,7 +67,9 @@ pub use schema::{
 };
 pub use search::{FoundKey, MissingFeature, keys_at, schema, search};
 pub use suggest::nearest;
-pub use value::{Bytes, CorpusConfig, GroupConfig, Offload, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig};
+pub use value::{
+    Bytes, CorpusConfig, GroupConfig, OffloadSize, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig,
+};
 pub use words::{
     Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
     LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy, TrainOnTurns,

@@ -23,7 +23,9 @@ use crate::origin::Provenance;
 use crate::presets;
 use crate::rules;
 use crate::stages;
-use crate::value::{Bytes, CorpusConfig, Field, GroupConfig, Offload, RampConfig, RopeScalingConfig, SaveEvery, Value};
+use crate::value::{
+    Bytes, CorpusConfig, Field, GroupConfig, OffloadSize, RampConfig, RopeScalingConfig, SaveEvery, Value,
+};
 use crate::values::Values;
 use crate::words::{
     Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
@@ -490,8 +492,8 @@ tables! {
     offload: OffloadConfig {
         /// Moments and fp32 master weights. They come to the device for the update of their parameter and go back behind it, while others are
         /// updated. true: all of them. A size: as many as that has room for, of each rank. auto: the least that lets a run fit its device.
-        optimizer: Offload = SizeOrAuto, Fixed("false"), Conduct,
-            finds ["CPU offload", "optimizer offload", "ZeRO-Offload", "offload_optimizer", "host memory", "pinned memory",
+        optimizer: OffloadSize = SizeOrAuto, Fixed("false"), Conduct,
+            finds ["CPU offload", "optimizer offload", "ZeRO-OffloadSize", "offload_optimizer", "host memory", "pinned memory",
                 "model larger than the GPU"];
     }
 

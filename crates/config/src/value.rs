@@ -139,7 +139,7 @@ pub struct Bytes(pub u64);
 
 /// How much waits in the memory of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Offload {
+pub enum OffloadSize {
     /// All of it, or nothing.
     All(bool),
     /// At most so many bytes of a rank.
@@ -148,13 +148,13 @@ pub enum Offload {
     Auto,
 }
 
-impl Offload {
+impl OffloadSize {
     /// Most bytes of a rank; where it has to be found yet, none.
     pub fn most_bytes(self) -> u64 {
         match self {
-            Offload::All(true) => u64::MAX,
-            Offload::Most(Bytes(bytes)) => bytes,
-            Offload::All(false) | Offload::Auto => 0,
+            OffloadSize::All(true) => u64::MAX,
+            OffloadSize::Most(Bytes(bytes)) => bytes,
+            OffloadSize::All(false) | OffloadSize::Auto => 0,
         }
     }
 }
@@ -325,21 +325,21 @@ impl Field for SaveEvery {
     }
 }
 
-impl Field for Offload {
+impl Field for OffloadSize {
     fn from_value(value: Option<Value>) -> Option<Self> {
         match value {
-            Some(Value::Bool(all)) => Some(Offload::All(all)),
-            Some(Value::Bytes(bytes)) => Some(Offload::Most(Bytes(bytes))),
-            Some(Value::Text(word)) if word == AUTO => Some(Offload::Auto),
+            Some(Value::Bool(all)) => Some(OffloadSize::All(all)),
+            Some(Value::Bytes(bytes)) => Some(OffloadSize::Most(Bytes(bytes))),
+            Some(Value::Text(word)) if word == AUTO => Some(OffloadSize::Auto),
             _ => None,
         }
     }
 
     fn to_value(&self) -> Option<Value> {
         Some(match self {
-            Offload::All(all) => Value::Bool(*all),
-            Offload::Most(Bytes(bytes)) => Value::Bytes(*bytes),
-            Offload::Auto => Value::Text(AUTO.into()),
+            OffloadSize::All(all) => Value::Bool(*all),
+            OffloadSize::Most(Bytes(bytes)) => Value::Bytes(*bytes),
+            OffloadSize::Auto => Value::Text(AUTO.into()),
         })
     }
 }

@@ -59,8 +59,8 @@ impl<Q> Queues<Q> {
 }
 
 enum Kind {
-    Threads(Arc<ThreadCommunicator>, Queues<DeviceQueue>),
-    Processes(Queues<NcclQueue>, Arc<NcclWorld>),
+    Threads(Arc<ThreadCommunicator>, Box<Queues<DeviceQueue>>),
+    Processes(Box<Queues<NcclQueue>>, Arc<NcclWorld>),
 }
 
 /// What a rank can do with an entry, and what all do then.
@@ -104,7 +104,7 @@ impl Linked {
             Neighbours::Threads(link, turn) => {
                 let queue = |stream| DeviceQueue::new(gpu, &link.comm, stream, &turn);
                 let queues = Queues { compute: queue(stream), beside: beside.map(|stream| stream.map(queue)) };
-                Kind::Threads(link.comm, queues)
+                Kind::Threads(link.comm, Box::new(queues))
             }
             Neighbours::Processes(link, connections) => {
                 let world = Arc::new(NcclWorld::connect(gpu, &link.comm, &connections)?);
@@ -114,7 +114,7 @@ impl Linked {
                 for (made, stream) in queues.beside.iter_mut().zip(beside) {
                     *made = stream.map(|stream| queue(stream, false)).transpose()?;
                 }
-                Kind::Processes(queues, world)
+                Kind::Processes(Box::new(queues), world)
             }
         };
         Ok(Self { coordinates, calls, kind })

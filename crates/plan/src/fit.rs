@@ -5,7 +5,7 @@ use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
 use crate::{Machine, PlanError, Result, Target};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, Offload, RecomputePolicy, legal};
+use lockstep_config::{Config, OffloadSize, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -201,7 +201,7 @@ fn least_offload(machine: &dyn Machine, config: &Config, room: &Room) -> Result<
 
 /// The config with what `offload.optimizer = "auto"` finds, where that is asked for.
 pub fn with_fitting_offload(machine: &dyn Machine, config: Config, room: &Room) -> Result<Config> {
-    if config.offload.optimizer != Offload::Auto {
+    if config.offload.optimizer != OffloadSize::Auto {
         return Ok(config);
     }
     let bytes = least_offload(machine, &config, room)?;

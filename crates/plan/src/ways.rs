@@ -9,7 +9,7 @@ use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
 use lockstep_compile::{Estimator, Fit, Recompute, fit};
 use lockstep_config::{
-    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, Offload, PrecisionPolicy, RecomputePolicy,
+    Bytes, Config, GradientPrecision, MasterPrecision, MomentPrecision, OffloadSize, PrecisionPolicy, RecomputePolicy,
     legal,
 };
 use lockstep_ir::{MeshAxis, StepProgram, units};
@@ -175,7 +175,7 @@ impl Search<'_> {
         let mut all = Vec::new();
         for policy in [self.config.recompute.policy, RecomputePolicy::Full] {
             let mut config = self.config.clone();
-            (config.recompute.policy, config.offload.optimizer) = (policy, Offload::Auto);
+            (config.recompute.policy, config.offload.optimizer) = (policy, OffloadSize::Auto);
             let config = with_fitting_offload(self.machine, config, self.room)?;
             let found = Estimate::of(self.machine, &config)?;
             let needed = self.room.needs(&found.stages, self.ranks);
@@ -414,9 +414,9 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
         key("recompute.budget", size(before), size(after));
     }
     let size = |config: &Config| match config.offload.optimizer {
-        Offload::Most(Bytes(n)) => format!("\"{} MiB\"", n >> 20),
-        Offload::All(all) => all.to_string(),
-        Offload::Auto => "\"auto\"".to_owned(),
+        OffloadSize::Most(Bytes(n)) => format!("\"{} MiB\"", n >> 20),
+        OffloadSize::All(all) => all.to_string(),
+        OffloadSize::Auto => "\"auto\"".to_owned(),
     };
     key("offload.optimizer", size(before), size(after));
     let word = |policy: PrecisionPolicy| format!("\"{policy}\"");

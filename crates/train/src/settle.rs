@@ -2,7 +2,7 @@
 
 use crate::automatic::with_layout;
 use crate::{Result, TrainError};
-use lockstep_config::{Config, Offload, legal};
+use lockstep_config::{Config, OffloadSize, legal};
 use lockstep_host::Devices;
 use lockstep_ir::units;
 use lockstep_plan::{with_fitting_micro_batch, with_fitting_offload, with_micro_batch};
@@ -22,7 +22,7 @@ pub fn settled(
 
 /// The config with the least offload that fits, where it is to be found.
 fn with_offload(devices: &Devices, config: Config) -> Result<Config> {
-    if config.offload.optimizer != Offload::Auto {
+    if config.offload.optimizer != OffloadSize::Auto {
         return Ok(config);
     }
     let (bytes, how) = devices.team().told::<_, TrainError>("settle", || {

@@ -4,7 +4,7 @@ mod common;
 
 use common::{run_to, write_corpus};
 use lockstep_checkpoint::open;
-use lockstep_config::{Bytes, Config, Offload};
+use lockstep_config::{Bytes, Config, OffloadSize};
 use lockstep_host::Devices;
 use lockstep_ir::Op;
 use lockstep_ir::program::{Lifetime, Stream};
@@ -134,9 +134,9 @@ fn auto_takes_the_least_that_fits() {
     let room = |bytes: u64| Room { bytes, shared: true, place: "on a test".into() };
     let auto = config(dir.path(), &["offload.optimizer=auto"]);
     let found = |bytes: u64| with_fitting_offload(&Devices::new(), auto.clone(), &room(bytes)).unwrap();
-    assert_eq!(found(stays).offload.optimizer, Offload::All(false));
+    assert_eq!(found(stays).offload.optimizer, OffloadSize::All(false));
     let fits = found(stays - (2 << 20));
-    assert!(matches!(fits.offload.optimizer, Offload::Most(Bytes(bytes)) if (2 << 20..6 << 20).contains(&bytes)));
+    assert!(matches!(fits.offload.optimizer, OffloadSize::Most(Bytes(bytes)) if (2 << 20..6 << 20).contains(&bytes)));
     let planned = plan(&Devices::new(), &fits).unwrap();
     assert!(planned.memory.total_bytes <= stays - (2 << 20), "{}", planned.memory.total_bytes);
     assert!(fits.resolved_toml().contains("the least that fits"), "{}", fits.resolved_toml());
@@ -145,7 +145,10 @@ fn auto_takes_the_least_that_fits() {
     let all = plan(&Devices::new(), &config(dir.path(), &["offload.optimizer=true"])).unwrap();
     assert_eq!(plan(&Devices::new(), &least).unwrap().memory.host_bytes, all.memory.host_bytes);
     // On this machine it fits.
-    assert_eq!(settled(&Devices::new(), &auto, None, &mut |_, _| {}).unwrap().offload.optimizer, Offload::All(false));
+    assert_eq!(
+        settled(&Devices::new(), &auto, None, &mut |_, _| {}).unwrap().offload.optimizer,
+        OffloadSize::All(false)
+    );
 }
 
 #[test]

@@ -176,6 +176,35 @@ int cuMemGetInfo_v2(size_t *available, size_t *total) {
     *available = *total - memory_used;
     return 0;
 }
+/* What the device has allocated: by this a copy knows its direction. */
+enum { BLOCKS = 256 };
+static struct block {
+    address from, to;
+} blocks[BLOCKS];
+static void keep_block(address from, address to) {
+    for (int i = 0; i < BLOCKS; i++) {
+        address none = 0;
+        if (__atomic_compare_exchange_n(&blocks[i].from, &none, from, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+            __atomic_store_n(&blocks[i].to, to, __ATOMIC_SEQ_CST);
+            return;
+        }
+    }
+}
+static void forget_block(address from) {
+    for (int i = 0; i < BLOCKS; i++)
+        if (__atomic_load_n(&blocks[i].from, __ATOMIC_SEQ_CST) == from) {
+            __atomic_store_n(&blocks[i].to, 0, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&blocks[i].from, 0, __ATOMIC_SEQ_CST);
+        }
+}
+static int on_device(address at) {
+    for (int i = 0; i < BLOCKS; i++) {
+        address from = __atomic_load_n(&blocks[i].from, __ATOMIC_SEQ_CST);
+        if (from && from <= at && at < __atomic_load_n(&blocks[i].to, __ATOMIC_SEQ_CST))
+            return 1;
+    }
+    return 0;
+}
 int cuMemAlloc_v2(address *at, size_t bytes) {
     TRY;
     size_t total = fake_number("FAKE_CUDA_MEMORY", 1u << 30);
@@ -187,10 +216,12 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
     *block = bytes;
     memory_used += bytes;
     *at = (address)(uintptr_t)block + 256;
+    keep_block(*at, *at + bytes);
     return 0;
 }
 int cuMemFree_v2(address at) {
     TRY;
+    forget_block(at);
     size_t *block = (size_t *)(uintptr_t)(at - 256);
     memory_used -= *block;
     free(block);
@@ -218,7 +249,6 @@ static int copy(const char *function, address to, address from, size_t bytes) {
 #define COPY(name) \
     int name(address to, address from, size_t bytes) { return copy(__func__, to, from, bytes); }
 COPY(cuMemcpy)
-COPY(cuMemcpyAsync)
 COPY(cuMemcpyHtoD_v2)
 int cuMemcpyHtoDAsync_v2(address to, address from, size_t bytes, struct stream *stream) {
     TRY;
@@ -231,6 +261,14 @@ COPY(cuMemcpyDtoH_v2)
 COPY(cuMemcpyDtoHAsync_v2)
 COPY(cuMemcpyDtoD_v2)
 COPY(cuMemcpyDtoDAsync_v2)
+/* Counted and failed as the function of its direction. */
+int cuMemcpyAsync(address to, address from, size_t bytes, struct stream *stream) {
+    if (on_device(to) && !on_device(from))
+        return cuMemcpyHtoDAsync_v2(to, from, bytes, stream);
+    if (!on_device(to) && on_device(from))
+        return cuMemcpyDtoHAsync_v2(to, from, bytes);
+    return cuMemcpyDtoDAsync_v2(to, from, bytes);
+}
 #define FILL(name, type)                                                  \
     int name(address at, type value, size_t count) {                      \
         TRY;                                                              \

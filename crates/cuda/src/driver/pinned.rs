@@ -59,7 +59,14 @@ impl Pinned {
 
     /// Takes this many bytes for a run, all of them 0.
     pub fn zeroed(device: &Arc<Device>, bytes: u64) -> Result<Self, CudaError> {
-        let failed = |cause: CudaError| CudaError::Pinned { bytes: units::bytes(bytes), cause: cause.to_string() };
+        let failed = |error: CudaError| {
+            // The driver has one status for both memories.
+            let cause = match error {
+                CudaError::OutOfMemory => "the host does not have, or does not lock, as much".to_owned(),
+                other => other.to_string(),
+            };
+            CudaError::Pinned { bytes: units::bytes(bytes), cause }
+        };
         let mut pinned = Self::new(device, bytes as usize).map_err(failed)?;
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
         let piece = pinned.bytes.div_ceil(threads).max(1);
