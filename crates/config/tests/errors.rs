@@ -83,7 +83,7 @@ zebra is not a table of the config
   |
 1 | [zebra]
   |  ^^^^^
-hint: the tables are model, data, train, precision, parallel, recompute, optimizer, lora, spikes, checkpoint, eval, telemetry, cluster
+hint: the tables are model, data, train, precision, parallel, recompute, offload, optimizer, lora, spikes, checkpoint, eval, telemetry, cluster
 ",
     );
 }

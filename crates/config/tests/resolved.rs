@@ -143,6 +143,9 @@ every = 2  # default
 ops = []  # default
 # budget is not set
 
+[offload]
+optimizer = false  # default
+
 [optimizer]
 name = "adamw"  # default
 lr = 0.001  # --set
