@@ -33,7 +33,8 @@ pub fn ways_to_fit(machine: &dyn Machine, config: &Config, room: &Room, rates: O
     let whole = search.step(config, &before.programs)?;
     let needed_bytes = room.needs(&before.stages, search.ranks);
     let mut found = search.over(&search.accepted(arrangements(config)));
-    found.fitting.extend(search.offloaded()?);
+    // What cannot be compiled is no way out.
+    found.fitting.extend(search.offloaded().unwrap_or_default());
     let mut changes = search.cheapest(&mut found, whole, needed_bytes);
     // Other numbers are computed only where the same ones do not fit often enough.
     for other in other_precisions(config) {
