@@ -1,11 +1,11 @@
 //! `lockstep bench`: this machine's measured peaks; `lockstep bench train`: the speed of a training step. `lockstep bench
-//! collectives` and `checkpoint` are beside it.
+//! collectives`, `generate` and `checkpoint` are beside it.
 
 use crate::failure::{Failure, Result};
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
-use crate::{Format, bench_checkpoint, bench_collectives, machine, warn};
+use crate::{Format, bench_checkpoint, bench_collectives, bench_generate, machine, warn};
 use lockstep_config::Config;
 use lockstep_exec::cpu;
 use lockstep_host::Devices;
@@ -34,6 +34,8 @@ enum What {
     /// Time collectives and messages between ranks: threads of this process, processes of this machine, or those that
     /// torchrun, srun or mpirun started. Results are checked.
     Collectives(bench_collectives::Args),
+    /// Time generation of a config or a preset, on random tokens: reading prompts, and writing texts one token at a time.
+    Generate(bench_generate::Args),
     /// Time checkpoints: how long steps wait for one in the background, beside a copy in memory and beside a synchronous one.
     Checkpoint(bench_checkpoint::Args),
 }
@@ -181,6 +183,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     match args.what {
         Some(What::Train(train)) => run_train(*train)?,
         Some(What::Collectives(collectives)) => return bench_collectives::run(&collectives),
+        Some(What::Generate(generate)) => bench_generate::run(&generate)?,
         Some(What::Checkpoint(checkpoint)) => bench_checkpoint::run(&checkpoint)?,
         None => match (&args.peaks.save, &args.peaks.learn) {
             (Some(name), _) => machine::save(name, &args.peaks.device, &args.peaks.ranks)?,

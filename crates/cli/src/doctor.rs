@@ -11,7 +11,7 @@ use lockstep_exec::comm::{self, Subject};
 use lockstep_exec::conformance::{self, CaseOutcome};
 use lockstep_exec::cpu::{self, CpuExecutor, Simd};
 use lockstep_exec::{ExecError, Executor};
-use lockstep_ir::{DType, StepProgram, units};
+use lockstep_ir::{DType, OpKind, StepProgram, units};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::time::Duration;
@@ -31,6 +31,9 @@ pub struct Args {
     /// Whose kernels, or communication, are checked.
     #[arg(long, value_parser = ["cpu", "cuda"], default_value = "cpu", requires = "conformance")]
     device: String,
+    /// Check the kernels of this op alone, such as linear; may be given several times.
+    #[arg(long = "op", value_name = "NAME", requires = "conformance", conflicts_with = "world")]
+    ops: Vec<String>,
     /// How to print what this machine has.
     #[arg(long, value_enum, default_value = "text", conflicts_with = "conformance")]
     format: Format,
@@ -41,7 +44,7 @@ pub fn run(args: Args) -> Result<()> {
         return world::run(args.conformance.then_some(args.device.as_str()), args.format);
     }
     if args.conformance {
-        return check(&args.device, args.seed);
+        return check(&args.device, args.seed, &args.ops);
     }
     let mut out = std::io::stdout().lock();
     if args.format == Format::Json {
@@ -105,7 +108,15 @@ fn ready(findings: &[Finding]) -> bool {
     findings.iter().all(|f| f.found.is_ok() || !f.needed)
 }
 
-fn check(device: &str, seed: u64) -> Result<()> {
+fn check(device: &str, seed: u64, ops: &[String]) -> Result<()> {
+    if let Some(unknown) =
+        ops.iter().find(|name| !OpKind::ALL.iter().flat_map(|kind| kind.rows()).any(|row| row.name == **name))
+    {
+        return Err(Failure::request(
+            format!("no op is called {unknown}"),
+            "`lockstep explain RUN.TOML --verbose` shows the ops of a program",
+        ));
+    }
     let gpu = if device == "cuda" { Some(Gpu::open(0, false).map_err(ExecError::from)?) } else { None };
     let threads = cpu::cores();
     let mut out = std::io::stdout().lock();
@@ -116,7 +127,9 @@ fn check(device: &str, seed: u64) -> Result<()> {
         // Too few are told of.
         Some(gpu) => lockstep_cuda::subjects(gpu, count, timeout).unwrap_or_default(),
     };
-    match comm::conformance::check(&ranks) {
+    let communication = if ops.is_empty() { comm::conformance::check(&ranks) } else { Ok(()) };
+    match communication {
+        Ok(()) if !ops.is_empty() => {}
         Ok(()) => writeln!(out, "{device}, collectives and messages of up to 8 ranks hold")?,
         Err(problem) => {
             writeln!(out, "failed: {device}, {problem}")?;
@@ -131,13 +144,13 @@ fn check(device: &str, seed: u64) -> Result<()> {
             None => {
                 let profile = cpu::profile(threads, compute, DType::Fixed64);
                 let load = |p: StepProgram| Ok(Box::new(CpuExecutor::load(p, threads)?) as Box<dyn Executor>);
-                conformance::run(&profile, compute, true, seed, &mut { load })?
+                conformance::run(&profile, compute, true, seed, ops, &mut { load })?
             }
             Some(gpu) => {
                 let profile = lockstep_cuda::profile("cuda", compute, DType::Fixed64, deterministic);
                 let load =
                     |p: StepProgram| Ok(Box::new(CudaExecutor::load(gpu, p, deterministic)?) as Box<dyn Executor>);
-                conformance::run(&profile, compute, false, seed, &mut { load })?
+                conformance::run(&profile, compute, false, seed, ops, &mut { load })?
             }
         };
         let bad: Vec<&CaseOutcome> = outcomes.iter().filter(|o| o.failure.is_some()).collect();

@@ -4,6 +4,7 @@ mod account;
 pub(crate) mod compare;
 mod cost;
 pub(crate) mod forecast;
+mod inference;
 mod layout;
 mod lengths;
 mod phases;

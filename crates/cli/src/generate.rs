@@ -1,17 +1,24 @@
-//! `lockstep generate`: text from a trained model, as it comes.
+//! `lockstep generate`: text from a trained model, as it comes; or of a file of prompts, many at once.
 
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::model_folder;
+use crate::progress::Progress;
 use crate::terminal::printable;
+use lockstep_config::bytes;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
-use lockstep_infer::{Generated, Generator, RunTokenizer, Sampling, Stop, TextStream, Trained, generate};
+use lockstep_infer::{
+    Batch, Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextStream, Trained,
+    generate, write_prompts,
+};
 use lockstep_ir::units;
+use lockstep_plan::GenerationShape;
 use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -20,11 +27,33 @@ pub struct Args {
     #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
     /// Text to continue.
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    #[arg(long, value_name = "TEXT", required_unless_present_any = ["prompt_file", "prompts"])]
     prompt: Option<String>,
     /// File that holds the text to continue.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
+    /// Many texts at once: a file of JSON lines, {"prompt": "…"} or, with --chat, {"messages": […]}; an "id" is kept. Started again, it goes on
+    /// where it stopped.
+    #[arg(long, value_name = "FILE.JSONL", conflicts_with_all = ["prompt", "prompt_file"], requires = "out")]
+    prompts: Option<PathBuf>,
+    /// With --prompts: the file that gets a line for each of them, in their order.
+    #[arg(long, value_name = "FILE.JSONL", requires = "prompts")]
+    out: Option<PathBuf>,
+    /// With --prompts: texts for each prompt.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "prompts", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    samples: u32,
+    /// With --prompts: texts that are under way at once.
+    #[arg(long, value_name = "N", default_value_t = 32, requires = "prompts", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    batch: u32,
+    /// With --prompts: memory of the KV cache, such as 20GiB; as much as all texts at once may need if not given, or what is free.
+    #[arg(long, value_name = "BYTES", requires = "prompts", value_parser = cache_bytes)]
+    cache: Option<u64>,
+    /// With --prompts: a text ends before this one; may be given several times.
+    #[arg(long, value_name = "TEXT", requires = "prompts")]
+    stop: Vec<String>,
+    /// With --prompts: write the log-probability of each token, in nats.
+    #[arg(long, requires = "prompts")]
+    logprobs: bool,
     /// Chat: the text is a question to the assistant, written with the chat template of the model. Only the answer is shown.
     #[arg(long)]
     chat: bool,
@@ -43,6 +72,12 @@ pub struct Args {
     /// Top-p (nucleus) sampling: from the most probable tokens that together have this probability only.
     #[arg(long, value_name = "P", default_value_t = 0.95, allow_negative_numbers = true)]
     top_p: f64,
+    /// Min-p sampling: from tokens only that are at least this many times as probable as the most probable one.
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    min_p: f64,
+    /// Repetition penalty: divides positive logits of tokens that the text has, and multiplies negative ones; 1 is none.
+    #[arg(long, value_name = "R", default_value_t = 1.0, allow_negative_numbers = true)]
+    repetition_penalty: f64,
     /// Seed of the draws: the same seed gives the same text.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
@@ -57,10 +92,18 @@ pub struct Args {
     format: Format,
 }
 
+/// Bytes as people write them.
+fn cache_bytes(text: &str) -> std::result::Result<u64, String> {
+    bytes(text).ok_or_else(|| "give bytes with a unit, such as 20GiB".to_owned())
+}
+
 pub fn run(args: Args) -> Result<()> {
-    let Args { temperature, top_k, top_p, seed, .. } = args;
-    let sampling = Sampling { temperature, top_k, top_p, seed };
+    let Args { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = args;
+    let sampling = Sampling { temperature, top_k, top_p, min_p, repetition_penalty, seed };
     sampling.check()?;
+    if let (Some(prompts), Some(out)) = (&args.prompts, &args.out) {
+        return of_file(&args, sampling, (prompts, out));
+    }
     let prompt = prompt(&args)?;
     let trained = Trained::open(&model_folder(&args.from)?)?;
     crate::warn(&trained.warnings);
@@ -111,6 +154,87 @@ pub fn run(args: Args) -> Result<()> {
                 "prompt_tokens_per_s": speed(tokens.len(), generated.prompt_s),
                 "tokens_per_s": tokens_per_s,
                 "arena_bytes": generator.arena_bytes(),
+            });
+            writeln!(std::io::stdout(), "{object:#}")?;
+        }
+    }
+    Ok(())
+}
+
+/// Continues the prompts of a file.
+fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()> {
+    let trained = Trained::open(&model_folder(&args.from)?)?;
+    crate::warn(&trained.warnings);
+    let tokenizer = trained.tokenizer()?;
+    let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
+    let chat = args.chat.then(|| trained.chat(&tokenizer)).transpose()?;
+    if let Some(chat) = &chat {
+        ends.extend(chat.end_of_turn(&tokenizer)?.filter(|_| !args.ignore_eos));
+    }
+    let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
+    let shape = GenerationShape {
+        context,
+        texts: args.batch as usize,
+        cache: args.cache,
+        known: Some(tokenizer.vocabulary() as usize),
+    };
+    let mut batch = Batch::new(&Devices::of(&trained.config), &trained.config, shape, trained.weights())?;
+    let options = PromptOptions {
+        max_tokens: args.max_tokens,
+        sampling,
+        samples: args.samples as usize,
+        stop: args.stop.clone(),
+        logprobs: args.logprobs,
+        ends,
+        chat: chat.as_ref(),
+        system: args.system.clone(),
+        model: json!({"checkpoint": trained.path(), "step": trained.step(), "context": context}),
+    };
+    let begun = Instant::now();
+    let mut progress = Progress::new(0);
+    let speed = |tokens: u64| tokens as f64 / begun.elapsed().as_secs_f64().max(1e-9);
+    let summary = write_prompts(&mut batch, &tokenizer, files, &options, &mut |p: &PromptProgress| {
+        let (done, total) = p.texts;
+        let (filled, rate) = (100.0 * p.filled, units::count(speed(p.tokens) as u64));
+        let more = format!(", {} under way, cache {filled:.0}% full, {rate} tokens/s", p.running);
+        progress.work_with("texts", (done as u64, total as u64), |n| n.to_string(), &more);
+    })?;
+    progress.clear();
+    let counts = batch.counts();
+    let rate = speed(counts.written);
+    if summary.errors > 0 {
+        let prompts = if summary.errors == 1 { "prompt has" } else { "prompts have" };
+        crate::warn(&[format!("{} {prompts} an \"error\" instead of a text in {}", summary.errors, files.1.display())]);
+    }
+    match args.format {
+        Format::Text => writeln!(
+            std::io::stderr(),
+            "{} texts in {}, {} of them from before; {} tokens written, {} tokens/s; {} tokens read, {} shared; {} texts read again",
+            summary.texts,
+            files.1.display(),
+            summary.before,
+            units::count(counts.written),
+            units::count(rate as u64),
+            units::count(counts.read),
+            units::count(counts.shared),
+            counts.recomputed,
+        )?,
+        Format::Json => {
+            let object = json!({
+                "checkpoint": trained.path(),
+                "step": trained.step(),
+                "out": files.1,
+                "texts": summary.texts,
+                "texts_before": summary.before,
+                "errors": summary.errors,
+                "tokens": counts.written,
+                "tokens_per_s": rate,
+                "tokens_read": counts.read,
+                "tokens_shared": counts.shared,
+                "texts_read_again": counts.recomputed,
+                "context": context,
+                "cache_bytes": batch.cache().bytes(),
+                "arena_bytes": batch.arena_bytes(),
             });
             writeln!(std::io::stdout(), "{object:#}")?;
         }

@@ -4,6 +4,7 @@
 mod bench;
 mod bench_checkpoint;
 mod bench_collectives;
+mod bench_generate;
 mod checkpoint;
 mod checkpoint_list;
 mod checkpoint_tools;

@@ -235,7 +235,12 @@ impl Progress {
 
     /// A long operation outside of the steps, counted in what `amount` writes.
     pub fn work(&mut self, what: &str, done: u64, total: u64, amount: fn(u64) -> String) {
-        let text = format!("{what}: {} of {}", amount(done), amount(total));
+        self.work_with(what, (done, total), amount, "");
+    }
+
+    /// The same, with more to say behind it.
+    pub fn work_with(&mut self, what: &str, (done, total): (u64, u64), amount: fn(u64) -> String, more: &str) {
+        let text = format!("{what}: {} of {}{more}", amount(done), amount(total));
         self.show_work(&text, || line(columns(), (done, total), &text, &[]));
     }
 

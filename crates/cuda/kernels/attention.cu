@@ -207,33 +207,45 @@ static __device__ void grad_key(const T *dout, const T *queries, const T *keys, 
     write_head(out + g.value + u * g.v, g.v, dv);
 }
 
-// New keys and values go into the cache [b, context, kv_heads · (e + v)]. Grid: (positions, batch).
+// Which pages of a cache [pages, page, kv_heads · (e + v)] the blocks of a text are in.
+struct Pages {
+    const u32 *table;
+    int blocks, page;
+
+    __device__ __forceinline__ i64 row(u32 slot, int block) const { return (i64)table[(i64)slot * blocks + block] * page; }
+};
+
+// New keys and values go into the cache. Grid: (positions, batch).
 template <typename T>
-static __device__ void cache_write(const T *qkv, T *cache, const u32 *start, const u32 *count, int seq, int heads,
-                                   int kv_heads, int e, int v, int context) {
+static __device__ void cache_write(const T *qkv, T *cache, Pages pages, const u32 *slot, const u32 *start, const u32 *count,
+                                   int seq, int heads, int kv_heads, int e, int v) {
     int s = blockIdx.x;
     i64 b = blockIdx.y;
     i64 to = (i64)start[b] + s;
-    if (s >= (int)count[b] || to >= context) return;
+    if (s >= (int)count[b] || to >= (i64)pages.blocks * pages.page) return;
     int cached = kv_heads * (e + v);
     const T *from = qkv + (b * seq + s) * (heads * e + cached) + heads * e;
-    for (int i = threadIdx.x; i < cached; i += blockDim.x) cache[(b * context + to) * cached + i] = from[i];
+    i64 row = pages.row(slot[b], to / pages.page) + to % pages.page;
+    for (int i = threadIdx.x; i < cached; i += blockDim.x) cache[row * cached + i] = from[i];
 }
 
 template <typename T>
-static __device__ void cached(const T *qkv, const T *cache, const u32 *start, const u32 *count, T *o, int seq, int heads,
-                              int kv_heads, int e, int v, int context, int window, float scale) {
+static __device__ void cached(const T *qkv, const T *cache, Pages pages, const u32 *slot, const u32 *start, const u32 *count,
+                              T *o, int seq, int heads, int kv_heads, int e, int v, int window, float scale) {
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * seq + s;
     if (s >= seq) return;
     i64 stride = kv_heads * (e + v);
     Softmax softmax(qkv + row * (heads * e + stride) + h * e, e);
     i64 last = (i64)start[b] + s;
-    if (s < (int)count[b] && last < context) {
-        int u = h / (heads / kv_heads);
-        const T *all = cache + b * context * stride;
-        Places seen = {first_key(0, 0, (int)last, window), (int)last + 1};
-        softmax.attend(all + u * e, all + kv_heads * e + u * v, stride, seen, e, v, scale);
+    if (s < (int)count[b] && last < (i64)pages.blocks * pages.page) {
+        int u = h / (heads / kv_heads), first = first_key(0, 0, (int)last, window);
+        for (int block = first / pages.page; block * pages.page <= last; block++) {
+            const T *all = cache + pages.row(slot[b], block) * stride;
+            int from = block * pages.page, end = (int)last + 1 - from;
+            Places seen = {first > from ? first - from : 0, end < pages.page ? end : pages.page};
+            softmax.attend(all + u * e, all + kv_heads * e + u * v, stride, seen, e, v, scale);
+        }
     }
     softmax.end();
     write_head(o + (row * heads + h) * v, v, softmax.o);
@@ -273,14 +285,16 @@ ATTENTION(f16, float, f16_to_f32)
                                                       int v) {                                                         \
         grad_delta<T>(dout, o, delta, seq, heads, v);                                                                  \
     }                                                                                                                  \
-    extern "C" __global__ void cache_write_##NAME(const T *qkv, T *cache, const u32 *start, const u32 *count, int seq, \
-                                                  int heads, int kv_heads, int e, int v, int context) {                \
-        cache_write<T>(qkv, cache, start, count, seq, heads, kv_heads, e, v, context);                                 \
+    extern "C" __global__ void cache_write_##NAME(const T *qkv, T *cache, const u32 *table, const u32 *slot,           \
+                                                  const u32 *start, const u32 *count, int blocks, int page, int seq,   \
+                                                  int heads, int kv_heads, int e, int v) {                             \
+        cache_write<T>(qkv, cache, {table, blocks, page}, slot, start, count, seq, heads, kv_heads, e, v);             \
     }                                                                                                                  \
-    extern "C" __global__ void cached_attention_##NAME(const T *qkv, const T *cache, const u32 *start,                 \
-                                                       const u32 *count, T *o, int seq, int heads, int kv_heads,       \
-                                                       int e, int v, int context, int window, float scale) {           \
-        cached<T>(qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, window, scale);                    \
+    extern "C" __global__ void cached_attention_##NAME(                                                                \
+        const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start, const u32 *count, T *o,     \
+        int blocks, int page, int seq, int heads, int kv_heads, int e, int v, int window, float scale) {               \
+        cached<T>(qkv, cache, {table, blocks, page}, slot, start, count, o, seq, heads, kv_heads, e, v, window,        \
+                  scale);                                                                                              \
     }
 OF_A_TYPE(float, f32)
 OF_A_TYPE(bf16, bf16)

@@ -227,15 +227,74 @@ unsafe fn own_grad(
     Ok(())
 }
 
+/// Scratch of attention over a cache: of every head and page its part of the softmax, where the kernels of decoding run.
+pub fn cached_scratch(compute: DType) -> Workspace {
+    match compute {
+        DType::BF16 | DType::F16 => {
+            Workspace { fixed: 0, terms: vec![(4, "batch heads blocks value_dim"), (8, "batch heads blocks")] }
+        }
+        _ => Workspace::default(),
+    }
+}
+
+/// The packs of 16 bytes of a head, where the kernels of `paged.cu` take the heads: of 64 or 128 elements of 16 bits.
+fn lanes(call: Call) -> Option<usize> {
+    let [_, _, e, v] = HEADS.map(|name| call.size(name));
+    (e == v && [64, 128].contains(&e) && call.float() != DType::F32).then_some(e / 8)
+}
+
 /// o of new positions over the cache, which gets their keys and values.
 pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError> {
     let (Some(o), Some(cache)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
-    let (seq, context) = (call.size("seq"), call.size("cache"));
-    let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size("batch"));
+    let [seq, blocks, page, batch] = ["seq", "blocks", "page", "batch"].map(|name| call.size(name));
+    let [table, slot, start, count] = [2, 3, 4, 5].map(|i| call.input(i));
+    let qkv = call.input(0);
     check_head(e.max(v))?;
-    let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, v, context];
-    let args = args![qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, keys_seen(window), scale(e)];
+    let write = args![qkv, cache, table, slot, start, count, blocks, page, seq, heads, kv_heads, e, v];
+    let args = args![
+        qkv,
+        cache,
+        table,
+        slot,
+        start,
+        count,
+        o,
+        blocks,
+        page,
+        seq,
+        heads,
+        kv_heads,
+        e,
+        v,
+        keys_seen(window),
+        scale(e)
+    ];
+    let window_seen = keys_seen(window);
+    if let (Some(lanes), true) = (lanes(call), seq > 1) {
+        let (by, seen) = (scale(e), window_seen);
+        let prefill = args![qkv, cache, table, slot, start, count, o, blocks, page, heads, kv_heads, seen, seq, by];
+        // SAFETY: the operands have these sizes.
+        return unsafe {
+            call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
+            call.typed(("paged", &format!("prefill_{lanes}")), [seq.div_ceil(64), heads, batch], 128, prefill)
+        };
+    }
+    if let (Some(lanes), true) = (lanes(call), seq == 1 && heads / kv_heads <= 8) {
+        let (parts, window) = (call.scratch()?, window_seen);
+        let decode =
+            args![qkv, cache, table, slot, start, count, parts, blocks, page, heads, kv_heads, window, scale(e)];
+        let merge = args![parts, start, count, o, blocks, page, heads, kv_heads, window, e];
+        // SAFETY: the operands have these sizes; the scratch has a part of every head for every block.
+        return unsafe {
+            // Rows may be positions of one text, and see each other.
+            if batch > 1 {
+                call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
+            }
+            call.typed(("paged", &format!("decode_{lanes}")), [blocks, kv_heads, batch], 32 * WARPS, decode)?;
+            call.typed(("paged", "decode_merge"), [heads, batch, 1], e, merge)
+        };
+    }
     // SAFETY: the operands have these sizes.
     unsafe {
         call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;

@@ -15,7 +15,7 @@ macro_rules! hopper {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 24] = [
+pub const SOURCES: [(&str, &str); 26] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -35,10 +35,12 @@ pub const SOURCES: [(&str, &str); 24] = [
     ("norm", include_str!("../kernels/norm.cu")),
     ("numbers", include_str!("../kernels/numbers.cu")),
     ("optimizer", concat!(include_str!("../kernels/many.cuh"), include_str!("../kernels/optimizer.cu"))),
+    ("paged", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/paged.cu"))),
     ("pointwise", include_str!("../kernels/pointwise.cu")),
     ("quantise", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/quantise.cu"))),
     ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
+    ("skinny", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/skinny.cu"))),
     ("sums", include_str!("../kernels/sums.cu")),
 ];
 

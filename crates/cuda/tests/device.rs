@@ -100,7 +100,7 @@ fn conforms(compute: DType, deterministic: bool) {
         Ok(Box::new(CudaExecutor::load(&gpu, p, deterministic)?))
     };
     let profile = profile("cuda", compute, DType::Fixed64, deterministic);
-    let outcomes = conformance::run(&profile, compute, false, conformance::SEED, &mut { load }).unwrap();
+    let outcomes = conformance::run(&profile, compute, false, conformance::SEED, &[], &mut { load }).unwrap();
     assert!(!outcomes.is_empty());
     let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
     assert!(failed.is_empty(), "{failed:?}");

@@ -53,23 +53,25 @@ fn tolerance(compute: DType) -> f64 {
 }
 
 /// Runs every op of the table with parameters and activations in `compute`; `profile` is the device's, for sums that are not in
-/// f32. `batch_invariant` says whether the executor promises that a sequence's bits do not depend on its neighbours.
+/// f32. `batch_invariant` says whether the executor promises that a sequence's bits do not depend on its neighbours. Where `ops` names any, only those.
 pub fn run(
     profile: &DeviceProfile,
     compute: DType,
     batch_invariant: bool,
     seed: u64,
+    ops: &[String],
     load: Load,
 ) -> Result<Vec<CaseOutcome>, ExecError> {
     let mut outcomes = Vec::new();
-    for Case { sample, sums, way } in cases() {
+    let wanted = |sample: &Sample| ops.is_empty() || ops.iter().any(|op| op == sample.op.name());
+    for Case { sample, sums, way } in cases().filter(|case| wanted(&case.sample)) {
         let rounds = if sums == DType::BF16 { sums } else { compute };
         outcomes.push(check(profile, rounds, load, &sample, sample.types(compute, sums), seed, way)?);
     }
     if batch_invariant {
         for (together, alone) in per_row(BATCH).into_iter().zip(per_row(1)) {
             // Samples that stand alone have no partner.
-            for (together, alone) in together.into_iter().zip(alone) {
+            for (together, alone) in together.into_iter().zip(alone).filter(|(sample, _)| wanted(sample)) {
                 outcomes.extend(check_batch_invariance(profile, compute, load, together, alone, seed)?);
             }
         }

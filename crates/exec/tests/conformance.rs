@@ -10,7 +10,7 @@ fn conforms(compute: DType, threads: &[usize]) {
         // Fixed-point sums need the most scratch; the other cases have some to spare.
         let profile = profile(threads, compute, DType::Fixed64);
         let load = &mut |program| Ok(Box::new(CpuExecutor::load(program, threads)?) as _);
-        let outcomes = conformance::run(&profile, compute, true, conformance::SEED, load).unwrap();
+        let outcomes = conformance::run(&profile, compute, true, conformance::SEED, &[], load).unwrap();
         let failed: Vec<_> = outcomes.iter().filter(|o| o.failure.is_some()).collect();
         assert!(failed.is_empty(), "{failed:#?}");
         // Limits are those of the coarsest type in a case: bf16 sums have theirs where all else is f32.

@@ -1,13 +1,14 @@
 //! Text from a model: a loaded generation program, and the loop from prompt to last token.
 
+use crate::batch::{as_f32, logits_type};
 use crate::state::{self, Weights};
 use crate::{InferError, Result, RunTokenizer, Sampling};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_host::Devices;
-use lockstep_ir::StepProgram;
+use lockstep_ir::{DType, StepProgram};
 use lockstep_model::names;
-use lockstep_plan::{GENERATION_CHUNK, Target, generation_program};
+use lockstep_plan::{GenerationShape, Target, cache_plan, generation_program};
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -19,17 +20,26 @@ pub struct Generator {
     position: usize,
     bytes: Vec<u8>,
     logits: Vec<f32>,
+    compute: DType,
 }
 
 impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self> {
-        let (program, threads) = generation_program(devices, config, context)?;
+        let mut cache = cache_plan(devices, config, &GenerationShape::one(context))?;
+        // The only text has every block, in its order.
+        cache.shape.window_pages = cache.shape.window_pages.max(cache.shape.blocks);
+        let (program, threads) = generation_program(devices, config, &cache)?;
         let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
-        let chunk = GENERATION_CHUNK.min(context);
+        let pages: Vec<u8> = (0..cache.shape.blocks as u32).flat_map(u32::to_le_bytes).collect();
+        for table in [names::PAGES, names::WINDOW_PAGES].into_iter().filter(|name| program.tensor(name).is_some()) {
+            executor.write(table, 0, &pages)?;
+        }
+        let chunk = cache.chunk;
         let logits = vec![0.0; config.model.vocab_size];
-        Ok(Self { executor, context, chunk, position: 0, bytes: Vec::new(), logits })
+        let compute = logits_type(&program);
+        Ok(Self { executor, context, chunk, position: 0, bytes: Vec::new(), logits, compute })
     }
 
     /// Most tokens of a text.
@@ -63,7 +73,7 @@ impl Generator {
         }
         for chunk in tokens.chunks(self.chunk) {
             match chunk {
-                [one] => self.call(StepProgram::DECODE, std::slice::from_ref(one), 1)?,
+                [one] => self.call(StepProgram::DECODE[0].1, std::slice::from_ref(one), 1)?,
                 _ => self.call(StepProgram::PREFILL, chunk, self.chunk)?,
             }
         }
@@ -79,19 +89,11 @@ impl Generator {
         self.executor.write(&name(names::TOKENS), 0, &self.bytes)?;
         self.executor.write(&name(names::START), 0, &(self.position as u32).to_le_bytes())?;
         self.executor.write(&name(names::COUNT), 0, &(tokens.len() as u32).to_le_bytes())?;
+        self.executor.write(&name(names::SLOT), 0, &0u32.to_le_bytes())?;
         self.executor.run(entry)?;
         self.position += tokens.len();
         let logits = self.executor.read(&name(names::LOGITS), 0)?;
-        // As wide as the model computes.
-        if logits.len() == 2 * self.logits.len() {
-            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
-                *to = lockstep_ir::bf16::to_f32(u16::from_le_bytes(*from));
-            }
-        } else {
-            for (to, from) in self.logits.iter_mut().zip(logits.as_chunks().0) {
-                *to = f32::from_le_bytes(*from);
-            }
-        }
+        self.logits = as_f32(&logits, self.compute);
         Ok(())
     }
 }
@@ -160,7 +162,8 @@ pub fn generate(
             generator.read(&[*last])?;
         }
         let known = (tokenizer.vocabulary() as usize).min(generator.logits.len());
-        let Some(token) = sampling.choose(&generator.logits[..known], position as u64) else {
+        let text = [prompt, &tokens].concat();
+        let Some(token) = sampling.choose(&generator.logits[..known], position as u64, &text) else {
             let what = format!("the model's logits at position {position} are");
             return Err(InferError::NotFinite { what });
         };

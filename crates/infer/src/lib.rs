@@ -4,6 +4,7 @@
 //! sequences get into programs, generation, evaluation and tasks. It knows nothing of training steps.
 #![forbid(unsafe_code)]
 
+mod batch;
 mod chat;
 mod data;
 mod error;
@@ -14,12 +15,15 @@ mod hf;
 mod hub;
 mod inherited;
 mod initial;
+mod pages;
+mod prompts;
 mod sampling;
 pub mod state;
 mod tasks;
 mod text;
 mod trained;
 
+pub use batch::{Batch, BatchCounts, Ended, TextRequest, Written};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data, way};
 pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
@@ -28,6 +32,7 @@ pub use hf::{ATTACHMENT, AdapterFolder, ExportOptions, Exported, Imported, Kept,
 pub use hub::{HubNeed, HubOpener, ShowHub, model_folder};
 pub use inherited::inherited;
 pub use initial::{BASE, InitialWeights};
+pub use prompts::{PromptOptions, PromptProgress, PromptSummary, write_prompts};
 pub use sampling::Sampling;
 pub use state::{Part, Weights, parts};
 pub use tasks::{ItemScore, Request, TaskEvaluation, TaskFile, TaskReport, TaskRequests, TaskScores, evaluate_tasks};

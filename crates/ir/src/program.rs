@@ -472,8 +472,16 @@ impl StepProgram {
     pub const EVALUATE_REST: &'static str = "evaluate_rest";
     /// The entry that reads a chunk of tokens into the cache and yields the logits after the last.
     pub const PREFILL: &'static str = "prefill";
-    /// The entry that reads one token into the cache and yields the logits after it.
-    pub const DECODE: &'static str = "decode";
+    /// The entries that read one token each of so many texts into the cache and yield the logits after them.
+    pub const DECODE: [(usize, &'static str); 7] = [
+        (1, "decode"),
+        (2, "decode_2"),
+        (4, "decode_4"),
+        (8, "decode_8"),
+        (16, "decode_16"),
+        (32, "decode_32"),
+        (64, "decode_64"),
+    ];
 
     /// Whether any instruction runs on a stream.
     pub fn uses(&self, stream: Stream) -> bool {

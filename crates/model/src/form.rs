@@ -21,15 +21,40 @@ pub enum Form {
         /// Whether attention and positions keep to the document that a token is from; an input says where each starts.
         documents: bool,
     },
-    /// The logits after some new tokens, where the keys and values of all tokens before them are in a cache.
+    /// The logits after some new tokens of some texts, where the keys and values of all tokens before them are in a cache of pages.
     NextToken {
-        /// Sequences.
+        /// Texts that have new tokens.
         batch: usize,
         /// Most new tokens of each.
         positions: usize,
-        /// Positions that the cache and the rotary table hold, at least `positions`.
-        context: usize,
+        /// The cache.
+        cache: CacheShape,
+        /// Tokens that may be taken, of the vocabulary.
+        known: usize,
     },
+}
+
+/// Sizes of a cache of keys and values: pages of positions, which texts have as they grow. Row by row a table says which pages a text has, block after
+/// block. Layers with a sliding window have pages and a table of their own: a text gives back those that no window reaches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheShape {
+    /// Texts that may have pages at once.
+    pub slots: usize,
+    /// Most pages of a text.
+    pub blocks: usize,
+    /// Positions of a page.
+    pub page: usize,
+    /// Pages of layers that see all positions.
+    pub pages: usize,
+    /// Pages of layers with a sliding window.
+    pub window_pages: usize,
+}
+
+impl CacheShape {
+    /// Most positions of a text.
+    pub fn context(&self) -> usize {
+        self.blocks * self.page
+    }
 }
 
 impl Form {
@@ -37,7 +62,7 @@ impl Form {
     pub fn extents(self) -> (usize, usize, usize) {
         match self {
             Form::Loss { batch, seq, context, .. } => (batch, seq, context),
-            Form::NextToken { batch, positions, context } => (batch, positions, context),
+            Form::NextToken { batch, positions, cache, .. } => (batch, positions, cache.context()),
         }
     }
 }
@@ -60,8 +85,12 @@ pub enum Side {
         start: ValueId,
         /// How many are new.
         count: ValueId,
-        /// Sequences and positions of the cache.
-        cache: [Dim; 2],
+        /// Which row of the table each has.
+        slot: ValueId,
+        /// The cache.
+        cache: CacheShape,
+        /// Tokens that may be taken.
+        known: usize,
         /// Whether a call may have several new tokens.
         several: bool,
     },
@@ -79,10 +108,10 @@ impl Side {
                 let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
                 Side::Loss { targets, starts, dropout: None }
             }
-            Form::NextToken { batch: b, positions, context } => {
+            Form::NextToken { batch: b, positions, cache, known } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
-                let (start, count) = (number(names::START), number(names::COUNT));
-                Side::NextToken { start, count, cache: [batch(b), seq(context)], several: positions > 1 }
+                let [start, count, slot] = [names::START, names::COUNT, names::SLOT].map(&mut number);
+                Side::NextToken { start, count, slot, cache, known, several: positions > 1 }
             }
         }
     }
@@ -158,12 +187,21 @@ impl Side {
                     }
                 }
             }
-            Side::NextToken { start, count, cache: [batch, context], .. } => {
+            Side::NextToken { start, count, slot, cache: shape, .. } => {
+                let (name, pages) = match window {
+                    None => (names::PAGES, shape.pages),
+                    Some(_) => (names::WINDOW_PAGES, shape.window_pages),
+                };
+                let table = g.values.iter().position(|v| v.name == name).map(ValueId).unwrap_or_else(|| {
+                    let dims = [Dim::new(Axis::Batch, shape.slots), Dim::new(Axis::Seq, shape.blocks)];
+                    g.state(name.to_owned(), TensorType::new(DType::U32, dims), State::Cache)
+                });
                 let sections = g.ty(qkv).dims.last().map_or(&[][..], |packed| &packed.sections);
                 let kv = Dim::packed(sections.get(1..).unwrap_or_default());
-                let ty = TensorType::new(DType::F32, [batch.clone(), context.clone(), kv]);
-                let cache = g.state(at("kv_cache"), ty, State::Cache);
-                let out = g.op(Op::CachedAttention { window }, &[qkv, cache, *start, *count], &at("o"))?;
+                let dims = [Dim::new(Axis::Batch, pages), Dim::new(Axis::Seq, shape.page), kv];
+                let cache = g.state(at("kv_cache"), TensorType::new(DType::F32, dims), State::Cache);
+                let inputs = [qkv, cache, table, *slot, *start, *count];
+                let out = g.op(Op::CachedAttention { window }, &inputs, &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }
@@ -186,7 +224,11 @@ impl Side {
                 g.losses.push(Loss { value, weight: 1.0 });
                 value
             }
-            Side::NextToken { .. } => logits,
+            Side::NextToken { known, .. } => {
+                let token = g.op(Op::Argmax { known: *known }, &[logits], names::NEXT)?[0];
+                g.outputs.push(token);
+                logits
+            }
         };
         g.outputs.push(output);
         Ok(())

@@ -16,7 +16,7 @@ pub mod parameters;
 // An architecture reads the same inside this crate and outside.
 extern crate self as lockstep_model;
 
-pub use form::{Form, Side};
+pub use form::{CacheShape, Form, Side};
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
@@ -37,8 +37,16 @@ pub mod names {
     pub const START: &str = "start";
     /// Input of generation: how many tokens of each sequence are new.
     pub const COUNT: &str = "count";
+    /// Input of generation: which row of the tables of pages each sequence has.
+    pub const SLOT: &str = "slot";
+    /// State of generation: the pages of the cache that each row's blocks are in.
+    pub const PAGES: &str = "pages";
+    /// The same for layers with a sliding window.
+    pub const WINDOW_PAGES: &str = "window_pages";
     /// The logits, where a pass has not fused them away. In generation an output: those after the last new token.
     pub const LOGITS: &str = "logits";
+    /// Output of generation: the first of the most probable tokens after the last new one.
+    pub const NEXT: &str = "next_token";
 }
 
 /// Writes down the forward graph of a model, in any form: what an architecture is.

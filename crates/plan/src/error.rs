@@ -161,6 +161,21 @@ pub enum PlanError {
         /// Rows of the model's table.
         positions: usize,
     },
+    /// A KV cache has no room for one text.
+    #[error(
+        "a KV cache of {} holds no text of {context} tokens, whose keys and values take {}",
+        units::bytes(*.given),
+        units::bytes(*.text)
+    )]
+    #[hint("give the cache more memory, or texts a shorter context")]
+    Cache {
+        /// Bytes of the cache.
+        given: u64,
+        /// Bytes of a text.
+        text: u64,
+        /// Most tokens of a text.
+        context: usize,
+    },
 }
 
 /// Why no layout fits, and what would.

@@ -5,11 +5,66 @@ use crate::plan::{adapted, training_context};
 use crate::{PlanError, Result};
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
 use lockstep_config::{Config, LoraConfig, ModelConfig};
-use lockstep_ir::{DType, Layout, StepProgram};
-use lockstep_model::{Form, build_form};
+use lockstep_ir::{DType, Layout, MatmulType, Op, StepProgram};
+use lockstep_model::{CacheShape, Form, build_form};
 
-/// Most tokens that one call of `prefill` reads.
-pub const GENERATION_CHUNK: usize = 128;
+/// Most tokens that one call of `prefill` reads: on a CPU as many as keep its units busy, on a GPU more.
+const CHUNK: usize = 128;
+const CUDA_CHUNK: usize = 1024;
+
+/// Positions of a page of the KV cache: a tile of keys of the CPU's kernels.
+pub const PAGE: usize = 96;
+
+/// Most rows that kernels for few rows take: with them the bits of a row do not depend on the rows beside it, on a GPU either.
+pub const FEW_ROWS: usize = 32;
+
+/// What generation has room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GenerationShape {
+    /// Most tokens of a text.
+    pub context: usize,
+    /// Texts that are under way at once.
+    pub texts: usize,
+    /// Bytes of the KV cache; `None` for as many as all texts have at their longest.
+    pub cache: Option<u64>,
+    /// Tokens that may be written, where they are fewer than the model's vocabulary.
+    pub known: Option<usize>,
+}
+
+impl GenerationShape {
+    /// One text.
+    pub fn one(context: usize) -> Self {
+        Self { context, texts: 1, cache: None, known: None }
+    }
+}
+
+/// The pages of a cache, and what they take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CachePlan {
+    /// Slots, blocks and pages.
+    pub shape: CacheShape,
+    /// Bytes of a page, in all layers that see all positions.
+    pub page_bytes: u64,
+    /// The same in all layers with a sliding window.
+    pub window_page_bytes: u64,
+    /// The longest sliding window.
+    pub window: Option<usize>,
+    /// Pages with windows that one text has at most.
+    pub window_blocks: usize,
+    /// Rows that `decode` takes at most.
+    pub rows: usize,
+    /// Most tokens that a call of `prefill` reads.
+    pub chunk: usize,
+    /// Tokens that may be written.
+    pub known: usize,
+}
+
+impl CachePlan {
+    /// Bytes of all pages.
+    pub fn bytes(&self) -> u64 {
+        self.shape.pages as u64 * self.page_bytes + self.shape.window_pages as u64 * self.window_page_bytes
+    }
+}
 
 /// Whole sequences, and the tokens left over behind them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,14 +92,71 @@ fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }
 
-/// The program with the entries `prefill` and `decode`, and the threads it was compiled for.
-pub fn generation_program(machine: &dyn Machine, config: &Config, context: usize) -> Result<(StepProgram, usize)> {
-    check_positions(config, context)?;
+/// The threads of a forward program, and the type that it multiplies.
+pub fn forward_threads(machine: &dyn Machine, config: &Config) -> (usize, MatmulType) {
+    let (context, threads) = forward_context(machine, config);
+    (threads, context.precision.multiplies())
+}
+
+/// The pages that a cache has: as many as all texts need at their longest, or as fit into the bytes given, those of one text at least.
+pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShape) -> Result<CachePlan> {
+    check_positions(config, shape.context)?;
+    let (context, _) = forward_context(machine, config);
+    let known = shape.known;
+    let (slots, blocks) = (shape.texts, shape.context.div_ceil(PAGE));
+    let chunk = match Target::of(machine, config) {
+        Target::Cpu => CHUNK,
+        Target::Cuda { .. } => CUDA_CHUNK,
+    };
+    let chunk = chunk.min(blocks * PAGE);
+    let one = CacheShape { slots, blocks, page: PAGE, pages: 1, window_pages: 1 };
+    let graph = build_form(&config.model, Form::NextToken { batch: 1, positions: 1, cache: one, known: 1 })?;
+    let mut bytes = [0; 2];
+    let mut longest = None;
+    for node in &graph.nodes {
+        let Op::CachedAttention { window } = node.op else { continue };
+        let elements = graph.ty(node.inputs[1]).elements() as u64;
+        bytes[usize::from(window.is_some())] += elements * context.precision.compute.bytes() as u64;
+        longest = longest.max(window);
+    }
+    // What a window reaches behind the first of a chunk, the chunk, and the parts of pages at both ends.
+    let window_blocks = longest.map_or(0, |w| ((w + chunk) / PAGE + 2).min(blocks));
+    let full_blocks = if bytes[0] > 0 { blocks } else { 0 };
+    let text = full_blocks as u64 * bytes[0] + window_blocks as u64 * bytes[1];
+    let all = text * slots as u64;
+    let given = shape.cache.unwrap_or(all).min(all);
+    if given < text {
+        return Err(PlanError::Cache { given, text, context: shape.context });
+    }
+    let of = |blocks: usize| (u128::from(given) * (blocks * slots) as u128 / u128::from(all.max(1))) as usize;
+    let pages = |blocks: usize| of(blocks).max(blocks).max(1);
+    let shape = CacheShape { pages: pages(full_blocks), window_pages: pages(window_blocks), ..one };
+    let [page_bytes, window_page_bytes] = bytes;
+    // With bits that do not depend on how a prompt is cut, prompts are read by `decode`, a row for each token.
+    let by_rows = matches!(Target::of(machine, config), Target::Cuda { deterministic: true });
+    let rows = if by_rows { FEW_ROWS } else { slots };
+    let known = known.unwrap_or(usize::MAX).min(config.model.vocab_size);
+    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, chunk, known })
+}
+
+/// The sizes of `decode` that a program has for up to so many rows, as far as there are any that large.
+pub fn decode_sizes(most: usize) -> &'static [(usize, &'static str)] {
+    let all = &StepProgram::DECODE;
+    let enough = all.iter().position(|(rows, _)| *rows >= most).unwrap_or(all.len() - 1);
+    &all[..=enough]
+}
+
+/// The program with the entry `prefill` and those of `decode`, and the threads it was compiled for.
+pub fn generation_program(machine: &dyn Machine, config: &Config, cache: &CachePlan) -> Result<(StepProgram, usize)> {
     let (compile_context, threads) = forward_context(machine, config);
-    let graph =
-        |positions| adapted(build_form(&config.model, Form::NextToken { batch: 1, positions, context })?, &config.lora);
-    let prefill = graph(GENERATION_CHUNK.min(context))?;
-    let entries = [(StepProgram::PREFILL, prefill), (StepProgram::DECODE, graph(1)?)];
+    let CachePlan { shape: cache, rows, chunk, known, .. } = *cache;
+    let graph = |batch, positions| {
+        adapted(build_form(&config.model, Form::NextToken { batch, positions, cache, known })?, &config.lora)
+    };
+    let mut entries = vec![(StepProgram::PREFILL, graph(1, chunk)?)];
+    for (rows, name) in decode_sizes(rows) {
+        entries.push((name, graph(*rows, 1)?));
+    }
     Ok((compile_forward(&entries, &compile_context)?, threads))
 }
 

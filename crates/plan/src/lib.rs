@@ -14,6 +14,7 @@ mod fitting;
 mod formulas;
 mod forward;
 mod groups;
+mod inference;
 pub mod laws;
 mod parallel;
 mod pipeline;
@@ -37,7 +38,11 @@ pub use fit::{
 };
 pub use fitting::{FittingChange, MoreRanks, NearestMiss, WaysToFit};
 pub use formulas::Formula;
-pub use forward::{Cut, GENERATION_CHUNK, check_positions, evaluation_program, generation_program};
+pub use forward::{
+    CachePlan, Cut, FEW_ROWS, GenerationShape, PAGE, cache_plan, check_positions, decode_sizes, evaluation_program,
+    forward_threads, generation_program,
+};
+pub use inference::{CacheKind, DecodeBound, InferenceAccount, InferenceOnGpu, inference_account};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
 pub use projections::Projection;

@@ -207,7 +207,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         Some(timings) => {
             show("measuring the peaks of matmuls and memory");
             let peaks = MeasuredPeaks::of(device.as_ref(), &plan)?;
-            Some(profile(&plan, &[ProfiledStep { step, timings }], &peaks)?)
+            Some(profile(plan.program(), &[ProfiledStep { step, timings }], &peaks)?)
         }
         None => None,
     };

@@ -7,6 +7,7 @@
 mod analysis;
 mod automatic;
 pub mod bench;
+mod bench_generate;
 mod calibrate;
 mod checkpoint;
 mod compare;
@@ -31,6 +32,7 @@ mod spikes;
 mod timeline;
 
 pub use analysis::{Analysis, ClassTime, Learned, analyze, learn};
+pub use bench_generate::{GenerationResult, GenerationSpec, bench_generate};
 pub use calibrate::{CalibrationSpec, measure_machine};
 pub use checkpoint::{CheckpointBench, SaveEnd, SaveFailure, SaveRequest, bench_checkpoint};
 pub use compare::{Comparison, Criterion, OwnChoices, Promise, compare, shrink};

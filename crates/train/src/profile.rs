@@ -5,7 +5,7 @@ use lockstep_exec::Timing;
 use lockstep_host::HostDevice;
 use lockstep_ir::program::{Instr, Stream};
 use lockstep_ir::units::trace_span;
-use lockstep_ir::{DType, MatmulType};
+use lockstep_ir::{DType, MatmulType, StepProgram};
 use lockstep_plan::{Plan, PlanError};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -56,13 +56,22 @@ pub(crate) struct MeasuredPeaks {
 impl MeasuredPeaks {
     /// Measures the device that a plan is for.
     pub(crate) fn of(device: &dyn HostDevice, plan: &Plan) -> Result<Self> {
-        let compute = plan.precision.multiplies();
-        let (linear, bandwidth) = device.peaks(plan.threads, compute)?;
+        Self::measured(device, plan.threads, plan.precision.multiplies())
+    }
+
+    /// Measures a device that multiplies this type.
+    pub(crate) fn measured(device: &dyn HostDevice, threads: usize, compute: MatmulType) -> Result<Self> {
+        let (linear, bandwidth) = device.peaks(threads, compute)?;
         let other = match compute {
-            MatmulType::Tf32 => device.peaks(plan.threads, DType::F32.into())?.0,
+            MatmulType::Tf32 => device.peaks(threads, DType::F32.into())?.0,
             MatmulType::Stored(_) => linear,
         };
         Ok(Self { linear, other, bandwidth })
+    }
+
+    /// FLOP per second of matmuls, and bytes per second.
+    pub(crate) fn rates(&self) -> (f64, f64) {
+        (self.linear, self.bandwidth)
     }
 
     /// The least seconds that an instruction could take.
@@ -77,8 +86,7 @@ impl MeasuredPeaks {
 }
 
 /// Sums up steps, beside the measured peaks.
-pub(crate) fn profile(plan: &Plan, steps: &[ProfiledStep], peaks: &MeasuredPeaks) -> Result<Profile> {
-    let program = plan.program();
+pub(crate) fn profile(program: &StepProgram, steps: &[ProfiledStep], peaks: &MeasuredPeaks) -> Result<Profile> {
     let mut ops: Vec<OpTime> = Vec::new();
     let streams = Stream::ALL.into_iter().filter(|stream| program.uses(*stream));
     let mut trace: Vec<Value> = streams

@@ -326,7 +326,7 @@ impl Run<'_> {
         }
         if !self.profiling.taken.is_empty() {
             let peaks = MeasuredPeaks::of(self.devices.device(self.plan.target)?.as_ref(), self.plan)?;
-            self.outcome.profile = Some(profile(self.plan, &self.profiling.taken, &peaks)?);
+            self.outcome.profile = Some(profile(self.plan.program(), &self.profiling.taken, &peaks)?);
         }
         Ok(self.outcome)
     }

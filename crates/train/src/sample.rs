@@ -53,7 +53,7 @@ pub(crate) fn sample(
     let checkpoint = open(checkpoint)?;
     let mut generator = Generator::new(devices, config, context, Weights::Checkpoint(&checkpoint))?;
     let begun = Instant::now();
-    let sampling = Sampling { temperature: 0.8, top_k: None, top_p: 0.95, seed: config.train.seed };
+    let sampling = Sampling { temperature: 0.8, top_p: 0.95, seed: config.train.seed, ..Sampling::default() };
     let mut stream = TextStream::new(tokenizer.clone());
     let mut text = String::new();
     generate(&mut generator, tokenizer, &[tokenizer.eos()], &tokens, max_tokens, &sampling, &mut |token| {

@@ -20,7 +20,7 @@ use common::{losses, write_corpus};
 use lockstep_config::{Bytes, Config, DeviceChoice, PrecisionPolicy};
 use lockstep_exec::cpu::Simd;
 use lockstep_ir::{StepProgram, counter};
-use lockstep_plan::{PlanError, generation_program, plan};
+use lockstep_plan::{GenerationShape, PlanError, cache_plan, generation_program, plan};
 use profiles::{FIRST, GPU, OTHERS, Recorded};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -287,10 +287,14 @@ fn programs_are_those_of_the_corpus() {
             count += 1;
         }
         let config = config(dir.path(), keys, "");
-        let (program, _) = generation_program(&first, &config, 16).unwrap();
+        let generate = |machine, config: &Config| {
+            let cache = cache_plan(machine, config, &GenerationShape { texts: 2, ..GenerationShape::one(16) })?;
+            generation_program(machine, config, &cache)
+        };
+        let (program, _) = generate(&first, &config).unwrap();
         corpus += &describe(&format!("{model}-generate"), &[program], dump.as_deref());
         for (device, machine) in &machines {
-            let program = generation_program(machine, &on(&config, device), 16);
+            let program = generate(machine, &on(&config, device));
             corpus += &summary(device, program.map(|(program, _)| vec![program]));
         }
         count += 1;

@@ -1,6 +1,6 @@
 //! `--fit`, `--layouts` and `--sequence-lengths`: what else would fit, side by side; and the memory that all of it is held against.
 
-use super::lengths;
+use super::{inference, lengths};
 use crate::failure::{Failure, Result};
 use crate::table::{columns, table, wrapped};
 use crate::{Format, slurm, verify};
@@ -10,8 +10,8 @@ use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, largest_micro_batches, layout_costs,
-    with_fitting_micro_batch, with_fitting_offload,
+    InferenceAccount, LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, inference_account,
+    largest_micro_batches, layout_costs, with_fitting_micro_batch, with_fitting_offload,
 };
 use lockstep_sim::{Catalogue, GpuSpec};
 use serde_json::json;
@@ -30,6 +30,10 @@ pub struct CompareArgs {
     /// Instead, show the memory at these sequence lengths, in tokens: 2048,4096,8192.
     #[arg(long, value_name = "LENGTHS", value_delimiter = ',', conflicts_with_all = ["fit", "layouts", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     sequence_lengths: Vec<usize>,
+    /// Instead, show what generation takes: bytes of the KV cache by kind of attention, and with --gpu how many texts fit and what bounds reading prompts and
+    /// decoding. Texts have train.seq tokens.
+    #[arg(long, conflicts_with_all = ["fit", "layouts", "sequence_lengths", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
+    inference: bool,
     /// With --sequence-lengths: also draw that memory, stacked by class, into this .svg.
     #[arg(long, value_name = "FILE", requires = "sequence_lengths")]
     plot: Option<PathBuf>,
@@ -40,6 +44,7 @@ pub(super) enum Shown {
     Fit { bytes: u64, batch: usize, seq: usize, rows: Vec<LargestMicroBatch>, notes: Vec<String> },
     Layouts { tokens: u64, rows: Vec<LayoutCost> },
     Lengths { sequences: usize, rows: Vec<LengthCost> },
+    Inference(Box<InferenceAccount>),
 }
 
 /// The memory that a plan is held against, and the config with a micro-batch that fits it where none was given.
@@ -114,6 +119,10 @@ impl CompareArgs {
             }
             return Ok(Some(Shown::Lengths { sequences: config.train.micro_batch, rows }));
         }
+        if self.inference {
+            let account = inference_account(devices, config, config.train.seq, gpu)?;
+            return Ok(Some(Shown::Inference(Box::new(account))));
+        }
         if self.layouts.is_empty() {
             return Ok(None);
         }
@@ -140,6 +149,8 @@ impl Shown {
             }
             (Shown::Layouts { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "layouts": rows })),
             (Shown::Lengths { rows, .. }, Format::Json) => format!("{:#}\n", json!({ "sequence_lengths": rows })),
+            (Shown::Inference(account), Format::Json) => format!("{:#}\n", json!({ "inference": account })),
+            (Shown::Inference(account), Format::Text) => inference::as_text(account),
             (Shown::Fit { bytes, batch, seq, rows, notes }, Format::Text) => {
                 fit_text(*bytes, *batch, *seq, rows, notes)
             }

@@ -12,7 +12,7 @@ pub(super) fn precision(graph: &Graph, context: &Context) -> Result<Graph, TypeE
     for value in &mut g.values {
         let rounded = match &value.source {
             Source::State(State::Parameter(parameter)) => !parameter.exact,
-            Source::State(State::Cache) => true,
+            Source::State(State::Cache) => value.ty.dtype.is_float(),
             Source::State(_) | Source::Input | Source::Node { .. } | Source::Sum => false,
         };
         if rounded {

@@ -18,7 +18,15 @@ pub fn launches() -> Launches {
         AttentionMixGrad { .. } => naive::mix_grad(call),
         CachedAttention { window } => attention::cached(call, window),
         LastPosition => last_position(call),
+        Argmax { known } => argmax(call, known),
     }
+}
+
+unsafe fn argmax(call: Call, known: usize) -> Result<(), CudaError> {
+    let Some(token) = call.output(0) else { return Ok(()) };
+    let args = args![call.input(0), token, call.size("vocab"), known];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("paged", "argmax"), [call.rows(), 1, 1], 1024, args) }
 }
 
 unsafe fn last_position(call: Call) -> Result<(), CudaError> {

@@ -4,6 +4,7 @@ use super::bias;
 use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::Call;
+use crate::kernels::args;
 use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::{DType, Op};
@@ -104,9 +105,36 @@ fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (us
     (rows, if apart(compute, gradients) { DType::F32 } else { gradients })
 }
 
+/// Threads of a block of `skinny.cu`.
+const SKINNY_THREADS: usize = 256;
+
+/// A kernel of `skinny.cu`: how many times 8 rows of x it takes, and how many times 16 rows of w a block has.
+struct Skinny {
+    eights: usize,
+    tiles: usize,
+}
+
+/// The kernel for few rows, where it takes the shapes: the weights are read once, whatever the rows.
+fn skinny(call: Call) -> Option<Skinny> {
+    let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
+    let eights = [1, 2, 4].into_iter().find(|n| call.rows() <= 8 * n)?;
+    // With many rows of w a block has more of them, which share what they read of x.
+    let tiles = if outputs >= 16384 { 4 } else { 1 };
+    let takes = call.float() != DType::F32 && inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
+    takes.then_some(Skinny { eights, tiles })
+}
+
 /// y = x · wᵀ.
 pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
+    if let Some(kernel) = skinny(call) {
+        let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
+        let args = args![call.input(0), call.input(1), y, call.rows(), outputs, inputs];
+        let blocks = outputs.div_ceil(16 * kernel.tiles);
+        let name = format!("skinny_{}_{}", kernel.eights, kernel.tiles);
+        // SAFETY: the operands have these sizes.
+        return unsafe { call.typed(("skinny", &name), [blocks, 1, 1], SKINNY_THREADS, args) };
+    }
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
     unsafe { call.multiply(&shape, (call.input(0), call.input(1)), y, call.scratch()?) }

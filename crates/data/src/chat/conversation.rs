@@ -49,6 +49,11 @@ impl Conversation {
         self.roles.push(role.to_owned());
     }
 
+    /// Reads a conversation in a line of JSON, or says what is wrong with it.
+    pub fn from_json(line: &str) -> Result<Self, String> {
+        Self::parse(line, MESSAGES).map_err(|(problem, _)| problem)
+    }
+
     /// Reads the record in a line of JSON.
     pub(crate) fn parse(line: &str, field: &str) -> Result<Self, Problem> {
         let record: Value = serde_json::from_str(line).map_err(|error| {

@@ -50,6 +50,10 @@ pub(super) fn draw(op: &Op, inputs: &[(TensorType, Draw)], seed: u64) -> Vec<Vec
                 let of = |j: u64| if j % 8 == 5 { u64::from(NO_ROW) } else { place(j) };
                 (0..count as u64).map(|j| of(j) as f64).collect()
             }
+            Draw::Distinct(bound) => {
+                let first = counter::bits(key, 0) % u64::from(*bound);
+                (0..count as u64).map(|j| ((first + j) % u64::from(*bound)) as f64).collect()
+            }
             Draw::Between(low, high) => {
                 let range = u64::from(high - low + 1);
                 (0..count).map(|j| (counter::bits(key, j as u64) % range + u64::from(*low)) as f64).collect()

@@ -118,7 +118,7 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         ("linear_cross_entropy", loss_head),
         ("linear_score", Workspace { fixed: head, terms: per_letters }),
         ("attention", of(attention.terms("seq", "seq widest_dim"))),
-        ("cached_attention", of(attention.terms("cache", "cache widest_dim"))),
+        ("cached_attention", of(attention.terms("blocks page", "blocks page widest_dim"))),
         ("attention_grad", of(backward.terms("seq", "seq widest_dim"))),
         ("ring_attention", of(in_runs.terms("keys", "keys widest_dim"))),
         ("ring_attention_grad", of(backward_in_runs.terms("keys", "keys widest_dim"))),

@@ -5,6 +5,7 @@ use super::embedding::add_rows;
 use super::float::Float;
 use super::pointwise::{add_table, rotate};
 use crate::by_kind;
+use lockstep_ir::op::NO_ROW;
 
 /// The kernels of this family.
 pub fn kernels<T: Float>() -> Kernels {
@@ -75,6 +76,32 @@ pub fn rope<T: Float>(call: Call, inverse: bool) {
             places.entry(row % here).saturating_sub(start)
         }),
     }
+}
+
+/// The first of the largest of the first `known` logits of each row; [`NO_ROW`] where one is not a number or none is finite.
+pub fn argmax<T: Float>(call: Call, known: usize) {
+    let vocab = call.size("vocab");
+    let logits = Ptr(call.input::<T>(0));
+    let Some(token) = call.output::<u32>(0).map(Ptr) else { return };
+    call.rows(call.size("batch") * call.size("seq"), |from, to| {
+        for row in from..to {
+            let mut best = (f32::NEG_INFINITY, NO_ROW);
+            // SAFETY: the row belongs to this task.
+            unsafe {
+                for (i, x) in logits.slice(row * vocab, known).iter().enumerate() {
+                    let x = x.to();
+                    if x.is_nan() || x == f32::INFINITY {
+                        best = (f32::INFINITY, NO_ROW);
+                        break;
+                    }
+                    if x > best.0 {
+                        best = (x, i as u32);
+                    }
+                }
+                *token.at(row) = best.1;
+            }
+        }
+    });
 }
 
 /// y `[b, 1, d]` = x `[b, s, d]` at position `count[b] − 1`.

@@ -5,7 +5,7 @@ use super::packed::Heads;
 use super::position::starts;
 use super::{cached, naive};
 use crate::by_kind;
-use lockstep_ir::op::Dims;
+use lockstep_ir::op::{Dims, NO_ROW};
 
 /// What these ops are.
 pub fn definitions() -> Definitions {
@@ -21,6 +21,14 @@ pub fn definitions() -> Definitions {
         AttentionMix { .. } => vec![naive::mix(&at.dims, at.x[0], at.x[1])],
         AttentionMixGrad { .. } => naive::mix_grad(&at.dims, at.x[0], at.x[1], at.x[2]).into(),
         CachedAttention { window } => cached::attention(&at.dims, at.x, window).into(),
+        Argmax { known } => {
+            let rows = at.x[0].chunks(at.size("vocab")).map(|row| &row[..known]);
+            vec![rows.map(|row| {
+                let first = row.iter().position(|x| *x == row.iter().copied().fold(f64::NEG_INFINITY, f64::max));
+                let fits = row.iter().all(|x| !x.is_nan() && *x != f64::INFINITY);
+                first.filter(|i| fits && row[*i].is_finite()).map_or(f64::from(NO_ROW), |i| i as f64)
+            }).collect()]
+        },
         LastPosition => {
             let (seq, d, count) = (at.size("seq"), at.size("features"), at.x[1]);
             let row = |b: usize| (b * seq + count[b] as usize - 1) * d;

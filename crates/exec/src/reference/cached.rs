@@ -5,8 +5,8 @@ use lockstep_ir::op::Dims;
 
 /// o, and the cache with the new keys and values.
 pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
-    let [qkv, cache, start, count] = *x else { panic!("cached attention has four inputs") };
-    let (batch, seq, context) = (dims.size("batch"), dims.size("seq"), dims.size("cache"));
+    let [qkv, cache, table, slot, start, count] = *x else { panic!("cached attention has six inputs") };
+    let (batch, seq, blocks, page) = (dims.size("batch"), dims.size("seq"), dims.size("blocks"), dims.size("page"));
     let (heads, kv_heads) = (dims.size("heads"), dims.size("kv_heads"));
     let (e, v) = (dims.size("head_dim"), dims.size("value_dim"));
     let (width, cached) = (dims.size("qkv"), dims.size("kv"));
@@ -14,14 +14,15 @@ pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>;
     let mut o = vec![0.0; batch * seq * heads * v];
     for b in 0..batch {
         let (start, count) = (start[b] as usize, count[b] as usize);
+        let place = |t: usize| table[slot[b] as usize * blocks + t / page] as usize * page + t % page;
         for s in 0..count {
-            let (from, to) = ((b * seq + s) * width + heads * e, (b * context + start + s) * cached);
+            let (from, to) = ((b * seq + s) * width + heads * e, place(start + s) * cached);
             cache[to..to + cached].copy_from_slice(&qkv[from..from + cached]);
         }
         for (s, h) in (0..count).flat_map(|s| (0..heads).map(move |h| (s, h))) {
             let kv = h / (heads / kv_heads);
             let query = &qkv[(b * seq + s) * width + h * e..][..e];
-            let row = |t: usize| &cache[(b * context + t) * cached..][..cached];
+            let row = |t: usize| &cache[place(t) * cached..][..cached];
             let (key, value) = (|t: usize| &row(t)[kv * e..][..e], |t: usize| &row(t)[kv_heads * e + kv * v..][..v]);
             let dot = |t: usize| query.iter().zip(key(t)).map(|(q, k)| q * k).sum::<f64>();
             let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));

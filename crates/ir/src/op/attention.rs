@@ -10,7 +10,7 @@
 use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};
 use super::{Cost, Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
-use crate::{Axis, Dim, Section, TensorType};
+use crate::{Axis, DType, Dim, Section, TensorType};
 
 /// The Q section of packed Q·K·V, having bound the numbers of heads and their sizes: of Q and K, of V, and the larger of the two.
 pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeError> {
@@ -266,17 +266,30 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
 
 pub(super) static CACHED_ATTENTION: Spec = row(
     "cached_attention",
-    &[float("qkv", "batch seq qkv"), float("cache", "batch cache kv"), u32("start", "batch"), u32("count", "batch")],
-    &[float("o", "batch seq attended"), float("cache", "batch cache kv")],
+    &[
+        float("qkv", "batch seq qkv"),
+        float("cache", "pages page kv"),
+        u32("table", "slots blocks"),
+        u32("slot", "batch"),
+        u32("start", "batch"),
+        u32("count", "batch"),
+    ],
+    &[float("o", "batch seq attended"), float("cache", "pages page kv")],
     |batch| {
-        // New positions on both sides of a border between tiles, and fewer than there is room for.
+        // Pages in any order; new positions on both sides of a border between two, and fewer than there is room for. And one position
+        // each, as decoding has it.
         let of_shapes = |s: Shapes| {
-            let cache = normal([s.b(), Dim::new(Axis::Seq, 170), Dim::packed([s.kv(), s.values()])]);
-            let (start, count) = ((s.number(), Draw::Between(70, 110)), (s.number(), Draw::Between(49, 60)));
-            let inputs = [s.normal(s.qkv()), cache, start, count];
+            let kv = Dim::packed([s.kv(), s.values()]);
+            let cache = normal([Dim::new(Axis::Batch, 9), Dim::new(Axis::Seq, 96), kv]);
+            let table = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 2)]);
+            let (pages, slot) = ((table, Draw::Distinct(9)), (s.number(), Draw::Distinct(4)));
+            let (start, count) = if s.seq == 1 { ((0, 190), (0, 1)) } else { ((70, 110), (49, 60)) };
+            let between = |(low, high)| (s.number(), Draw::Between(low, high));
+            let inputs = [s.normal(s.qkv()), cache, pages, slot, between(start), between(count)];
             WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone()))
         };
-        both_widths(batch).into_iter().flat_map(of_shapes).collect()
+        let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12), Shapes::sized(batch, 1, 64)];
+        both_widths(batch).into_iter().chain(one).flat_map(of_shapes).collect()
     },
 )
 .always_in_place(&[(1, 1)])
@@ -286,15 +299,18 @@ pub(super) static CACHED_ATTENTION: Spec = row(
     if packed[1..] != *cached {
         return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
     }
-    if dims.size("cache") < dims.size("seq") {
-        return Err(op.refuse(format!("cache has {} rows for {}", dims.size("cache"), dims.size("seq"))));
+    let room = dims.product("blocks page") as usize;
+    if room < dims.size("seq") {
+        return Err(
+            op.refuse(format!("a text has room for {room} positions in the cache, {} are new", dims.size("seq")))
+        );
     }
     Ok(())
 })
 // How full the cache is is known on the device only: every new position counts over all of it.
 .flops(|op, dims, _| {
     attributes!(op, Op::CachedAttention { window });
-    let t = dims.size("cache");
+    let t = dims.product("blocks page") as usize;
     Flops::all(of_heads(dims, [2, 2]) * dims.product("seq") * window.unwrap_or(t).min(t) as u128)
 })
 .multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("seq"), false));
@@ -312,3 +328,12 @@ pub(super) static LAST_POSITION: Spec = row(
     dims.set("one", &Dim::new(Axis::Seq, 1));
     Ok(())
 });
+
+pub(super) static ARGMAX: Spec =
+    row("argmax", &[float("logits", "batch seq vocab")], &[u32("token", "batch seq")], |batch| {
+        let of = |entries, known| {
+            let logits = floats([Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, 2), Dim::new(Axis::Vocab, entries)]);
+            sample(Op::Argmax { known }, [(logits, Draw::Normal)])
+        };
+        vec![of(50, 50), of(50, 41), of(5003, 5003)]
+    });

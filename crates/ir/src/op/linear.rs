@@ -3,13 +3,21 @@
 use super::row::{FlopsRule, Spec, accumulator, float, row};
 use super::sample::{Shapes, embed, ffn, normal, sample};
 use super::{Cost, Flops, Matmuls, Op, Saved::Input};
+use crate::{Axis, Dim};
 
 /// One matmul.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… outputs inputs"));
 
 pub(super) static LINEAR: Spec =
     row("linear", &[float("x", "… inputs"), float("w", "outputs inputs")], &[float("y", "… outputs")], |batch| {
-        Shapes::any_leading(batch).map(|s| sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])])).into()
+        let any = Shapes::any_leading(batch).map(|s| sample(Op::Linear, [s.normal(embed()), normal([ffn(), embed()])]));
+        // As few rows as decoding has, of weights that kernels for few rows take.
+        let few = [(1, 192, 48), (1, 64, 16400), (4, 320, 32), (4, 64, 16384), (9, 1088, 48), (9, 64, 16384)];
+        let few = few.map(|(rows, inputs, outputs)| {
+            let (inputs, outputs) = (Dim::new(Axis::Embed, inputs), Dim::new(Axis::Ffn, outputs));
+            sample(Op::Linear, [Shapes::sized(batch, rows, 20).normal(inputs.clone()), normal([outputs, inputs])])
+        });
+        any.into_iter().chain(few).collect()
     })
     .gradient(&[Input(0), Input(1)])
     .splits(&["…", "outputs", "inputs"])

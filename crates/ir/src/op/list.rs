@@ -317,7 +317,8 @@ ops! {
         window: Option<usize>,
     } = attention::ATTENTION_MIX_GRAD,
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
-    /// cache from position `start` on, in place. Rows past `count` give zeros and leave the cache as it is.
+    /// cache from position `start` on, in place. The cache is pages of positions; row `slot` of the table says which page each block of a text
+    /// is. Rows past `count` give zeros and leave the cache as it is.
     CachedAttention {
         /// As in `Attention`.
         window: Option<usize>,
@@ -370,6 +371,12 @@ ops! {
     } = latent::LATENT_HEADS_GRAD,
     /// Of each sequence, the last of `count` positions.
     LastPosition = attention::LAST_POSITION,
+    /// The first of the largest logits of each row, among those of the first tokens of a vocabulary: greedy decoding. Where one of them is not a number, or
+    /// positive infinity, or none is finite, [`NO_ROW`](super::NO_ROW).
+    Argmax {
+        /// Tokens that may be taken.
+        known: usize,
+    } = attention::ARGMAX,
     /// `y = silu(gate) · up` over packed gate·up.
     SwiGlu = pointwise::SWIGLU,
     /// Gradient of `SwiGlu`.

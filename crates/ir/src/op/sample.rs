@@ -28,6 +28,8 @@ pub enum Draw {
     Choices,
     /// Different whole numbers below this bound, every eighth of them [`NO_ROW`](super::NO_ROW).
     Places(u32),
+    /// Different whole numbers below this bound.
+    Distinct(u32),
     /// Whole numbers from the first to the second.
     Between(u32, u32),
     /// Where the document of each position starts: documents of one position up to most of the sequence, and one that starts

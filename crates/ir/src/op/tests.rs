@@ -99,17 +99,18 @@ fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
     let qkv = act(3, Dim::packed([head(Axis::Heads, 6), kv, kv]));
     let cache = act(16, Dim::packed([kv, kv]));
     let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
+    let table = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 1)]);
     let attention = Op::CachedAttention { window: None };
-    let out = attention.infer(&[&qkv, &cache, &number, &number]).unwrap();
+    let out = attention.infer(&[&qkv, &cache, &table, &number, &number, &number]).unwrap();
     assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
     assert_eq!(out[1], cache);
-    let flops = attention.flops(&[&qkv, &cache, &number, &number], &[true, true]).unwrap();
+    let flops = attention.flops(&[&qkv, &cache, &table, &number, &number, &number], &[true, true]).unwrap();
     assert_eq!(flops.hardware, 4 * 3 * 16 * 24);
-    let refusal = |cache: TensorType| attention.infer(&[&qkv, &cache, &number, &number]).unwrap_err();
+    let refusal = |cache: TensorType| attention.infer(&[&qkv, &cache, &table, &number, &number, &number]).unwrap_err();
     let one_head = refusal(act(16, Dim::packed([head(Axis::KvHeads, 1), kv])));
     assert!(one_head.to_string().contains("the cache must hold"), "{one_head}");
     let short = refusal(act(2, Dim::packed([kv, kv])));
-    assert_eq!(short.to_string(), "cached_attention: cache has 2 rows for 3");
+    assert_eq!(short.to_string(), "cached_attention: a text has room for 2 positions in the cache, 3 are new");
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod parallel_block;
 use lockstep_config::{Config, Features};
 use lockstep_host::Devices;
 use lockstep_ir::{Layout, StepScalars, counter, verify};
-use lockstep_model::{Form, ModelBuilder, names};
+use lockstep_model::{CacheShape, Form, ModelBuilder, names};
 use lockstep_plan::plan_with;
 use lockstep_train::Session;
 
@@ -107,7 +107,15 @@ fn it_computes_the_same_on_other_layouts() {
 #[test]
 fn it_has_every_form() {
     let loss = Form::Loss { batch: 2, seq: 8, context: 8, documents: true };
-    for form in [loss, Form::NextToken { batch: 1, positions: 4, context: 32 }] {
+    for form in [
+        loss,
+        Form::NextToken {
+            batch: 1,
+            positions: 4,
+            cache: CacheShape { slots: 1, blocks: 1, page: 32, pages: 1, window_pages: 1 },
+            known: 256,
+        },
+    ] {
         verify::graph(&BUILD(&config().model, form).unwrap()).unwrap();
     }
 }

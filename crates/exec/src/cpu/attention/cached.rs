@@ -1,7 +1,8 @@
 //! Attention of new positions over a cache of keys and values.
 //!
-//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[b, t, u·(e + v)]`, start and count `[b]`, o `[b, s, q·v]`. Keys are visited as in
-//! `forward`, so a position gets the same bits however the text before it was cut into calls.
+//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[pages, page, u·(e + v)]`, table `[slots, blocks]`, slot, start and count `[b]`, o
+//! `[b, s, q·v]`. Keys are visited as in `forward`, so a position gets the same bits however the text before it was cut into calls, and
+//! wherever its pages are: a page is whole tiles of keys.
 
 use super::super::call::{Call, Ptr};
 use super::super::float::Float;
@@ -11,11 +12,15 @@ use super::{KEYS, KeyRun, Mask};
 
 /// Appends the new keys and values to the cache, then o.
 pub fn forward<T: Float>(call: Call, window: Option<usize>) {
-    let (batch, seq, context) = (call.size("batch"), call.size("seq"), call.size("cache"));
+    let (batch, seq) = (call.size("batch"), call.size("seq"));
+    let (pages, page, blocks) = (call.size("pages"), call.size("page"), call.size("blocks"));
+    let context = blocks * page;
+    assert!(page.is_multiple_of(KEYS), "a page of {page} positions is no whole tiles of {KEYS}");
     let (heads, kv_heads) = (call.size("heads"), call.size("kv_heads"));
     let (e, v) = (call.size("head_dim"), call.size("value_dim"));
     let (width, cached, group) = (call.size("qkv"), call.size("kv"), heads / kv_heads);
-    let (qkv, start, count) = (Ptr(call.input::<T>(0)), Ptr(call.input::<u32>(2)), Ptr(call.input::<u32>(3)));
+    let qkv = Ptr(call.input::<T>(0));
+    let [table, slot, start, count] = [2, 3, 4, 5].map(|i| Ptr(call.input::<u32>(i)));
     let Some(cache) = call.output::<T>(1).map(Ptr) else { return };
     let span = |b: usize| {
         // SAFETY: both operands have an element per sequence.
@@ -24,14 +29,27 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
         assert!(fits, "{count} positions from {start} on leave a cache of {context} or a call of {seq}");
         (start, count)
     };
+    let slots = call.size("slots");
+    // The first row of the page that a block of a text is in.
+    let row_of = |b: usize, block: usize| {
+        // SAFETY: there is a slot for every text, and the table has a row for every slot.
+        let page_of = unsafe {
+            let slot = *slot.at(b) as usize;
+            assert!(slot < slots && block < blocks, "slot {slot} has no block {block}");
+            *table.at(slot * blocks + block) as usize
+        };
+        assert!(page_of < pages, "block {block} is in page {page_of} of {pages}");
+        page_of * page
+    };
     call.rows(batch * seq, |from, to| {
         for (row, (b, i)) in (from..to).map(|row| (row, (row / seq, row % seq))) {
             let (start, count) = span(b);
             if i < count {
+                let at = row_of(b, (start + i) / page) + (start + i) % page;
                 // SAFETY: the position lies in the cache, and no other row has it.
                 unsafe {
                     let keys_and_values = qkv.slice(row * width + heads * e, cached);
-                    cache.slice((b * context + start + i) * cached, cached).copy_from_slice(keys_and_values);
+                    cache.slice(at * cached, cached).copy_from_slice(keys_and_values);
                 }
             }
         }
@@ -50,12 +68,17 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
         unsafe {
             let buffers = Buffers::of(scratch.get(), worker, unit, context, (e, v));
             let mask = Mask::of(std::ptr::null(), b, context, window);
-            let run = KeyRun { len: start + count, ..KeyRun::default() };
+            let end = start + count;
+            let run = KeyRun { len: end, ..KeyRun::default() };
             if part * NR < count {
-                let at = |column: usize| cache.at(b * context * cached + column).cast_const();
+                let at = |column: usize| cache.at(column).cast_const();
                 let kv = [kv * e, kv_heads * e + kv * v].map(|column| Matrix::rows(at(column), cached));
                 let first = mask.first_of(0, start + part * NR, 1) / KEYS * KEYS;
-                buffers.pack(simd, kv, &run, (first, run.len), (e, v));
+                for block in first / page..end.div_ceil(page) {
+                    let from = first.max(block * page) - block * page;
+                    let of_page = KeyRun { row: row_of(b, block), at: block * page, ..run };
+                    buffers.pack(simd, kv, &of_page, (from, page.min(end - block * page)), (e, v));
+                }
             }
             for h in kv * group..(kv + 1) * group {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {

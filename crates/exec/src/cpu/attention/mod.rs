@@ -23,7 +23,7 @@ pub use merge::merge;
 use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
 use super::gemm::{K_STEP, Matrix, NR, Unit};
-use super::position::last_position;
+use super::position::{argmax, last_position};
 use super::simd::Simd;
 use crate::by_kind;
 use lockstep_ir::op::Ring;
@@ -40,6 +40,7 @@ pub fn kernels<T: Float>() -> Kernels {
         AttentionMixGrad { .. } => naive::mix_grad::<T>(call),
         CachedAttention { window } => cached::forward::<T>(call, window),
         LastPosition => last_position::<T>(call),
+        Argmax { known } => argmax::<T>(call, known),
     }
 }
 
