@@ -221,6 +221,8 @@ static __device__ void cache_write(const T *qkv, T *cache, Pages pages, const u3
                                    int seq, int heads, int kv_heads, int e, int v) {
     int s = blockIdx.x;
     i64 b = blockIdx.y;
+    let_next_begin();
+    wait_for_those_before();
     i64 to = (i64)start[b] + s;
     if (s >= (int)count[b] || to >= (i64)pages.blocks * pages.page) return;
     int cached = kv_heads * (e + v);

@@ -120,6 +120,19 @@ static __device__ __forceinline__ void store(T *to, const float *x) {
     *reinterpret_cast<Pack<T> *>(to) = p;
 }
 
+// Programmatic dependent launch. A kernel that is launched early begins while those before it still run; until it has waited for them it reads only what none of
+// them writes, such as weights, and writes nothing. A kernel that was not launched early does not wait.
+static __device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+static __device__ __forceinline__ void wait_for_those_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 static __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);

@@ -103,6 +103,8 @@ static __device__ __forceinline__ void norm_any(const T *x, const T *delta, cons
     extern "C" __global__ void __launch_bounds__(256) KERNEL(const T *x, const T *delta, const T *w, const T *bias,    \
                                                              T *sum, T *y, float *mean, float *rstd, int d,            \
                                                              float eps, float one) {                                   \
+        let_next_begin();                                                                                              \
+        wait_for_those_before();                                                                                       \
         BODY(x, delta, w, bias, sum, y, mean, rstd, d, eps, one);                                                      \
     }
 #define NORM(T, NAME, CHUNKS)                                                                                          \

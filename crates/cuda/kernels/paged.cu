@@ -21,12 +21,15 @@ static __device__ void decode(const T *qkv, T *cache, const u32 *table, const u3
     const int E = 8 * L, KEYS = 32 / L;
     int block = blockIdx.x, u = blockIdx.y, group = n.heads / n.kv_heads;
     i64 b = blockIdx.z;
+    let_next_begin();
+    // Which pages there are is written by the host, before any kernel runs.
     if (!count[b]) return;
     int last = start[b], first = n.first(last), from = block * n.page;
     if (from > last || from + n.page <= first) return;
     i64 stride = 2 * n.kv_heads * E;
     const T *row = qkv + b * (n.heads * E + stride);
     T *rows = cache + (i64)table[(i64)slot[b] * n.blocks + block] * n.page * stride;
+    wait_for_those_before();
     if (last < from + n.page) {
         // This page takes the new key and value: no other block reads them.
         T *to = rows + (last - from) * stride;
@@ -47,28 +50,38 @@ static __device__ void decode(const T *qkv, T *cache, const u32 *table, const u3
         top[g] = NEGATIVE_INFINITY, sum[g] = 0.0f;
     }
     int begin = first > from ? first - from : 0, end = last - from + 1 < n.page ? last - from + 1 : n.page;
-    for (int t = warp * KEYS; t < end; t += DECODE_WARPS * KEYS) {
-        int key = t + of;
-        bool seen = key >= begin && key < end;
-        float k[8], v[8];
-        const T *kv = rows + (seen ? key : begin) * stride;
-        load(kv + u * E + at, k);
-        load(kv + (n.kv_heads + u) * E + at, v);
+    // Keys are read ahead of the sums that wait for them.
+    const int AHEAD = 3;
+    for (int t0 = warp * KEYS; t0 < end; t0 += AHEAD * DECODE_WARPS * KEYS) {
+        Pack<T> keys[AHEAD], values[AHEAD];
 #pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            if (g >= group) break;
-            float score = 0.0f;
+        for (int a = 0; a < AHEAD; a++) {
+            int key = t0 + a * DECODE_WARPS * KEYS + of;
+            const T *kv = rows + (key >= begin && key < end ? key : begin) * stride + at;
+            keys[a] = *(const Pack<T> *)(kv + u * E), values[a] = *(const Pack<T> *)(kv + (n.kv_heads + u) * E);
+        }
 #pragma unroll
-            for (int i = 0; i < 8; i++) score += q[g][i] * k[i];
+        for (int a = 0; a < AHEAD; a++) {
+            int key = t0 + a * DECODE_WARPS * KEYS + of;
+            bool seen = key >= begin && key < end;
+            float k[8], v[8];
+            unpack(keys[a], k), unpack(values[a], v);
 #pragma unroll
-            for (int step = L / 2; step; step >>= 1) score += __shfl_xor_sync(~0u, score, step);
-            score = seen ? score * scale : NEGATIVE_INFINITY;
-            float most = fmaxf(top[g], score), base = most == NEGATIVE_INFINITY ? 0.0f : most;
-            float less = __expf(top[g] - base), p = __expf(score - base);
-            top[g] = most;
-            sum[g] = sum[g] * less + p;
+            for (int g = 0; g < GROUP; g++) {
+                if (g >= group) break;
+                float score = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 8; i++) o[g][i] = o[g][i] * less + p * v[i];
+                for (int i = 0; i < 8; i++) score += q[g][i] * k[i];
+#pragma unroll
+                for (int step = L / 2; step; step >>= 1) score += __shfl_xor_sync(~0u, score, step);
+                score = seen ? score * scale : NEGATIVE_INFINITY;
+                float most = fmaxf(top[g], score), base = most == NEGATIVE_INFINITY ? 0.0f : most;
+                float less = __expf(top[g] - base), p = __expf(score - base);
+                top[g] = most;
+                sum[g] = sum[g] * less + p;
+#pragma unroll
+                for (int i = 0; i < 8; i++) o[g][i] = o[g][i] * less + p * v[i];
+            }
         }
     }
     // Keys of a warp, then of all warps.
@@ -115,6 +128,8 @@ static __device__ void merge(const float *parts, const u32 *start, const u32 *co
     int h = blockIdx.x, i = threadIdx.x;
     i64 b = blockIdx.y, head = b * n.heads + h;
     float x = 0.0f;
+    let_next_begin();
+    wait_for_those_before();
     if (count[b]) {
         int last = start[b];
         int from = n.first(last) / n.page, to = last / n.page + 1;
@@ -274,6 +289,8 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
     float best = NEGATIVE_INFINITY;
     u32 at = NONE;
     bool broken = false;
+    let_next_begin();
+    wait_for_those_before();
     for (int i = threadIdx.x; i < known; i += blockDim.x) {
         float x = to_f32(row[i]);
         broken |= !(x < -NEGATIVE_INFINITY);

@@ -197,10 +197,14 @@ static __device__ void last_position(const T *x, const u32 *count, T *y, int seq
     extern "C" __global__ void rope_##NAME(const T *in, const float *table, const u32 *starts, T *out, int seq,        \
                                            int first, int count, int then, int width, int rotated, int e,              \
                                            int turned, int table_rows, float sign, int positions, int wide) {          \
+        let_next_begin();                                                                                              \
+        wait_for_those_before();                                                                                       \
         rotate<T>(in, table, starts, out, seq, {first, count, then}, width, rotated, e, turned, table_rows, sign,      \
                   positions, wide);                                                                                    \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_##NAME(const T *gate_up, T *y, int f, int wide) {                                \
+        let_next_begin();                                                                                              \
+        wait_for_those_before();                                                                                       \
         swiglu<T>(gate_up, y, f, wide);                                                                                \
     }                                                                                                                  \
     extern "C" __global__ void swiglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {            \

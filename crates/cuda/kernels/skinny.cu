@@ -1,12 +1,10 @@
 // Matmuls of few rows, as decoding has them: y = x · wᵀ at the speed at which w is read. The matrix units take 16 rows of w and 8 of x at a time;
-// what is missing of 8 rows of x is zero. Warps of a block share the depth, and their sums are added in order. Nothing but the shape of w decides
-// how a sum is cut, so the bits of a row do not depend on the rows beside it.
+// what is missing of 8 rows of x is zero. Warps of a block share the depth, and their sums are added in order. Nothing but the shape of w and the
+// room for rows decides how a sum is cut, so in calls with the same room the bits of a row do not depend on the rows beside it.
 
 // A step of a warp: 64 elements of 16 rows of w, of which a lane has 8 and 8 of two rows. Which element of the depth is which does not matter to a sum
 // as long as both factors agree.
 const int STEP = 64;
-const int AT_ONCE = 4;
-const int SKINNY_WARPS = 8;
 
 static __device__ __forceinline__ uint4 stream16(const void *from) {
     uint4 x;
@@ -17,7 +15,7 @@ static __device__ __forceinline__ uint4 stream16(const void *from) {
 }
 
 // Grid: rows of w ÷ (16 · TILES). `N` is how many times 8 rows of x there may be; TILES of 16 rows of w are a block's.
-template <typename T, int N, int TILES>
+template <typename T, int N, int TILES, int SKINNY_WARPS, int AT_ONCE>
 static __device__ void skinny(const T *x, const T *w, T *y, int rows, int outputs, int depth) {
     const int SHARES = SKINNY_WARPS / TILES;
     __shared__ float sums[SKINNY_WARPS][16][8 * N + 1];
@@ -25,6 +23,8 @@ static __device__ void skinny(const T *x, const T *w, T *y, int rows, int output
     int tile = warp % TILES, share = warp / TILES;
     i64 first = (i64)(blockIdx.x * TILES + tile) * 16;
     float c[N][4] = {};
+    bool waited = false;
+    let_next_begin();
     if (first < outputs) {
         const T *low = w + (first + g) * depth + t * 8, *high = low + (i64)8 * depth;
         for (int k0 = share * STEP; k0 < depth; k0 += SHARES * STEP * AT_ONCE) {
@@ -36,6 +36,9 @@ static __device__ void skinny(const T *x, const T *w, T *y, int rows, int output
                 a[s][0] = stream16(low + k), a[s][1] = stream16(high + k);
                 a[s][2] = stream16(low + k + 32), a[s][3] = stream16(high + k + 32);
             }
+            // The first weights come while the kernel before still makes x.
+            if (!waited) wait_for_those_before();
+            waited = true;
 #pragma unroll
             for (int s = 0; s < AT_ONCE; s++) {
                 int k = k0 + s * SHARES * STEP;
@@ -54,6 +57,7 @@ static __device__ void skinny(const T *x, const T *w, T *y, int rows, int output
             }
         }
     }
+    if (!waited) wait_for_those_before();
 #pragma unroll
     for (int j = 0; j < N; j++) {
         sums[warp][g][8 * j + 2 * t] = c[j][0], sums[warp][g][8 * j + 2 * t + 1] = c[j][1];
@@ -71,13 +75,14 @@ static __device__ void skinny(const T *x, const T *w, T *y, int rows, int output
     }
 }
 
-#define SKINNY(T, NAME, N, TILES)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(32 * SKINNY_WARPS, 2)                                                 \
+// More warps hide more of the time that reading takes; more rows of x need more registers.
+#define SKINNY(T, NAME, N, TILES, WARPS, AT_ONCE)                                                                      \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
         skinny_##N##_##TILES##_##NAME(const T *x, const T *w, T *y, int rows, int outputs, int depth) {                \
-        skinny<T, N, TILES>(x, w, y, rows, outputs, depth);                                                            \
+        skinny<T, N, TILES, WARPS, AT_ONCE>(x, w, y, rows, outputs, depth);                                            \
     }
 #define ALL_SKINNY(T, NAME)                                                                                            \
-    SKINNY(T, NAME, 1, 1) SKINNY(T, NAME, 1, 4) SKINNY(T, NAME, 2, 1) SKINNY(T, NAME, 2, 4) SKINNY(T, NAME, 4, 1)      \
-        SKINNY(T, NAME, 4, 4)
+    SKINNY(T, NAME, 1, 1, 16, 2) SKINNY(T, NAME, 1, 4, 16, 2) SKINNY(T, NAME, 2, 1, 8, 4) SKINNY(T, NAME, 2, 4, 8, 4)  \
+        SKINNY(T, NAME, 4, 1, 8, 4) SKINNY(T, NAME, 4, 4, 8, 4)
 ALL_SKINNY(bf16, bf16)
 ALL_SKINNY(f16, f16)

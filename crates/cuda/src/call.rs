@@ -23,6 +23,9 @@ pub struct Call<'a> {
     pub slot: Slot,
 }
 
+/// As many rows as `skinny.cu` takes.
+const FEW_ROWS: usize = 32;
+
 /// Threads of kernels that take each element on its own.
 pub const THREADS: usize = 256;
 
@@ -108,9 +111,14 @@ impl Call<'_> {
         16 / self.float().bytes()
     }
 
+    /// Whether this is a step of decoding: kernels are so short that the time between two of them counts.
+    fn has_few_rows(&self) -> bool {
+        self.kernels.capability() >= 90 && self.rows() <= FEW_ROWS
+    }
+
     /// Kernels on its stream.
     pub fn on(&self) -> Launcher<'_> {
-        self.kernels.on(self.stream)
+        Launcher { early: self.has_few_rows(), ..self.kernels.on(self.stream) }
     }
 
     /// Queues the kernel `name` for the type of the floating-point operands.

@@ -22,6 +22,24 @@ pub const ALIGNMENT: u64 = 256;
 
 type Handle = *mut c_void;
 
+/// How a kernel is launched, as the driver takes it.
+#[repr(C)]
+pub struct LaunchConfig {
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared: c_uint,
+    stream: Handle,
+    attributes: *const LaunchAttribute,
+    count: c_uint,
+}
+
+/// Something more about a launch.
+#[repr(C)]
+struct LaunchAttribute {
+    id: c_uint,
+    value: [u64; 8],
+}
+
 functions! {
     /// The driver's functions.
     Driver, Name::Driver;
@@ -58,6 +76,7 @@ functions! {
     function_attribute = c"cuFuncSetAttribute": fn(Handle, c_int, c_int) -> c_int;
     tensor_map = c"cuTensorMapEncodeTiled": fn(*mut u64, c_int, c_uint, Address, *const u64, *const u64, *const c_uint, *const c_uint, c_int, c_int, c_int, c_int) -> c_int;
     launch = c"cuLaunchKernel": fn(Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void) -> c_int;
+    launch_with = c"cuLaunchKernelEx": fn(*const LaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void) -> c_int;
     capture_begin = c"cuStreamBeginCapture_v2": fn(Handle, c_uint) -> c_int;
     capture_end = c"cuStreamEndCapture": fn(Handle, *mut Handle) -> c_int;
     graph_instantiate = c"cuGraphInstantiateWithFlags": fn(*mut Handle, Handle, u64) -> c_int;

@@ -106,7 +106,7 @@ impl Kernels {
 
     /// The same, on a stream.
     pub fn on<'a>(&'a self, stream: &'a Stream) -> Launcher<'a> {
-        Launcher { kernels: self, stream }
+        Launcher { kernels: self, stream, early: false }
     }
 }
 
@@ -115,6 +115,25 @@ impl Kernels {
 pub struct Launcher<'a> {
     pub kernels: &'a Kernels,
     pub stream: &'a Stream,
+    /// Whether kernels that can do so begin before what is queued has ended.
+    pub early: bool,
+}
+
+/// Kernels that wait for those before them, by the beginnings of their names: they may be launched early.
+const WAITING: [(&str, &str); 8] = [
+    ("attention", "cache_write_"),
+    ("norm", "add_rms_norm_"),
+    ("norm", "rms_norm_"),
+    ("paged", "argmax_"),
+    ("paged", "decode_"),
+    ("pointwise", "rope_"),
+    ("pointwise", "swiglu_"),
+    ("skinny", "skinny_"),
+];
+
+/// Gradients have names that begin alike.
+fn waits(source: &str, name: &str) -> bool {
+    !name.contains("_grad") && WAITING.iter().any(|(of, start)| *of == source && name.starts_with(start))
 }
 
 /// A block of threads.
@@ -172,6 +191,24 @@ impl Launcher<'_> {
         let count = args.len() + usize::from(first.is_some());
         let grid = grid.map(|n| n as u32);
         // SAFETY: the caller vouches for the arguments.
-        unsafe { function.launch(self.stream, grid, block.threads as u32, block.shared, &mut pointers[..count]) }
+        unsafe {
+            let (threads, early) = (block.threads as u32, self.early && waits(source, name));
+            function.launch(self.stream, grid, threads, block.shared, early, &mut pointers[..count])
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::WAITING;
+    use crate::sources::SOURCES;
+
+    #[test]
+    fn kernels_that_are_launched_early_wait_for_those_before_them() {
+        for (source, start) in WAITING {
+            let text = SOURCES.iter().find(|(name, _)| *name == source).unwrap().1;
+            assert!(text.contains(start.trim_end_matches('_')), "{source} has no {start}");
+            assert!(text.contains("wait_for_those_before()"), "{source} does not wait");
+        }
     }
 }

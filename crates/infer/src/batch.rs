@@ -119,7 +119,6 @@ impl Batch {
     pub fn new(devices: &Devices, config: &Config, shape: GenerationShape, weights: Weights) -> Result<Self> {
         let target = Target::of(devices, config);
         let device = devices.device(target)?;
-        let by_rows = matches!(target, Target::Cuda { deterministic: true });
         let mut cache = cache_plan(devices, config, &shape)?;
         if shape.cache.is_none()
             && let Some(free) = device.available_bytes()?
@@ -146,8 +145,8 @@ impl Batch {
             cache,
             context: shape.context,
             chunk: cache.chunk,
-            by_rows,
-            sizes: decode_sizes(cache.rows),
+            by_rows: cache.by_rows,
+            sizes: decode_sizes(&cache),
             vocabulary: config.model.vocab_size,
             known: cache.known,
             tables,

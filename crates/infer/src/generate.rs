@@ -27,7 +27,8 @@ impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self> {
         let mut cache = cache_plan(devices, config, &GenerationShape::one(context))?;
-        // The only text has every block, in its order.
+        // The only text has every block, in its order, and reads one token or a chunk.
+        (cache.rows, cache.by_rows) = (1, false);
         cache.shape.window_pages = cache.shape.window_pages.max(cache.shape.blocks);
         let (program, threads) = generation_program(devices, config, &cache)?;
         let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;

@@ -15,8 +15,8 @@ const CUDA_CHUNK: usize = 1024;
 /// Positions of a page of the KV cache: a tile of keys of the CPU's kernels.
 pub const PAGE: usize = 96;
 
-/// Most rows that kernels for few rows take: with them the bits of a row do not depend on the rows beside it, on a GPU either.
-pub const FEW_ROWS: usize = 32;
+/// Rows that are always computed together where bits must not depend on what is beside a text: as many as kernels for few rows take.
+const FEW_ROWS: usize = 32;
 
 /// What generation has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +53,8 @@ pub struct CachePlan {
     pub window_blocks: usize,
     /// Rows that `decode` takes at most.
     pub rows: usize,
+    /// Whether prompts are read by `decode`, a row for each token: so that bits do not depend on how a prompt was cut, on a GPU either.
+    pub by_rows: bool,
     /// Most tokens that a call of `prefill` reads.
     pub chunk: usize,
     /// Tokens that may be written.
@@ -132,29 +134,28 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     let pages = |blocks: usize| of(blocks).max(blocks).max(1);
     let shape = CacheShape { pages: pages(full_blocks), window_pages: pages(window_blocks), ..one };
     let [page_bytes, window_page_bytes] = bytes;
-    // With bits that do not depend on how a prompt is cut, prompts are read by `decode`, a row for each token.
     let by_rows = matches!(Target::of(machine, config), Target::Cuda { deterministic: true });
     let rows = if by_rows { FEW_ROWS } else { slots };
     let known = known.unwrap_or(usize::MAX).min(config.model.vocab_size);
-    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, chunk, known })
+    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, by_rows, chunk, known })
 }
 
-/// The sizes of `decode` that a program has for up to so many rows, as far as there are any that large.
-pub fn decode_sizes(most: usize) -> &'static [(usize, &'static str)] {
+/// The sizes of `decode` that a program has: up to as many rows as it takes. With bits that do not depend on what is beside a text, one size alone.
+pub fn decode_sizes(cache: &CachePlan) -> &'static [(usize, &'static str)] {
     let all = &StepProgram::DECODE;
-    let enough = all.iter().position(|(rows, _)| *rows >= most).unwrap_or(all.len() - 1);
-    &all[..=enough]
+    let enough = all.iter().position(|(rows, _)| *rows >= cache.rows).unwrap_or(all.len() - 1);
+    if cache.by_rows { &all[enough..=enough] } else { &all[..=enough] }
 }
 
 /// The program with the entry `prefill` and those of `decode`, and the threads it was compiled for.
 pub fn generation_program(machine: &dyn Machine, config: &Config, cache: &CachePlan) -> Result<(StepProgram, usize)> {
     let (compile_context, threads) = forward_context(machine, config);
-    let CachePlan { shape: cache, rows, chunk, known, .. } = *cache;
+    let &CachePlan { shape, chunk, known, .. } = cache;
     let graph = |batch, positions| {
-        adapted(build_form(&config.model, Form::NextToken { batch, positions, cache, known })?, &config.lora)
+        adapted(build_form(&config.model, Form::NextToken { batch, positions, cache: shape, known })?, &config.lora)
     };
     let mut entries = vec![(StepProgram::PREFILL, graph(1, chunk)?)];
-    for (rows, name) in decode_sizes(rows) {
+    for (rows, name) in decode_sizes(cache) {
         entries.push((name, graph(*rows, 1)?));
     }
     Ok((compile_forward(&entries, &compile_context)?, threads))

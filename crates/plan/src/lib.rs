@@ -39,7 +39,7 @@ pub use fit::{
 pub use fitting::{FittingChange, MoreRanks, NearestMiss, WaysToFit};
 pub use formulas::Formula;
 pub use forward::{
-    CachePlan, Cut, FEW_ROWS, GenerationShape, PAGE, cache_plan, check_positions, decode_sizes, evaluation_program,
+    CachePlan, Cut, GenerationShape, PAGE, cache_plan, check_positions, decode_sizes, evaluation_program,
     forward_threads, generation_program,
 };
 pub use inference::{CacheKind, DecodeBound, InferenceAccount, InferenceOnGpu, inference_account};

@@ -64,7 +64,7 @@ fn a_model_that_was_tuned_on_chats_answers_and_stops() {
     let mut ends = trained.end_tokens(&tokenizer).unwrap();
     ends.extend(chat.end_of_turn(&tokenizer).unwrap());
     let mut generator = Generator::new(&Devices::new(), &trained.config, 96, trained.weights()).unwrap();
-    let greedy = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
     for (thing, colour) in TASK {
         let prompt = chat.prompt(&tokenizer, &Conversation::asking(None, &question(thing))).unwrap();
         assert_eq!(tokenizer.token(prompt[0]).as_deref(), Some("<s>"));

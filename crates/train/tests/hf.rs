@@ -445,7 +445,7 @@ fn a_folder_is_used_as_it_is() {
     let trained = Trained::open(&place.at("hf")).unwrap();
     let tokenizer = trained.tokenizer().unwrap();
     let mut generator = Generator::new(&Devices::new(), &trained.config, 64, trained.weights()).unwrap();
-    let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
+    let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     let mut listen = |_| std::ops::ControlFlow::Continue(());
     let mut run =
         |ends: &[u32]| generate(&mut generator, &tokenizer, ends, &[40, 41], 20, &sampling, &mut listen).unwrap();

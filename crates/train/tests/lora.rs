@@ -234,7 +234,7 @@ fn text_is_generated_with_the_adapters() {
         let trained = Trained::open(&place.at(path)).unwrap();
         let tokenizer = trained.tokenizer().unwrap();
         let mut generator = Generator::new(&Devices::new(), &trained.config, 32, trained.weights()).unwrap();
-        let sampling = Sampling { temperature: 0.0, top_k: None, top_p: 1.0, seed: 0 };
+        let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
         let mut listen = |_| std::ops::ControlFlow::Continue(());
         generate(&mut generator, &tokenizer, &[], &[108, 105, 110], 16, &sampling, &mut listen).unwrap().tokens
     };

@@ -1,7 +1,7 @@
 //! Fuse: replaces groups of forward ops by one op that moves fewer bytes.
 //!
 //! - `add` whose sum feeds an `rms_norm` or `layer_norm` of the same layer → `add_rms_norm`, `add_layer_norm` (the sum is
-//!   normed while in cache). Across layers they stay apart: the residual stream is the only tensor that crosses that seam;
+//!   normed while in cache). Across layers they stay apart where a loss is computed: the residual stream is the only tensor that crosses that seam;
 //! - `linear` read only by a `cross_entropy` of weight 1 → `linear_cross_entropy` (the logits never exist whole).
 
 use crate::Context;
@@ -24,7 +24,7 @@ fn add_norm(g: &mut Graph) {
             let x = g.nodes[n].inputs[0];
             // The sum moves from where it was added to where it is normed, so nothing may read it in between.
             let add = producer(g, x).filter(|&a| {
-                let same_layer = g.nodes[a].layer == g.nodes[n].layer;
+                let same_layer = g.losses.is_empty() || g.nodes[a].layer == g.nodes[n].layer;
                 same_layer && g.nodes[a].op == Op::Add && g.readers()[x.0].first() == Some(&n)
             });
             if let Some(a) = add {

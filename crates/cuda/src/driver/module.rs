@@ -1,7 +1,7 @@
 //! Machine code and its kernels.
 
 use super::stream::Stream;
-use super::{Device, Handle};
+use super::{Device, Handle, LaunchAttribute, LaunchConfig};
 use crate::CudaError;
 use std::ffi::{CString, c_int, c_uint, c_void};
 
@@ -48,7 +48,8 @@ impl Module {
 }
 
 impl Function {
-    /// Queues a launch with so many bytes of shared memory besides what the kernel declares.
+    /// Queues a launch with so many bytes of shared memory besides what the kernel declares. One that is `early` begins while what was queued before it still
+    /// runs, and waits for that itself.
     ///
     /// # Safety
     /// `args` are addresses of values of the types of its parameters, and what they point at is theirs.
@@ -58,15 +59,27 @@ impl Function {
         grid: [u32; 3],
         threads: u32,
         shared: usize,
+        early: bool,
         args: &mut [*mut c_void],
     ) -> Result<(), CudaError> {
         const MOST_DYNAMIC_SHARED: c_int = 8;
+        const PROGRAMMATIC_STREAM_SERIALIZATION: c_uint = 6;
         let driver = stream.device.driver;
         let [x, y, z] = grid;
         if shared > 0 {
             // SAFETY: the function is loaded.
             let status = unsafe { (driver.function_attribute)(self.0.0, MOST_DYNAMIC_SHARED, shared as c_int) };
             driver.check("cuFuncSetAttribute", status)?;
+        }
+        if early {
+            let attribute = LaunchAttribute { id: PROGRAMMATIC_STREAM_SERIALIZATION, value: [1, 0, 0, 0, 0, 0, 0, 0] };
+            let (block, shared) = ([threads, 1, 1], shared as c_uint);
+            let config =
+                LaunchConfig { grid, block, shared, stream: stream.handle, attributes: &raw const attribute, count: 1 };
+            // SAFETY: as below; the config outlives the call.
+            let status =
+                unsafe { (driver.launch_with)(&raw const config, self.0.0, args.as_mut_ptr(), std::ptr::null_mut()) };
+            return driver.check("cuLaunchKernelEx", status);
         }
         // SAFETY: the function is loaded and the stream open; the arguments are its own by the caller's word.
         let status = unsafe {

@@ -105,13 +105,11 @@ fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (us
     (rows, if apart(compute, gradients) { DType::F32 } else { gradients })
 }
 
-/// Threads of a block of `skinny.cu`.
-const SKINNY_THREADS: usize = 256;
-
 /// A kernel of `skinny.cu`: how many times 8 rows of x it takes, and how many times 16 rows of w a block has.
 struct Skinny {
     eights: usize,
     tiles: usize,
+    threads: usize,
 }
 
 /// The kernel for few rows, where it takes the shapes: the weights are read once, whatever the rows.
@@ -121,7 +119,7 @@ fn skinny(call: Call) -> Option<Skinny> {
     // With many rows of w a block has more of them, which share what they read of x.
     let tiles = if outputs >= 16384 { 4 } else { 1 };
     let takes = call.float() != DType::F32 && inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
-    takes.then_some(Skinny { eights, tiles })
+    takes.then_some(Skinny { eights, tiles, threads: if eights == 1 { 512 } else { 256 } })
 }
 
 /// y = x · wᵀ.
@@ -133,7 +131,7 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
         let blocks = outputs.div_ceil(16 * kernel.tiles);
         let name = format!("skinny_{}_{}", kernel.eights, kernel.tiles);
         // SAFETY: the operands have these sizes.
-        return unsafe { call.typed(("skinny", &name), [blocks, 1, 1], SKINNY_THREADS, args) };
+        return unsafe { call.typed(("skinny", &name), [blocks, 1, 1], kernel.threads, args) };
     }
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
