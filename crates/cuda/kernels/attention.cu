@@ -221,8 +221,8 @@ static __device__ void cache_write(const T *qkv, T *cache, const u32 *start, con
 }
 
 template <typename T>
-static __device__ void cached(const T *qkv, const T *cache, const u32 *start, const u32 *count, T *o, int seq, int heads,
-                              int kv_heads, int e, int v, int context, int window, float scale) {
+static __device__ void cached(const T *qkv, const T *cache, const u32 *start, const u32 *count, const float *sinks, T *o,
+                              int seq, int heads, int kv_heads, int e, int v, int context, int window, float scale) {
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * seq + s;
     if (s >= seq) return;
@@ -235,7 +235,11 @@ static __device__ void cached(const T *qkv, const T *cache, const u32 *start, co
         Places seen = {first_key(0, 0, (int)last, window), (int)last + 1};
         softmax.attend(all + u * e, all + kv_heads * e + u * v, stride, seen, e, v, scale);
     }
-    softmax.end();
+    float lse = softmax.end();
+    // What a sink leaves to the keys, where there are sinks.
+    float share = sinks ? 1.0f / (1.0f + expf(sinks[h] - lse)) : 1.0f;
+#pragma unroll
+    for (int c = 0; c < MOST_PER_LANE; c++) softmax.o[c] *= share;
     write_head(o + (row * heads + h) * v, v, softmax.o);
 }
 
@@ -278,9 +282,10 @@ ATTENTION(f16, float, f16_to_f32)
         cache_write<T>(qkv, cache, start, count, seq, heads, kv_heads, e, v, context);                                 \
     }                                                                                                                  \
     extern "C" __global__ void cached_attention_##NAME(const T *qkv, const T *cache, const u32 *start,                 \
-                                                       const u32 *count, T *o, int seq, int heads, int kv_heads,       \
-                                                       int e, int v, int context, int window, float scale) {           \
-        cached<T>(qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, window, scale);                    \
+                                                       const u32 *count, const float *sinks, T *o, int seq, int heads, \
+                                                       int kv_heads, int e, int v, int context, int window,            \
+                                                       float scale) {                                                  \
+        cached<T>(qkv, cache, start, count, sinks, o, seq, heads, kv_heads, e, v, context, window, scale);             \
     }
 OF_A_TYPE(float, f32)
 OF_A_TYPE(bf16, bf16)

@@ -235,7 +235,8 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
     let (qkv, start, count, batch) = (call.input(0), call.input(2), call.input(3), call.size("batch"));
     check_head(e.max(v))?;
     let write = args![qkv, cache, start, count, seq, heads, kv_heads, e, v, context];
-    let args = args![qkv, cache, start, count, o, seq, heads, kv_heads, e, v, context, keys_seen(window), scale(e)];
+    let (window, sinks) = (keys_seen(window), call.given(4));
+    let args = args![qkv, cache, start, count, sinks, o, seq, heads, kv_heads, e, v, context, window, scale(e)];
     // SAFETY: the operands have these sizes.
     unsafe {
         call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;

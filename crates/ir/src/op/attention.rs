@@ -266,19 +266,28 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
 
 pub(super) static CACHED_ATTENTION: Spec = row(
     "cached_attention",
-    &[float("qkv", "batch seq qkv"), float("cache", "batch cache kv"), u32("start", "batch"), u32("count", "batch")],
+    &[
+        float("qkv", "batch seq qkv"),
+        float("cache", "batch cache kv"),
+        u32("start", "batch"),
+        u32("count", "batch"),
+        f32("sink", "heads"),
+    ],
     &[float("o", "batch seq attended"), float("cache", "batch cache kv")],
     |batch| {
         // New positions on both sides of a border between tiles, and fewer than there is room for.
         let of_shapes = |s: Shapes| {
             let cache = normal([s.b(), Dim::new(Axis::Seq, 170), Dim::packed([s.kv(), s.values()])]);
             let (start, count) = ((s.number(), Draw::Between(70, 110)), (s.number(), Draw::Between(49, 60)));
-            let inputs = [s.normal(s.qkv()), cache, start, count];
-            WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone()))
+            let sink = normal([Dim::new(Axis::Heads, s.q().count)]);
+            let inputs = [s.normal(s.qkv()), cache, start, count, sink];
+            let of = |window, given| sample(Op::CachedAttention { window }, &inputs[..given]);
+            WINDOWS.into_iter().flat_map(|window| [of(window, 4), of(window, 5)]).collect::<Vec<_>>()
         };
         both_widths(batch).into_iter().flat_map(of_shapes).collect()
     },
 )
+.optional(1)
 .always_in_place(&[(1, 1)])
 .shape(|op, _, dims| {
     attended(op, dims)?;
