@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 23] = [
+pub const CASES: [&str; 25] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -33,6 +33,8 @@ pub const CASES: [&str; 23] = [
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v3_wide",
+    "gpt_oss",
+    "gpt_oss_plain",
 ];
 
 /// A tensor: name, type, dims, bytes.
