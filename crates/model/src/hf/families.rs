@@ -506,14 +506,11 @@ pub(super) const FAMILIES: &[Family] = &[
             zero: false,
             absent: 7.0,
         }],
-        fixed: &[
-            ("hidden_act", SILU),
-            ("attention_bias", Fixed::Is(Word::Flag(true))),
-            ("swiglu_alpha", Fixed::Is(Word::Real(1.702))),
-        ],
-        // The loss of the router counts in transformers only where the router's logits are asked for. Published files have other names of
+        fixed: &[("attention_bias", Fixed::Is(Word::Flag(true))), ("swiglu_alpha", Fixed::Is(Word::Real(1.702)))],
+        // Its experts have a function of their own, whatever `hidden_act` says. The loss of the router counts in transformers only where the router's logits are asked for. Published files have other names of
         // fields besides, which the class does not read.
         without_effect: &[
+            "hidden_act",
             "router_aux_loss_coef",
             "output_router_logits",
             "router_jitter_noise",
