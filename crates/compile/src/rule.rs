@@ -52,10 +52,10 @@ impl Rule {
         })
     }
 
-    /// The rule for a parameter of this type.
-    pub(crate) fn of(self, ty: &TensorType) -> Self {
+    /// The rule for a parameter of this type. One that no decay is for is no matrix: biases of experts are vectors, one behind the other.
+    pub(crate) fn of(self, ty: &TensorType, decays: bool) -> Self {
         match self {
-            Rule::Muon { rest, .. } if !is_matrix(ty) => Rule::AdamW(rest),
+            Rule::Muon { rest, .. } if !decays || !is_matrix(ty) => Rule::AdamW(rest),
             rule => rule,
         }
     }

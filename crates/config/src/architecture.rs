@@ -28,12 +28,16 @@ macro_rules! architectures {
             DeepseekV3 = "deepseek_v3", deepseek_v3, Features {
                 latent: true, experts: true, shared_experts: true, scaled_router: true, sigmoid_router: true, ..Features::LLAMA
             };
+            GptOss = "gpt_oss", gpt_oss, Features {
+                qkv_bias: true, block_bias: true, sinks: true, activation: Activation::ClampedSwiGlu, layer_types: PATTERN_1_1,
+                experts: true, ..Features::LLAMA
+            };
             SmolLm3 = "smollm3", smollm3, Features { rope_layers: &[1, 1, 1, 0], tied: true, ..Features::LLAMA };
             Olmo2 = "olmo2", olmo2, Features::OLMO2;
-            Olmo3 = "olmo3", olmo3, Features { layer_types: PATTERN_3_1, ..Features::OLMO2 };
+            Olmo3 = "olmo3", olmo3, Features { layer_types: PATTERN_3_1, local_rope: true, ..Features::OLMO2 };
             Gemma3Text = "gemma3_text", gemma3_text, Features {
                 norms: NormPlaces::Sandwich, norm_plus_one: true, qk_norm: QkNorm::Head, activation: Activation::Gelu,
-                scaled_embedding: true, layer_types: PATTERN_5_1, rope_local_theta: Some(10_000.0), tied: true,
+                scaled_embedding: true, layer_types: PATTERN_5_1, local_rope: true, rope_local_theta: Some(10_000.0), tied: true,
                 ..Features::LLAMA
             };
         }
@@ -43,6 +47,8 @@ macro_rules! architectures {
 /// The default of `model.architecture`.
 pub(crate) const DEFAULT: &str = "\"llama\"";
 
+/// A layer with a sliding window, then one without.
+const PATTERN_1_1: &[LayerType] = &[LayerType::Sliding, LayerType::Full];
 /// Three layers with a sliding window, then one without.
 const PATTERN_3_1: &[LayerType] = &[LayerType::Sliding, LayerType::Sliding, LayerType::Sliding, LayerType::Full];
 /// Five layers with a sliding window, then one without.
@@ -63,8 +69,12 @@ pub struct Features {
     /// Layer norms with biases, a bias behind every matmul of a layer, dropout, an MLP of two matmuls, tied embeddings and as
     /// many key heads as heads, as GPT-2 has. Else RMS norms and a gated MLP of three.
     pub gpt2_block: bool,
-    /// A bias of Q, K and V alone.
+    /// A bias of Q, K and V.
     pub qkv_bias: bool,
+    /// A bias of attention's output projection, of the router, and of every matmul of experts, as gpt-oss has them.
+    pub block_bias: bool,
+    /// The default of `model.attention_sinks`.
+    pub sinks: bool,
     /// The default of `model.norms`.
     pub norms: NormPlaces,
     /// The default of `model.norm_plus_one`.
@@ -79,7 +89,9 @@ pub struct Features {
     pub layer_types: &'static [LayerType],
     /// The default of `model.rope_layers`.
     pub rope_layers: &'static [usize],
-    /// The default of `model.rope_local_theta`, where some layers have a sliding window and others not.
+    /// Whether layers with a sliding window have a RoPE of their own, where others have no window: `model.rope_local_theta` has a default.
+    pub local_rope: bool,
+    /// This default, if it is not `model.rope_theta`.
     pub rope_local_theta: Option<f64>,
     /// The default of `model.tied_embeddings`.
     pub tied: bool,
@@ -103,6 +115,8 @@ impl Features {
         learned_positions: false,
         gpt2_block: false,
         qkv_bias: false,
+        block_bias: false,
+        sinks: false,
         norms: NormPlaces::Pre,
         norm_plus_one: false,
         qk_norm: QkNorm::None,
@@ -110,6 +124,7 @@ impl Features {
         scaled_embedding: false,
         layer_types: &[],
         rope_layers: &[],
+        local_rope: false,
         rope_local_theta: None,
         tied: false,
         experts: false,

@@ -33,6 +33,8 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     layers::patterns_fit_the_layers,
     layers::local_bases_have_layers,
     layers::gpt2_has_its_own_block,
+    layers::limits_clamp_something,
+    layers::sinks_go_with_flash_attention,
     experts_are_of_their_architectures,
     tokens_go_to_experts_that_there_are,
     experts::parts_are_of_their_architectures,

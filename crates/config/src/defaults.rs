@@ -8,7 +8,7 @@ use crate::latent;
 use crate::layers;
 use crate::value::{Field, Value};
 use crate::values::Values;
-use crate::words::{DataFormat, LayerType, TrainOnTurns};
+use crate::words::{Activation, DataFormat, LayerType, TrainOnTurns};
 use lockstep_ir::units::thousands;
 
 /// As many key and value heads as query heads.
@@ -95,6 +95,16 @@ pub(crate) fn activation(values: &Values) -> Derived {
     Ok(features(values).activation.to_value())
 }
 
+/// As gpt-oss has it, where there is anything to clamp.
+pub(crate) fn swiglu_limit(values: &Values) -> Derived {
+    let clamps = values.word("model.activation") == Some(Activation::ClampedSwiGlu);
+    Ok(clamps.then_some(Value::Float(7.0)))
+}
+
+pub(crate) fn attention_sinks(values: &Values) -> Derived {
+    Ok(Some(Value::Bool(features(values).sinks)))
+}
+
 pub(crate) fn norms(values: &Values) -> Derived {
     Ok(features(values).norms.to_value())
 }
@@ -127,7 +137,7 @@ pub(crate) fn layer_types(values: &Values) -> Derived {
 pub(crate) fn rope_local_theta(values: &Values) -> Derived {
     let features = features(values);
     let theta = features.rope_local_theta.map(Value::Float).or_else(|| values.get("model.rope_theta").cloned());
-    Ok(theta.filter(|_| !features.layer_types.is_empty() && layers::some_slide(values)))
+    Ok(theta.filter(|_| features.local_rope && layers::some_slide(values)))
 }
 
 pub(crate) fn softmax_scale_dim(values: &Values) -> Derived {

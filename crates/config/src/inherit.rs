@@ -69,7 +69,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 21] = [
+const SHAPE: [&str; 22] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -91,6 +91,7 @@ const SHAPE: [&str; 21] = [
     "model.tied_embeddings",
     "model.norms",
     "model.qk_norm",
+    "model.attention_sinks",
 ];
 
 /// Whether a key must be what the weights say.
@@ -109,6 +110,7 @@ pub(crate) fn is_of_presets(path: &str) -> bool {
         "model.rope_local_theta",
         "model.softmax_scale_dim",
         "model.activation",
+        "model.swiglu_limit",
         "model.norm_plus_one",
         "model.embedding_scale",
         "model.norm_eps",

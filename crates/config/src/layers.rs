@@ -6,7 +6,7 @@ use crate::defaults;
 use crate::schema::ModelConfig;
 use crate::value::{Field, Value};
 use crate::values::Values;
-use crate::words::LayerType;
+use crate::words::{Activation, AttentionMethod, LayerType};
 
 /// The RoPE of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -122,13 +122,14 @@ pub(crate) fn local_bases_have_layers(values: &Values) -> Option<Conflict> {
 type KeyDefault = (&'static str, fn(&Values) -> Derived);
 
 /// Keys of parts that the block of GPT-2 does not have, besides the window, and their defaults.
-const NOT_IN_GPT2: [KeyDefault; 8] = [
+const NOT_IN_GPT2: [KeyDefault; 9] = [
     ("model.layer_types", defaults::layer_types),
     ("model.rope_layers", defaults::rope_layers),
     ("model.norms", defaults::norms),
     ("model.norm_plus_one", defaults::norm_plus_one),
     ("model.qk_norm", defaults::qk_norm),
     ("model.activation", defaults::activation),
+    ("model.attention_sinks", defaults::attention_sinks),
     ("model.embedding_scale", defaults::embedding_scale),
     ("model.softmax_scale_dim", defaults::softmax_scale_dim),
 ];
@@ -153,6 +154,28 @@ pub(crate) fn gpt2_has_its_own_block(values: &Values) -> Option<Conflict> {
         ),
         format!("choose another model.architecture, or remove {key}"),
     ))
+}
+
+/// A limit is of what is clamped.
+pub(crate) fn limits_clamp_something(values: &Values) -> Option<Conflict> {
+    let (limit, activation) = (values.get("model.swiglu_limit")?, values.word::<Activation>("model.activation")?);
+    Conflict::when(
+        activation != Activation::ClampedSwiGlu,
+        &["model.swiglu_limit", "model.activation"],
+        format!("model.swiglu_limit = {limit} is given, and model.activation = \"{activation}\" clamps nothing"),
+        "remove model.swiglu_limit, or choose model.activation = \"clamped_swiglu\"",
+    )
+}
+
+/// Weights of attention that exist have no sum of their own that a sink could enter.
+pub(crate) fn sinks_go_with_flash_attention(values: &Values) -> Option<Conflict> {
+    let naive = values.word("model.attention") == Some(AttentionMethod::Naive);
+    Conflict::when(
+        naive && values.switch("model.attention_sinks") == Some(true),
+        &["model.attention", "model.attention_sinks"],
+        "model.attention = \"naive\" has no attention sinks, and model.attention_sinks = true".to_owned(),
+        "use model.attention = \"flash\", which computes the same, or set model.attention_sinks = false",
+    )
 }
 
 #[cfg(test)]

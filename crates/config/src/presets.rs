@@ -52,11 +52,15 @@ const DEEPSEEK_V3: &str = "architecture = 'deepseek_v3', q_lora_rank = 1536, exp
                            expert_top_groups = 4, rope_scaling = { type = 'yarn', factor = 40.0, original_context = 4096, \
                            attention_factor = 1.0, mscale_all_dim = 1.0 }";
 
+const GPT_OSS: &str = "architecture = 'gpt_oss', tied_embeddings = false, kv_heads = 8, head_dim = 64, experts_per_token = 4, \
+                       sliding_window = 128, rope_theta = 150000.0, rope_scaling = { type = 'yarn', factor = 32.0, \
+                       original_context = 4096, truncate = false }";
+
 const fn preset(name: &'static str, seq: u32, sizes: [u32; 5], keys: &'static [&'static str]) -> Preset {
     Preset { name, seq, sizes, keys }
 }
 
-const PRESETS: [Preset; 41] = [
+const PRESETS: [Preset; 43] = [
     preset("llama-15m", 256, [32000, 6, 288, 6, 768], &[TIED, "kv_heads = 6"]),
     preset("llama-29m", 512, [8192, 8, 512, 8, 1536], &[TIED, "kv_heads = 4"]),
     preset("llama-124m", 1024, [50304, 12, 768, 12, 2048], &[TIED, "kv_heads = 12"]),
@@ -93,6 +97,8 @@ const PRESETS: [Preset; 41] = [
     preset("deepseek-v3-mha", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, DEEPSEEK_V3_MHA]),
     preset("deepseek-v2-lite", 4096, [102400, 27, 2048, 16, 10944], &[LLAMA_2, MLA, DEEPSEEK_V2_LITE]),
     preset("deepseek-v3", 4096, [129280, 61, 7168, 128, 18432], &[LLAMA_2, MLA, DEEPSEEK_V3]),
+    preset("gpt-oss-20b", 4096, [201088, 24, 2880, 64, 2880], &[GPT_OSS, "experts = 32"]),
+    preset("gpt-oss-120b", 4096, [201088, 36, 2880, 64, 2880], &[GPT_OSS, "experts = 128"]),
     preset("smollm3-3b", 4096, [128256, 36, 2048, 16, 11008], &[TIED, SMOLLM3]),
     preset("olmo-2-7b", 4096, [100352, 32, 4096, 32, 11008], &[UNTIED, OLMO2, "kv_heads = 32"]),
     preset("olmo-2-32b", 4096, [100352, 64, 5120, 40, 27648], &[UNTIED, OLMO2, "kv_heads = 8"]),

@@ -96,11 +96,17 @@ tables! {
             Count(1, EXTENT), DerivedOrRequired("4 × model.dim for gpt2, else required", defaults::ffn), Trajectory,
             finds ["intermediate_size", "d_ff", "ffn_hidden_size", "feed-forward", "MLP", "hidden_dim"];
         /// Activation function of the feed-forward block. silu: SwiGLU. gelu: GeGLU, with the tanh approximation of GELU; gpt2 has it
-        /// without a gate.
+        /// without a gate. clamped_swiglu: (up + 1) · gate · sigmoid(1.702 · gate), with gate at most model.swiglu_limit and up at most as far
+        /// from 0, as gpt-oss has it.
         activation: Activation =
-            Choice(Activation::WORDS), Derived("\"gelu\" for gemma3_text and gpt2, else \"silu\"", defaults::activation), Trajectory,
-            finds ["SwiGLU", "GeGLU", "GELU", "hidden_act", "hidden_activation", "gelu_pytorch_tanh", "swiglu"];
-        /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, dots1 and the deepseek families have: how many experts take the place of the
+            Choice(Activation::WORDS),
+            Derived("\"gelu\" for gemma3_text and gpt2, \"clamped_swiglu\" for gpt_oss, else \"silu\"", defaults::activation), Trajectory,
+            finds ["SwiGLU", "GeGLU", "GELU", "hidden_act", "hidden_activation", "gelu_pytorch_tanh", "swiglu", "quick_geglu"];
+        /// Where a clamped SwiGLU clamps gate and up.
+        swiglu_limit: Option<f64> = Float(POSITIVE),
+            Derived("7.0 with model.activation = \"clamped_swiglu\", else not set", defaults::swiglu_limit), Trajectory,
+            finds ["swiglu_limit", "activation_func_clamp_value", "glu_linear_offset"];
+        /// Mixture of experts (MoE), which mixtral, qwen3_moe, olmoe, dots1, gpt_oss and the deepseek families have: how many experts take the place of the
         /// feed-forward block of every layer.
         experts: Option<usize> = Count(1, EXTENT), Unset, Trajectory,
             finds ["MoE", "mixture of experts", "num_experts", "num_local_experts", "n_routed_experts"];
@@ -165,7 +171,7 @@ tables! {
         /// Which layers have the sliding window, "sliding" with and "full" without, as a pattern that repeats over the layers. If it is
         /// empty, all are the same.
         layer_types: Vec<LayerType> = Texts(LAYER_TYPES),
-            Derived("3 sliding and 1 full for olmo3, 5 and 1 for gemma3_text, if there is a window, else []", defaults::layer_types),
+            Derived("1 sliding and 1 full for gpt_oss, 3 and 1 for olmo3, 5 and 1 for gemma3_text, if there is a window, else []", defaults::layer_types),
             Trajectory,
             finds ["sliding_window_pattern", "interleaved attention", "local and global attention", "hybrid attention",
                 "full attention layers"];
@@ -183,6 +189,10 @@ tables! {
         softmax_scale_dim: usize =
             Count(1, EXTENT), Derived("model.head_dim", defaults::softmax_scale_dim), Trajectory,
             finds ["query_pre_attn_scalar", "softmax scale", "softmax_scale", "attention scale", "attention_multiplier"];
+        /// Attention sinks: a learned logit of every head in the denominator of its softmax, without a value, so that a query may attend to
+        /// nothing.
+        attention_sinks: bool = Bool, Derived("true for gpt_oss, else false", defaults::attention_sinks), Trajectory,
+            finds ["attention sink", "sinks", "softmax_type", "learnable sink", "off-by-one softmax", "softmax1"];
         /// How attention is computed in training. flash: tile by tile, so that memory grows with the sequence. naive: with the
         /// matrix of its weights saved for the backward pass, so that memory grows with the square of the sequence.
         attention: AttentionMethod = Choice(AttentionMethod::WORDS), Fixed("\"flash\""), Changeable,

@@ -89,6 +89,8 @@ words! {
         Silu = "silu",
         /// GELU, by its tanh approximation.
         Gelu = "gelu",
+        /// `(up + 1) · gate · sigmoid(1.702 · gate)` of clamped gate and up.
+        ClampedSwiGlu = "clamped_swiglu",
     }
 
     /// What the attention of a layer sees.

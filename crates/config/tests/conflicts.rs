@@ -29,7 +29,7 @@ fn a_missing_shape_names_the_key_and_the_presets() {
         r#"
 model.vocab_size is not set
   --> run.toml
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
     check(
@@ -40,7 +40,7 @@ model.dim is not set
   |
 2 | [model]
   |  ^^^^^
-hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
+hint: set it, or choose a model.preset: "llama-15m", "llama-29m", "llama-124m", "llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b", "deepseek-moe-16b", "deepseek-v3-mha", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "smollm3-3b", "olmo-2-7b", "olmo-2-32b", "gemma-3-270m", "gemma-3-1b"
 "#,
     );
 }

@@ -41,6 +41,7 @@ kv_heads = 4  # preset llama-29m
 head_dim = 64  # default
 ffn = 1536  # preset llama-29m
 activation = "silu"  # default
+# swiglu_limit is not set
 # experts is not set
 # experts_per_token is not set
 # expert_ffn is not set
@@ -62,6 +63,7 @@ layer_types = []  # default
 # rope_local_theta is not set
 qk_norm = "none"  # default
 softmax_scale_dim = 64  # default
+attention_sinks = false  # default
 attention = "flash"  # default
 norms = "pre"  # default
 norm_plus_one = false  # default

@@ -87,9 +87,9 @@ fn every_preset_is_accepted() {
     for name in presets() {
         let config = parse(&format!("[model]\npreset = \"{name}\"\n"));
         assert_eq!(config.model.preset.as_deref(), Some(name));
-        // Qwen 3's and Gemma 3's heads are wider than their share of the stream in some sizes, and those of latent attention.
+        // Qwen 3's and Gemma 3's heads are wider than their share of the stream in some sizes, those of latent attention and of gpt-oss too.
         let m = &config.model;
-        let own = m.qk_norm == QkNorm::Head || m.latent().is_some();
+        let own = m.qk_norm == QkNorm::Head || m.latent().is_some() || m.attention_sinks;
         assert!(m.dim == m.heads * m.head_dim || own, "{name}");
     }
 }
@@ -298,7 +298,9 @@ fn defaults_of_families_are_what_the_listing_says() {
     for key in schema().iter().filter(|key| key.path.starts_with("model.")) {
         // What is given to some of them above, and what follows from that, is no default of a family.
         let given = ["model.architecture", "model.experts", "model.sliding_window"].contains(&key.path);
-        let follows = ["with model.experts", "with model.kv_lora_rank"].iter().any(|with| key.default.contains(with))
+        let follows = ["with model.experts", "with model.kv_lora_rank", "with model.activation"]
+            .iter()
+            .any(|with| key.default.contains(with))
             || key.default == "model.head_dim";
         if given || follows {
             continue;
@@ -413,7 +415,7 @@ fn every_word_of_the_schema_is_read_and_written_back() {
                 "budget" => "[recompute]\nbudget = \"1 GiB\"\n",
                 _ => "",
             };
-            let moe = ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1", "deepseek_v2", "deepseek_v3"];
+            let moe = ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1", "deepseek_v2", "deepseek_v3", "gpt_oss"];
             let experts = if moe.contains(&word.as_str()) { "experts = 4\n" } else { "" };
             let text = format!(
                 "[model]\nvocab_size = 8\nlayers = 4\ndim = 8\nheads = 2\nffn = 16\n{experts}[train]\nseq = 8\n{more}"

@@ -233,7 +233,8 @@ static __device__ void cache_write(const T *qkv, T *cache, Pages pages, const u3
 
 template <typename T>
 static __device__ void cached(const T *qkv, const T *cache, Pages pages, const u32 *slot, const u32 *start, const u32 *count,
-                              T *o, int seq, int heads, int kv_heads, int e, int v, int window, float scale) {
+                              const float *sinks, T *o, int seq, int heads, int kv_heads, int e, int v, int window,
+                              float scale) {
     int s = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), h = blockIdx.y;
     i64 b = blockIdx.z, row = b * seq + s;
     if (s >= seq) return;
@@ -249,7 +250,11 @@ static __device__ void cached(const T *qkv, const T *cache, Pages pages, const u
             softmax.attend(all + u * e, all + kv_heads * e + u * v, stride, seen, e, v, scale);
         }
     }
-    softmax.end();
+    float lse = softmax.end();
+    // What a sink leaves to the keys, where there are sinks.
+    float share = sinks ? 1.0f / (1.0f + expf(sinks[h] - lse)) : 1.0f;
+#pragma unroll
+    for (int c = 0; c < MOST_PER_LANE; c++) softmax.o[c] *= share;
     write_head(o + (row * heads + h) * v, v, softmax.o);
 }
 
@@ -293,9 +298,10 @@ ATTENTION(f16, float, f16_to_f32)
         cache_write<T>(qkv, cache, {table, blocks, page}, slot, start, count, seq, heads, kv_heads, e, v);             \
     }                                                                                                                  \
     extern "C" __global__ void cached_attention_##NAME(                                                                \
-        const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start, const u32 *count, T *o,     \
-        int blocks, int page, int seq, int heads, int kv_heads, int e, int v, int window, float scale) {               \
-        cached<T>(qkv, cache, {table, blocks, page}, slot, start, count, o, seq, heads, kv_heads, e, v, window,        \
+        const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start, const u32 *count,           \
+        const float *sinks, T *o, int blocks, int page, int seq, int heads, int kv_heads, int e, int v, int window,    \
+        float scale) {                                                                                                 \
+        cached<T>(qkv, cache, {table, blocks, page}, slot, start, count, sinks, o, seq, heads, kv_heads, e, v, window, \
                   scale);                                                                                              \
     }
 OF_A_TYPE(float, f32)

@@ -186,6 +186,74 @@ static __device__ void geglu_grad(const T *dy, const T *gate_up, T *out, int f, 
     }
 }
 
+// What the gate is multiplied by in the sigmoid of a clamped SwiGLU.
+const float QUICK = 1.702f;
+
+static __device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
+
+static __device__ __forceinline__ float clamped_one(float g, float u, float limit) {
+    g = at_most(g, limit), u = -at_most(-at_most(u, limit), limit);
+    return (u + 1.0f) * g / (1.0f + __expf(-QUICK * g));
+}
+
+// Gradients by gate and up, in their places: zero in what is clamped.
+static __device__ __forceinline__ void clamped_grads(float d, float &gate, float &up, float limit) {
+    float g = at_most(gate, limit), u = -at_most(-at_most(up, limit), limit);
+    float s = 1.0f / (1.0f + __expf(-QUICK * g));
+    gate = gate > limit ? 0.0f : d * (u + 1.0f) * s * (1.0f + QUICK * g * (1.0f - s));
+    up = up > limit || up < -limit ? 0.0f : d * g * s;
+}
+
+// y = (up + 1) · gate · σ(1.702 · gate) of clamped gate and up. A block has a part of a row.
+template <typename T>
+static __device__ void clamped_swiglu(const T *gate_up, T *y, int f, int wide, float limit) {
+    i64 row = blockIdx.y;
+    gate_up += row * 2 * f;
+    y += row * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int N = Pack<T>::N;
+    if (wide) {
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+#pragma unroll
+        for (int j = 0; j < N; j++) g[j] = clamped_one(g[j], u[j], limit);
+        store(y + i, g);
+    } else if (i < f) {
+        y[i] = Of<T>::f32(clamped_one(to_f32(gate_up[i]), to_f32(gate_up[f + i]), limit));
+    }
+}
+
+// May work in place.
+template <typename T>
+static __device__ void clamped_swiglu_grad(const T *dy, const T *gate_up, T *out, int f, int wide, float limit) {
+    i64 row = blockIdx.y;
+    dy += row * f;
+    gate_up += row * 2 * f;
+    out += row * 2 * f;
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int N = Pack<T>::N;
+    if (wide) {
+        i *= N;
+        if (i >= f) return;
+        float g[N], u[N], d[N];
+        load(gate_up + i, g);
+        load(gate_up + f + i, u);
+        load(dy + i, d);
+#pragma unroll
+        for (int j = 0; j < N; j++) clamped_grads(d[j], g[j], u[j], limit);
+        store(out + i, g);
+        store(out + f + i, u);
+    } else if (i < f) {
+        float g = to_f32(gate_up[i]), u = to_f32(gate_up[f + i]);
+        clamped_grads(to_f32(dy[i]), g, u, limit);
+        out[i] = Of<T>::f32(g);
+        out[f + i] = Of<T>::f32(u);
+    }
+}
+
 // y = factor · x, by the factor as T rounds it where `rounded` says so.
 template <typename T>
 static __device__ void scale(const T *x, T *y, i64 n, float factor, int rounded) {
@@ -309,6 +377,13 @@ static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
     extern "C" __global__ void geglu_##NAME(const T *gate_up, T *y, int f, int wide) { geglu<T>(gate_up, y, f, wide); }  \
     extern "C" __global__ void geglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide) {             \
         geglu_grad<T>(dy, gate_up, out, f, wide);                                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void clamped_swiglu_##NAME(const T *gate_up, T *y, int f, int wide, float limit) {           \
+        clamped_swiglu<T>(gate_up, y, f, wide, limit);                                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void clamped_swiglu_grad_##NAME(const T *dy, const T *gate_up, T *out, int f, int wide,      \
+                                                          float limit) {                                               \
+        clamped_swiglu_grad<T>(dy, gate_up, out, f, wide, limit);                                                      \
     }                                                                                                                  \
     extern "C" __global__ void scale_##NAME(const T *x, T *y, i64 n, float factor, int rounded) {                      \
         scale<T>(x, y, n, factor, rounded);                                                                            \

@@ -124,7 +124,8 @@ static __device__ void decode(const T *qkv, T *cache, const u32 *table, const u3
 
 // Grid: (heads, texts); a thread has an element of a head.
 template <typename T>
-static __device__ void merge(const float *parts, const u32 *start, const u32 *count, T *o, Paged n, int e) {
+static __device__ void merge(const float *parts, const u32 *start, const u32 *count, const float *sinks, T *o, Paged n,
+                             int e) {
     int h = blockIdx.x, i = threadIdx.x;
     i64 b = blockIdx.y, head = b * n.heads + h;
     float x = 0.0f;
@@ -141,7 +142,8 @@ static __device__ void merge(const float *parts, const u32 *start, const u32 *co
             sum += weight * part[k * (e + 2) + 1];
             x += weight * part[k * (e + 2) + 2 + i];
         }
-        x /= sum;
+        // A sink counts in the denominator alone.
+        x /= sinks ? sum + __expf(sinks[h] - most) : sum;
     }
     o[head * e + i] = Of<T>::f32(x);
 }
@@ -170,7 +172,7 @@ static __device__ __forceinline__ void transposed(u32 *r, const void *row) {
 
 template <typename T, int L>
 static __device__ void prefill(const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start,
-                               const u32 *count, T *o, Paged n, int seq, float scale) {
+                               const u32 *count, const float *sinks, T *o, Paged n, int seq, float scale) {
     const int E = 8 * L, ROW = E + 8;
     __shared__ alignas(16) T keys[2][TILE * ROW], values[2][TILE * ROW];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -274,7 +276,8 @@ static __device__ void prefill(const T *qkv, const T *cache, const u32 *table, c
         sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
         int s = low + 8 * i;
         if (s >= seq) continue;
-        float by = s < all && sum[i] > 0.0f ? 1.0f / sum[i] : 0.0f;
+        float total = sinks ? sum[i] + __expf(sinks[h] - top[i]) : sum[i];
+        float by = s < all && sum[i] > 0.0f ? 1.0f / total : 0.0f;
         T *to = o + ((b * seq + s) * n.heads + h) * E + 2 * t;
 #pragma unroll
         for (int e = 0; e < E / 8; e++) *(u32 *)(to + 8 * e) = Of<T>::two(out[e][2 * i] * by, out[e][2 * i + 1] * by);
@@ -326,9 +329,10 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
 #define PREFILL(T, NAME, L)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128)                                                                  \
         prefill_##L##_##NAME(const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start,        \
-                             const u32 *count, T *o, int blocks, int page, int heads, int kv_heads, int window,        \
-                             int seq, float scale) {                                                                   \
-        prefill<T, L>(qkv, cache, table, slot, start, count, o, {blocks, page, heads, kv_heads, window}, seq, scale);  \
+                             const u32 *count, const float *sinks, T *o, int blocks, int page, int heads,              \
+                             int kv_heads, int window, int seq, float scale) {                                         \
+        prefill<T, L>(qkv, cache, table, slot, start, count, sinks, o, {blocks, page, heads, kv_heads, window}, seq,   \
+                      scale);                                                                                          \
     }
 #define ARGMAX(T, NAME)                                                                                                \
     extern "C" __global__ void argmax_##NAME(const T *logits, u32 *token, int vocab, int known) {                      \
@@ -339,9 +343,10 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
     DECODE(T, NAME, 16)                                                                                                \
     PREFILL(T, NAME, 8)                                                                                                \
     PREFILL(T, NAME, 16)                                                                                               \
-    extern "C" __global__ void decode_merge_##NAME(const float *parts, const u32 *start, const u32 *count, T *o,       \
-                                                   int blocks, int page, int heads, int kv_heads, int window, int e) { \
-        merge<T>(parts, start, count, o, {blocks, page, heads, kv_heads, window}, e);                                  \
+    extern "C" __global__ void decode_merge_##NAME(const float *parts, const u32 *start, const u32 *count,             \
+                                                   const float *sinks, T *o, int blocks, int page, int heads,          \
+                                                   int kv_heads, int window, int e) {                                  \
+        merge<T>(parts, start, count, sinks, o, {blocks, page, heads, kv_heads, window}, e);                           \
     }
 DECODES(bf16, bf16)
 DECODES(f16, f16)

@@ -251,6 +251,7 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
     let [table, slot, start, count] = [2, 3, 4, 5].map(|i| call.input(i));
     let qkv = call.input(0);
     check_head(e.max(v))?;
+    let sinks = call.given(6);
     let write = args![qkv, cache, table, slot, start, count, blocks, page, seq, heads, kv_heads, e, v];
     let args = args![
         qkv,
@@ -259,6 +260,7 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
         slot,
         start,
         count,
+        sinks,
         o,
         blocks,
         page,
@@ -273,7 +275,8 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
     let window_seen = keys_seen(window);
     if let (Some(lanes), true) = (lanes(call), seq > 1) {
         let (by, seen) = (scale(e), window_seen);
-        let prefill = args![qkv, cache, table, slot, start, count, o, blocks, page, heads, kv_heads, seen, seq, by];
+        let prefill =
+            args![qkv, cache, table, slot, start, count, sinks, o, blocks, page, heads, kv_heads, seen, seq, by];
         // SAFETY: the operands have these sizes.
         return unsafe {
             call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
@@ -284,7 +287,7 @@ pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError>
         let (parts, window) = (call.scratch()?, window_seen);
         let decode =
             args![qkv, cache, table, slot, start, count, parts, blocks, page, heads, kv_heads, window, scale(e)];
-        let merge = args![parts, start, count, o, blocks, page, heads, kv_heads, window, e];
+        let merge = args![parts, start, count, sinks, o, blocks, page, heads, kv_heads, window, e];
         // SAFETY: the operands have these sizes; the scratch has a part of every head for every block.
         return unsafe {
             // Rows may be positions of one text, and see each other.

@@ -15,7 +15,7 @@ macro_rules! hopper {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 26] = [
+pub const SOURCES: [(&str, &str); 28] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("collectives", include_str!("../kernels/collectives.cu")),
@@ -23,6 +23,7 @@ pub const SOURCES: [(&str, &str); 26] = [
     ("documents", include_str!("../kernels/documents.cu")),
     ("elements", include_str!("../kernels/elements.cu")),
     ("embedding_grad", include_str!("../kernels/embedding_grad.cu")),
+    ("expert_bias", include_str!("../kernels/expert_bias.cu")),
     ("experts", include_str!("../kernels/experts.cu")),
     ("fine", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/fine.cu"))),
     ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
@@ -40,6 +41,7 @@ pub const SOURCES: [(&str, &str); 26] = [
     ("quantise", concat!(include_str!("../kernels/fp8.cuh"), include_str!("../kernels/quantise.cu"))),
     ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
+    ("sink", include_str!("../kernels/sink.cu")),
     ("skinny", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/skinny.cu"))),
     ("sums", include_str!("../kernels/sums.cu")),
 ];

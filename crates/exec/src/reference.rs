@@ -9,6 +9,7 @@ mod collective;
 mod context;
 mod dispatch;
 mod embedding;
+mod expert_bias;
 mod experts;
 mod fine;
 mod gradient;
@@ -25,6 +26,7 @@ mod pointwise;
 mod position;
 mod quantise;
 mod section;
+mod sink;
 mod vocab;
 
 pub(crate) use gradient::{from_limbs, limbs};
@@ -42,6 +44,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         context::definitions(),
         dispatch::definitions(),
         embedding::definitions(),
+        expert_bias::definitions(),
         experts::definitions(),
         fine::definitions(),
         gradient::definitions(),
@@ -56,6 +59,7 @@ static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
         position::definitions(),
         quantise::definitions(),
         section::definitions(),
+        sink::definitions(),
     ];
     families.into_iter().flatten().collect()
 });

@@ -25,7 +25,7 @@ pub const BASE: &str = "base";
 
 /// Copies of the tensors of a model in a checkpoint of ours.
 pub(crate) fn own_copies(model: &ModelConfig) -> Result<Vec<TensorCopy>> {
-    let copy = |p: Part| TensorCopy { from: p.name.clone(), to: p.name, shape: p.shape, transposed: false };
+    let copy = |p: Part| TensorCopy::plain(p.name.clone(), p.name, p.shape);
     Ok(hf::model_parts(model)?.into_iter().map(copy).collect())
 }
 

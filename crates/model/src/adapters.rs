@@ -81,11 +81,15 @@ fn modules(g: &Graph) -> Vec<String> {
     parts.map(|name| module(name).to_owned()).collect()
 }
 
-/// The weight of a matmul of a layer. Routers, which stay in f32, have no adapters.
+/// The weight of a matmul of a layer. Routers, which stay in f32, have no adapters, nor have experts whose weights go by one name together.
 fn adaptable<'a>(g: &'a Graph, node: &Node) -> Option<&'a Parameter> {
     node.layer.filter(|_| matches!(node.op, Op::Linear | Op::GroupedLinear { .. }))?;
-    match &g.get(node.inputs[1]).source {
-        Source::State(State::Parameter(parameter)) if !parameter.exact => Some(parameter),
+    let w = g.get(node.inputs[1]);
+    let entries = if w.ty.dims.len() == 3 { w.ty.dims[0].size() } else { 1 };
+    match &w.source {
+        Source::State(State::Parameter(parameter)) if !parameter.exact && parameter.parts.len() >= entries => {
+            Some(parameter)
+        }
         _ => None,
     }
 }

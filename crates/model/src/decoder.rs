@@ -8,7 +8,7 @@ use crate::form::{Form, Side};
 use crate::latent::{Names, latent_qkv};
 use crate::mixture::{ExpertNames, Gated, gate, mixture};
 use crate::names as values;
-use crate::parameters::{matrix, norm_weight, zeros};
+use crate::parameters::{exact_zeros, matrix, norm_weight, zeros};
 use lockstep_config::{LayerRope, ModelConfig, NormPlaces, QkNorm, RopeScalingConfig};
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, RopeScaling, Section, TensorType, TypeError, ValueId};
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The forward graph of a model that has these parts.
 pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    build_named(m, form, &ExpertNames { block: "mlp", matrices: ["gate_proj", "up_proj", "down_proj"] })
+    build_named(m, form, &ExpertNames::APART)
 }
 
 /// The same where experts go by other names.
@@ -82,9 +82,17 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         if m.latent().is_none() && query_scale(m) != 1.0 {
             qkv = scale_queries(&mut g, m, qkv, &at)?;
         }
-        let o = side.attend(&mut g, qkv, (m.attention, parts.window), &at)?;
+        let sinks = m.attention_sinks.then(|| {
+            let parts = [format!("model.layers.{layer}.self_attn.sinks")];
+            exact_zeros(&mut g, &at("sinks"), Dim::new(Axis::Heads, m.heads), &parts)
+        });
+        let o = side.attend_with(&mut g, qkv, (m.attention, parts.window), sinks, &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([attended])], &to_residual, &[hf("self_attn.o_proj")]);
-        let delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
+        let mut delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
+        if m.architecture.features().block_bias {
+            let bias = zeros(&mut g, &at("bo"), embed(), &[named("self_attn.o_proj", "bias")]);
+            delta = g.op(Op::AddBias, &[delta, bias], &at("attention_out_biased"))?[0];
+        }
         let delta = norm(&mut g, delta, norms.after_attention, "attention_normed")?;
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 

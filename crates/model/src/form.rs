@@ -173,14 +173,32 @@ impl Side {
         &self,
         g: &mut Graph,
         qkv: ValueId,
+        how: (AttentionMethod, Option<usize>),
+        at: &dyn Fn(&str) -> String,
+    ) -> Result<ValueId, TypeError> {
+        self.attend_with(g, qkv, how, None, at)
+    }
+
+    /// The same with attention sinks, a number of every head, if there are any. Attention whose weights exist has none.
+    pub fn attend_with(
+        &self,
+        g: &mut Graph,
+        qkv: ValueId,
         (method, window): (AttentionMethod, Option<usize>),
+        sinks: Option<ValueId>,
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
             Side::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
                 match method {
-                    AttentionMethod::Flash => Ok(g.op(Op::Attention { window }, &inputs, &at("o"))?[0]),
+                    AttentionMethod::Flash => {
+                        let Some(sinks) = sinks else {
+                            return Ok(g.op(Op::Attention { window }, &inputs, &at("o"))?[0]);
+                        };
+                        let made = g.op(Op::Attention { window }, &inputs, &at("attended"))?;
+                        Ok(g.op(Op::AttentionSink { each: false }, &[made[0], made[1], sinks], &at("o"))?[0])
+                    }
                     AttentionMethod::Naive => {
                         let p = g.op(Op::AttentionScores { window }, &inputs, &at("p"))?[0];
                         Ok(g.op(Op::AttentionMix { window }, &[p, qkv], &at("o"))?[0])
@@ -200,7 +218,8 @@ impl Side {
                 let kv = Dim::packed(sections.get(1..).unwrap_or_default());
                 let dims = [Dim::new(Axis::Batch, pages), Dim::new(Axis::Seq, shape.page), kv];
                 let cache = g.state(at("kv_cache"), TensorType::new(DType::F32, dims), State::Cache);
-                let inputs = [qkv, cache, table, *slot, *start, *count];
+                let inputs: Vec<ValueId> =
+                    [qkv, cache, table, *slot, *start, *count].into_iter().chain(sinks).collect();
                 let out = g.op(Op::CachedAttention { window }, &inputs, &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])

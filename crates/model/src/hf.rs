@@ -10,7 +10,7 @@ mod patterns;
 mod rope;
 mod without_effect;
 
-use families::{Absent, FAMILIES, Family, Fixed, MTP_LAYERS, N_GROUP, NEVER, SAME, TOPK_GROUP};
+use families::{Absent, FAMILIES, Family, Fixed, MTP_LAYERS, N_GROUP, NEVER, QUANTIZATION, SAME, TOPK_GROUP};
 use fields::{Fields, HEAD_DIM, contradiction, is_same, refused};
 use lockstep_config::ModelConfig;
 use serde_json::{Map, Value, json};
@@ -76,15 +76,22 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     let family = family.ok_or_else(|| outer.unsupported("model_type", &known))?;
     let joined = join(family, fields)?;
     let fields = Fields(&joined);
+    let is_mxfp4 = family.mxfp4 && fields.get(QUANTIZATION).is_some_and(|how| how["quant_method"] == "mxfp4");
     for (field, fixed) in family.fixed.iter().chain(NEVER) {
+        if is_mxfp4 && *field == QUANTIZATION {
+            continue;
+        }
         let as_expected = match (fields.get(field), fixed) {
             (None, _) => true,
-            (Some(found), Fixed::Is(expected)) => *found == expected.json(),
+            (Some(found), Fixed::Is(expected)) => is_same(found, &expected.json()),
             (Some(_), Fixed::Absent) => false,
         };
         if !as_expected {
             let hint = match fixed {
                 Fixed::Is(expected) => format!("only {} is supported", expected.json()),
+                Fixed::Absent if family.mxfp4 && *field == QUANTIZATION => {
+                    "only models without it are supported, and mxfp4".to_owned()
+                }
                 Fixed::Absent => "only models without it are supported".to_owned(),
             };
             return Err(fields.unsupported(field, &hint));
@@ -326,6 +333,12 @@ pub fn head_and_embedding(model: &ModelConfig) -> (&'static str, &'static str) {
 /// Whether checkpoints hold this matrix as [in, out], where the graph's is [out, in].
 pub fn is_transposed(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.transposed.iter().any(|end| name.ends_with(end)))
+}
+
+/// Whether checkpoints alternate between the two halves of this tensor's outputs: gate and up of an expert, where the graph has one behind the
+/// other.
+pub fn is_interleaved(model: &ModelConfig, name: &str) -> bool {
+    family(model).is_some_and(|family| family.interleaved.iter().any(|end| name.ends_with(end)))
 }
 
 /// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP): the model here is without them.

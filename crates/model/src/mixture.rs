@@ -1,6 +1,6 @@
 //! What stands behind attention in a layer: a gated MLP, or a mixture of experts.
 
-use crate::parameters::{bias_of_choice, exact_matrix, matrix, stack};
+use crate::parameters::{bias_of_choice, exact_matrix, exact_zeros, expert_biases, matrix, stack};
 use lockstep_config::{Activation, ModelConfig};
 use lockstep_ir::graph::Loss;
 use lockstep_ir::op::{Routing, Score};
@@ -10,8 +10,18 @@ use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, Section, TypeError, ValueId
 pub(crate) struct ExpertNames {
     /// The block of a layer.
     pub block: &'static str,
+    /// The router.
+    pub router: &'static str,
     /// The matrices of an expert: gate, up and down.
     pub matrices: [&'static str; 3],
+    /// Where the matrices of all experts are one tensor: gate and up, and down. Their biases are others, with `_bias` behind the name.
+    pub together: Option<[&'static str; 2]>,
+}
+
+impl ExpertNames {
+    /// Those of most families, where every expert has tensors of its own.
+    pub(crate) const APART: Self =
+        Self { block: "mlp", router: "gate", matrices: ["gate_proj", "up_proj", "down_proj"], together: None };
 }
 
 /// So many hidden units.
@@ -24,6 +34,7 @@ pub(crate) fn gate(m: &ModelConfig) -> Op {
     match m.activation {
         Activation::Silu => Op::SwiGlu,
         Activation::Gelu => Op::GeGlu,
+        Activation::ClampedSwiGlu => Op::ClampedSwiGlu { limit: m.swiglu_limit.unwrap_or(f64::INFINITY) as f32 },
     }
 }
 
@@ -89,16 +100,32 @@ pub(crate) fn mixture(
     let embed = || Dim::new(Axis::Embed, m.dim);
     let each = || Dim::new(Axis::Experts, experts);
     let width = m.expert_ffn.unwrap_or(m.ffn);
-    let &ExpertNames { block, matrices: [gate_name, up, down] } = names;
+    let &ExpertNames { block, router, matrices: [gate_name, up, down], together } = names;
     let of_block = |name: &str| format!("model.layers.{layer}.{block}.{name}");
     let hf = |name: &str| of_block(&format!("{name}.weight"));
-    let of_each = |names: &[&str]| -> Vec<String> {
+    let of_each = |names: &[&str], together: Option<&str>| -> Vec<String> {
+        if let Some(name) = together {
+            return vec![of_block(&format!("experts.{name}"))];
+        }
         (0..experts).flat_map(|e| names.iter().map(move |name| hf(&format!("experts.{e}.{name}")))).collect()
+    };
+    let biased = m.architecture.features().block_bias;
+    // The bias of what experts make, if there is one.
+    let bias_of = |g: &mut Graph, y: ValueId, chosen: ValueId, (ours, theirs, to): (&str, Option<&str>, &str)| {
+        let Some(theirs) = theirs.filter(|_| biased) else { return Ok(y) };
+        let outputs = g.ty(y).dims.last().cloned().unwrap_or(embed());
+        let parts = [of_block(&format!("experts.{theirs}_bias"))];
+        let bias = expert_biases(g, &at(ours), [each(), outputs], &parts);
+        Ok::<_, TypeError>(g.op(Op::GroupedBias { rows: false }, &[y, bias, chosen], &at(to))?[0])
     };
 
     let exact = g.op(Op::Cast { to: DType::F32 }, &[x], &at("router_input"))?[0];
-    let w = exact_matrix(g, &at("router"), [each(), embed()], normal, &[hf("gate")]);
-    let logits = g.op(Op::Linear, &[exact, w], &at("router_logits"))?[0];
+    let w = exact_matrix(g, &at("router"), [each(), embed()], normal, &[hf(router)]);
+    let mut logits = g.op(Op::Linear, &[exact, w], &at("router_logits"))?[0];
+    if biased {
+        let bias = exact_zeros(g, &at("router_logits_bias"), each(), &[of_block(&format!("{router}.bias"))]);
+        logits = g.op(Op::AddBias, &[logits, bias], &at("router_logits_biased"))?[0];
+    }
     let sigmoid = m.architecture.features().sigmoid_router;
     let how = Routing {
         choices: m.experts_per_token.unwrap_or(1),
@@ -126,12 +153,20 @@ pub(crate) fn mixture(
         m.shared_experts.map(|n| Gated { layer, ours: "shared_", theirs: &block, ffn: n * width, gate: gate(m) });
     let always = shared.map(|shared| shared.hidden(g, x, normal)).transpose()?;
     let packed = Dim::packed([hidden(width), hidden(width)]);
-    let w = stack(g, &at("wgate_up"), [each(), packed, embed()], normal, &of_each(&[gate_name, up]));
+    let w = stack(
+        g,
+        &at("wgate_up"),
+        [each(), packed, embed()],
+        normal,
+        &of_each(&[gate_name, up], together.map(|names| names[0])),
+    );
     let gate_up = g.op(Op::GroupedLinear { each: false }, &[x, w, chosen], &at("gate_up"))?[0];
+    let gate_up = bias_of(g, gate_up, chosen, ("bgate_up", together.map(|names| names[0]), "gate_up_biased"))?;
     let y = g.op(gate(m), &[gate_up], &at("hidden"))?[0];
     let dims = [each(), embed(), Dim::packed([hidden(width)])];
-    let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down]));
+    let w = stack(g, &at("wdown"), dims, to_residual, &of_each(&[down], together.map(|names| names[1])));
     let y = g.op(Op::GroupedLinear { each: true }, &[y, w, chosen], &at("expert_out"))?[0];
+    let y = bias_of(g, y, chosen, ("bdown", together.map(|names| names[1]), "expert_out_biased"))?;
     let (Some(shared), Some(always)) = (shared, always) else {
         return Ok(g.op(Op::Combine { weighted: true }, &[y, weights], &at("ffn_out"))?[0]);
     };

@@ -33,6 +33,16 @@ pub fn zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) ->
     parameter(g, name, vec![dim], Init::Zeros, parts, (false, false))
 }
 
+/// A vector that starts at 0 and stays in f32 whatever the precision: a router's bias, attention sinks.
+pub fn exact_zeros<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, parts: &[S]) -> ValueId {
+    parameter(g, name, vec![dim], Init::Zeros, parts, (false, true))
+}
+
+/// A bias of every expert.
+pub fn expert_biases<S: AsRef<str>>(g: &mut Graph, name: &str, dims: [Dim; 2], parts: &[S]) -> ValueId {
+    parameter(g, name, dims.to_vec(), Init::Zeros, parts, (false, false))
+}
+
 /// The bias of a router's choice: in f32, without a gradient, and moved by `rate` per step against what experts get.
 pub fn bias_of_choice<S: AsRef<str>>(g: &mut Graph, name: &str, dim: Dim, rate: f32, parts: &[S]) -> ValueId {
     let parts = parts.iter().map(|p| p.as_ref().to_owned()).collect();

@@ -1,6 +1,6 @@
 //! `config.json` of every family: what is read, what is refused, and that it comes out as it went in.
 
-use lockstep_config::{Architecture, Config, LayerType, QkNorm, RopeScalingConfig};
+use lockstep_config::{Activation, Architecture, Config, LayerType, QkNorm, RopeScalingConfig};
 use lockstep_ir::Hint;
 use lockstep_model::hf::{HfConfig, HfExtras, read_config, write_config};
 use serde_json::{Value, json};
@@ -28,6 +28,14 @@ fn theirs(model_type: &str) -> Value {
         "deepseek" => json!({
             "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
             "first_k_dense_replace": 1, "moe_layer_freq": 1, "scoring_func": "softmax", "head_dim": null,
+        }),
+        "gpt_oss" => json!({
+            "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 16, "swiglu_limit": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "original_max_position_embeddings": 128,
+                "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            },
         }),
         "dots1" => json!({
             "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_shared_experts": 2,
@@ -244,6 +252,19 @@ fn what_cannot_be_represented_is_refused_by_field() {
             json!({ "sliding_window": 64, "max_window_layers": 1 }),
             "layers from 1 on have a sliding window, which is not supported",
         ),
+        ("gpt_oss", json!({ "attention_bias": false }), "`attention_bias` = false is not supported"),
+        ("gpt_oss", json!({ "swiglu_alpha": 1.0 }), "`swiglu_alpha` = 1.0 is not supported"),
+        ("gpt_oss", json!({ "swiglu_limit": 0.0 }), "`swiglu_limit` is 0.0, which is wrong"),
+        (
+            "gpt_oss",
+            json!({ "quantization_config": { "quant_method": "fp8" } }),
+            "`quantization_config` = {\"quant_method\":\"fp8\"} is not supported",
+        ),
+        (
+            "mixtral",
+            json!({ "quantization_config": { "quant_method": "mxfp4" } }),
+            "`quantization_config` = {\"quant_method\":\"mxfp4\"} is not supported",
+        ),
         ("olmoe", json!({ "head_dim": 16 }), "`head_dim` = 16 is not supported"),
         ("llama", json!({ "per_layer_config": { "1": {} } }), "`per_layer_config` = {\"1\":{}} is not supported"),
         ("mixtral", json!({ "num_experts": 4 }), "`num_local_experts` = 6 contradicts `num_experts` = 4"),
@@ -268,6 +289,43 @@ fn what_cannot_be_represented_is_refused_by_field() {
         let error = read_config(&with(family, fields)).expect_err(expected).with_hint();
         assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
     }
+}
+
+#[test]
+fn gpt_oss_is_read_as_it_was_published() {
+    // RoPE of version 4, fields that the class does not read, and experts in mxfp4.
+    let published = json!({
+        "rope_parameters": null, "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": false,
+        },
+        "swiglu_limit": 7.0, "experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9,
+        "output_router_logits": false, "attention_bias": true, "attention_dropout": 0.0,
+        "quantization_config": { "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"] },
+    });
+    let (found, config) = read(&with("gpt_oss", published));
+    assert!(found.unknown.is_empty(), "{:?}", found.unknown);
+    let m = &config.model;
+    assert_eq!((m.attention_sinks, m.activation, m.swiglu_limit), (true, Activation::ClampedSwiGlu, Some(7.0)));
+    // Layers with a window have the RoPE of the others.
+    assert_eq!((m.rope_theta, m.rope_local_theta, m.sliding_window), (150_000.0, None, Some(16)));
+    let yarn = RopeScalingConfig::Yarn {
+        factor: 32.0,
+        original_context: 4096,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+        mscale_all_dim: None,
+        truncate: false,
+    };
+    assert_eq!(m.rope_scaling, Some(yarn.clone()));
+    // Where nothing is said of RoPE it is that too, and a model without scaling says so.
+    let (_, bare) = read(&with("gpt_oss", json!({ "rope_parameters": null, "layer_types": null })));
+    assert_eq!((bare.model.rope_scaling.as_ref(), &bare.model.layer_types), (Some(&yarn), &m.layer_types));
+    let mut plain = m.clone();
+    plain.rope_scaling = None;
+    assert_eq!(read(&write_config(&plain, BESIDE).unwrap()).1.model.rope_scaling, None);
 }
 
 #[test]

@@ -177,7 +177,7 @@ fn a_field_may_have_another_name_and_both_must_agree() {
             names += 1;
         }
     }
-    assert_eq!(names, 11);
+    assert_eq!(names, 12);
 }
 
 #[test]

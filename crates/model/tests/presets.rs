@@ -3,7 +3,7 @@
 use lockstep_config::{Config, presets};
 
 /// Parameters as the models' cards or their weights say; a tied matrix counts once.
-const PUBLISHED: [(&str, u64); 37] = [
+const PUBLISHED: [(&str, u64); 39] = [
     ("gpt2", 124_439_808),
     ("gpt2-medium", 354_823_168),
     ("gpt2-large", 774_030_080),
@@ -36,6 +36,8 @@ const PUBLISHED: [(&str, u64); 37] = [
     ("deepseek-moe-16b", 16_375_728_128),
     ("deepseek-v2-lite", 15_706_484_224),
     ("deepseek-v3", 671_026_419_200),
+    ("gpt-oss-20b", 20_914_757_184),
+    ("gpt-oss-120b", 116_829_156_672),
     ("smollm3-3b", 3_075_098_624),
     ("olmo-2-7b", 7_298_617_344),
     ("olmo-2-32b", 32_234_279_936),

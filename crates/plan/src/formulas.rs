@@ -277,7 +277,7 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
     let sizes = Sizes::of(m);
     let Sizes { d, q, k, v, ffn, layers, products, experts, shared, dense, wide, latent, .. } = sizes;
     let tables = if m.tied_embeddings { 1.0 } else { 2.0 } * m.vocab_size as f64 * d;
-    let biases = biases(m) / (layers - dense);
+    let biases = (biases(m) + router_biases(m)) / (layers - dense);
     let routed = products * d * ffn * (experts + shared) + d * experts + biases;
     let block = if experts > 0.0 { routed } else { products * d * ffn };
     let matrices = sizes.attention_matrices() + block;
@@ -289,7 +289,8 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
         false => (0.0, ""),
     };
     let table = if m.tied_embeddings { "V · D" } else { "2 · V · D" };
-    let Features { gpt2_block, qkv_bias, learned_positions, sigmoid_router, .. } = m.architecture.features();
+    let Features { gpt2_block, qkv_bias, block_bias, learned_positions, sigmoid_router, .. } =
+        m.architecture.features();
     let (positions, learned) = match learned_positions {
         true => (m.positions.unwrap_or(0) as f64 * d, " + positions · D"),
         false => (0.0, ""),
@@ -305,7 +306,16 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
             (rest, 2.0 * d + positions, format!("{table}{learned} + {text} + 2 · D"))
         }
         false => {
-            let (bias, biased) = if qkv_bias { (q + k + v, " + Q + 2 · KV") } else { (0.0, "") };
+            let (bias, biased) = match (qkv_bias, block_bias) {
+                (false, _) => (0.0, ""),
+                (true, false) => (q + k + v, " + Q + 2 · KV"),
+                // Of the output projection and of experts too; a router's are counted with its weights.
+                (true, true) => {
+                    (q + k + v + d + experts * (2.0 * ffn + d), " + Q + 2 · KV + D + experts · (2 · F + D)")
+                }
+            };
+            let sinks = sinks(m) / layers;
+            let with_sinks = if sinks > 0.0 { " + heads" } else { "" };
             let (norms, normed) = match m.qk_norm {
                 QkNorm::Head => (2.0 * m.head_dim as f64, " + 2 · head_dim"),
                 QkNorm::Whole => (q + k, " + Q + KV"),
@@ -317,16 +327,17 @@ fn parameters(m: &ModelConfig, program: u64) -> Formula {
             };
             let attention = if latent.is_some() { latent_matrices(latent) } else { "2 · D · (Q + KV)" };
             let wide = layer_norms(m);
-            let mlp = match (experts > 0.0, shared > 0.0, sigmoid_router) {
+            let mlp = match (experts > 0.0, shared > 0.0, sigmoid_router || block_bias) {
                 (true, false, false) => "experts · (3 · D · F + D)",
                 (true, false, true) => "experts · (3 · D · F + D + 1)",
                 (true, true, false) => "experts · (3 · D · F + D) + shared · 3 · D · F",
                 (true, true, true) => "experts · (3 · D · F + D + 1) + shared · 3 · D · F",
                 (false, ..) => "3 · D · F",
             };
-            let formula =
-                format!("{table}{learned} + L · ({attention} + {mlp} + {wide} · D{biased}{normed}) + D{of_first}");
-            (wide * d + bias + norms, d + positions, formula)
+            let formula = format!(
+                "{table}{learned} + L · ({attention} + {mlp} + {wide} · D{biased}{with_sinks}{normed}) + D{of_first}"
+            );
+            (wide * d + bias + sinks + norms, d + positions, formula)
         }
     };
     form("parameters", formula, tables + layers * (matrices + rest) + first + behind, program as f64)
@@ -352,6 +363,16 @@ fn layer_norms(m: &ModelConfig) -> f64 {
 fn biases(m: &ModelConfig) -> f64 {
     let layers = if m.architecture.features().sigmoid_router { m.layers - m.dense_layers } else { 0 };
     (layers * m.experts.unwrap_or(0)) as f64
+}
+
+/// Elements of the biases of routers' logits.
+fn router_biases(m: &ModelConfig) -> f64 {
+    if m.architecture.features().block_bias { (m.layers * m.experts.unwrap_or(0)) as f64 } else { 0.0 }
+}
+
+/// Attention sinks of all layers.
+fn sinks(m: &ModelConfig) -> f64 {
+    if m.attention_sinks { (m.layers * m.heads) as f64 } else { 0.0 }
 }
 
 /// Bytes of an element of a weight or an activation.
@@ -424,12 +445,16 @@ fn states(config: &Config, plan: &Plan, none: &StepProgram) -> Option<Formula> {
     let moments = if compute_bytes(config) == 4.0 { 8.0 } else { 12.0 };
     let per_parameter = compute_bytes(config) + gradient_bytes(config) + moments;
     let tied = if m.tied_embeddings { (m.dim * m.vocab_size) as f64 * gradient_bytes(config) } else { 0.0 };
-    // A router's weights stay in f32: they are their own master.
+    // A router's weights, its biases and sinks stay in f32: they are their own master.
     let Sizes { d, layers, dense, experts, .. } = Sizes::of(m);
-    let (less, routers) = match compute_bytes(config) == 4.0 || experts == 0.0 {
-        true => (0.0, ""),
-        false => (2.0 * (layers - dense) * d * experts, " - 2 · L · D · experts"),
-    };
+    let exact = [
+        ((layers - dense) * d * experts, " - 2 · L · D · experts"),
+        (router_biases(m), " - 2 · L · experts"),
+        (sinks(m), " - 2 · L · heads"),
+    ];
+    let exact = exact.iter().filter(|(elements, _)| compute_bytes(config) != 4.0 && *elements > 0.0);
+    let less: f64 = exact.clone().map(|(elements, _)| 2.0 * elements).sum();
+    let routers: String = exact.map(|(_, text)| *text).collect();
     let (still, moved) = match biases(m) {
         0.0 => (0.0, String::new()),
         biases => ((per_parameter - 4.0) * biases, format!(" - {} · biases of choices", per_parameter - 4.0)),

@@ -179,12 +179,12 @@ pub(crate) fn adapted(graph: Graph, lora: &LoraConfig) -> Result<Graph> {
 /// Elements of the parameters that a token uses.
 fn active_parameters(forward: &Graph, config: &Config) -> u64 {
     let top = config.model.experts_per_token.unwrap_or(1);
-    let of = |ty: &TensorType| match &ty.dims[..] {
-        // A matrix of every expert.
-        [experts, _, _] if experts.sections[0].axis == Axis::Experts => ty.elements() / experts.size() * top,
+    let of = |ty: &TensorType, exact: bool| match &ty.dims[..] {
+        // A matrix or a bias of every expert; those of routers are in f32.
+        [experts, ..] if experts.sections[0].axis == Axis::Experts && !exact => ty.elements() / experts.size() * top,
         _ => ty.elements(),
     };
-    forward.parameters().map(|(_, value, _)| of(&value.ty) as u64).sum()
+    forward.parameters().map(|(_, value, parameter)| of(&value.ty, parameter.exact) as u64).sum()
 }
 
 /// Elements of the parameters that are not frozen.

@@ -142,7 +142,7 @@ fn is_parameter(graph: &Graph, value: ValueId) -> bool {
 
 fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
     let routed = layers_of_experts(forward);
-    for (value, v, _) in forward.parameters() {
+    for (value, v, parameter) in forward.parameters() {
         // A table that is also the head counts where it is read first.
         let node = forward.nodes.iter().find(|node| node.inputs.contains(&value));
         let name = node.map_or("", |node| node.op.name());
@@ -151,7 +151,8 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
         let parts = match name {
             "embedding" => all(Kind::Embedding),
             "add_positions" => all(Kind::Positions),
-            "add_bias" => {
+            "attention_sink" => all(Kind::Other),
+            "add_bias" | "grouped_bias" => {
                 // A bias is that of the matmul before it.
                 let before =
                     node.and_then(|node| forward.nodes.iter().find(|n| n.outputs.contains(&Some(node.inputs[0]))));
@@ -163,7 +164,7 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
         };
         let whole: usize = parts.iter().map(|(_, rows)| rows).sum();
         let experts = match &v.ty.dims[..] {
-            [experts, _, _] if experts.sections[0].axis == Axis::Experts => experts.size(),
+            [experts, ..] if experts.sections[0].axis == Axis::Experts && !parameter.exact => experts.size(),
             _ => 1,
         };
         for (kind, rows) in parts {

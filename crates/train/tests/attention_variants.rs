@@ -43,6 +43,13 @@ const DEEPSEEK_V3: &str = "architecture = \"deepseek_v3\"\nkv_heads = 4\nkv_lora
 const DEEPSEEK_V2: &str = "architecture = \"deepseek_v2\"\nkv_heads = 4\nkv_lora_rank = 10\nqk_nope_head_dim = 6\n\
     qk_rope_head_dim = 4\nv_head_dim = 7\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nshared_experts = 2\n\
     expert_groups = 3\nexpert_top_groups = 2";
+/// Attention sinks and a clamped SwiGLU, with layers of both kinds, and where every head has keys of its own.
+const SINKS: &str = "attention_sinks = true\nactivation = \"clamped_swiglu\"\nswiglu_limit = 0.02\nsliding_window = 5\n\
+    layer_types = [\"sliding\", \"full\"]";
+const SINKS_MHA: &str = "kv_heads = 4\nattention_sinks = true";
+/// All of gpt-oss.
+const GPT_OSS: &str = "architecture = \"gpt_oss\"\nkv_heads = 4\nhead_dim = 10\nexperts = 6\nexperts_per_token = 3\nexpert_ffn = 24\n\
+    sliding_window = 5\nrope_scaling = { type = \"yarn\", factor = 32.0, original_context = 8, truncate = false }";
 /// Sizes that fp8 takes, also of two tensor-parallel ranks.
 const LATENT_FP8: &str = "[model]\nvocab_size = 131\nlayers = 4\ndim = 32\nheads = 4\nffn = 64\nkv_lora_rank = 32\nq_lora_rank = 48\n\
     qk_nope_head_dim = 16\nqk_rope_head_dim = 16\nv_head_dim = 8\n[train]\nseq = 16\nglobal_batch = 8\nmicro_batch = 2\nthreads = 1\n";
@@ -174,6 +181,41 @@ fn latent_attention_over_parts_of_sequences() {
             common::check_layouts(&config(model, &keys), &layouts);
             common::check_layouts(&config(model, &format!("{keys}\n[data]\ndocument_mask = true")), &layouts[..2]);
         }
+    }
+}
+
+#[test]
+fn attention_sinks_on_every_layout() {
+    check_layouts(SINKS);
+    check_layouts(&GPT_OSS.replace("kv_heads = 4", "kv_heads = 2"));
+}
+
+#[test]
+fn attention_sinks_over_parts_of_sequences() {
+    for (context, precision) in
+        [("ring", "fp32"), ("ring", "bf16"), ("gather", "fp32"), ("a2a", "fp32"), ("a2a", "bf16")]
+    {
+        let keys = format!("[parallel]\ncontext = \"{context}\"\n[precision]\npolicy = \"{precision}\"");
+        let layouts = ["cp=2", "cp=2,tp=2,sp", "dp=2,zero=3,cp=2,pp=2"];
+        for model in [SINKS_MHA, GPT_OSS] {
+            common::check_layouts(&config(model, &keys), &layouts);
+            common::check_layouts(&config(model, &format!("{keys}\n[data]\ndocument_mask = true")), &layouts[..2]);
+            let again = format!("{keys}\n[recompute]\npolicy = \"full\"");
+            common::check_layouts(&config(model, &again), &layouts[..1]);
+        }
+    }
+}
+
+#[test]
+fn attention_sinks_under_every_recompute_policy() {
+    check_recompute(SINKS);
+    check_recompute(GPT_OSS);
+}
+
+#[test]
+fn attention_sinks_with_adapters_and_by_muon() {
+    for keys in ["[lora]\nrank = 4", "[optimizer]\nname = \"muon\"", "reproducible = true"] {
+        common::check_layouts(&config(GPT_OSS, keys), &["dp=2,zero=1", "tp=2", "pp=2"]);
     }
 }
 

@@ -15,6 +15,10 @@ use lockstep_train::{Comparison, TrainError};
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
 const QWEN3_MOE: &str = "architecture = \"qwen3_moe\"\nexperts = 8\nexperts_per_token = 3\nexpert_ffn = 24";
 
+/// Biases of experts and of the router, attention sinks and a clamped SwiGLU.
+const GPT_OSS: &str =
+    "architecture = \"gpt_oss\"\nexperts = 8\nexperts_per_token = 3\nexpert_ffn = 24\nsliding_window = 5";
+
 /// Two key heads: with tp=4 neighbours share one.
 const LAYOUTS: [&str; 49] = [
     "ep=2",
@@ -116,6 +120,7 @@ fn other_models_precisions_and_sums_do_too() {
         "[precision]\npolicy = \"fp16\"",
     ] {
         same_losses(&common::check_layouts(&config(QWEN3_MOE, keys), &SOME));
+        same_losses(&common::check_layouts(&config(GPT_OSS, keys), &SOME));
     }
     same_losses(&common::check_layouts(&config(MIXTRAL, "[optimizer]\nname = \"muon\""), &SOME));
 }

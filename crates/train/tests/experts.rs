@@ -138,8 +138,8 @@ fn a_router_that_gets_nan_moves_nothing() {
 
 #[test]
 fn mixtures_write_what_transformers_writes() {
-    let latent = ["deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "deepseek_v3_wide"];
-    for case in ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1"].into_iter().chain(latent) {
+    let others = ["deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "deepseek_v3_wide", "gpt_oss", "gpt_oss_plain"];
+    for case in ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1"].into_iter().chain(others) {
         let dir = tempfile::tempdir().unwrap();
         let (hf, out) = (dir.path().join("hf"), dir.path().join("run"));
         Model::golden(case).write(&hf);

@@ -33,6 +33,8 @@ fn programs_hold_against_the_formulas() {
         "preset = \"deepseek-v2-lite\"\nlayers = 3\nexperts = 16",
         "preset = \"deepseek-v3\"\nlayers = 4\nexperts = 16\nexpert_groups = 4",
         "layers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\nkv_lora_rank = 24\nqk_nope_head_dim = 16\nqk_rope_head_dim = 8\nv_head_dim = 12",
+        "preset = \"gpt-oss-20b\"\nlayers = 4\nexperts = 8",
+        "layers = 3\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\nattention_sinks = true\nactivation = \"clamped_swiglu\"",
         "preset = \"smollm3-3b\"\nlayers = 4",
         "preset = \"olmo-2-7b\"\nlayers = 3",
         "preset = \"gemma-3-270m\"\nsliding_window = 64",

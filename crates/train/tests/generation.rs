@@ -40,6 +40,10 @@ const LATENT: &str = "heads = 4\ndim = 48\nkv_lora_rank = 20\nq_lora_rank = 24\n
 const LATENT_WINDOW: &str = "heads = 4\ndim = 48\nkv_lora_rank = 20\nqk_nope_head_dim = 10\nqk_rope_head_dim = 6\n\
     v_head_dim = 20\nsliding_window = 110\nlayer_types = [\"sliding\", \"full\"]\n";
 
+/// Attention sinks, with a window and without; these start at 0, where they count as much as a score of 0.
+const SINKS: &str = "attention_sinks = true\nactivation = \"clamped_swiglu\"\nheads = 6\nkv_heads = 2\ndim = 48\n\
+    sliding_window = 110\nlayer_types = [\"sliding\", \"full\"]\n";
+
 const GPT2: &str = "architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 310\n";
 const QWEN2: &str = "architecture = \"qwen2\"\nheads = 6\nkv_heads = 2\ndim = 48\n";
 
@@ -123,6 +127,11 @@ fn logits_are_those_of_training_with_grouped_queries_and_a_tied_head() {
 fn logits_are_those_of_training_with_latent_attention() {
     check(LATENT);
     check(LATENT_WINDOW);
+}
+
+#[test]
+fn logits_are_those_of_training_with_attention_sinks() {
+    check(SINKS);
 }
 
 #[test]

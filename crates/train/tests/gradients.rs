@@ -150,7 +150,15 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             b.loss(o)
         }
         Op::AttentionMix { window } => return graph_through(Op::AttentionScores { window }, false),
-        Op::SwiGlu | Op::GeGlu => {
+        // Sinks are of the attention before them, with documents and a window.
+        Op::AttentionSink { each: false } => {
+            let (x, starts) = (b.activation("x", qkv()), b.ids("starts"));
+            let sink = b.parameter("sink", &[Dim::new(Axis::Heads, 4)]);
+            let made = b.op(Op::Attention { window: Some(3) }, &[x, starts], "attended");
+            let o = b.op(op, &[made[0], made[1], sink], "o")[0];
+            b.loss(o)
+        }
+        Op::SwiGlu | Op::GeGlu | Op::ClampedSwiGlu { .. } => {
             let ffn = Section { axis: Axis::Ffn, count: 6, unit: 1 };
             let x = b.activation("x", Dim::packed([ffn, ffn]));
             let y = b.op(op, &[x], "y")[0];
@@ -171,6 +179,8 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let routed = b.op(Op::Route { given: false, how }, &inputs, "routed");
             let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
             let hidden = b.op(Op::GroupedLinear { each: false }, &[x, w, routed[1]], "hidden")[0];
+            let bias = b.parameter("bias", &[experts.clone(), ffn.clone()]);
+            let hidden = b.op(Op::GroupedBias { rows: false }, &[hidden, bias, routed[1]], "biased")[0];
             let w = b.parameter("back", &[experts, embed(), ffn]);
             let y = b.op(Op::GroupedLinear { each: true }, &[hidden, w, routed[1]], "y")[0];
             let out = b.op(Op::Combine { weighted: true }, &[y, routed[0]], "out")[0];
@@ -210,6 +220,8 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let rows = b.op(Op::SendRows { each: false, blocks }, &[x, slots[0]], "rows")[0];
             let w = b.parameter("w", &[experts.clone(), ffn.clone(), embed()]);
             let hidden = b.op(Op::RowsLinear { blocks }, &[rows, w, slots[1]], "hidden")[0];
+            let bias = b.parameter("bias", &[experts.clone(), ffn.clone()]);
+            let hidden = b.op(Op::GroupedBias { rows: true }, &[hidden, bias, slots[1]], "biased")[0];
             let w = b.parameter("back", &[experts, embed(), ffn]);
             let rows = b.op(Op::RowsLinear { blocks }, &[hidden, w, slots[1]], "rows_out")[0];
             let y = b.op(Op::TakeRows { blocks }, &[rows, slots[0]], "y")[0];
@@ -219,7 +231,11 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
         Op::ExpertSlots { blocks, .. } | Op::SendRows { each: false, blocks } | Op::TakeRows { blocks } => {
             return graph_through(Op::RowsLinear { blocks }, false);
         }
-        Op::GroupedLinear { .. } | Op::Combine { weighted: true } => {
+        Op::GroupedBias { rows: true } => {
+            let blocks = Blocks { parts: 2, rows: 2 * BATCH * SEQ, choices: 2 * BATCH * SEQ, ranks: 1 };
+            return graph_through(Op::RowsLinear { blocks }, false);
+        }
+        Op::GroupedLinear { .. } | Op::GroupedBias { rows: false } | Op::Combine { weighted: true } => {
             return graph_through(Op::Route { given: false, how: Routing::top(3) }, false);
         }
         Op::Dropout { rate, site, .. } => {

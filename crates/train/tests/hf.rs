@@ -99,6 +99,25 @@ fn shards_are_written_by_size_and_read_back() {
     }
 }
 
+#[test]
+fn experts_in_mxfp4_are_what_transformers_makes_of_them() {
+    let place = Place::new();
+    Model::of("mxfp4", "file.").write(&place.at("mxfp4"));
+    let mut expected = Model::of("mxfp4", "expected.");
+    expected.config.as_object_mut().unwrap().remove("quantization_config");
+    expected.write(&place.at("bf16"));
+    let config = place.import("mxfp4", "run");
+    assert_eq!((&config.model, config.precision.policy), (&place.import("bf16", "wide").model, PrecisionPolicy::Bf16));
+    place.export("run", "again", ExportOptions::default()).unwrap();
+    assert!(place.weights("again") == expected.file());
+    // Blocks without scales are no weights.
+    let mut torn = Model::of("mxfp4", "file.");
+    torn.tensors.retain(|tensor| !tensor.0.ends_with("layers.1.mlp.experts.down_proj_scales"));
+    torn.write(&place.at("torn"));
+    let error = place.refused("torn");
+    assert!(error.contains("1 tensor is missing: `model.layers.1.mlp.experts.down_proj`"), "{error}");
+}
+
 /// The same tensors in another type.
 fn narrowed(mut model: Model, dtype: Dtype, narrow: impl Fn(f32) -> u16) -> Model {
     for (_, of, _, data) in &mut model.tensors {

@@ -11,6 +11,8 @@ use std::sync::{Mutex, PoisonError};
 
 use safetensors::Dtype as FileDType;
 
+use super::convert::Float;
+use super::mxfp4::{self, BLOCKS, SCALES};
 use super::{some_of, tensors};
 use crate::error::{AtPath, CheckpointError, Result};
 use crate::tensor_file::{self, LENGTH_BYTES};
@@ -29,6 +31,15 @@ pub struct WeightsFolder {
     path: PathBuf,
     files: Vec<(PathBuf, Mutex<File>)>,
     tensors: BTreeMap<String, Located>,
+    /// Tensors in mxfp4, by the name that they have together: where blocks and scales lie, and the shape of their numbers.
+    packed: BTreeMap<String, Packed>,
+}
+
+#[derive(Debug)]
+struct Packed {
+    blocks: Located,
+    scales: Located,
+    shape: Vec<usize>,
 }
 
 /// Where a tensor lies: inside its file, in as many bytes as its shape and type take.
@@ -59,7 +70,7 @@ impl WeightsFolder {
     }
 
     fn empty(path: &Path) -> Self {
-        WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new() }
+        WeightsFolder { path: path.to_owned(), files: Vec::new(), tensors: BTreeMap::new(), packed: BTreeMap::new() }
     }
 
     /// Opens the weights in a folder and checks every header.
@@ -67,6 +78,7 @@ impl WeightsFolder {
         let mut folder = Self::empty(path);
         if path.join(SINGLE).exists() {
             folder.add(SINGLE)?;
+            folder.pack();
             return Ok(folder);
         }
         if !path.join(INDEX).exists() {
@@ -102,7 +114,32 @@ impl WeightsFolder {
             let cause = format!("{} in the shards and not in it: {}", tensors(unnamed.len()), some_of(&unnamed));
             return Err(folder.wrong(INDEX, cause, AGAIN));
         }
+        folder.pack();
         Ok(folder)
+    }
+
+    /// Makes one tensor of every two that are blocks and scales of mxfp4.
+    fn pack(&mut self) {
+        let names: Vec<String> =
+            self.tensors.keys().filter_map(|name| name.strip_suffix(BLOCKS)).map(str::to_owned).collect();
+        for name in names {
+            let both = [format!("{name}{BLOCKS}"), format!("{name}{SCALES}")];
+            let bytes = |name: &String| self.tensors.get(name).filter(|found| found.dtype == FileDType::U8);
+            let (Some(blocks), Some(scales)) = (bytes(&both[0]), bytes(&both[1])) else { continue };
+            let Some(shape) = mxfp4::shape(&blocks.shape, &scales.shape) else { continue };
+            if self.tensors.contains_key(&name) {
+                continue;
+            }
+            let [blocks, scales] = both.map(|name| self.tensors.remove(&name));
+            if let (Some(blocks), Some(scales)) = (blocks, scales) {
+                self.packed.insert(name, Packed { blocks, scales, shape });
+            }
+        }
+    }
+
+    /// Whether a tensor is in mxfp4.
+    pub fn is_mxfp4(&self, name: &str) -> bool {
+        self.packed.contains_key(name)
     }
 
     /// The folder.
@@ -112,10 +149,11 @@ impl WeightsFolder {
 
     /// The names of the tensors, ascending.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.tensors.keys().map(String::as_str)
+        let names: BTreeSet<&str> = self.tensors.keys().chain(self.packed.keys()).map(String::as_str).collect();
+        names.into_iter()
     }
 
-    /// Whether all tensors that count are bf16.
+    /// Whether all tensors that count are bf16, or in mxfp4, which is read as bf16.
     pub fn is_bf16(&self, counts: impl Fn(&str) -> bool) -> bool {
         let mut counted = self.tensors.iter().filter(|(name, _)| counts(name)).peekable();
         counted.peek().is_some() && counted.all(|(_, found)| found.dtype == FileDType::BF16)
@@ -140,19 +178,50 @@ impl WeightsFolder {
         Ok(bytes)
     }
 
-    pub(crate) fn find(&self, name: &str) -> Option<(FileDType, &[usize])> {
-        self.tensors.get(name).map(|found| (found.dtype, found.shape.as_slice()))
+    /// The type of a tensor, what it is read as, if it can be, and its shape.
+    pub(super) fn find(&self, name: &str) -> Option<(FileDType, Option<Float>, &[usize])> {
+        if let Some(packed) = self.packed.get(name) {
+            return Some((packed.blocks.dtype, Some(Float::Bf16), &packed.shape));
+        }
+        self.tensors.get(name).map(|found| (found.dtype, Float::of(found.dtype), found.shape.as_slice()))
     }
 
     /// Reads elements of a tensor from `start` on.
     pub(crate) fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<()> {
+        if let Some(packed) = self.packed.get(name) {
+            return self.read_packed(packed, start, bytes);
+        }
         let Some(found) = self.tensors.get(name) else {
             return Err(CheckpointError::unfit(&self.path, format!("no tensor `{}`", name.escape_debug()), AGAIN));
         };
+        self.read_located(found, start, bytes)
+    }
+
+    fn read_located(&self, found: &Located, start: usize, bytes: &mut [u8]) -> Result<()> {
         let (path, file) = &self.files[found.file];
         let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
         let start = found.start + (start * found.dtype.bitsize() / 8) as u64;
         file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(bytes)).at("read", path)
+    }
+
+    /// Reads numbers in mxfp4 as bf16, by the blocks that hold them.
+    fn read_packed(&self, packed: &Packed, start: usize, bytes: &mut [u8]) -> Result<()> {
+        let end = start + bytes.len() / 2;
+        let (first, last) = (start / mxfp4::BLOCK, end.div_ceil(mxfp4::BLOCK));
+        let mut blocks = vec![0; (last - first) * mxfp4::BLOCK_BYTES];
+        let mut scales = vec![0; last - first];
+        self.read_located(&packed.blocks, first * mxfp4::BLOCK_BYTES, &mut blocks)?;
+        self.read_located(&packed.scales, first, &mut scales)?;
+        let mut to = bytes.as_chunks_mut::<2>().0.iter_mut();
+        let mut before = start - first * mxfp4::BLOCK;
+        mxfp4::widen(&blocks, &scales, |bits| {
+            if before > 0 {
+                before -= 1;
+            } else if let Some(to) = to.next() {
+                *to = bits.to_le_bytes();
+            }
+        });
+        Ok(())
     }
 
     /// Which tensor is in which file.

@@ -1,11 +1,12 @@
 //! Weights on the way between programs: safetensors folders of others in, checkpoints in, either out again.
 //!
 //! A model is never in memory as a whole. Tensors pass one after the other in chunks, converted and, where one side keeps
-//! them the other way round, transposed. What the tensors are for is the caller's business: it gives a list of
+//! them the other way round, transposed or in another order. What the tensors are for is the caller's business: it gives a list of
 //! [`TensorCopy`].
 
 mod convert;
 mod folder;
+mod mxfp4;
 mod new_folder;
 mod stream;
 mod write;
@@ -66,18 +67,59 @@ pub struct TensorCopy {
     pub to: String,
     /// Its dims in the result.
     pub shape: Vec<usize>,
-    /// Whether the source has its two dims the other way round.
+    /// Whether the source has its last two dims the other way round.
     pub transposed: bool,
+    /// Whether rows of two halves alternate on one side.
+    pub interleaved: Interleaved,
+}
+
+/// Where the rows of a matrix, which are outputs, alternate between those of two halves: gate and up of an expert, say. A tensor of three dims
+/// has a matrix in every entry of the first, one of two a column.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interleaved {
+    /// On both sides, or on neither.
+    Alike,
+    /// In the source alone.
+    InSource,
+    /// In the result alone.
+    InResult,
+}
+
+impl Interleaved {
+    /// That of a source and a result of which each is interleaved or not.
+    pub fn between(source: bool, result: bool) -> Self {
+        match (source, result) {
+            (true, false) => Interleaved::InSource,
+            (false, true) => Interleaved::InResult,
+            (true, true) | (false, false) => Interleaved::Alike,
+        }
+    }
 }
 
 impl TensorCopy {
+    /// Copies a tensor as it is.
+    pub fn plain(from: String, to: String, shape: Vec<usize>) -> Self {
+        Self { from, to, shape, transposed: false, interleaved: Interleaved::Alike }
+    }
+
     /// Its dims in the source.
     fn source_shape(&self) -> Vec<usize> {
         let mut shape = self.shape.clone();
-        if self.transposed {
-            shape.reverse();
+        if let (true, [.., a, b]) = (self.transposed, &mut shape[..]) {
+            std::mem::swap(a, b);
         }
         shape
+    }
+
+    /// How many matrices of so many rows and columns it is in the source, where rows change their order; none where they do not.
+    fn matrices(&self) -> Option<(usize, [usize; 2])> {
+        match (self.interleaved, self.transposed, &self.source_shape()[..]) {
+            (Interleaved::Alike, false, _) => None,
+            (_, _, &[entries, rows, columns]) => Some((entries, [rows, columns])),
+            (Interleaved::Alike, true, _) => None,
+            (_, _, &[entries, rows]) => Some((entries, [rows, 1])),
+            (_, _, _) => None,
+        }
     }
 
     fn elements(&self) -> Option<usize> {
@@ -120,8 +162,8 @@ impl<'a> TensorSource<'a> {
                 Some((view.dtype.to_string(), float, view.shape))
             }
             TensorSource::Folder(folder) => {
-                let (dtype, shape) = folder.find(name)?;
-                Some((dtype.to_string(), Float::of(dtype), shape))
+                let (dtype, float, shape) = folder.find(name)?;
+                Some((dtype.to_string(), float, shape))
             }
             TensorSource::Sum { base, .. } => base.find(name),
         }
@@ -181,7 +223,7 @@ impl<'a> TensorSource<'a> {
     pub fn equal(&self, a: &str, b: &str) -> Result<bool> {
         let digest = |name: &str| -> Result<Option<(u128, &[usize])>> {
             let Some((_, Some(_), shape)) = self.find(name) else { return Ok(None) };
-            let copy = TensorCopy { from: name.into(), to: name.into(), shape: shape.to_vec(), transposed: false };
+            let copy = TensorCopy::plain(name.into(), name.into(), shape.to_vec());
             let mut hasher = xxhash_rust::xxh3::Xxh3::new();
             self.stream(&copy, DType::F32, &mut |chunk| {
                 hasher.update(chunk);

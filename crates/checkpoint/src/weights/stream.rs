@@ -3,7 +3,7 @@
 use lockstep_ir::DType;
 
 use super::convert::Float;
-use super::{LowRank, TensorCopy, TensorSource};
+use super::{Interleaved, LowRank, TensorCopy, TensorSource};
 use crate::error::{CheckpointError, Result};
 use crate::tensor_file::CHUNK_BYTES;
 
@@ -47,6 +47,22 @@ impl TensorSource<'_> {
                     _ => transpose::<2>(&raw, &mut transposed, columns, count),
                 }
                 for chunk in transposed.chunks(CHUNK_BYTES) {
+                    float.convert(chunk, dtype, &mut converted);
+                    give(&converted)?;
+                }
+            }
+            return Ok(());
+        }
+        if let Some((entries, sizes)) = copy.matrices() {
+            let elements = sizes[0] * sizes[1];
+            raw.resize(elements * width, 0);
+            for entry in 0..entries {
+                self.read(&copy.from, entry * elements, &mut raw)?;
+                match width {
+                    4 => rearrange::<4>(&mut raw, sizes, copy),
+                    _ => rearrange::<2>(&mut raw, sizes, copy),
+                }
+                for chunk in raw.chunks(CHUNK_BYTES) {
                     float.convert(chunk, dtype, &mut converted);
                     give(&converted)?;
                 }
@@ -105,6 +121,39 @@ impl LowRank {
     }
 }
 
+/// Puts a matrix of the source into the order of the result. Rows of outputs are those of the matrix that is not turned: of the result where
+/// only the source is interleaved, else of the source.
+fn rearrange<const W: usize>(matrix: &mut Vec<u8>, [rows, columns]: [usize; 2], copy: &TensorCopy) {
+    let mut other = vec![0; matrix.len()];
+    let mut turn = |matrix: &mut Vec<u8>| {
+        if copy.transposed {
+            transpose::<W>(matrix, &mut other, rows, columns);
+            std::mem::swap(matrix, &mut other);
+        }
+    };
+    let half = |rows: usize| rows / 2;
+    match copy.interleaved {
+        Interleaved::Alike => turn(matrix),
+        Interleaved::InSource => {
+            turn(matrix);
+            let (rows, columns) = if copy.transposed { (columns, rows) } else { (rows, columns) };
+            permute(matrix, columns * W, rows, |row| 2 * (row % half(rows)) + row / half(rows));
+        }
+        Interleaved::InResult => {
+            permute(matrix, columns * W, rows, |row| row / 2 + row % 2 * half(rows));
+            turn(matrix);
+        }
+    }
+}
+
+/// Rows of so many bytes in another order: each is the one that `of` says. An odd number of rows has no halves, and stays.
+fn permute(matrix: &mut Vec<u8>, bytes: usize, rows: usize, of: impl Fn(usize) -> usize) {
+    if !rows.is_multiple_of(2) || rows == 0 {
+        return;
+    }
+    *matrix = (0..rows).flat_map(|row| &matrix[of(row) * bytes..][..bytes]).copied().collect();
+}
+
 /// Writes a matrix of `rows` × `columns` elements of `W` bytes the other way round, square by square, so that both sides
 /// stay in the cache.
 fn transpose<const W: usize>(from: &[u8], to: &mut [u8], rows: usize, columns: usize) {
@@ -124,6 +173,31 @@ fn transpose<const W: usize>(from: &[u8], to: &mut [u8], rows: usize, columns: u
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gate_and_up_of_a_file_that_mixes_them_come_apart_and_back() {
+        // Two inputs by three pairs of gate and up, as files have it, and six outputs by two inputs.
+        let file: Vec<u8> = [10.0f32, 20.0, 11.0, 21.0, 12.0, 22.0, 30.0, 40.0, 31.0, 41.0, 32.0, 42.0]
+            .into_iter()
+            .flat_map(f32::to_le_bytes)
+            .collect();
+        let ours = [10.0f32, 30.0, 11.0, 31.0, 12.0, 32.0, 20.0, 40.0, 21.0, 41.0, 22.0, 42.0];
+        let plain = TensorCopy::plain("x".into(), "x".into(), vec![1, 6, 2]);
+        let mut matrix = file.clone();
+        let copy = TensorCopy { transposed: true, interleaved: Interleaved::InSource, ..plain.clone() };
+        rearrange::<4>(&mut matrix, copy.matrices().unwrap().1, &copy);
+        let found: Vec<f32> = matrix.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+        assert_eq!(found, ours);
+        let interleaved = Interleaved::InResult;
+        let copy = TensorCopy { transposed: true, interleaved, shape: vec![1, 2, 6], ..plain.clone() };
+        rearrange::<4>(&mut matrix, copy.matrices().unwrap().1, &copy);
+        assert_eq!(matrix, file);
+        // A bias is a column.
+        let copy = TensorCopy { interleaved: Interleaved::InSource, shape: vec![1, 6], ..plain };
+        let mut bias: Vec<u8> = (0..6u16).flat_map(u16::to_le_bytes).collect();
+        rearrange::<2>(&mut bias, copy.matrices().unwrap().1, &copy);
+        assert_eq!(bias, [0u16, 2, 4, 1, 3, 5].into_iter().flat_map(u16::to_le_bytes).collect::<Vec<u8>>());
+    }
 
     #[test]
     fn a_matrix_is_turned_round() {

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import (AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, Gemma3TextConfig,
-                          GPT2Config, LlamaConfig, MistralConfig, Olmo2Config, Olmo3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
+                          GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, Olmo2Config, Olmo3Config, Qwen2Config, Qwen3Config, SmolLM3Config)
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}.\n" for i in range(12))
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
@@ -56,6 +56,8 @@ CASES = {
                                sliding_window=40, rope_parameters={"full_attention": LINEAR, "sliding_attention": ROPE}),
     "deepseek_v2": DeepseekV2Config(**LATENT, q_lora_rank=None, topk_method="group_limited_greedy", rope_parameters=ROPE),
     "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
+    "gpt_oss": GptOssConfig(**SHAPE | dict(num_hidden_layers=3), head_dim=20, num_local_experts=6, num_experts_per_tok=3,
+                            sliding_window=40, swiglu_limit=0.05, rope_parameters=YARN | dict(truncate=False)),
     "gpt2": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_positions=512),
     "gpt2, untied": GPT2Config(vocab_size=256, n_embd=48, n_layer=2, n_head=4, n_inner=64, n_positions=512,
                                tie_word_embeddings=False),

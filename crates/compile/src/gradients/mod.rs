@@ -6,6 +6,7 @@ mod at;
 mod attention;
 mod dispatch;
 mod embedding;
+mod expert_bias;
 mod experts;
 mod head;
 mod latent;
@@ -15,6 +16,7 @@ mod pointwise;
 mod position;
 mod quantise;
 mod section;
+mod sink;
 
 pub use at::Gradients;
 
@@ -23,10 +25,11 @@ use lockstep_ir::graph::Node;
 use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-const FAMILIES: [Rules; 12] = [
+const FAMILIES: [Rules; 14] = [
     attention::RULES,
     dispatch::RULES,
     embedding::RULES,
+    expert_bias::RULES,
     experts::RULES,
     head::RULES,
     latent::RULES,
@@ -36,6 +39,7 @@ const FAMILIES: [Rules; 12] = [
     position::RULES,
     quantise::RULES,
     section::RULES,
+    sink::RULES,
 ];
 
 impl Gradients {

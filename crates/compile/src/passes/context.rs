@@ -9,6 +9,8 @@
 //!
 //! *All-to-all* (Ulysses): every rank has the whole sequence of some of the heads for the moment, and computes attention as one rank does.
 //! Packed Q·K·V goes there, attention's output comes back, and so do their gradients in backward, which reads what forward has sent.
+//! Sinks are of heads: there they are applied before the output comes back, and so those of every position go there too, a number of each head.
+//! Where heads are all here, sinks follow what a ring has merged, and stay as they are.
 //!
 //! One program serves all ranks, since kernels find from positions what the mask leaves. In global shapes a shift
 //! changes nothing: other ranks have the parts.
@@ -16,12 +18,13 @@
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::op::Ring;
 use lockstep_ir::{ContextParallel, DType, Graph, Layout, MeshAxis, Op, TypeError, ValueId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Rewrites every attention: of the forward pass, recomputed ones, and gradients.
 pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), TypeError> {
     let parts = layout.mesh.size(MeshAxis::Cp);
-    let mut sent = Sent::default();
+    let of_sinks = |node: &Node| matches!(node.op, Op::AttentionSink { .. }).then(|| node.inputs[0]);
+    let mut sent = Sent { before_sinks: g.nodes.iter().filter_map(of_sinks).collect(), ..Sent::default() };
     for node in std::mem::take(&mut g.nodes) {
         let name = node.outputs.first().copied().flatten().map_or(String::new(), |v| g.get(v).name.clone());
         let rewrite = |g, window, sent| Rewrite { g, phase: node.phase, layer: node.layer, name, window, parts, sent };
@@ -39,6 +42,10 @@ pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), Type
                 ContextParallel::Gather => rewrite.gather_grad(&node)?,
                 ContextParallel::AllToAll => rewrite.of_heads_grad(&node)?,
             }
+        } else if let (ContextParallel::AllToAll, Op::AttentionSink { .. }) = (layout.context, node.op) {
+            rewrite(&mut *g, None, &mut sent).sinks(&node)?;
+        } else if let (ContextParallel::AllToAll, Op::AttentionSinkGrad { .. }) = (layout.context, node.op) {
+            rewrite(&mut *g, None, &mut sent).sinks_grad(&node)?;
         } else {
             g.nodes.push(node);
         }
@@ -51,6 +58,12 @@ pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), Type
 struct Sent {
     /// Values of which ranks have heads at all positions, by those of which they have positions of all heads.
     heads: BTreeMap<ValueId, ValueId>,
+    /// Outputs of attention that sinks are applied to, and nothing else reads.
+    before_sinks: BTreeSet<ValueId>,
+    /// Packed Q·K·V at a rank's positions, by such an output.
+    packed: BTreeMap<ValueId, ValueId>,
+    /// Sinks of a rank's heads at all positions, by the output that has them.
+    sinks: BTreeMap<ValueId, ValueId>,
     /// Starts of documents at all positions, by layer and whether they are of the forward pass: layers may be on other stages.
     starts: BTreeMap<(ValueId, Option<usize>, bool), ValueId>,
 }
@@ -191,8 +204,43 @@ impl Rewrite<'_> {
         self.last_is(1, *lse);
         let Some(o) = *o else { return Ok(()) };
         self.sent.heads.insert(o, made);
+        if self.sent.before_sinks.contains(&o) {
+            self.sent.packed.insert(o, *qkv);
+            return Ok(());
+        }
         self.positions_of(made, "o")?;
         self.last_is(0, Some(o));
+        Ok(())
+    }
+
+    /// Applies sinks to attention's output where the heads are.
+    fn sinks(mut self, node: &Node) -> Result<(), TypeError> {
+        let ([before, lse, sink], [o, sum]) = (&node.inputs[..], &node.outputs[..]) else { return Ok(()) };
+        let (Some(attended), Some(qkv)) = (self.sent.heads.get(before), self.sent.packed.get(before)) else {
+            let reason = "sinks are of attention, and this is the output of another op".to_owned();
+            return Err(TypeError { op: node.op.name(), reason });
+        };
+        let (attended, qkv) = (*attended, *qkv);
+        let sinks = self.one(Op::ExpandSinks, &[qkv, *sink], "sinks")?;
+        let sinks = self.heads_of(sinks, "sinks")?;
+        let made = self.one(Op::AttentionSink { each: true }, &[attended, *lse, sinks], "with_sinks")?;
+        self.last_is(1, *sum);
+        let Some(o) = *o else { return Ok(()) };
+        self.sent.heads.insert(o, made);
+        self.sent.sinks.insert(o, sinks);
+        self.positions_of(made, "o")?;
+        self.last_is(0, Some(o));
+        Ok(())
+    }
+
+    /// What every position adds to the gradients of sinks comes back to the positions of a rank.
+    fn sinks_grad(mut self, node: &Node) -> Result<(), TypeError> {
+        let &[dout, o, lse, sink] = &node.inputs[..] else { return Ok(()) };
+        let sinks = self.sent.sinks.get(&o).copied().unwrap_or(sink);
+        let reads = [self.heads_of(dout, "do")?, self.heads_of(o, "o")?, lse, sinks];
+        let made = self.one(Op::AttentionSinkGrad { each: true }, &reads, "heads")?;
+        self.positions_of(made, "dsinks")?;
+        self.last_is(0, node.outputs[0]);
         Ok(())
     }
 

@@ -20,9 +20,12 @@ const ROWS: usize = 8;
 /// Outputs whose names begin so are of every sequence the rows that found no place in a block: a step that has any changes nothing.
 pub const ROWS_BEYOND: &str = "rows_beyond";
 
-/// The dimension of a matrix of every expert that counts these.
+/// The dimension that counts experts, of a matrix of every expert or of the biases of its hidden units: of what a rank of the expert works with.
+/// Routers, and biases of what experts give, are where tokens are.
 pub(super) fn stacked(ty: &TensorType) -> Option<usize> {
-    (ty.dims.len() == 3 && ty.dims[0].sections[0].axis == Axis::Experts).then_some(0)
+    let axis = |dim: usize| ty.dims.get(dim).map(|dim| dim.sections[0].axis);
+    let hidden = ty.dims.len() == 3 || axis(1) == Some(Axis::Ffn);
+    (axis(0) == Some(Axis::Experts) && hidden).then_some(0)
 }
 
 pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -38,7 +41,7 @@ pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeErr
         sent: BTreeMap::new(),
         taken: Vec::new(),
         blocks: BTreeMap::new(),
-        combined: nodes.iter().filter(|n| matches!(n.op, Op::Combine { .. })).map(|n| n.inputs[0]).collect(),
+        combined: combined(&nodes),
     };
     for (at, node) in nodes.into_iter().enumerate() {
         rewrite.node(&mut g, node)?;
@@ -62,6 +65,18 @@ fn senders(nodes: &[Node]) -> BTreeMap<usize, Vec<Node>> {
     senders
 }
 
+/// Values whose rows are added up by token, at once or with a bias first.
+fn combined(nodes: &[Node]) -> BTreeSet<ValueId> {
+    let read = |node: &Node| matches!(node.op, Op::Combine { .. }).then(|| node.inputs[0]);
+    let mut combined: BTreeSet<ValueId> = nodes.iter().filter_map(read).collect();
+    for node in nodes.iter().filter(|node| matches!(node.op, Op::GroupedBias { .. })) {
+        if node.outputs[0].is_some_and(|y| combined.contains(&y)) {
+            combined.insert(node.inputs[0]);
+        }
+    }
+    combined
+}
+
 /// Where the rows of a choice go.
 #[derive(Clone, Copy)]
 struct Places {
@@ -81,7 +96,7 @@ struct Rewrite<'a> {
     taken: Vec<Node>,
     /// Values that are blocks of rows now, with what was chosen.
     blocks: BTreeMap<ValueId, ValueId>,
-    /// Values whose rows are added up by token.
+    /// Values whose rows are added up by token, at once or with a bias first.
     combined: BTreeSet<ValueId>,
 }
 
@@ -121,6 +136,12 @@ impl Rewrite<'_> {
             return self.push(g, node, &[]);
         }
         let made: Vec<_> = node.outputs.iter().flatten().map(|y| (*y, chosen)).collect();
+        if let (Op::GroupedBias { rows: false }, &[x, bias, chosen]) = (node.op, &node.inputs[..])
+            && let Some(Places { owners, .. }) = self.places.get(&chosen).copied()
+        {
+            let node = Node { op: Op::GroupedBias { rows: true }, inputs: vec![x, bias, owners], ..node };
+            return self.push(g, node, &made);
+        }
         self.push(g, node, &made)
     }
 

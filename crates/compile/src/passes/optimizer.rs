@@ -352,7 +352,7 @@ fn update(
         g.values[id.0].sharding = sharding;
         id
     };
-    let rule = context.optimizer.rule.of(&ty);
+    let rule = context.optimizer.rule.of(&ty, t.decays);
     let format = StateFormat::of(g, context, w, sharding);
     let moment = |g: &mut Graph, which| {
         state(g, format!("{which}.{name}"), format.moment(&ty, which), State::Moment { of: w, which })

@@ -24,7 +24,9 @@ impl StateFormat {
         }
         let exact = matches!(&g.get(w).source, Source::State(State::Parameter(p)) if p.exact);
         let positions = ty.dims.iter().flat_map(|d| &d.sections).any(|s| s.axis == Axis::Seq);
-        if exact || positions || ty.dims.len() < 2 || ty.elements() < LEAST || is_looked_up(g, w) {
+        // Biases of experts are vectors, one behind the other.
+        let biases = ty.dims.len() == 2 && ty.dims[0].sections[0].axis == Axis::Experts;
+        if exact || positions || biases || ty.dims.len() < 2 || ty.elements() < LEAST || is_looked_up(g, w) {
             return plain;
         }
         let own_master = context.precision.own_master && ty.dtype == DType::BF16;

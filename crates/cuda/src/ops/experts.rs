@@ -91,7 +91,7 @@ pub struct Sorted {
 }
 
 /// Sorts the rows of a call by what its last input says; says where each is if `inverse`.
-unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
+pub unsafe fn sort(call: Call, inverse: bool) -> Result<Sorted, CudaError> {
     let (parts, experts) = (call.size("parts"), check_experts(call)?);
     let chosen = call.input(call.bound.inputs.len() - 1);
     let rows = call.rows() * call.size("choices") * parts * call.size("rows");

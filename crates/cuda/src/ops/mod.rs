@@ -5,6 +5,7 @@ mod bias;
 mod context;
 mod dispatch;
 mod embedding;
+mod expert_bias;
 mod experts;
 mod fine;
 pub mod fused;
@@ -27,6 +28,7 @@ mod position;
 mod quantise;
 mod router;
 mod section;
+mod sink;
 
 use crate::CudaError;
 use crate::call::Call;
@@ -102,6 +104,8 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         ("rows_linear", experts::scratch()),
         ("rows_grad_input", experts::scratch()),
         ("rows_grad_weight", experts::weight_scratch(compute)),
+        ("grouped_bias_grad", experts::scratch()),
+        ("rows_bias_grad", experts::scratch()),
     ]);
     let workspaces_with_optional = BTreeMap::from([
         ("attention", crate::attention::documents::scratch(compute)),
@@ -132,6 +136,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         context::launches(),
         dispatch::launches(),
         embedding::launches(),
+        expert_bias::launches(),
         experts::launches(),
         fine::launches(),
         gradient::launches(),
@@ -146,6 +151,7 @@ static LAUNCHES: LazyLock<BTreeMap<OpKind, Launch>> = LazyLock::new(|| {
         position::launches(),
         quantise::launches(),
         section::launches(),
+        sink::launches(),
     ];
     families.into_iter().flatten().collect()
 });

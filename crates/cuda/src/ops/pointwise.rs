@@ -26,6 +26,8 @@ pub fn launches() -> Launches {
         SwiGluGrad => swiglu_grad(call),
         GeGlu => geglu(call),
         GeGluGrad => geglu_grad(call),
+        ClampedSwiGlu { limit } => gated(call, CLAMPED, args![limit]),
+        ClampedSwiGluGrad { limit } => gated_grad(call, CLAMPED_GRAD, args![limit]),
         Gelu => gelu(call),
         GeluGrad => gelu_grad(call),
         Dropout { rate, site, .. } => dropout(call, rate, site),
@@ -65,39 +67,43 @@ pub fn in_parts(
 
 pub unsafe fn swiglu(call: Call) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { gated(call, ("pointwise", "swiglu")) }
+    unsafe { gated(call, ("pointwise", "swiglu"), &[]) }
 }
 
 pub unsafe fn swiglu_grad(call: Call) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { gated_grad(call, ("pointwise", "swiglu_grad")) }
+    unsafe { gated_grad(call, ("pointwise", "swiglu_grad"), &[]) }
 }
 
 pub unsafe fn geglu(call: Call) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { gated(call, ("elements", "geglu")) }
+    unsafe { gated(call, ("elements", "geglu"), &[]) }
 }
 
 pub unsafe fn geglu_grad(call: Call) -> Result<(), CudaError> {
     // SAFETY: the caller vouches.
-    unsafe { gated_grad(call, ("elements", "geglu_grad")) }
+    unsafe { gated_grad(call, ("elements", "geglu_grad"), &[]) }
 }
 
-/// y of packed gate·up, by this kernel of this source.
-unsafe fn gated(call: Call, kernel: (&str, &str)) -> Result<(), CudaError> {
+const CLAMPED: (&str, &str) = ("elements", "clamped_swiglu");
+const CLAMPED_GRAD: (&str, &str) = ("elements", "clamped_swiglu_grad");
+
+/// y of packed gate·up, by this kernel of this source, which takes some numbers more.
+unsafe fn gated(call: Call, kernel: (&str, &str), more: &[Value]) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
     let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
     let bytes = call.float().bytes();
     in_parts(grid, |first, grid| {
         let row = (first * f * bytes) as u64;
+        let args = args![call.input(0) + 2 * row, y + row, f, wide];
         // SAFETY: the operands have these sizes.
-        unsafe { call.typed(kernel, grid, THREADS, args![call.input(0) + 2 * row, y + row, f, wide]) }
+        unsafe { call.typed(kernel, grid, THREADS, &[&args[..], more].concat()) }
     })
 }
 
 /// The gradient of packed gate·up.
-unsafe fn gated_grad(call: Call, kernel: (&str, &str)) -> Result<(), CudaError> {
+unsafe fn gated_grad(call: Call, kernel: (&str, &str), more: &[Value]) -> Result<(), CudaError> {
     let Some(out) = call.output(0) else { return Ok(()) };
     let f = call.size("ffn");
     let (grid, wide) = over_rows(call, f);
@@ -106,7 +112,7 @@ unsafe fn gated_grad(call: Call, kernel: (&str, &str)) -> Result<(), CudaError> 
         let row = (first * f * bytes) as u64;
         let args = args![call.input(0) + row, call.input(1) + 2 * row, out + 2 * row, f, wide];
         // SAFETY: the operands have these sizes.
-        unsafe { call.typed(kernel, grid, THREADS, args) }
+        unsafe { call.typed(kernel, grid, THREADS, &[&args[..], more].concat()) }
     })
 }
 

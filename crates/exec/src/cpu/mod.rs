@@ -8,6 +8,7 @@ mod context;
 mod dispatch;
 mod dropout;
 mod embedding;
+mod expert_bias;
 mod experts;
 mod fine;
 mod float;
@@ -32,6 +33,7 @@ mod quantise;
 mod router;
 mod section;
 mod simd;
+mod sink;
 mod vocab;
 
 pub use crate::host::{available_bytes, cores};
@@ -302,6 +304,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         context::kernels::<T>(),
         dispatch::kernels::<T>(),
         embedding::kernels::<T>(),
+        expert_bias::kernels::<T>(),
         experts::kernels::<T>(),
         fine::kernels::<T>(),
         gradient::kernels(),
@@ -316,6 +319,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         position::kernels::<T>(),
         quantise::kernels::<T>(),
         section::kernels::<T>(),
+        sink::kernels::<T>(),
     ];
     families.into_iter().flatten().collect()
 }

@@ -15,6 +15,8 @@ pub fn kernels<T: Float>() -> Kernels {
         SwiGluGrad => swiglu_grad::<T>(call),
         GeGlu => geglu::<T>(call),
         GeGluGrad => geglu_grad::<T>(call),
+        ClampedSwiGlu { limit } => clamped_swiglu::<T>(call, limit),
+        ClampedSwiGluGrad { limit } => clamped_swiglu_grad::<T>(call, limit),
         Gelu => gelu::<T>(call),
         GeluGrad => gelu_grad::<T>(call),
         Dropout { rate, site, .. } => dropout::<T>(call, rate, site),
@@ -118,6 +120,14 @@ pub fn geglu<T: Float>(call: Call) {
     });
 }
 
+/// y `[rows, f]` = (up + 1) · gate · σ(1.702 · gate) of clamped gate and up, of gate_up `[rows, 2f]`.
+pub fn clamped_swiglu<T: Float>(call: Call, limit: f32) {
+    gated::<T>(call, |gate_up, y, f| {
+        // SAFETY: these are whole rows.
+        unsafe { clamped_swiglu_row(call.simd, gate_up, y, f, limit) };
+    });
+}
+
 /// Calls `of_row` with every row of gate_up and of y, and f.
 fn gated<T: Float>(call: Call, of_row: impl Fn(*const T, *mut T, usize) + Sync) {
     let (rows, f) = (call.size("batch") * call.size("seq"), call.size("ffn"));
@@ -144,6 +154,24 @@ vectorised! {
     }
 }
 
+/// What the gate is multiplied by in the sigmoid of a clamped SwiGLU.
+const QUICK: f32 = 1.702;
+
+vectorised! {
+    unsafe fn clamped_swiglu_row<T>(gate_up: *const T, y: *mut T, f: usize, limit: f32) -> () {
+        simd::map([gate_up, gate_up.add(f)], [y], f, |[g, u], _| {
+            let (g, u) = (at_most(g, limit), -at_most(-at_most(u, limit), limit));
+            [(u + 1.0) * g * sigmoid(QUICK * g)]
+        });
+    }
+}
+
+/// The smaller of two; what is no number stays so.
+#[inline(always)]
+fn at_most(x: f32, limit: f32) -> f32 {
+    if x > limit { limit } else { x }
+}
+
 /// dgate_up `[rows, 2f]` from dy `[rows, f]` and gate_up.
 pub fn swiglu_grad<T: Float>(call: Call) {
     gated_grad::<T>(call, |dy, gate_up, out, f| {
@@ -157,6 +185,14 @@ pub fn geglu_grad<T: Float>(call: Call) {
     gated_grad::<T>(call, |dy, gate_up, out, f| {
         // SAFETY: these are whole rows.
         unsafe { geglu_grad_row(call.simd, dy, gate_up, out, f) };
+    });
+}
+
+/// The same of clamped gate and up: zero in what is clamped.
+pub fn clamped_swiglu_grad<T: Float>(call: Call, limit: f32) {
+    gated_grad::<T>(call, |dy, gate_up, out, f| {
+        // SAFETY: these are whole rows.
+        unsafe { clamped_swiglu_grad_row(call.simd, dy, gate_up, out, f, limit) };
     });
 }
 
@@ -190,6 +226,19 @@ vectorised! {
         simd::map([gate_up, gate_up.add(f), dy], [out, out.add(f)], f, |[g, u, dy], _| {
             let s = gelu_share(g);
             [dy * u * s * (1.0 + g * (1.0 - s) * gelu_slope(g)), dy * g * s]
+        });
+    }
+}
+
+vectorised! {
+    /// `out` may be the memory of `gate_up`.
+    unsafe fn clamped_swiglu_grad_row<T>(dy: *const T, gate_up: *const T, out: *mut T, f: usize, limit: f32) -> () {
+        simd::map([gate_up, gate_up.add(f), dy], [out, out.add(f)], f, |[gate, up, dy], _| {
+            let (g, u) = (at_most(gate, limit), -at_most(-at_most(up, limit), limit));
+            let s = sigmoid(QUICK * g);
+            let dgate = dy * (u + 1.0) * s * (1.0 + QUICK * g * (1.0 - s));
+            let dup = dy * g * s;
+            [if gate > limit { 0.0 } else { dgate }, if up > limit || up < -limit { 0.0 } else { dup }]
         });
     }
 }

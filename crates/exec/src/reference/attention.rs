@@ -12,7 +12,7 @@ pub fn definitions() -> Definitions {
     by_kind! { at: &At => Definition;
         Attention { window } => attention(&at.dims, at.x[0], &first_keys(&at.dims, at.given(1), window)).into(),
         AttentionGrad { window } => {
-            vec![attention_grad(&at.dims, at.x[0], at.x[1], &first_keys(&at.dims, at.given(4), window))]
+            vec![attention_grad(&at.dims, at.x, &first_keys(&at.dims, at.given(4), window))]
         },
         AttentionScores { window } => {
             vec![naive::scores(&at.dims, at.x[0], &first_keys(&at.dims, at.given(1), window))]
@@ -65,7 +65,9 @@ fn attention(dims: &Dims, qkv: &[f64], first: &[usize]) -> [Vec<f64>; 2] {
     [o, lse]
 }
 
-fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Vec<f64> {
+/// dqkv, from do, qkv, o and lse: with sinks, these two are not those of the scores alone.
+fn attention_grad(dims: &Dims, x: &[&[f64]], first: &[usize]) -> Vec<f64> {
+    let (dout, qkv, o, lse) = (x[0], x[1], x[2], x[3]);
     let g = Heads::of(dims);
     let scale = 1.0 / (g.e as f64).sqrt();
     let mut dqkv = vec![0.0; qkv.len()];
@@ -73,13 +75,12 @@ fn attention_grad(dims: &Dims, dout: &[f64], qkv: &[f64], first: &[usize]) -> Ve
         for h in 0..g.heads {
             for s in 0..g.seq {
                 let from = first[b * g.seq + s];
-                let (p, _) = g.weights(qkv, b, from, s, h);
-                let dout = &dout[g.out_range(b, s, h)];
-                let dp: Vec<f64> = (from..=s).map(|t| dot(dout, &qkv[g.range(b, t, g.value(h))])).collect();
-                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                let (dout, o) = (&dout[g.out_range(b, s, h)], &o[g.out_range(b, s, h)]);
+                let (mean, lse) = (dot(dout, o), lse[(b * g.heads + h) * g.seq + s]);
                 for t in from..=s {
-                    let p = p[t - from];
-                    let ds = p * (dp[t - from] - mean) * scale;
+                    let score = dot(&qkv[g.range(b, s, h)], &qkv[g.range(b, t, g.key(h))]) * scale;
+                    let p = (score - lse).exp();
+                    let ds = p * (dot(dout, &qkv[g.range(b, t, g.value(h))]) - mean) * scale;
                     add_scaled(&mut dqkv[g.range(b, t, g.value(h))], p, dout);
                     add_scaled(&mut dqkv[g.range(b, s, h)], ds, &qkv[g.range(b, t, g.key(h))]);
                     add_scaled(&mut dqkv[g.range(b, t, g.key(h))], ds, &qkv[g.range(b, s, h)]);

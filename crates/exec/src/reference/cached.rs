@@ -5,7 +5,7 @@ use lockstep_ir::op::Dims;
 
 /// o, and the cache with the new keys and values.
 pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
-    let [qkv, cache, table, slot, start, count] = *x else { panic!("cached attention has six inputs") };
+    let [qkv, cache, table, slot, start, count, ref sinks @ ..] = *x else { panic!("cached attention has six inputs") };
     let (batch, seq, blocks, page) = (dims.size("batch"), dims.size("seq"), dims.size("blocks"), dims.size("page"));
     let (heads, kv_heads) = (dims.size("heads"), dims.size("kv_heads"));
     let (e, v) = (dims.size("head_dim"), dims.size("value_dim"));
@@ -27,7 +27,8 @@ pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>;
             let dot = |t: usize| query.iter().zip(key(t)).map(|(q, k)| q * k).sum::<f64>();
             let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
             let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();
-            let lse = log_sum_exp(&scores);
+            let sink = sinks.first().map(|sinks| sinks[h]);
+            let lse = log_sum_exp(&scores.iter().copied().chain(sink).collect::<Vec<_>>());
             for i in 0..v {
                 o[((b * seq + s) * heads + h) * v + i] =
                     scores.iter().enumerate().map(|(t, x)| (x - lse).exp() * value(first + t)[i]).sum();

@@ -20,6 +20,26 @@ pub fn definitions() -> Definitions {
             let (gate, up) = (gate_up(x[1], f, |g, u| u * gelu_slope(g)), gate_up(x[1], f, |g, _| gelu(g)));
             vec![gate_up_grad(x[0], f, &gate, &up)]
         },
+        ClampedSwiGlu { limit } => {
+            let y = |g, u| {
+                let (g, u) = clamped(limit, g, u);
+                (u + 1.0) * g * sigmoid(QUICK * g)
+            };
+            vec![gate_up(at.x[0], at.size("ffn"), y)]
+        },
+        ClampedSwiGluGrad { limit } => {
+            let (x, f) = (at.x, at.size("ffn"));
+            let by_gate = |g: f64, u| {
+                let (held, u) = clamped(limit, g, u);
+                let s = sigmoid(QUICK * held);
+                if held < g { 0.0 } else { (u + 1.0) * s * (1.0 + QUICK * g * (1.0 - s)) }
+            };
+            let by_up = |g, u: f64| {
+                let (g, held) = clamped(limit, g, u);
+                if held == u { g * sigmoid(QUICK * g) } else { 0.0 }
+            };
+            vec![gate_up_grad(x[0], f, &gate_up(x[1], f, by_gate), &gate_up(x[1], f, by_up))]
+        },
         Gelu => vec![at.x[0].iter().map(|x| gelu(*x)).collect()],
         GeluGrad => vec![at.x[0].iter().zip(at.x[1]).map(|(dy, x)| dy * gelu_slope(*x)).collect()],
         Dropout { rate, site, seq } => {
@@ -44,6 +64,15 @@ pub fn definitions() -> Definitions {
         // Rounding is for those who store numbers.
         Cast { .. } => vec![at.x[0].to_vec()],
     }
+}
+
+/// What the gate is multiplied by in the sigmoid of a clamped SwiGLU.
+const QUICK: f64 = 1.702;
+
+/// Gate and up, as far as they go.
+fn clamped(limit: f32, gate: f64, up: f64) -> (f64, f64) {
+    let limit = f64::from(limit);
+    (gate.min(limit), up.clamp(-limit, limit))
 }
 
 /// The argument of the hyperbolic tangent in gelu, and its derivative.

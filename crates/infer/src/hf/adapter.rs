@@ -59,12 +59,7 @@ impl AdapterFolder {
         check(&WeightsFolder::json(&path, CONFIG)?, &config.lora)
             .map_err(|(cause, hint)| unfit(&path.join(CONFIG), cause, hint))?;
         let weights = WeightsFolder::open_named(&path, WEIGHTS)?;
-        let copy = |part: Part| TensorCopy {
-            from: format!("{PREFIX}{}", part.name),
-            to: part.name,
-            shape: part.shape,
-            transposed: false,
-        };
+        let copy = |part: Part| TensorCopy::plain(format!("{PREFIX}{}", part.name), part.name, part.shape);
         let copies: Vec<TensorCopy> = adapter_parts(config)?.into_iter().map(copy).collect();
         let source = TensorSource::Folder(&weights);
         let hint = "they are adapters of another model, or of other modules: give lora.targets those of target_modules";
@@ -127,11 +122,9 @@ pub(super) fn export_adapter(trained: &Trained, checkpoint: &Loaded, out: &Path,
         let hint = "export the model with its adapters merged into the weights";
         return Err(unfit(&checkpoint.path, cause, hint.into()).into());
     }
-    let copy = |part: Part| TensorCopy {
-        to: format!("{PREFIX}{}", part.name),
-        from: part.name,
-        shape: part.shape,
-        transposed: false,
+    let copy = |part: Part| {
+        let to = format!("{PREFIX}{}", part.name);
+        TensorCopy::plain(part.name, to, part.shape)
     };
     let copies: Vec<TensorCopy> = parts.into_iter().map(copy).collect();
     let source = TensorSource::Checkpoint { loaded: checkpoint, group: MODEL };
@@ -165,7 +158,7 @@ pub(super) fn added(config: &Config, checkpoint: &Loaded) -> Result<BTreeMap<Str
     let matrices: BTreeMap<String, Part> = adapter_parts(config)?.into_iter().map(|p| (p.name.clone(), p)).collect();
     let read = |part: &Part| -> Result<Vec<f32>, CheckpointError> {
         let Part { name, shape, .. } = part;
-        let copy = TensorCopy { from: name.clone(), to: name.clone(), shape: shape.clone(), transposed: false };
+        let copy = TensorCopy::plain(name.clone(), name.clone(), shape.clone());
         source.check(std::slice::from_ref(&copy), "the checkpoint is damaged: take one before it")?;
         let mut numbers = Vec::with_capacity(part.elements);
         source.stream(&copy, DType::F32, &mut |chunk| {

@@ -4,7 +4,7 @@ use super::adapter::{added, export_adapter};
 use super::special::{put_bos_text, put_eos_id, put_eos_text, template_bos};
 use super::{CONFIG, GENERATION, Kept, TOKENIZER, TOKENIZER_CONFIG, byte_tokenizer, unfit};
 use crate::{Result, RunTokenizer, Trained};
-use lockstep_checkpoint::{NewFolder, TensorCopy, TensorSource, WeightsFolder};
+use lockstep_checkpoint::{Interleaved, NewFolder, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::{Config, DataFormat, PrecisionPolicy};
 use lockstep_ir::DType;
 use lockstep_model::hf::{self, HfExtras};
@@ -110,12 +110,14 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
 
     let model = &config.model;
     let copy = |copy: TensorCopy| {
-        let TensorCopy { mut shape, transposed, .. } = copy;
+        let TensorCopy { mut shape, transposed, interleaved, .. } = copy;
         let turned = hf::is_transposed(model, &copy.to);
-        if turned {
-            shape.reverse();
+        if let (true, [.., a, b]) = (turned, &mut shape[..]) {
+            std::mem::swap(a, b);
         }
-        TensorCopy { shape, transposed: transposed != turned, ..copy }
+        let mixed = interleaved == Interleaved::InSource;
+        let interleaved = Interleaved::between(mixed, hf::is_interleaved(model, &copy.to));
+        TensorCopy { shape, transposed: transposed != turned, interleaved, ..copy }
     };
     let added = if config.lora.rank.is_some() { added(config, checkpoint)? } else { BTreeMap::new() };
     let (base, copies) = trained.model_source()?;

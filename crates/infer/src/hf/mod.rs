@@ -16,7 +16,7 @@ pub use kept::{ATTACHMENT, Kept};
 pub(crate) use special::text_of;
 
 use crate::{Part, Result, parts};
-use lockstep_checkpoint::{CheckpointError, TensorCopy, TensorSource, WeightsFolder};
+use lockstep_checkpoint::{CheckpointError, Interleaved, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::ModelConfig;
 use lockstep_model::hf::{self, HfConfig};
 use lockstep_plan::PlanError;
@@ -84,11 +84,16 @@ impl HfFolder {
             Some(bare) if !names.contains(name) && names.contains(bare) => bare.to_owned(),
             _ => name.to_owned(),
         };
-        let copy = |part: Part| TensorCopy {
-            from: theirs(&part.name),
-            transposed: hf::is_transposed(model, &part.name),
-            to: part.name,
-            shape: part.shape,
+        let copy = |part: Part| {
+            let from = theirs(&part.name);
+            TensorCopy {
+                // Matrices in mxfp4 have blocks of inputs, so their rows are outputs in any family.
+                transposed: hf::is_transposed(model, &part.name) && !self.weights.is_mxfp4(&from),
+                interleaved: Interleaved::between(hf::is_interleaved(model, &part.name), false),
+                from,
+                to: part.name,
+                shape: part.shape,
+            }
         };
         let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
         let source = TensorSource::Folder(&self.weights);

@@ -273,6 +273,7 @@ pub(super) static CACHED_ATTENTION: Spec = row(
         u32("slot", "batch"),
         u32("start", "batch"),
         u32("count", "batch"),
+        f32("sink", "heads"),
     ],
     &[float("o", "batch seq attended"), float("cache", "pages page kv")],
     |batch| {
@@ -285,13 +286,17 @@ pub(super) static CACHED_ATTENTION: Spec = row(
             let (pages, slot) = ((table, Draw::Distinct(9)), (s.number(), Draw::Distinct(4)));
             let (start, count) = if s.seq == 1 { ((0, 190), (0, 1)) } else { ((70, 110), (49, 60)) };
             let between = |(low, high)| (s.number(), Draw::Between(low, high));
-            let inputs = [s.normal(s.qkv()), cache, pages, slot, between(start), between(count)];
-            WINDOWS.map(|window| sample(Op::CachedAttention { window }, inputs.clone()))
+            let sink = normal([Dim::new(Axis::Heads, s.q().count)]);
+            let inputs = [s.normal(s.qkv()), cache, pages, slot, between(start), between(count), sink];
+            let of = |window, given| sample(Op::CachedAttention { window }, &inputs[..given]);
+            WINDOWS.into_iter().flat_map(|window| [of(window, 6), of(window, 7)]).collect::<Vec<_>>()
         };
-        let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12), Shapes::sized(batch, 1, 64)];
-        both_widths(batch).into_iter().chain(one).flat_map(of_shapes).collect()
+        let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12)];
+        let wide = [(1, 64), (60, 64), (1, 128), (60, 128)].map(|(seq, head)| Shapes::sized(batch, seq, head));
+        both_widths(batch).into_iter().chain(one).chain(wide).flat_map(of_shapes).collect()
     },
 )
+.optional(1)
 .always_in_place(&[(1, 1)])
 .shape(|op, _, dims| {
     attended(op, dims)?;

@@ -112,7 +112,7 @@ impl Grouped {
         [of(80, 48, EXPERTS, EXPERTS as u32), of(384, 256, 3, 2)]
     }
 
-    fn all(batch: usize) -> Vec<Self> {
+    pub(super) fn all(batch: usize) -> Vec<Self> {
         let odd = |tokens| Self { tokens, embed: embed(), ffn: ffn(), experts: EXPERTS, busy: EXPERTS as u32 };
         let (wide, ffn) = (Dim::new(Axis::Embed, 320), Dim::new(Axis::Ffn, 192));
         let blocks = Self { tokens: Shapes::new(batch), embed: wide, ffn, experts: 3, busy: 2 };

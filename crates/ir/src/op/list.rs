@@ -2,9 +2,9 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, experts,
-    fine, gradient, head, heads, latent, linear, memory, norm, optimizer, pointwise, position, quantise,
-    quantised_experts, section,
+    Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, expert_bias,
+    experts, fine, gradient, head, heads, latent, linear, memory, norm, optimizer, pointwise, position, quantise,
+    quantised_experts, section, sink,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -318,7 +318,8 @@ ops! {
     } = attention::ATTENTION_MIX_GRAD,
     /// Attention of `count` new positions over themselves and all before them: their keys and values are written into the
     /// cache from position `start` on, in place. The cache is pages of positions; row `slot` of the table says which page each block of a text
-    /// is. Rows past `count` give zeros and leave the cache as it is.
+    /// is. Rows past `count` give zeros and leave the cache as it is. Sinks count in the softmax of their head as in `AttentionSink`, where they
+    /// are given.
     CachedAttention {
         /// As in `Attention`.
         window: Option<usize>,
@@ -369,6 +370,23 @@ ops! {
         /// As in `LatentHeads`.
         scale: f32,
     } = latent::LATENT_HEADS_GRAD,
+    /// The output of attention with a sink in the softmax of every head: a logit in the denominator that has no value. `o · σ(lse − sink)`, and
+    /// the log-sum-exp with the sink, by which `AttentionGrad` gives the gradients of attention with sinks.
+    AttentionSink {
+        @[
+            /// Whether the sinks of every position are given.
+            each: bool
+        ]
+    } = sink::ATTENTION_SINK | sink::ATTENTION_SINK_EACH => usize::from(each),
+    /// What every position adds to the gradient of the sink of each head, from the output and the log-sum-exp with sinks.
+    AttentionSinkGrad {
+        @[
+            /// As in `AttentionSink`.
+            each: bool
+        ]
+    } = sink::ATTENTION_SINK_GRAD | sink::ATTENTION_SINK_EACH_GRAD => usize::from(each),
+    /// The sinks of all heads at every position that packed Q·K·V has: what an all-to-all takes to make parts of the heads of them.
+    ExpandSinks = sink::EXPAND_SINKS,
     /// Of each sequence, the last of `count` positions.
     LastPosition = attention::LAST_POSITION,
     /// The first of the largest logits of each row, among those of the first tokens of a vocabulary: greedy decoding. Where one of them is not a number, or
@@ -385,6 +403,16 @@ ops! {
     GeGlu = pointwise::GEGLU,
     /// Gradient of `GeGlu`.
     GeGluGrad = pointwise::GEGLU_GRAD,
+    /// `y = (up + 1) · gate · σ(1.702 · gate)` over packed gate·up, with gate at most `limit` and up from −limit to limit: the SwiGLU of gpt-oss.
+    ClampedSwiGlu {
+        /// Where they are clamped.
+        limit: f32,
+    } = pointwise::CLAMPED_SWIGLU,
+    /// Gradient of `ClampedSwiGlu`: zero in what is clamped.
+    ClampedSwiGluGrad {
+        /// As in `ClampedSwiGlu`.
+        limit: f32,
+    } = pointwise::CLAMPED_SWIGLU_GRAD,
     /// The experts of each token, the best first, and how much each counts, from the router's logits. A bias changes the choice, and not
     /// the weights. An expert whose score is no number is chosen last. Or, of experts that are given, how much each would count.
     Route {
@@ -438,6 +466,22 @@ ops! {
         /// How many experts there are.
         experts: usize,
     } = experts::GROUPED_GRAD_WEIGHT | experts::GROUPED_GRAD_WEIGHT_EACH => usize::from(each),
+    /// `y = x + b`, with the bias of the expert that a row is of: rows of every expert of a token, or of blocks.
+    GroupedBias {
+        @[
+            /// Whether rows are those of blocks.
+            rows: bool
+        ]
+    } = expert_bias::GROUPED_BIAS | expert_bias::ROWS_BIAS => usize::from(rows),
+    /// `db = dy` of every expert, summed over its rows.
+    GroupedBiasGrad {
+        @[
+            /// As in `GroupedBias`.
+            rows: bool
+        ]
+        /// How many experts there are.
+        experts: usize,
+    } = expert_bias::GROUPED_BIAS_GRAD | expert_bias::ROWS_BIAS_GRAD => usize::from(rows),
     /// Where the rows of a rank's tokens go, by the part of the experts that each goes to: of every choice its place in the
     /// [blocks of rows](Blocks), counted over all of them, and of every place the expert of its row, counted inside the part. Rows are in
     /// the order of tokens. [`NO_ROW`](super::NO_ROW) for a choice whose block is full, and for a place without a row. And of every sequence

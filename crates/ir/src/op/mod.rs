@@ -16,6 +16,7 @@ mod cost;
 mod dims;
 mod dispatch;
 mod embedding;
+mod expert_bias;
 mod experts;
 mod fine;
 mod flops;
@@ -36,6 +37,7 @@ mod quantised_experts;
 mod row;
 mod sample;
 mod section;
+mod sink;
 #[cfg(test)]
 mod tests;
 

@@ -47,6 +47,32 @@ pub(super) static GEGLU_GRAD: Spec = row(
 .splits(&["…", "gate_up ffn"])
 .shape(GATED);
 
+/// Such that some of what is normal is clamped.
+const LIMIT: f32 = 1.25;
+
+pub(super) static CLAMPED_SWIGLU: Spec =
+    row("clamped_swiglu", &[float("gate_up", "… gate_up")], &[float("y", "… ffn")], |batch| {
+        let op = Op::ClampedSwiGlu { limit: LIMIT };
+        Shapes::any_leading(batch).map(|s| sample(op, [s.normal(gate_up())])).into()
+    })
+    .gradient(&[Input(0)])
+    .splits(&["…", "gate_up ffn"])
+    .cheap(&[0])
+    .shape(GATED);
+
+pub(super) static CLAMPED_SWIGLU_GRAD: Spec = row(
+    "clamped_swiglu_grad",
+    &[float("dy", "… ffn"), float("gate_up", "… gate_up")],
+    &[float("dgate_up", "… gate_up")],
+    |batch| {
+        let op = Op::ClampedSwiGluGrad { limit: LIMIT };
+        Shapes::any_leading(batch).map(|s| sample(op, [s.normal(ffn()), s.normal(gate_up())])).into()
+    },
+)
+.in_place(&[(1, 0)])
+.splits(&["…", "gate_up ffn"])
+.shape(GATED);
+
 pub(super) static GELU: Spec = row("gelu", &[float("x", "… ffn")], &[float("y", "… ffn")], |batch| {
     Shapes::any_leading(batch).map(|s| sample(Op::Gelu, [s.normal(ffn())])).into()
 })

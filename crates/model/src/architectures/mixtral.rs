@@ -7,5 +7,5 @@ use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};
 
 pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
-    build_named(m, form, &ExpertNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"] })
+    build_named(m, form, &ExpertNames { block: "block_sparse_moe", matrices: ["w1", "w3", "w2"], ..ExpertNames::APART })
 }

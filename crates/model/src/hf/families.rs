@@ -1,6 +1,6 @@
 //! The families, and where their `config.json` keeps what `[model]` has.
 
-use lockstep_config::ModelConfig;
+use lockstep_config::{ModelConfig, RopeScalingConfig};
 use serde_json::{Value, json};
 
 /// A family of models.
@@ -39,6 +39,10 @@ pub(super) struct Family {
     pub latent: bool,
     /// Whether files may have modules behind the last layer that predict further tokens (MTP), which are no part of the model here.
     pub mtp: bool,
+    /// The scaling of RoPE where neither of its fields is there.
+    pub scaling: Option<RopeScalingConfig>,
+    /// Whether files may have experts in mxfp4, which `quantization_config` then says.
+    pub mxfp4: bool,
     /// Whether `topk_method` says if groups of experts limit the choice.
     pub topk_method: bool,
     /// Positions: the field, and its value where it is not there.
@@ -56,6 +60,8 @@ pub(super) struct Family {
     pub prefix: &'static str,
     /// How the names of matrices end whose rows are inputs.
     pub transposed: &'static [&'static str],
+    /// How the names of tensors end whose outputs alternate between two halves.
+    pub interleaved: &'static [&'static str],
     /// The tensor that a tied head shares.
     pub embedding: &'static str,
 }
@@ -111,6 +117,7 @@ pub(super) enum Word {
     Flag(bool),
     Text(&'static str),
     Number(u64),
+    Real(f64),
     /// A list of nothing.
     Nothing,
 }
@@ -121,6 +128,7 @@ impl Word {
             Word::Flag(flag) => json!(flag),
             Word::Text(text) => json!(text),
             Word::Number(number) => json!(number),
+            Word::Real(number) => json!(number),
             Word::Nothing => json!([]),
         }
     }
@@ -194,9 +202,11 @@ const UNUSED_WINDOW: &[&str] = &["sliding_window", "max_window_layers"];
 /// Names that every config class takes for others.
 pub(super) const SAME: &[(&str, &str)] = &[("torch_dtype", "dtype")];
 
+/// How weights are quantised.
+pub(super) const QUANTIZATION: &str = "quantization_config";
+
 /// Fields that any class may have, and no model here.
-pub(super) const NEVER: &[(&str, Fixed)] =
-    &[("quantization_config", Fixed::Absent), ("per_layer_config", Fixed::Absent)];
+pub(super) const NEVER: &[(&str, Fixed)] = &[(QUANTIZATION, Fixed::Absent), ("per_layer_config", Fixed::Absent)];
 
 const OFF: Fixed = Fixed::Is(Word::Flag(false));
 const SILU: Fixed = Fixed::Is(Word::Text("silu"));
@@ -250,6 +260,8 @@ const LLAMA: Family = Family {
     no_rope: false,
     latent: false,
     mtp: false,
+    scaling: None,
+    mxfp4: false,
     topk_method: false,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
@@ -259,6 +271,7 @@ const LLAMA: Family = Family {
     without_effect: &[],
     prefix: "model.",
     transposed: &[],
+    interleaved: &[],
     embedding: "model.embed_tokens.weight",
 };
 
@@ -461,6 +474,54 @@ pub(super) const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
+        name: "gpt_oss",
+        class: "GptOssForCausalLM",
+        counts: &[
+            &experts(NUM_LOCAL_EXPERTS, Absent::Is(4)),
+            &extents(Absent::Refused),
+            &head_dim(Absent::Is(64)),
+            &FFN_OF_EXPERTS,
+        ],
+        norm_eps: ("rms_norm_eps", 1e-5),
+        theta: 150_000.0,
+        same: &[("num_experts", NUM_LOCAL_EXPERTS)],
+        whole_heads: false,
+        window: Some(("sliding_window", 128)),
+        pattern: Some((None, 2)),
+        scaling: Some(RopeScalingConfig::Yarn {
+            factor: 32.0,
+            original_context: 4096,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: None,
+            mscale_all_dim: None,
+            truncate: false,
+        }),
+        mxfp4: true,
+        context: ("max_position_embeddings", 131_072),
+        numbers: &[Number {
+            theirs: "swiglu_limit",
+            ours: "swiglu_limit",
+            get: |m| m.swiglu_limit.unwrap_or(7.0),
+            zero: false,
+            absent: 7.0,
+        }],
+        fixed: &[("attention_bias", Fixed::Is(Word::Flag(true))), ("swiglu_alpha", Fixed::Is(Word::Real(1.702)))],
+        // Its experts have a function of their own, whatever `hidden_act` says. The loss of the router counts in transformers only where the router's logits are asked for. Published files have other names of
+        // fields besides, which the class does not read.
+        without_effect: &[
+            "hidden_act",
+            "router_aux_loss_coef",
+            "output_router_logits",
+            "router_jitter_noise",
+            "experts_per_token",
+            "initial_context_length",
+        ],
+        transposed: &["experts.gate_up_proj", "experts.down_proj"],
+        interleaved: &["experts.gate_up_proj", "experts.gate_up_proj_bias"],
+        ..LLAMA
+    },
+    Family {
         name: "smollm3",
         class: "SmolLM3ForCausalLM",
         counts: &[&extents(Absent::Is(4)), &head_dim(Absent::Derived), &FFN],
@@ -537,6 +598,8 @@ pub(super) const FAMILIES: &[Family] = &[
         no_rope: false,
         latent: false,
         mtp: false,
+        scaling: None,
+        mxfp4: false,
         topk_method: false,
         context: POSITIONS,
         switches: &[],
@@ -559,6 +622,7 @@ pub(super) const FAMILIES: &[Family] = &[
         ],
         prefix: "transformer.",
         transposed: &["c_attn.weight", "c_proj.weight", "c_fc.weight"],
+        interleaved: &[],
         embedding: "transformer.wte.weight",
     },
 ];

@@ -33,7 +33,10 @@ pub(super) fn read(family: &Family, fields: &Fields, slides: &Slides) -> Result<
         }
         let parameters = parameters.map(|inner| (PARAMETERS.to_owned(), inner));
         let objects = [parameters, scaling];
-        let rope = one(&objects, fields, family.theta)?;
+        let mut rope = one(&objects, fields, family.theta)?;
+        if objects.iter().all(Option::is_none) {
+            rope.scaling = family.scaling.clone();
+        }
         let scaled = rope.scaling.as_ref().is_some_and(|scaling| scaling.name() != "yarn");
         for (name, inner) in objects.iter().flatten().filter(|_| family.latent && scaled) {
             if inner.number_or_zero(ALL_DIM)?.is_some_and(|weight| weight > 0.0) {
@@ -237,7 +240,9 @@ pub(super) fn write(family: &Family, model: &ModelConfig) -> Vec<(&'static str, 
     }
     let scaling = model.rope_scaling.as_ref().map(written);
     let mut fields = vec![(THETA, json!(model.rope_theta))];
-    fields.extend(scaling.clone().map(|scaling| (SCALING, Value::Object(scaling))));
+    // A family that scales its RoPE where nothing is said must hear that it does not.
+    let unscaled = || family.scaling.as_ref().map(|_| Map::from_iter([("rope_type".to_owned(), json!("default"))]));
+    fields.extend(scaling.clone().or_else(unscaled).map(|scaling| (SCALING, Value::Object(scaling))));
     let local = model.rope_local_theta.unwrap_or(model.rope_theta);
     match family.local_theta {
         Some((Some(field), _)) => fields.push((field, json!(local))),

@@ -62,6 +62,9 @@ MODELS = {
     ),
     "deepseek_v2": MOE | LATENT | dict(topk_method="group_limited_greedy"),
     "deepseek_v3": MOE | LATENT,
+    "gpt_oss": LLAMA | dict(
+        head_dim=8, num_local_experts=6, num_experts_per_tok=3, sliding_window=5, layer_types=KINDS, swiglu_limit=0.01,
+    ),
     "smollm3": LLAMA | dict(no_rope_layers=[1, 0]),
     "olmo2": LLAMA,
     "olmo3": LLAMA | dict(sliding_window=5, layer_types=KINDS, rope_parameters=BY_KIND),

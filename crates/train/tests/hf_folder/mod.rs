@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
-pub const CASES: [&str; 23] = [
+pub const CASES: [&str; 25] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -33,6 +33,8 @@ pub const CASES: [&str; 23] = [
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v3_wide",
+    "gpt_oss",
+    "gpt_oss_plain",
 ];
 
 /// A tensor: name, type, dims, bytes.
@@ -46,13 +48,18 @@ pub struct Model {
 
 impl Model {
     pub fn golden(case: &str) -> Self {
+        Self::of(case, "param.")
+    }
+
+    /// The tensors of a golden file whose names begin so.
+    pub fn of(case: &str, prefix: &str) -> Self {
         let path = format!("{}/tests/golden/{case}.safetensors", env!("CARGO_MANIFEST_DIR"));
         let bytes = std::fs::read(path).unwrap();
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let mut tensors: Vec<Tensor> = Vec::new();
         for name in file.names() {
-            let Some(own) = name.strip_prefix("param.") else { continue };
+            let Some(own) = name.strip_prefix(prefix) else { continue };
             let view = file.tensor(name).unwrap();
             tensors.push((own.to_owned(), view.dtype(), view.shape().to_vec(), view.data().to_vec()));
         }

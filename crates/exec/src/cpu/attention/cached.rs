@@ -1,12 +1,13 @@
 //! Attention of new positions over a cache of keys and values.
 //!
-//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[pages, page, u·(e + v)]`, table `[slots, blocks]`, slot, start and count `[b]`, o
+//! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[pages, page, u·(e + v)]`, table `[slots, blocks]`, slot, start and count `[b]`, sinks `[q]`, o
 //! `[b, s, q·v]`. Keys are visited as in `forward`, so a position gets the same bits however the text before it was cut into calls, and
-//! wherever its pages are: a page is whole tiles of keys.
+//! wherever its pages are: a page is whole tiles of keys. Sinks are applied to what `forward` gives.
 
 use super::super::call::{Call, Ptr};
 use super::super::float::Float;
 use super::super::gemm::{Matrix, NR, Unit};
+use super::super::sink::with_sink;
 use super::forward::{Buffers, parts};
 use super::{KEYS, KeyRun, Mask};
 
@@ -21,6 +22,7 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let (width, cached, group) = (call.size("qkv"), call.size("kv"), heads / kv_heads);
     let qkv = Ptr(call.input::<T>(0));
     let [table, slot, start, count] = [2, 3, 4, 5].map(|i| Ptr(call.input::<u32>(i)));
+    let sinks = call.given::<f32>(6).map(Ptr);
     let Some(cache) = call.output::<T>(1).map(Ptr) else { return };
     let span = |b: usize| {
         // SAFETY: both operands have an element per sequence.
@@ -86,9 +88,15 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
                     (first + queries..seq.min(first + NR)).for_each(|i| o.slice(at(i, h), v).fill(T::of(0.0)));
                     if queries > 0 {
                         let query = Matrix::rows(qkv.at((b * seq + first) * width + h * e), width);
-                        let (o, null) = (o.at(at(first, h)), std::ptr::null_mut());
-                        let (size, at) = ((queries, (e, v), scale), (0, start + first));
-                        buffers.attend(simd, size, query, at, [run].iter(), mask, o, heads * v, null);
+                        let (first_o, mut lse) = (o.at(at(first, h)), [0.0; NR]);
+                        let (size, place) = ((queries, (e, v), scale), (0, start + first));
+                        let to_lse = lse.as_mut_ptr();
+                        buffers.attend(simd, size, query, place, [run].iter(), mask, first_o, heads * v, to_lse);
+                        let Some(sink) = sinks.map(|sinks| *sinks.at(h)) else { continue };
+                        for (i, lse) in lse.iter().enumerate().take(queries) {
+                            let share = with_sink(*lse, sink).0;
+                            o.slice(at(first + i, h), v).iter_mut().for_each(|o| *o = T::of(o.to() * share));
+                        }
                     }
                 }
             }
