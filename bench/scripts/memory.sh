@@ -44,11 +44,13 @@ row 13b-fp32-master --preset llama-2-13b $all --set precision.moments=bf16 --gra
 row 13b-20GiB --preset llama-2-13b $all --set precision.moments=bf16 --gradients bf16 --recompute budget=138.4GiB --set "offload.optimizer=20 GiB"
 row 13b-30GiB --preset llama-2-13b $all --set precision.moments=bf16 --gradients bf16 --recompute budget=138.4GiB --set "offload.optimizer=30 GiB"
 row 13b-20GiB-fp8 --preset llama-2-13b $all --set precision.moments=bf16 --gradients bf16 --recompute budget=138.0GiB --set "offload.optimizer=20 GiB" --precision fp8
+row 13b-bf16-fp8 --preset llama-2-13b $all $bf16 --recompute budget=138.0GiB --precision fp8
 row 32b-bf16-int8 $b32 $all $int8 --recompute full --set offload.optimizer=auto
 # Eight billion parameters in less memory.
 row 8b --preset llama-3.1-8b $all --gradients bf16
 row 8b-80GiB --preset llama-3.1-8b $all $bf16 --recompute budget=79.4GiB
 row 8b-offload --preset llama-3.1-8b $all --gradients bf16 --set offload.optimizer=true
+row 8b-offload-40GiB --preset llama-3.1-8b $all --gradients bf16 --set "offload.optimizer=40 GiB"
 row 8b-half-offload --preset llama-3.1-8b $all --gradients bf16 --set "offload.optimizer=45 GiB"
 row 8b-batch1 --preset llama-3.1-8b --seq 4096 --batch 1 --gradients bf16
 row 8b-batch1-80GiB --preset llama-3.1-8b --seq 4096 --batch 1 $bf16 --recompute budget=79.4GiB
@@ -62,12 +64,11 @@ row 1b --preset llama-3.2-1b --seq 4096 --batch 8
 row 1b-24GB --preset llama-3.2-1b $all $bf16 --recompute budget=21.7GiB
 row 1b-24GB-fp32-offload --preset llama-3.2-1b $all --gradients bf16 --recompute budget=21.7GiB --set offload.optimizer=true
 # What smaller cards train.
-row 3b-24GB --preset llama-3.2-3b $all $int8 --recompute budget=21.7GiB
-row 3b-16GB --preset llama-3.2-3b $all $int8 --recompute budget=14.0GiB --set offload.optimizer=true
+row 3b-24GB --preset llama-3.2-3b $all $int8 --recompute budget=21.7GiB --set "offload.optimizer=8 GiB"
+row 3b-lora-16GB --preset llama-3.2-3b $all --set lora.rank=16 --recompute budget=14.0GiB
 row 1b-16GB --preset llama-3.2-1b $all $int8 --recompute budget=14.0GiB
-row 1b-8GB --preset llama-3.2-1b $all $int8 --recompute budget=6.6GiB --set offload.optimizer=true
+row 1b-lora-8GB --preset llama-3.2-1b $all --set lora.rank=16 --recompute budget=6.6GiB
 row 0.5b-8GB --preset qwen2.5-0.5b $all $int8 --recompute budget=6.6GiB
-row 3b-lora-8GB --preset llama-3.2-3b $all --set lora.rank=16 --recompute budget=6.6GiB
 # Beside peers: llm.c 47.8k at 54.1 GiB; PyTorch 60.7k; llmq 61.1k with weights, gradients and moments in bf16.
 row peers-gpt2-xl --preset gpt2-xl --seq 1024 --batch 16 $bf16 --recompute budget=53.5GiB
 row peers-1b --preset llama-3.2-1b --seq 4096 --batch 8 --set precision.moments=bf16 --recompute budget=38.9GiB

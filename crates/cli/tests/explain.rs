@@ -485,3 +485,34 @@ fn recomputation_is_named_only_where_there_is_some() {
     assert!(hardware("none").ends_with("the same: nothing is recomputed"), "{}", hardware("none"));
     assert!(hardware("full").ends_with("with recomputation"), "{}", hardware("full"));
 }
+
+#[test]
+fn inference_is_counted_in_bytes_of_the_cache_and_bounds_of_a_gpu() {
+    let place = llama_3_8b();
+    let account = &json(&place, &["--inference", "--gpu", "h100"])["inference"];
+    // 32 layers of two times 8 heads of 128, in bf16; every head its own K and V has four times as many.
+    let kinds = account["kinds"].as_array().unwrap();
+    let bytes: Vec<(u64, bool)> =
+        kinds.iter().map(|k| (k["token_bytes"].as_u64().unwrap(), k["kept"].as_bool().unwrap())).collect();
+    assert_eq!(bytes[..2], [(131_072, true), (524_288, false)]);
+    assert!(kinds[2]["name"].as_str().unwrap().starts_with("MLA"), "{kinds:?}");
+    // 43 pages of 96 positions.
+    assert_eq!(account["text_bytes"], 43 * 96 * 131_072u64);
+    assert_eq!(account["weight_bytes"], 2 * 8_030_261_248u64);
+    // Two FLOPs for each weight of a matmul: all but the embedding table.
+    let flops = account["token_flops"].as_f64().unwrap();
+    assert!((flops / (2.0 * (8_030_261_248.0 - 128_256.0 * 4096.0)) - 1.0).abs() < 1e-3, "{flops}");
+    let gpus = &account["gpus"];
+    assert_eq!((&gpus["gpus"], &gpus["decode"][0]["texts"]), (&1.into(), &1.into()));
+    // Weights and half of a text's cache at 3.35 TB/s.
+    let seconds = gpus["decode"][0]["seconds"].as_f64().unwrap();
+    let bound = (2.0 * 8_030_261_248.0 + 43.0 * 48.0 * 131_072.0) / 3.35e12;
+    assert!((seconds / bound - 1.0).abs() < 0.01, "{seconds} {bound}");
+    let text = place.ok(&["explain", "run.toml", "--inference", "--gpu", "h100"]);
+    assert!(text.contains("GQA, 8 heads of K and V for 32 of Q") && text.contains("bound by"), "{text}");
+    // Latents are a kind that the model has and generation does not keep yet: it keeps what they expand to.
+    place.config("[model]\npreset = \"deepseek-v2-lite\"\n[train]\nseq = 4096\nglobal_batch = 1\n");
+    let kinds = &json(&place, &["--inference"])["inference"]["kinds"];
+    assert_eq!(kinds[0]["token_bytes"], 27 * 16 * (192 + 128) * 2);
+    assert_eq!(kinds[2]["token_bytes"], 27 * (512 + 64) * 2);
+}

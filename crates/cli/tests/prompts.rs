@@ -152,3 +152,17 @@ fn what_is_wrong_with_a_line_stands_in_its_place_and_the_rest_goes_on() {
     std::fs::remove_file(place.path("prompts.jsonl")).unwrap();
     refused(&[], &["prompts.jsonl: it cannot be read"]);
 }
+
+#[test]
+fn generation_is_timed_against_its_bounds() {
+    let place = Place::new();
+    let args = ["bench", "generate", "run.toml", "--batch", "3", "--prompt", "40", "--tokens", "6"];
+    let result: Value = serde_json::from_str(&place.ok(&[&args[..], &["--format", "json"]].concat())).unwrap();
+    for field in ["prefill_tokens_per_s", "prefill_share", "tokens_per_s", "bound_s", "share", "bandwidth"] {
+        assert!(result[field].as_f64().unwrap() > 0.0, "{field}: {result}");
+    }
+    assert_eq!((&result["texts"], &result["prompt"], &result["tokens"]), (&3.into(), &40.into(), &6.into()));
+    let text = place.ok(&[&args[..], &["--profile", "trace.json"]].concat());
+    assert!(text.contains("prefill: ") && text.contains("decode: ") && text.contains("cached_attention"), "{text}");
+    assert!(place.path("trace.json").exists());
+}
