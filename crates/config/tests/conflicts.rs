@@ -718,3 +718,32 @@ fn sizes_of_latent_attention_go_together() {
     let config = Config::parse(&format!("{shape}kv_lora_rank = 8\n"), "run.toml", &[]).unwrap();
     assert_eq!((config.model.head_dim, config.model.value_dim(), config.model.rope_dim()), (192, 128, 64));
 }
+
+#[test]
+fn attention_sinks_and_limits_of_a_swiglu_go_with_what_has_them() {
+    let shape = "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nffn = 64\n";
+    let parsed = |keys: &str| Config::parse(&format!("{shape}{keys}\n"), "run.toml", &[]);
+    for (keys, said, hint) in [
+        (
+            "attention_sinks = true\nattention = \"naive\"",
+            "model.attention = \"naive\" has no attention sinks, and model.attention_sinks = true",
+            "use model.attention = \"flash\", which computes the same, or set model.attention_sinks = false",
+        ),
+        (
+            "swiglu_limit = 7.0",
+            "model.swiglu_limit = 7.0 is given, and model.activation = \"silu\" clamps nothing",
+            "remove model.swiglu_limit, or choose model.activation = \"clamped_swiglu\"",
+        ),
+        (
+            "architecture = \"gpt2\"\nattention_sinks = true",
+            "model.attention_sinks = true is given, and model.architecture = \"gpt2\" has a block of its own without it",
+            "choose another model.architecture, or remove model.attention_sinks",
+        ),
+    ] {
+        let error = parsed(keys).expect_err(keys).with_hint();
+        assert!(error.contains(said) && error.contains(&format!("hint: {hint}")), "{error}");
+    }
+    assert_eq!(parsed("activation = \"clamped_swiglu\"").unwrap().model.swiglu_limit, Some(7.0));
+    let gpt_oss = parsed("architecture = \"gpt_oss\"\nexperts = 4\nsliding_window = 8").unwrap().model;
+    assert!(gpt_oss.attention_sinks && gpt_oss.rope_local_theta.is_none() && gpt_oss.layer_types.len() == 2);
+}

@@ -305,8 +305,8 @@ mod tests {
     use crate::Context;
     use crate::passes::shard::shard;
     use crate::passes::tests::{lines, small_model};
-    use lockstep_ir::graph::Phase;
-    use lockstep_ir::{Axis, DType, Dim, Graph, Layout, Op, Section, TensorType};
+    use lockstep_ir::graph::{Parameter, Phase, State};
+    use lockstep_ir::{Axis, DType, Dim, Graph, Init, Layout, Op, Section, TensorType};
 
     /// Attention of packed Q·K·V and its gradient, sharded.
     fn sharded(layout: &str, dtype: DType) -> Graph {
@@ -399,5 +399,63 @@ B d.qkv.dkv.rounded: bf16[batch:1, seq:12, kv_heads:2×2+kv_heads:2×2] @(cp: sp
 B d.qkv: bf16[batch:1, seq:12, heads:4×2+kv_heads:2×2+kv_heads:2×2] @(cp: split 1) = concat(d.qkv.dq, d.qkv.dkv.rounded)
 "
         );
+    }
+
+    /// Attention with sinks and its gradients, sharded.
+    fn with_sinks(layout: &str) -> String {
+        let mut g = Graph::new();
+        let heads = |axis| Section { axis, count: 4, unit: 2 };
+        let act = |sections: &[Section]| {
+            let [b, s] = [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 12)];
+            TensorType::new(DType::F32, [b, s, Dim::packed(sections.to_vec())])
+        };
+        let (q, kv) = (heads(Axis::Heads), heads(Axis::KvHeads));
+        let qkv = g.input("qkv", act(&[q, kv, kv]));
+        let dout = g.input("do", act(&[q]));
+        let sink = TensorType::new(DType::F32, [Dim::new(Axis::Heads, 4)]);
+        let sink = g.state("sink", sink, State::Parameter(Parameter::new(Init::Zeros, vec!["sink".into()])));
+        let made = g.node(Op::Attention { window: None }, &[qkv], "a", Phase::Forward, Some(3)).unwrap();
+        let op = Op::AttentionSink { each: false };
+        let o = g.node(op, &[made[0], made[1], sink], "o", Phase::Forward, Some(3)).unwrap();
+        let op = Op::AttentionSinkGrad { each: false };
+        let rows = g.node(op, &[dout, o[0], o[1], sink], "dsinks", Phase::InputGrad, Some(3)).unwrap();
+        g.node(Op::BiasGrad, &rows, "dsink", Phase::WeightGrad, Some(3)).unwrap();
+        let op = Op::AttentionGrad { window: None };
+        g.node(op, &[dout, qkv, o[0], o[1]], "d.qkv", Phase::InputGrad, Some(3)).unwrap();
+        let layout: Layout = layout.parse().unwrap();
+        let sharded = shard(&g, &Context { layout, ..small_model().1 }).unwrap();
+        let text = short(&sharded);
+        let about = |line: &&str| ["sink", " = attention", "merge"].iter().any(|what| line.contains(what));
+        text.lines().filter(about).map(|line| format!("{line}\n")).collect()
+    }
+
+    #[test]
+    fn sinks_follow_what_a_ring_has_merged() {
+        assert_eq!(
+            with_sinks("cp=2"),
+            "\
+F a, a.lse = attention_merge(a.step.0, a.step.0.lse, a.step.1, a.step.1.lse)
+F o, o.lse = attention_sink(a, a.lse, sink)
+B dsinks = attention_sink_grad(do, o, o.lse, sink)
+W dsink @(cp: partial) = bias_grad(dsinks)
+W dsink.reduced = all_reduce(dsink) { over: cp }
+"
+        );
+    }
+
+    #[test]
+    fn sinks_are_applied_where_the_heads_are_and_sent_there_once() {
+        let text = with_sinks("cp=2,context=a2a");
+        for line in [
+            "F a.heads, a.lse = attention(a.qkv.heads) { window: None }",
+            "F o.sinks = expand_sinks(qkv, sink)",
+            "F o.with_sinks, o.lse = attention_sink_each(a.heads, a.lse, o.sinks.heads)",
+            "B dsinks.heads = attention_sink_each_grad(dsinks.do.heads, o.with_sinks, o.lse, o.sinks.heads)",
+            "W dsink @(cp: partial) = bias_grad(dsinks)",
+            "B d.qkv.heads = attention_grad(dsinks.do.heads, a.qkv.heads, o.with_sinks, o.lse) { window: None }",
+        ] {
+            assert!(text.contains(line), "{line}\n{text}");
+        }
+        assert_eq!(text.matches("all_to_all(o.sinks").count(), 1, "{text}");
     }
 }
