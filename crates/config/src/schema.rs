@@ -503,7 +503,7 @@ tables! {
         /// Moments and fp32 master weights. They come to the device for the update of their parameter and go back behind it, while others are
         /// updated. true: all of them. A size: as many as that has room for, of each rank. auto: the least that lets a run fit its device.
         optimizer: OffloadSize = SizeOrAuto, Fixed("false"), Conduct,
-            finds ["CPU offload", "optimizer offload", "ZeRO-OffloadSize", "offload_optimizer", "host memory", "pinned memory",
+            finds ["CPU offload", "optimizer offload", "ZeRO-Offload", "offload_optimizer", "host memory", "pinned memory",
                 "model larger than the GPU"];
     }
 

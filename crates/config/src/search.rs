@@ -37,12 +37,6 @@ const MISSING: &[Missing] = &[
         "precision.policy = \"fp8\" is the narrowest",
     ),
     Missing::new(
-        "model",
-        &["mla", "multi-head latent attention", "kv_lora_rank", "q_lora_rank"],
-        "multi-head latent attention (MLA)",
-        "model.kv_heads below model.heads (GQA) makes keys and values smaller",
-    ),
-    Missing::new(
         "data",
         &["s3", "gcs", "gs", "object storage", "streaming", "cloud storage"],
         "reading from object storage",
@@ -59,12 +53,6 @@ const MISSING: &[Missing] = &[
         &["longrope", "dynamic ntk", "ntk"],
         "LongRoPE and dynamic NTK scaling",
         "model.rope_scaling is that of Llama 3, linear or YaRN, and a larger model.rope_theta extends the context too",
-    ),
-    Missing::new(
-        "parallel",
-        &["offload", "cpu offload", "cpu_offload", "zero-offload", "zero-infinity", "offload_optimizer"],
-        "offloading to host memory",
-        "parallel.zero = 3 shards parameters, gradients and moments over ranks, and recompute.policy saves fewer activations",
     ),
     Missing::new(
         "telemetry",

@@ -140,11 +140,9 @@ fn what_is_not_there_yet_is_said_so() {
     assert!(error.starts_with(said) && error.contains("\nhint: precision.policy = "), "{error}");
     // Each with what to do instead.
     for (words, what) in [
-        ("MLA", "multi-head latent attention (MLA)"),
         ("s3", "reading from object storage"),
         ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("longrope", "LongRoPE and dynamic NTK scaling"),
-        ("offload", "offloading to host memory"),
         ("wandb", "logging to Weights & Biases"),
         ("ema", "an exponential moving average of the weights (EMA)"),
     ] {
@@ -157,7 +155,14 @@ fn what_is_not_there_yet_is_said_so() {
     assert!(error.starts_with("model.longrope: LongRoPE and dynamic NTK scaling is not there yet\n"), "{error}");
     assert!(error.contains("\nhint: model.rope_scaling is that of Llama 3, linear or YaRN"), "{error}");
     // What is there is found by the words of others.
-    for (words, key) in [("lora", "lora.rank"), ("lora_alpha", "lora.alpha"), ("yarn", "model.rope_scaling")] {
+    for (words, key) in [
+        ("lora", "lora.rank"),
+        ("lora_alpha", "lora.alpha"),
+        ("yarn", "model.rope_scaling"),
+        ("MLA", "model.kv_lora_rank"),
+        ("cpu offload", "offload.optimizer"),
+        ("ZeRO-Offload", "offload.optimizer"),
+    ] {
         assert!(search(words).keys.iter().any(|found| found.path == key), "{words}");
     }
 }

@@ -5,8 +5,8 @@ use lockstep_config::{Config, OptimizerName};
 use lockstep_ir::DeviceProfile;
 use lockstep_ir::Hint;
 use lockstep_plan::{
-    Machine, PlanError, Room, Target, account, checkpoint_bytes, evaluation_program, generation_program,
-    largest_micro_batches, plan,
+    GenerationShape, Machine, PlanError, Room, Target, account, cache_plan, checkpoint_bytes, evaluation_program,
+    generation_program, largest_micro_batches, plan,
 };
 use std::collections::BTreeMap;
 
@@ -101,5 +101,6 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     assert!(error.is_request() && error.with_hint().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
     assert_eq!(evaluation_program(&machine, &config, (2, 16), cut, false).unwrap().0.entries.len(), 2);
-    assert_eq!(generation_program(&machine, &config, 16).unwrap().1, 2);
+    let cache = cache_plan(&machine, &config, &GenerationShape::one(16)).unwrap();
+    assert_eq!(generation_program(&machine, &config, &cache).unwrap().1, 2);
 }
