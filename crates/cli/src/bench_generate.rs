@@ -82,7 +82,7 @@ fn as_text(name: &str, r: &GenerationResult) -> String {
         "{name} on {device}, {}, prompts of {prompt} tokens, {tokens} tokens written for each\n\
          prefill: {} tokens/s, {:.1} TFLOP/s, {:.0}% of the measured peak of matmuls\n\
          decode:  {} tokens/s, {median:.3} ms a token (90%: {most:.3} ms, 99%: {all:.3} ms)\n\
-         bound:   {:.3} ms a token, of which that is {:.0}%: {} of weights and {} of keys and values at {:.1} GB/s\n\
+         bound:   {:.3} ms a token ({:.0}%): {} of weights, {} of keys and values at {:.0} GB/s\n\
          memory:  arena {}, KV cache {} of it\n",
         units::counted(*texts, "text"),
         rate(r.prefill_tokens_per_s),

@@ -9,7 +9,7 @@ use lockstep_config::bytes;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
 use lockstep_infer::{
-    Batch, Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextStream, Trained,
+    Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextBatch, TextStream, Trained,
     generate, write_prompts,
 };
 use lockstep_ir::units;
@@ -178,7 +178,7 @@ fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()>
         cache: args.cache,
         known: Some(tokenizer.vocabulary() as usize),
     };
-    let mut batch = Batch::new(&Devices::of(&trained.config), &trained.config, shape, trained.weights())?;
+    let mut batch = TextBatch::new(&Devices::of(&trained.config), &trained.config, shape, trained.weights())?;
     let options = PromptOptions {
         max_tokens: args.max_tokens,
         sampling,

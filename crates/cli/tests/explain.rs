@@ -473,6 +473,8 @@ fn every_line_fits_80_columns() {
     }
     check(&place, &["--sequence-lengths", "128,1024,131072", "--gpu", "h100"]);
     check(&place, &["--fit", "16MiB"]);
+    check(&place, &["--inference", "--gpu", "h100"]);
+    check(&place, &["--inference"]);
 }
 
 #[test]

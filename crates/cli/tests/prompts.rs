@@ -58,7 +58,7 @@ fn texts_of_a_file_do_not_depend_on_what_is_written_at_once() {
     let output = place.run(&args("one.jsonl", &["--seed", "5"]));
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && text.contains("its texts were written with sampling"), "{text}");
-    assert!(text.contains("name another file with --out"), "{text}");
+    assert!(text.contains("name another file for the texts"), "{text}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ struct Table {
 }
 
 /// A model in memory that continues many texts at once.
-pub struct Batch {
+pub struct TextBatch {
     executor: Box<dyn Executor>,
     program: StepProgram,
     cache: CachePlan,
@@ -113,7 +113,7 @@ pub struct Batch {
 /// A result of a text, with the number it was submitted under.
 pub type Ended = (u64, Result<Written>);
 
-impl Batch {
+impl TextBatch {
     /// Loads the generation program of a config for texts of a shape. Where no size of the cache is given, it is what
     /// all texts may need, as far as that is free.
     pub fn new(devices: &Devices, config: &Config, shape: GenerationShape, weights: Weights) -> Result<Self> {

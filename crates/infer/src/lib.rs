@@ -23,7 +23,7 @@ mod tasks;
 mod text;
 mod trained;
 
-pub use batch::{Batch, BatchCounts, Ended, TextRequest, Written};
+pub use batch::{BatchCounts, Ended, TextBatch, TextRequest, Written};
 pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data, way};
 pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};

@@ -3,7 +3,7 @@
 //! Lines are written as soon as all before them are. A run that was stopped goes on behind the last whole line: what a prompt becomes depends on the
 //! prompt, its line and the settings alone, so the file is the same in the end. The settings stand in a file beside it, and others are refused.
 
-use crate::{Batch, InferError, Result, RunTokenizer, Sampling, Stop, TextRequest, TextStream, Written};
+use crate::{InferError, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream, Written};
 use lockstep_data::{Chat, Conversation};
 use lockstep_ir::counter;
 use serde_json::{Map, Value, json};
@@ -66,7 +66,7 @@ const FORMAT: &str = "a line is {\"prompt\": \"…\"}, or {\"messages\": […]} 
 
 /// Continues every prompt of a file, and writes what becomes of them to another.
 pub fn write_prompts(
-    batch: &mut Batch,
+    batch: &mut TextBatch,
     tokenizer: &RunTokenizer,
     (prompts, out): (&Path, &Path),
     options: &PromptOptions,
@@ -179,7 +179,7 @@ fn beside(out: &Path) -> PathBuf {
 
 /// Opens the file of texts behind its last whole line, and says how many there are.
 fn resume(out: &Path, settings: &Map<String, Value>, total: usize) -> Result<(File, usize)> {
-    let other = "name another file with --out, or remove this one and the .settings.json beside it";
+    let other = "name another file for the texts, or remove this one and the .settings.json beside it";
     let io = |e: std::io::Error| {
         wrong(out, &format!("it cannot be written: {e}"), "name a file in a folder that can be written")
     };
@@ -248,7 +248,7 @@ impl Line {
             (Err(_), None) => {
                 return Err(InferError::Unusable {
                     problem: "the line has messages, and no chat template is asked for".into(),
-                    hint: "give --chat".into(),
+                    hint: "ask for the chat template".into(),
                 });
             }
         };

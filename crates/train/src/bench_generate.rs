@@ -4,7 +4,7 @@ use crate::Result;
 use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
 use lockstep_config::Config;
 use lockstep_host::Devices;
-use lockstep_infer::{Batch, Sampling, TextRequest, Weights};
+use lockstep_infer::{Sampling, TextBatch, TextRequest, Weights};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{Op, StepProgram, counter};
@@ -86,8 +86,8 @@ pub fn bench_generate(
     let peaks = MeasuredPeaks::measured(devices.device(target)?.as_ref(), threads, compute)?;
     show("loading");
     let vocabulary = config.model.vocab_size;
-    let mut batch = Batch::new(devices, config, shape, Weights::Initial)?;
-    let submit = |batch: &mut Batch, round: u64| {
+    let mut batch = TextBatch::new(devices, config, shape, Weights::Initial)?;
+    let submit = |batch: &mut TextBatch, round: u64| {
         (0..*texts as u64).try_for_each(|id| {
             let token = |i: u64| (counter::bits(round << 32 | id, i) % vocabulary as u64) as u32;
             let sampling = Sampling { temperature: 0.0, ..Sampling::default() };

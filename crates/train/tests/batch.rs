@@ -2,7 +2,7 @@
 
 use lockstep_config::Config;
 use lockstep_host::Devices;
-use lockstep_infer::{Batch, BatchCounts, InferError, Sampling, Stop, TextRequest, Weights, Written};
+use lockstep_infer::{BatchCounts, InferError, Sampling, Stop, TextBatch, TextRequest, Weights, Written};
 use lockstep_ir::{Hint, counter};
 use lockstep_plan::{GenerationShape, PAGE, cache_plan};
 use std::collections::BTreeMap;
@@ -46,7 +46,7 @@ fn requests(count: usize) -> Vec<TextRequest> {
 
 /// Runs all requests to their ends.
 fn run(config: &Config, shape: GenerationShape, requests: &[TextRequest]) -> (BTreeMap<u64, Written>, BatchCounts) {
-    let mut batch = Batch::new(&Devices::new(), config, shape, Weights::Initial).unwrap();
+    let mut batch = TextBatch::new(&Devices::new(), config, shape, Weights::Initial).unwrap();
     for (id, request) in requests.iter().enumerate() {
         batch.submit(id as u64, request.clone()).unwrap();
     }
@@ -117,7 +117,7 @@ fn texts_are_those_of_one_alone_in_a_mixture() {
 #[test]
 fn what_cannot_be_continued_is_refused_and_the_rest_goes_on() {
     let config = config(GQA, "");
-    let mut batch = Batch::new(&Devices::new(), &config, GenerationShape::one(CONTEXT), Weights::Initial).unwrap();
+    let mut batch = TextBatch::new(&Devices::new(), &config, GenerationShape::one(CONTEXT), Weights::Initial).unwrap();
     let good = requests(1).remove(0);
     let with = |prompt: Vec<u32>| TextRequest { prompt, ..good.clone() };
     assert!(matches!(batch.submit(0, with(Vec::new())), Err(InferError::EmptyPrompt)));
@@ -130,7 +130,7 @@ fn what_cannot_be_continued_is_refused_and_the_rest_goes_on() {
     }
     assert_eq!(ended.len(), 1);
     let small = GenerationShape { cache: Some(1000), ..GenerationShape::one(CONTEXT) };
-    let error = Batch::new(&Devices::new(), &config, small, Weights::Initial).err().unwrap();
+    let error = TextBatch::new(&Devices::new(), &config, small, Weights::Initial).err().unwrap();
     let text = error.with_hint();
     assert!(
         text.contains("holds no text of 298 tokens") && text.contains("hint: give the cache more memory"),
@@ -142,7 +142,7 @@ fn what_cannot_be_continued_is_refused_and_the_rest_goes_on() {
 fn a_text_ends_where_its_listener_says_so_and_its_pages_are_free() {
     let config = config(GQA, "");
     let shape = GenerationShape { texts: 2, ..GenerationShape::one(CONTEXT) };
-    let mut batch = Batch::new(&Devices::new(), &config, shape, Weights::Initial).unwrap();
+    let mut batch = TextBatch::new(&Devices::new(), &config, shape, Weights::Initial).unwrap();
     for (id, request) in requests(3).into_iter().enumerate() {
         batch.submit(id as u64, TextRequest { ends: Vec::new(), max_tokens: 1000, ..request }).unwrap();
     }

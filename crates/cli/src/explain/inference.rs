@@ -7,7 +7,7 @@ use lockstep_plan::{CacheKind, DecodeBound, InferenceAccount, InferenceOnGpu};
 pub(super) fn as_text(account: &InferenceAccount) -> String {
     let InferenceAccount { context, weight_bytes, kinds, text_bytes, .. } = account;
     let mut text = format!(
-        "weights {}; a token takes {} without attention, and {} more for each position that it sees\n\n",
+        "weights {}\na token takes {}, and {} more for each position that it sees\n\n",
         units::bytes(*weight_bytes),
         units::flops(account.token_flops),
         units::flops(account.position_flops),
@@ -25,9 +25,7 @@ pub(super) fn as_text(account: &InferenceAccount) -> String {
     ));
     match &account.gpus {
         Some(gpus) => text.push_str(&on_gpus(gpus, *context)),
-        None => {
-            text.push_str("\nwith --gpu h100, say: how many texts fit, and what bounds reading prompts and decoding\n")
-        }
+        None => text.push_str("\nwith --gpu h100, say: how many texts fit, and what bounds their speed\n"),
     }
     text
 }
@@ -38,7 +36,8 @@ fn on_gpus(on: &InferenceOnGpu, context: usize) -> String {
     let mut text = format!(
         "\n{} {gpu}{split}: {} of {} tokens fit beside the weights\n\
          reading prompts: at most {} tokens/s, bound by matmuls\n\
-         decoding: bound by memory up to about {} texts of no length; at half of their length:\n",
+         decoding: bound by memory up to about {} short texts at once;\n\
+         with texts that are half written:\n",
         gpus,
         counted(*texts as usize, "text"),
         thousands(context as u64),
