@@ -205,10 +205,30 @@ mod tests {
 
     #[test]
     fn kernels_that_are_launched_early_wait_for_those_before_them() {
-        for (source, start) in WAITING {
+        // Where the body of each begins: of decoding there are two.
+        let bodies = [
+            ("attention", "void cache_write("),
+            ("norm", "#define NORM_ONE("),
+            ("paged", "void argmax("),
+            ("paged", "void decode("),
+            ("paged", "void merge("),
+            ("pointwise", "void rope_##NAME("),
+            ("pointwise", "void swiglu_##NAME("),
+            ("skinny", "void skinny("),
+        ];
+        for (source, _) in WAITING {
+            assert!(bodies.iter().any(|(of, _)| *of == source), "{source} has no body here");
+        }
+        for (source, begins) in bodies {
             let text = SOURCES.iter().find(|(name, _)| *name == source).unwrap().1;
-            assert!(text.contains(start.trim_end_matches('_')), "{source} has no {start}");
-            assert!(text.contains("wait_for_those_before()"), "{source} does not wait");
+            let body = text.split_once(begins).unwrap_or_else(|| panic!("{source} has no {begins}")).1;
+            // Up to the next kernel or function.
+            let end = ["extern \"C\" __global__", "static __device__ void", "#define"].map(|next| {
+                let first = if begins.starts_with("#define") { body.find("extern").unwrap() + 6 } else { 0 };
+                body[first..].find(next).map_or(body.len(), |at| first + at)
+            });
+            let body = &body[..end.into_iter().min().unwrap()];
+            assert!(body.contains("wait_for_those_before()"), "{source}: {begins} does not wait");
         }
     }
 }

@@ -120,18 +120,16 @@ impl TextBatch {
         let target = Target::of(devices, config);
         let device = devices.device(target)?;
         let mut cache = cache_plan(devices, config, &shape)?;
+        let (mut program, mut threads) = generation_program(devices, config, &cache)?;
         if shape.cache.is_none()
             && let Some(free) = device.available_bytes()?
+            && program.arena_bytes > free - free / 16
         {
-            let least = cache_plan(devices, config, &GenerationShape { texts: 1, ..shape })?;
-            let (program, _) = generation_program(devices, config, &least)?;
-            let room = free.saturating_sub(free / 16).saturating_sub(program.arena_bytes - least.bytes());
-            if cache.bytes() > room {
-                cache =
-                    cache_plan(devices, config, &GenerationShape { cache: Some(room.max(least.bytes())), ..shape })?;
-            }
+            let least = cache_plan(devices, config, &GenerationShape { texts: 1, ..shape })?.bytes();
+            let room = (free - free / 16).saturating_sub(program.arena_bytes - cache.bytes());
+            cache = cache_plan(devices, config, &GenerationShape { cache: Some(room.max(least)), ..shape })?;
+            (program, threads) = generation_program(devices, config, &cache)?;
         }
-        let (program, threads) = generation_program(devices, config, &cache)?;
         let kinds = [names::PAGES, names::WINDOW_PAGES].into_iter().enumerate();
         let here = kinds.filter(|(_, name)| program.tensor(name).is_some());
         let entries = cache.shape.slots * cache.shape.blocks;
@@ -181,8 +179,10 @@ impl TextBatch {
 
     /// The share of the pages that texts have.
     pub fn filled(&self) -> f64 {
-        let free = self.free[0].count() + self.prefixes.unread();
-        1.0 - free as f64 / self.cache.shape.pages as f64
+        let CachePlan { page_bytes, window_page_bytes, .. } = self.cache;
+        let free = (self.free[0].count() + self.prefixes.unread()) as u64 * page_bytes;
+        let free = free + self.free[1].count() as u64 * window_page_bytes;
+        1.0 - free as f64 / self.cache.bytes() as f64
     }
 
     /// Takes a text up under a number of the caller's.

@@ -104,11 +104,8 @@ pub fn bench_generate(
         for _ in 0..WARM_UP - 1 {
             batch.step(listen)?;
         }
-        if round == 0 {
-            batch.forget();
-        }
+        batch.forget();
     }
-    batch.forget();
     submit(&mut batch, 2)?;
     show("reading prompts");
     let begun = Instant::now();
@@ -117,11 +114,13 @@ pub fn bench_generate(
     show("decoding");
     let mut times = Vec::new();
     let entry = batch.decode_entry();
+    let before = batch.counts().written;
     while times.len() < *tokens && !batch.is_done() {
         let begun = Instant::now();
         batch.step(listen)?;
         times.push(begun.elapsed().as_secs_f64());
     }
+    let written = batch.counts().written - before;
     let program = batch.program().clone();
     let profile = match spec.profile {
         true => {
@@ -148,7 +147,7 @@ pub fn bench_generate(
         prefill_tokens_per_s: read / prefill_s,
         prefill_tflops: flops / prefill_s / 1e12,
         prefill_share: flops / prefill_s / matmul,
-        tokens_per_s: *texts as f64 * times.len() as f64 / times.iter().sum::<f64>(),
+        tokens_per_s: written as f64 / times.iter().sum::<f64>(),
         latency_s: [at(0.5), at(0.9), at(0.99)],
         bound_s,
         share: bound_s / at(0.5),
