@@ -4,6 +4,8 @@
 //! a kernel behind them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
 //! until all are done. So no instruction needs to look at where others stand, and an executor runs groups as it finds them.
 //!
+//! Where a program has no backward pass, what stands between a matmul of few rows and its neighbours need not exist: nothing else reads it.
+//!
 //! To find out which matmuls are faster with GELU in their epilogue, the caller compiles once, times
 //! `fusable_matmuls` and compiles again. Where a GELU is recomputed, none is fused, so that both have the same
 //! bits.
@@ -11,12 +13,24 @@
 use crate::lower::Unplaced;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Arg, Instr, Segment};
-use lockstep_ir::{DeviceProfile, FusedGroup, FusedMatmul, Fusion, Op, StepProgram};
+use lockstep_ir::{DeviceProfile, Dim, FEW_ROWS, FusedGroup, FusedMatmul, Fusion, Op, StepProgram};
 
 pub(crate) fn join(mut unplaced: Unplaced, device: &DeviceProfile) -> Unplaced {
-    let gelu = !recomputes_gelu(&unplaced.segments);
-    unplaced.segments = unplaced.segments.into_iter().map(|s| joined(s, device, gelu)).collect();
+    let how = Allowed {
+        gelu: !recomputes_gelu(&unplaced.segments),
+        unstored: unplaced.segments.iter().flat_map(|s| &s.instrs).all(|i| i.phase == Phase::Forward),
+    };
+    unplaced.segments = unplaced.segments.into_iter().map(|s| joined(s, device, how)).collect();
     unplaced
+}
+
+/// What a program allows.
+#[derive(Clone, Copy)]
+struct Allowed {
+    /// A GELU in the epilogue of a matmul.
+    gelu: bool,
+    /// Values that are read by one instruction alone need not be stored: there is no backward pass.
+    unstored: bool,
 }
 
 /// Matmuls of programs that could fuse GELU or its gradient into their epilogue, each once: what a device may time, so that the
@@ -62,7 +76,7 @@ fn recomputes_gelu(segments: &[Segment]) -> bool {
 }
 
 /// The segment with its groups, each where the first of its instructions stood.
-fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
+fn joined(segment: Segment, device: &DeviceProfile, allowed: Allowed) -> Segment {
     let Segment { name, chunk, instrs, .. } = segment;
     // The instructions in their new order, by their index so far.
     let mut order: Vec<usize> = Vec::new();
@@ -73,7 +87,7 @@ fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
             continue;
         }
         let first = order.len();
-        match group(&instrs, at, device, gelu) {
+        match group(&instrs, at, device, allowed) {
             None => order.push(at),
             Some((fusion, members)) => {
                 members.iter().for_each(|i| done[*i] = true);
@@ -91,19 +105,28 @@ fn joined(segment: Segment, device: &DeviceProfile, gelu: bool) -> Segment {
 }
 
 /// The instructions that the device does as one with this one, itself the first.
-fn group(instrs: &[Instr], at: usize, device: &DeviceProfile, gelu: bool) -> Option<(Fusion, Vec<usize>)> {
+fn group(instrs: &[Instr], at: usize, device: &DeviceProfile, allowed: Allowed) -> Option<(Fusion, Vec<usize>)> {
     let behind = &instrs[at..];
     let side_by_side = |count: usize| (at..at + count).collect::<Vec<_>>();
     let worth = |fusion| device.faster.contains(&fused_matmul(fusion, &instrs[at]));
+    let chain = |fusion: Fusion, rows: usize, count: usize| {
+        (allowed.unstored && only_the_last_is_read(fusion, instrs, at, count, rows)).then(|| side_by_side(count))
+    };
     let members = |fusion: Fusion| match fusion {
         Fusion::MatmulBias => matmul_bias(behind).then(|| side_by_side(2)),
-        Fusion::MatmulBiasGelu => (gelu && matmul_bias_gelu(behind) && worth(fusion)).then(|| side_by_side(3)),
+        Fusion::MatmulBiasGelu => (allowed.gelu && matmul_bias_gelu(behind) && worth(fusion)).then(|| side_by_side(3)),
         Fusion::MatmulGeluGradient => {
             gelu_gradient_of(instrs, at).filter(|_| worth(fusion)).map(|gradient| vec![at, gradient])
         }
         Fusion::NormGradients => norm_gradients(behind).map(side_by_side),
         Fusion::GeluBiasGradients => gelu_bias_gradients(behind).then(|| side_by_side(2)),
         Fusion::SwiGluAmax => swiglu_amax(behind).then(|| side_by_side(2)),
+        Fusion::MatmulSwiGlu => chain(fusion, FEW_ROWS, 2),
+        // A bias is the matmul's.
+        Fusion::NormMatmul if behind.get(1..).is_some_and(matmul_bias) => None,
+        Fusion::NormMatmul => chain(fusion, Fusion::NORM_ROWS, 2),
+        Fusion::NormMatmulSwiGlu => chain(fusion, Fusion::NORM_ROWS, 3),
+        Fusion::RopeAttention => chain(fusion, FEW_ROWS, 2).filter(|_| is_decoding(&behind[0])),
         Fusion::AdamW => {
             let count = behind.iter().take_while(|next| updates_alike(&behind[0], next)).count();
             (count > 1).then(|| side_by_side(count))
@@ -183,6 +206,36 @@ fn swiglu_amax(instrs: &[Instr]) -> bool {
     let (Some(Some(made)), Some(read)) = (swiglu.outputs.first(), amax.inputs.first()) else { return false };
     let ready = wanted(amax) && amax.workspace.is_some() && whole(made) && whole(read);
     Fusion::SwiGluAmax.fits(&[swiglu.op, amax.op]) && made.value == read.value && ready
+}
+
+/// Whether the instructions from `at` on are a chain of few rows, each of which reads first what the one before it has made, and nothing else reads that. The sum
+/// that a norm makes besides stands apart from what it reads.
+fn only_the_last_is_read(fusion: Fusion, instrs: &[Instr], at: usize, count: usize, rows: usize) -> bool {
+    let Some(chain) = instrs.get(at..at + count) else { return false };
+    let made = |i: &Instr| i.outputs.get(usize::from(is_residual(i.op))).and_then(Option::as_ref).cloned();
+    let reads = |value: usize| instrs.iter().flat_map(|i| &i.inputs).filter(|a| a.value == value).count();
+    let linked = chain.windows(2).all(|pair| {
+        made(&pair[0]).is_some_and(|y| value(&pair[1], 0) == Some(y.value) && whole(&y) && reads(y.value) == 1)
+    });
+    let few = chain[0].inputs.first().is_some_and(|x| leading(x) <= rows);
+    let sum = chain[0].outputs.first().and_then(Option::as_ref).filter(|_| is_residual(chain[0].op));
+    let apart = sum.is_none_or(|sum| chain[0].inputs.iter().all(|x| x.buffer != sum.buffer));
+    let statistics = matches!(chain[0].op, Op::Norm { .. }) && chain[0].outputs.last().is_some_and(Option::is_some);
+    fusion.fits(&chain.iter().map(|i| i.op).collect::<Vec<_>>()) && linked && few && apart && !statistics
+}
+
+fn is_residual(op: Op) -> bool {
+    matches!(op, Op::Norm { residual: true, .. })
+}
+
+/// Rows of an operand.
+fn leading(arg: &Arg) -> usize {
+    arg.ty.dims.iter().rev().skip(1).map(Dim::size).product()
+}
+
+/// Whether RoPE turns one position of each text.
+fn is_decoding(rope: &Instr) -> bool {
+    rope.inputs.first().is_some_and(|qkv| qkv.ty.dims.get(1).is_some_and(|seq| seq.size() == 1))
 }
 
 /// Whether two updates by AdamW may be one: they touch tensors of their own, with constants and numbers in common.

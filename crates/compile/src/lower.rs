@@ -19,7 +19,7 @@ use lockstep_ir::program::{
     Arg, BufferId, Class, Entry, Instr, Lifetime, Role, Saved, Segment, Slot, StepProgram, Stream, Sum, Tensor,
 };
 use lockstep_ir::schedule::{PipeRank, Work};
-use lockstep_ir::{Axes, Graph, Op, Placement, TypeError, ValueId};
+use lockstep_ir::{Axes, Dim, Fusion, Graph, Op, Placement, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A program whose buffers have no offsets yet.
@@ -417,6 +417,15 @@ impl Lowering<'_> {
         Ok((scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, temporary, scratch)))
     }
 
+    /// Whether a matmul may make this norm (see [`crate::join`]): its blocks read what is added up while one of them stores the sum.
+    fn is_read_while_summed(&self, local: &Local, node: &Node) -> bool {
+        let rows = || local.ty(node.inputs[0]).dims.iter().rev().skip(1).map(Dim::size).product::<usize>();
+        matches!(node.op, Op::Norm { residual: true, .. })
+            && local.graph.losses.is_empty()
+            && self.context.device.fusions.contains(&Fusion::NormMatmul)
+            && rows() <= Fusion::NORM_ROWS
+    }
+
     /// A buffer for every value: its own, or that of an input which dies in the call that makes it.
     fn share(
         &mut self,
@@ -449,7 +458,8 @@ impl Lowering<'_> {
                 let until = order[last[v.0]].0;
                 let spec = node.op.spec();
                 let pair = |to: usize| if spec.each() { o } else { to };
-                let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o);
+                let read_on = self.is_read_while_summed(local, node);
+                let donors = spec.in_place.iter().filter(|(_, to)| pair(*to) == o && !read_on);
                 let donor = donors.map(|(i, _)| node.inputs[if spec.each() { o } else { *i }]).find(|x| {
                     let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
                     let once = node.inputs.iter().filter(|y| *y == x).count() == 1;

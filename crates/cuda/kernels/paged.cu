@@ -1,8 +1,4 @@
 // Attention of new positions over the pages of a cache, and the token that greedy decoding takes.
-//
-// Of one new position of each text: decoding. A block has the keys of one page and one head of K and V,
-// for all heads of Q that share them; its part of the softmax is merged with those of other pages by a second kernel. How keys are divided
-// depends on their positions alone, so the bits of a text do not depend on the texts beside it.
 
 struct Paged {
     int blocks, page, heads, kv_heads, window;
@@ -11,138 +7,210 @@ struct Paged {
     __device__ __forceinline__ int first(int last) const { return last - window + 1 > 0 ? last - window + 1 : 0; }
 };
 
-// A lane has 8 elements of a head of 8 · L: L lanes have a key, a warp 32 ÷ L keys at once.
-const int GROUP = 8;
-const int DECODE_WARPS = 4;
+// Of one new position of each text: decoding. A block has a head of K and V of a text, for all heads of Q that share them; of long texts several blocks have a share of
+// the keys each, and a second kernel merges their parts of the softmax. How keys are divided depends on their positions and on how many
+// shares there are, so where that is the same the bits of a text do not depend on the texts beside it.
+//
+// Where rows are texts of their own, the block turns the new key by RoPE and stores it and its value in the cache; else another kernel has done so.
 
-template <typename T, int L>
-static __device__ void decode(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start, const u32 *count,
-                              float *parts, Paged n, float scale) {
-    const int E = 8 * L, KEYS = 32 / L;
-    int block = blockIdx.x, u = blockIdx.y, group = n.heads / n.kv_heads;
-    i64 b = blockIdx.z;
+// Elements `at` to `at` + 8 of a head, turned by the angles of a position and rounded.
+template <typename T>
+static __device__ __forceinline__ uint4 turned_pack(const T *head, int at, const float *angles, int turned) {
+    Pack<T> own = *(const Pack<T> *)(head + at);
+    if (!angles || at >= turned) return *(const uint4 *)&own;
+    int half = turned / 2;
+    bool upper = at >= half;
+    Pack<T> other = *(const Pack<T> *)(head + (upper ? at - half : at + half));
+    float x[8], y[8];
+    unpack(own, x), unpack(other, y);
+    const float *c = angles + (upper ? at - half : at), *s = c + half;
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i] = upper ? x[i] * c[i] + y[i] * s[i] : x[i] * c[i] - y[i] * s[i];
+    Pack<T> out;
+    pack(x, out);
+    return *(const uint4 *)&out;
+}
+
+static __device__ __forceinline__ u32 halves(u32 low, u32 high, bool upper) {
+    return __byte_perm(low, high, upper ? 0x7632 : 0x5410);
+}
+
+// A warp takes 16 keys at a time. The matrix units have heads of Q as rows (those past 8 are zero); a lane of a quad has 8 elements of a key where K is read, and a lane of
+// eight where V is: which element is which does not matter to a sum as long as both factors agree.
+template <typename T, int L, int WARPS>
+static __device__ __forceinline__ void attend(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start,
+                                              const u32 *count, const float *sinks, const float *angles, float *parts,
+                                              T *o, Paged n, int table_rows, int turned, int own, float scale) {
+    const int E = 8 * L, PACKS = E / 32, HALVES = E / 64, GROUP = 8;
+    __shared__ float tops[WARPS][GROUP], sums[WARPS][GROUP], outs[WARPS][GROUP][E];
+    int u = blockIdx.x, group = n.heads / n.kv_heads, shares = gridDim.z, stride_keys = 16 * WARPS * shares;
+    i64 b = blockIdx.y, head = b * n.heads + u * group;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     let_next_begin();
     // Which pages there are is written by the host, before any kernel runs.
-    if (!count[b]) return;
-    int last = start[b], first = n.first(last), from = block * n.page;
-    if (from > last || from + n.page <= first) return;
+    if (!count[b]) {
+        wait_for_those_before();
+        for (int i = threadIdx.x; shares == 1 && i < group * E; i += blockDim.x) o[head * E + i] = Of<T>::f32(0.0f);
+        return;
+    }
+    // What is in the cache before this kernel: the new key comes later where it is this block's to store.
+    int last = start[b], first = n.first(last), end = last + !own;
     i64 stride = 2 * n.kv_heads * E;
+    const u32 *pages = table + (i64)slot[b] * n.blocks;
+    auto row_of = [&](int key) { return cache + ((i64)pages[key / n.page] * n.page + key % n.page) * stride + u * E; };
+    auto key_of = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
+    uint4 keys[2][PACKS], values[4][HALVES];
+    const uint4 ZERO = {0, 0, 0, 0};
+    auto fetch_keys = [&](int base) {
+        if (base >= end) return;
+        const T *rows = row_of(base) + t * 8;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int p = 0; p < PACKS; p++)
+                keys[i][p] = base + 8 * i + g < end ? *(const uint4 *)(rows + (8 * i + g) * stride + 32 * p) : ZERO;
+    };
+    auto fetch_values = [&](int base) {
+        if (base >= end) return;
+        const T *rows = row_of(base) + n.kv_heads * E + g * 8;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+                values[i][h] = base + key_of(i) < end ? *(const uint4 *)(rows + key_of(i) * stride + 64 * h) : ZERO;
+    };
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) keys[0][p] = keys[1][p] = ZERO;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) values[i][h] = ZERO;
+    // Keys and values of earlier calls come while the kernel before still makes the new ones.
+    int base = first / 16 * 16 + 16 * (WARPS * blockIdx.z + warp);
+    if (!own) wait_for_those_before();
+    fetch_keys(base), fetch_values(base);
+    int place = last < table_rows ? last : table_rows - 1;
+    const float *turn = angles ? angles + (i64)place * turned : 0;
+    if (own) wait_for_those_before();
     const T *row = qkv + b * (n.heads * E + stride);
-    T *rows = cache + (i64)table[(i64)slot[b] * n.blocks + block] * n.page * stride;
-    wait_for_those_before();
-    if (last < from + n.page) {
-        // This page takes the new key and value: no other block reads them.
-        T *to = rows + (last - from) * stride;
-        const T *kv = row + n.heads * E;
-        for (int i = threadIdx.x; i < 2 * E; i += blockDim.x) {
-            int at = i < E ? u * E + i : (n.kv_heads + u) * E + i - E;
-            to[at] = kv[at];
+    uint4 q[PACKS];
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) q[p] = g < group ? turned_pack(row + (u * group + g) * E, 32 * p + t * 8, turn, turned) : ZERO;
+    float out[8 * HALVES][4] = {}, top = NEGATIVE_INFINITY, sum = 0.0f;
+    for (; base <= last; base += stride_keys) {
+        if (own && last < base + 16) {
+            const T *key = row + (n.heads + u) * E, *value = key + n.kv_heads * E;
+            T *kept = (T *)row_of(last);
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                uint4 x = turned_pack(key, 32 * p + t * 8, turn, turned);
+                if (!g) *(uint4 *)(kept + 32 * p + t * 8) = x;
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (base + 8 * i + g == last) keys[i][p] = x;
+            }
+#pragma unroll
+            for (int h = 0; h < HALVES; h++) {
+                uint4 x = *(const uint4 *)(value + 64 * h + g * 8);
+                if (!t) *(uint4 *)(kept + n.kv_heads * E + 64 * h + g * 8) = x;
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (base + key_of(i) == last) values[i][h] = x;
+            }
         }
-        __syncthreads();
-    }
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, of = lane / L, at = lane % L * 8;
-    float q[GROUP][8], o[GROUP][8], top[GROUP], sum[GROUP];
+        float score[2][4] = {};
 #pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-        if (g < group) load(row + (u * group + g) * E + at, q[g]);
+        for (int i = 0; i < 2; i++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) o[g][i] = 0.0f;
-        top[g] = NEGATIVE_INFINITY, sum[g] = 0.0f;
-    }
-    int begin = first > from ? first - from : 0, end = last - from + 1 < n.page ? last - from + 1 : n.page;
-    // Keys are read ahead of the sums that wait for them.
-    const int AHEAD = 3;
-    for (int t0 = warp * KEYS; t0 < end; t0 += AHEAD * DECODE_WARPS * KEYS) {
-        Pack<T> keys[AHEAD], values[AHEAD];
-#pragma unroll
-        for (int a = 0; a < AHEAD; a++) {
-            int key = t0 + a * DECODE_WARPS * KEYS + of;
-            const T *kv = rows + (key >= begin && key < end ? key : begin) * stride + at;
-            keys[a] = *(const Pack<T> *)(kv + u * E), values[a] = *(const Pack<T> *)(kv + (n.kv_heads + u) * E);
+            for (int p = 0; p < PACKS; p++) {
+                units<T>(score[i], q[p].x, 0, q[p].y, 0, keys[i][p].x, keys[i][p].y);
+                units<T>(score[i], q[p].z, 0, q[p].w, 0, keys[i][p].z, keys[i][p].w);
+            }
         }
+        fetch_keys(base + stride_keys);
+        float most = top;
 #pragma unroll
-        for (int a = 0; a < AHEAD; a++) {
-            int key = t0 + a * DECODE_WARPS * KEYS + of;
-            bool seen = key >= begin && key < end;
-            float k[8], v[8];
-            unpack(keys[a], k), unpack(values[a], v);
+        for (int i = 0; i < 2; i++) {
 #pragma unroll
-            for (int g = 0; g < GROUP; g++) {
-                if (g >= group) break;
-                float score = 0.0f;
+            for (int j = 0; j < 2; j++) {
+                int key = base + 8 * i + 2 * t + j;
+                score[i][j] = key >= first && key <= last ? score[i][j] * scale : NEGATIVE_INFINITY;
+                most = fmaxf(most, score[i][j]);
+            }
+        }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        float from = most == NEGATIVE_INFINITY ? 0.0f : most, less = __expf(top - from);
+        top = most;
+        float p00 = __expf(score[0][0] - from), p01 = __expf(score[0][1] - from);
+        float p10 = __expf(score[1][0] - from), p11 = __expf(score[1][1] - from);
+        sum = sum * less + (p00 + p01 + p10 + p11);
+        u32 low = Of<T>::two(p00, p01), high = Of<T>::two(p10, p11);
 #pragma unroll
-                for (int i = 0; i < 8; i++) score += q[g][i] * k[i];
+        for (int h = 0; h < HALVES; h++) {
+            const u32 *v[4] = {(const u32 *)&values[0][h], (const u32 *)&values[1][h], (const u32 *)&values[2][h], (const u32 *)&values[3][h]};
 #pragma unroll
-                for (int step = L / 2; step; step >>= 1) score += __shfl_xor_sync(~0u, score, step);
-                score = seen ? score * scale : NEGATIVE_INFINITY;
-                float most = fmaxf(top[g], score), base = most == NEGATIVE_INFINITY ? 0.0f : most;
-                float less = __expf(top[g] - base), p = __expf(score - base);
-                top[g] = most;
-                sum[g] = sum[g] * less + p;
+            for (int j = 0; j < 8; j++) {
+                float *c = out[8 * h + j];
+                c[0] *= less, c[1] *= less;
+                units<T>(c, low, 0, high, 0, halves(v[0][j / 2], v[1][j / 2], j & 1), halves(v[2][j / 2], v[3][j / 2], j & 1));
+            }
+        }
+        fetch_values(base + stride_keys);
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (g < group) {
+        if (!t) tops[warp][g] = top, sums[warp][g] = sum;
 #pragma unroll
-                for (int i = 0; i < 8; i++) o[g][i] = o[g][i] * less + p * v[i];
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float *at = outs[warp][g] + 64 * h + 16 * t + j;
+                at[0] = out[8 * h + j][0], at[8] = out[8 * h + j][1];
             }
         }
     }
-    // Keys of a warp, then of all warps.
-    __shared__ float tops[DECODE_WARPS], sums[DECODE_WARPS], outs[DECODE_WARPS][E];
-    for (int g = 0; g < group; g++) {
-        float most = top[g];
+    __syncthreads();
+    for (int i = threadIdx.x; i < group * E; i += blockDim.x) {
+        int of = i / E, e = i % E;
+        float most = NEGATIVE_INFINITY, x = 0.0f, all = 0.0f;
 #pragma unroll
-        for (int step = L; step < 32; step <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        float less = __expf(top[g] - (most == NEGATIVE_INFINITY ? 0.0f : most));
-        float all = sum[g] * less;
+        for (int w = 0; w < WARPS; w++) most = fmaxf(most, tops[w][of]);
 #pragma unroll
-        for (int i = 0; i < 8; i++) o[g][i] *= less;
-#pragma unroll
-        for (int step = L; step < 32; step <<= 1) {
-            all += __shfl_xor_sync(~0u, all, step);
-#pragma unroll
-            for (int i = 0; i < 8; i++) o[g][i] += __shfl_xor_sync(~0u, o[g][i], step);
+        for (int w = 0; w < WARPS; w++) {
+            float by = __expf(tops[w][of] - (most == NEGATIVE_INFINITY ? 0.0f : most));
+            x += by * outs[w][of][e], all += by * sums[w][of];
         }
-        if (lane < L) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) outs[warp][at + i] = o[g][i];
-            if (!lane) tops[warp] = most, sums[warp] = all;
+        if (shares > 1) {
+            float *part = parts + ((head + of) * shares + blockIdx.z) * (E + 2);
+            part[2 + e] = x;
+            if (!e) part[0] = most, part[1] = all;
+            continue;
         }
-        __syncthreads();
-        float of_all = NEGATIVE_INFINITY, total = 0.0f;
-        for (int w = 0; w < DECODE_WARPS; w++) of_all = fmaxf(of_all, tops[w]);
-        float *part = parts + ((b * n.heads + u * group + g) * n.blocks + block) * (E + 2);
-        for (int i = threadIdx.x; i < E; i += blockDim.x) {
-            float x = 0.0f;
-            for (int w = 0; w < DECODE_WARPS; w++) x += outs[w][i] * __expf(tops[w] - of_all);
-            part[2 + i] = x;
-        }
-        if (!threadIdx.x) {
-            for (int w = 0; w < DECODE_WARPS; w++) total += sums[w] * __expf(tops[w] - of_all);
-            part[0] = of_all, part[1] = total;
-        }
-        __syncthreads();
+        // A sink counts in the denominator alone.
+        if (sinks) all += __expf(sinks[u * group + of] - most);
+        o[head * E + i] = Of<T>::f32(x / all);
     }
 }
 
 // Grid: (heads, texts); a thread has an element of a head.
 template <typename T>
-static __device__ void merge(const float *parts, const u32 *start, const u32 *count, const float *sinks, T *o, Paged n,
-                             int e) {
+static __device__ void merge(const float *parts, const u32 *count, const float *sinks, T *o, int heads, int shares, int e) {
     int h = blockIdx.x, i = threadIdx.x;
-    i64 b = blockIdx.y, head = b * n.heads + h;
+    i64 b = blockIdx.y, head = b * heads + h;
     float x = 0.0f;
     let_next_begin();
     wait_for_those_before();
     if (count[b]) {
-        int last = start[b];
-        int from = n.first(last) / n.page, to = last / n.page + 1;
-        const float *part = parts + head * n.blocks * (e + 2);
+        const float *part = parts + head * shares * (e + 2);
         float most = NEGATIVE_INFINITY, sum = 0.0f;
-        for (int k = from; k < to; k++) most = fmaxf(most, part[k * (e + 2)]);
-        for (int k = from; k < to; k++) {
+        for (int k = 0; k < shares; k++) most = fmaxf(most, part[k * (e + 2)]);
+        for (int k = 0; k < shares; k++) {
             float weight = __expf(part[k * (e + 2)] - most);
             sum += weight * part[k * (e + 2) + 1];
             x += weight * part[k * (e + 2) + 2 + i];
         }
-        // A sink counts in the denominator alone.
         x /= sinks ? sum + __expf(sinks[h] - most) : sum;
     }
     o[head * e + i] = Of<T>::f32(x);
@@ -294,11 +362,21 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
     bool broken = false;
     let_next_begin();
     wait_for_those_before();
-    for (int i = threadIdx.x; i < known; i += blockDim.x) {
-        float x = to_f32(row[i]);
+    auto look = [&](float x, int i) {
         broken |= !(x < -NEGATIVE_INFINITY);
         if (x > best) best = x, at = i;
+    };
+    const int N = Pack<T>::N;
+    // Whole packs, where rows begin with one.
+    int packed = vocab % N ? 0 : known / N * N;
+#pragma unroll 4
+    for (int i = threadIdx.x * N; i < packed; i += blockDim.x * N) {
+        float x[N];
+        load(row + i, x);
+#pragma unroll
+        for (int j = 0; j < N; j++) look(x[j], i + j);
     }
+    for (int i = packed + threadIdx.x; i < known; i += blockDim.x) look(to_f32(row[i]), i);
     __shared__ float bests[32];
     __shared__ u32 ats[32];
     __shared__ int any;
@@ -320,11 +398,13 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
 }
 
 #define DECODE(T, NAME, L)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
         decode_##L##_##NAME(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start,               \
-                            const u32 *count, float *parts, int blocks, int page, int heads, int kv_heads, int window, \
+                            const u32 *count, const float *sinks, const float *angles, float *parts, T *o, int blocks, \
+                            int page, int heads, int kv_heads, int window, int table_rows, int turned, int own,        \
                             float scale) {                                                                             \
-        decode<T, L>(qkv, cache, table, slot, start, count, parts, {blocks, page, heads, kv_heads, window}, scale);    \
+        attend<T, L, 8>(qkv, cache, table, slot, start, count, sinks, angles, parts, o,                                \
+                        {blocks, page, heads, kv_heads, window}, table_rows, turned, own, scale);                      \
     }
 #define PREFILL(T, NAME, L)                                                                                            \
     extern "C" __global__ void __launch_bounds__(128)                                                                  \
@@ -343,10 +423,9 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
     DECODE(T, NAME, 16)                                                                                                \
     PREFILL(T, NAME, 8)                                                                                                \
     PREFILL(T, NAME, 16)                                                                                               \
-    extern "C" __global__ void decode_merge_##NAME(const float *parts, const u32 *start, const u32 *count,             \
-                                                   const float *sinks, T *o, int blocks, int page, int heads,          \
-                                                   int kv_heads, int window, int e) {                                  \
-        merge<T>(parts, start, count, sinks, o, {blocks, page, heads, kv_heads, window}, e);                           \
+    extern "C" __global__ void decode_merge_##NAME(const float *parts, const u32 *count, const float *sinks, T *o,     \
+                                                   int heads, int shares, int e) {                                     \
+        merge<T>(parts, count, sinks, o, heads, shares, e);                                                            \
     }
 DECODES(bf16, bf16)
 DECODES(f16, f16)

@@ -1,6 +1,9 @@
 // Matmuls of few rows, as decoding has them: y = x · wᵀ at the speed at which w is read. The matrix units take 16 rows of w and 8 of x at a time;
 // what is missing of 8 rows of x is zero. Warps of a block share the depth, and their sums are added in order. Nothing but the shape of w and the
 // room for rows decides how a sum is cut, so in calls with the same room the bits of a row do not depend on the rows beside it.
+//
+// What stands beside a matmul may be done by it: the norm of its input, which every block makes for itself, and the SwiGLU of its output, for which the
+// 16 rows of w are 8 of the gate and 8 of up. Both round as kernels of their own would.
 
 // A step of a warp: 64 elements of 16 rows of w, of which a lane has 8 and 8 of two rows. Which element of the depth is which does not matter to a sum
 // as long as both factors agree.
@@ -14,75 +17,166 @@ static __device__ __forceinline__ uint4 stream16(const void *from) {
     return x;
 }
 
-// Grid: rows of w ÷ (16 · TILES). `N` is how many times 8 rows of x there may be; TILES of 16 rows of w are a block's.
-template <typename T, int N, int TILES, int SKINNY_WARPS, int AT_ONCE>
-static __device__ void skinny(const T *x, const T *w, T *y, int rows, int outputs, int depth) {
-    const int SHARES = SKINNY_WARPS / TILES;
-    __shared__ float sums[SKINNY_WARPS][16][8 * N + 1];
+// What the rows of x are the RMS norm of, where they are: x, or x + delta, whose sum is stored by one block.
+template <typename T>
+struct Normed {
+    const T *delta, *weight;
+    T *sum;
+    float eps, one;
+};
+
+// Packs of a row that a thread has, where its norm is made: more of them leave room for fewer blocks.
+const int NORMED_PACKS = 1;
+
+// The norms of rows in shared memory, by all threads of a block. The norm's weights are there already.
+template <typename T, int WARPS>
+static __device__ __forceinline__ void norm_into(T *to, const T *x, const Pack<T> *weights, Normed<T> n, int rows, int depth,
+                                                 bool stores) {
+    __shared__ float squares[WARPS];
+    const int P = Pack<T>::N;
+    for (int row = 0; row < rows; row++) {
+        float v[NORMED_PACKS][P], square = 0.0f;
+#pragma unroll
+        for (int i = 0; i < NORMED_PACKS; i++) {
+            int at = (threadIdx.x + 32 * WARPS * i) * P;
+            if (at >= depth) break;
+            load(x + (i64)row * depth + at, v[i]);
+            if (n.delta) {
+                float d[P];
+                load(n.delta + (i64)row * depth + at, d);
+#pragma unroll
+                for (int j = 0; j < P; j++) v[i][j] = to_f32(Of<T>::f32(v[i][j] + d[j]));
+                if (stores) store(n.sum + (i64)row * depth + at, v[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < P; j++) square += v[i][j] * v[i][j];
+        }
+        square = warp_sum(square);
+        if (!(threadIdx.x & 31)) squares[threadIdx.x >> 5] = square;
+        __syncthreads();
+        float all = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) all += squares[w];
+        float r = rsqrtf(all / depth + n.eps);
+#pragma unroll
+        for (int i = 0; i < NORMED_PACKS; i++) {
+            int at = (threadIdx.x + 32 * WARPS * i) * P;
+            if (at >= depth) break;
+            float weight[P];
+            unpack(weights[i], weight);
+#pragma unroll
+            for (int j = 0; j < P; j++) v[i][j] = v[i][j] * r * (weight[j] + n.one);
+            store(to + row * depth + at, v[i]);
+        }
+        __syncthreads();
+    }
+}
+
+// Grid: outputs ÷ those of a block. `N` is how many times 8 rows of x there may be; TILES of 16 rows of w are a block's; AT_ONCE steps are read ahead.
+template <typename T, int N, int TILES, int WARPS, int AT_ONCE, bool GLU, bool NORM>
+static __device__ __forceinline__ void skinny(const T *x, const T *w, const T *bias, T *y, int rows, int outputs, int depth,
+                                              Normed<T> norm) {
+    const int SHARES = WARPS / TILES, OUTPUTS = GLU ? 8 : 16;
+    extern __shared__ uint4 normed[];
+    __shared__ float sums[WARPS][16][8 * N + 1];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     int tile = warp % TILES, share = warp / TILES;
-    i64 first = (i64)(blockIdx.x * TILES + tile) * 16;
+    i64 first = (i64)(blockIdx.x * TILES + tile) * OUTPUTS;
+    bool here = first < outputs;
+    const T *low = w + (first + g) * depth + t * 8, *high = low + (i64)(GLU ? outputs : 8) * depth;
+    uint4 a[AT_ONCE][4];
+    auto fetch = [&](int s, int k) {
+        if (!here || k >= depth) return;
+        a[s][0] = stream16(low + k), a[s][1] = stream16(high + k);
+        a[s][2] = stream16(low + k + 32), a[s][3] = stream16(high + k + 32);
+    };
     float c[N][4] = {};
-    bool waited = false;
     let_next_begin();
-    if (first < outputs) {
-        const T *low = w + (first + g) * depth + t * 8, *high = low + (i64)8 * depth;
-        for (int k0 = share * STEP; k0 < depth; k0 += SHARES * STEP * AT_ONCE) {
-            uint4 a[AT_ONCE][4];
+    // The first weights come while the kernel before still makes x.
+    Pack<T> norm_weights[NORMED_PACKS];
 #pragma unroll
-            for (int s = 0; s < AT_ONCE; s++) {
-                int k = k0 + s * SHARES * STEP;
-                if (k >= depth) break;
-                a[s][0] = stream16(low + k), a[s][1] = stream16(high + k);
-                a[s][2] = stream16(low + k + 32), a[s][3] = stream16(high + k + 32);
+    for (int i = 0; NORM && i < NORMED_PACKS; i++) {
+        int at = (threadIdx.x + 32 * WARPS * i) * Pack<T>::N;
+        if (at < depth) norm_weights[i] = *(const Pack<T> *)(norm.weight + at);
+    }
+#pragma unroll
+    for (int s = 0; s < AT_ONCE; s++) fetch(s, (share + s * SHARES) * STEP);
+    wait_for_those_before();
+    if (NORM) norm_into<T, WARPS>((T *)normed, x, norm_weights, norm, rows, depth, !blockIdx.x);
+    const T *in = NORM ? (const T *)normed : x;
+    for (int k0 = share * STEP; here && k0 < depth; k0 += SHARES * STEP * AT_ONCE) {
+#pragma unroll
+        for (int s = 0; s < AT_ONCE; s++) {
+            int k = k0 + s * SHARES * STEP;
+            if (k >= depth) break;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                int row = 8 * j + g;
+                const T *from = in + (i64)row * depth + k + t * 8;
+                uint4 zero = {0, 0, 0, 0};
+                uint4 b = row < rows ? *(const uint4 *)from : zero, d = row < rows ? *(const uint4 *)(from + 32) : zero;
+                units<T>(c[j], a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, b.x, b.y);
+                units<T>(c[j], a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, b.z, b.w);
+                units<T>(c[j], a[s][2].x, a[s][3].x, a[s][2].y, a[s][3].y, d.x, d.y);
+                units<T>(c[j], a[s][2].z, a[s][3].z, a[s][2].w, a[s][3].w, d.z, d.w);
             }
-            // The first weights come while the kernel before still makes x.
-            if (!waited) wait_for_those_before();
-            waited = true;
-#pragma unroll
-            for (int s = 0; s < AT_ONCE; s++) {
-                int k = k0 + s * SHARES * STEP;
-                if (k >= depth) break;
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    int row = 8 * j + g;
-                    const T *from = x + (i64)row * depth + k + t * 8;
-                    uint4 zero = {0, 0, 0, 0};
-                    uint4 b = row < rows ? *(const uint4 *)from : zero, d = row < rows ? *(const uint4 *)(from + 32) : zero;
-                    units<T>(c[j], a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, b.x, b.y);
-                    units<T>(c[j], a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, b.z, b.w);
-                    units<T>(c[j], a[s][2].x, a[s][3].x, a[s][2].y, a[s][3].y, d.x, d.y);
-                    units<T>(c[j], a[s][2].z, a[s][3].z, a[s][2].w, a[s][3].w, d.z, d.w);
-                }
-            }
+            fetch(s, k + SHARES * STEP * AT_ONCE);
         }
     }
-    if (!waited) wait_for_those_before();
 #pragma unroll
     for (int j = 0; j < N; j++) {
         sums[warp][g][8 * j + 2 * t] = c[j][0], sums[warp][g][8 * j + 2 * t + 1] = c[j][1];
         sums[warp][g + 8][8 * j + 2 * t] = c[j][2], sums[warp][g + 8][8 * j + 2 * t + 1] = c[j][3];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 16 * TILES * rows; i += blockDim.x) {
-        int at = i % (16 * TILES), row = i / (16 * TILES);
-        i64 output = (i64)blockIdx.x * TILES * 16 + at;
+    for (int i = threadIdx.x; i < OUTPUTS * TILES * rows; i += blockDim.x) {
+        int at = i % (OUTPUTS * TILES), row = i / (OUTPUTS * TILES);
+        i64 output = (i64)blockIdx.x * TILES * OUTPUTS + at;
         if (output >= outputs) continue;
-        float sum = 0.0f;
+        auto total = [&](int of) {
+            float sum = 0.0f;
 #pragma unroll
-        for (int s = 0; s < SHARES; s++) sum += sums[s * TILES + at / 16][at % 16][row];
-        y[row * (i64)outputs + output] = Of<T>::f32(sum);
+            for (int s = 0; s < SHARES; s++) sum += sums[s * TILES + at / OUTPUTS][of][row];
+            return sum;
+        };
+        float sum = total(at % OUTPUTS);
+        T out = Of<T>::f32(bias ? sum + to_f32(bias[output]) : sum);
+        if (GLU) {
+            float gate = to_f32(out), up = to_f32(Of<T>::f32(total(at % OUTPUTS + 8)));
+            out = Of<T>::f32(gate * (1.0f / (1.0f + __expf(-gate))) * up);
+        }
+        y[row * (i64)outputs + output] = out;
     }
 }
 
-// More warps hide more of the time that reading takes; more rows of x need more registers.
-#define SKINNY(T, NAME, N, TILES, WARPS, AT_ONCE)                                                                      \
+// How a matmul is cut: with few outputs over all multiprocessors, a deep one over more warps; with many, a block has more of them, which share what they read of x.
+#define SKINNY(T, NAME, N, KIND, TILES, WARPS, AT_ONCE, GLU)                                                           \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
-        skinny_##N##_##TILES##_##NAME(const T *x, const T *w, T *y, int rows, int outputs, int depth) {                \
-        skinny<T, N, TILES, WARPS, AT_ONCE>(x, w, y, rows, outputs, depth);                                            \
+        skinny_##N##_##KIND##_##NAME(const T *x, const T *w, const T *bias, T *y, int rows, int outputs, int depth) {  \
+        skinny<T, N, TILES, WARPS, AT_ONCE, GLU, false>(x, w, bias, y, rows, outputs, depth, Normed<T>{});             \
     }
-#define ALL_SKINNY(T, NAME)                                                                                            \
-    SKINNY(T, NAME, 1, 1, 16, 2) SKINNY(T, NAME, 1, 4, 16, 2) SKINNY(T, NAME, 2, 1, 8, 4) SKINNY(T, NAME, 2, 4, 8, 4)  \
-        SKINNY(T, NAME, 4, 1, 8, 4) SKINNY(T, NAME, 4, 4, 8, 4)
-ALL_SKINNY(bf16, bf16)
-ALL_SKINNY(f16, f16)
+#define SKINNY_NORM(T, NAME, KIND, TILES, AT_ONCE, BLOCKS, GLU)                                                        \
+    extern "C" __global__ void __launch_bounds__(512, BLOCKS)                                                          \
+        skinny_norm_##KIND##_##NAME(const T *x, const T *delta, const T *weight, T *sum, const T *w, T *y, int rows,   \
+                                    int outputs, int depth, float eps, float one) {                                    \
+        skinny<T, 1, TILES, 16, AT_ONCE, GLU, true>(x, w, (const T *)0, y, rows, outputs, depth,                       \
+                                                    {delta, weight, sum, eps, one});                                   \
+    }
+#define SKINNIES(T, NAME)                                                                                              \
+    SKINNY(T, NAME, 1, narrow, 1, 16, 2, false)                                                                        \
+    SKINNY(T, NAME, 1, deep, 1, 32, 2, false)                                                                          \
+    SKINNY(T, NAME, 1, wide, 4, 16, 4, false)                                                                          \
+    SKINNY(T, NAME, 1, glu, 4, 16, 2, true)                                                                            \
+    SKINNY(T, NAME, 2, narrow, 1, 8, 4, false)                                                                         \
+    SKINNY(T, NAME, 2, deep, 1, 16, 4, false)                                                                          \
+    SKINNY(T, NAME, 2, wide, 8, 8, 4, false)                                                                           \
+    SKINNY(T, NAME, 2, glu, 4, 8, 4, true)                                                                             \
+    SKINNY(T, NAME, 4, narrow, 1, 8, 4, false)                                                                         \
+    SKINNY(T, NAME, 4, deep, 1, 16, 4, false)                                                                          \
+    SKINNY(T, NAME, 4, wide, 8, 8, 4, false)                                                                           \
+    SKINNY(T, NAME, 4, glu, 4, 8, 4, true)                                                                             \
+    SKINNY_NORM(T, NAME, narrow, 2, 4, 1, false)                                                                       \
+    SKINNY_NORM(T, NAME, wide, 4, 4, 1, false)                                                                         \
+    SKINNY_NORM(T, NAME, glu, 4, 2, 2, true)
+SKINNIES(bf16, bf16)
+SKINNIES(f16, f16)

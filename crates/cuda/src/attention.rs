@@ -15,7 +15,7 @@ use crate::call::Call;
 use crate::cudnn::Data;
 use crate::driver::{ALIGNMENT, Address};
 use crate::kernels::{Value, args};
-use lockstep_ir::{DType, Span, Workspace};
+use lockstep_ir::{DType, Op, Span, Workspace};
 use plans::{HEADS, Operands, SLACK, execute, scale};
 
 /// Scratch of the forward kernels: cuDNN's, and log-sum-exps that are otherwise unused.
@@ -243,65 +243,103 @@ fn lanes(call: Call) -> Option<usize> {
     (e == v && [64, 128].contains(&e) && call.float() != DType::F32).then_some(e / 8)
 }
 
+/// RoPE of new positions that attention over the cache does itself: its table, as many rows of it, and the elements of a head that turn.
+#[derive(Clone, Copy)]
+pub struct Turn {
+    table: u64,
+    rows: usize,
+    turned: usize,
+}
+
+/// RoPE and attention of one new position of each text.
+pub unsafe fn turned(rope: Call, attention: Call) -> Result<(), CudaError> {
+    let Op::CachedAttention { window, .. } = attention.op() else {
+        return Err(CudaError::Internal(format!("RoPE before {}", attention.op().name())));
+    };
+    let turn = Turn { table: rope.input(1), rows: rope.size("table"), turned: rope.size("columns") };
+    if decodes(attention).is_none() || !turn.turned.is_multiple_of(16) {
+        // SAFETY: the caller vouches.
+        return unsafe { crate::ops::issue(rope).and_then(|()| crate::ops::issue(attention)) };
+    }
+    // SAFETY: the operands have these sizes.
+    unsafe { decode(attention, rope.input(0), (window, true), Some(turn)) }
+}
+
+/// The packs of a head, where the kernels of decoding take a call.
+fn decodes(call: Call) -> Option<usize> {
+    let [heads, kv_heads, seq, page] = ["heads", "kv_heads", "seq", "page"].map(|name| call.size(name));
+    lanes(call).filter(|_| seq == 1 && heads <= 8 * kv_heads && page.is_multiple_of(16))
+}
+
+/// Multiprocessors that decoding should keep busy, and the pages from which on more than one block shares those of a text.
+const BUSY: usize = 128;
+const LONG: usize = 24;
+
+/// o of one new position of each text. `own` where no row reads what another writes: then the new key and value are written here.
+unsafe fn decode(
+    call: Call,
+    qkv: u64,
+    (window, own): (Option<usize>, bool),
+    turn: Option<Turn>,
+) -> Result<(), CudaError> {
+    let (Some(o), Some(cache), Some(lanes)) = (call.output(0), call.output(1), decodes(call)) else { return Ok(()) };
+    let [heads, kv_heads, e, _] = HEADS.map(|name| call.size(name));
+    let [blocks, page, batch] = ["blocks", "page", "batch"].map(|name| call.size(name));
+    let [table, slot, start, count] = [2, 3, 4, 5].map(|i| call.input(i));
+    let (sinks, parts, window) = (call.given(6), call.scratch()?, keys_seen(window));
+    // Where bits must not depend on the rows beside a text, keys are divided in one way.
+    let shares = if own && blocks > LONG { (BUSY / (batch * kv_heads)).clamp(1, 8) } else { 1 };
+    let (angles, rows, turned) = turn.map_or((None, 0, 0), |t| (Some(t.table), t.rows, t.turned));
+    let by = scale(e);
+    let decode = args![
+        qkv, cache, table, slot, start, count, sinks, angles, parts, o, blocks, page, heads, kv_heads, window, rows,
+        turned, own, by
+    ];
+    // SAFETY: the operands have these sizes; the scratch has a part of every head for every block of pages, which are more than shares.
+    unsafe {
+        call.typed(("paged", &format!("decode_{lanes}")), [kv_heads, batch, shares], 256, decode)?;
+        if shares > 1 {
+            let merge = args![parts, count, sinks, o, heads, shares, e];
+            call.typed(("paged", "decode_merge"), [heads, batch, 1], e, merge)?;
+        }
+    }
+    Ok(())
+}
+
 /// o of new positions over the cache, which gets their keys and values.
-pub unsafe fn cached(call: Call, window: Option<usize>) -> Result<(), CudaError> {
+pub unsafe fn cached(call: Call, window: Option<usize>, apart: bool) -> Result<(), CudaError> {
     let (Some(o), Some(cache)) = (call.output(0), call.output(1)) else { return Ok(()) };
     let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
     let [seq, blocks, page, batch] = ["seq", "blocks", "page", "batch"].map(|name| call.size(name));
     let [table, slot, start, count] = [2, 3, 4, 5].map(|i| call.input(i));
     let qkv = call.input(0);
     check_head(e.max(v))?;
-    let sinks = call.given(6);
+    let (sinks, seen, by) = (call.given(6), keys_seen(window), scale(e));
+    let decodes = decodes(call).is_some();
+    if decodes && (apart || batch == 1) {
+        // SAFETY: the caller vouches.
+        return unsafe { decode(call, qkv, (window, true), None) };
+    }
     let write = args![qkv, cache, table, slot, start, count, blocks, page, seq, heads, kv_heads, e, v];
-    let args = args![
-        qkv,
-        cache,
-        table,
-        slot,
-        start,
-        count,
-        sinks,
-        o,
-        blocks,
-        page,
-        seq,
-        heads,
-        kv_heads,
-        e,
-        v,
-        keys_seen(window),
-        scale(e)
-    ];
-    let window_seen = keys_seen(window);
-    if let (Some(lanes), true) = (lanes(call), seq > 1) {
-        let (by, seen) = (scale(e), window_seen);
-        let prefill =
-            args![qkv, cache, table, slot, start, count, sinks, o, blocks, page, heads, kv_heads, seen, seq, by];
-        // SAFETY: the operands have these sizes.
-        return unsafe {
-            call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
-            call.typed(("paged", &format!("prefill_{lanes}")), [seq.div_ceil(64), heads, batch], 128, prefill)
-        };
-    }
-    if let (Some(lanes), true) = (lanes(call), seq == 1 && heads / kv_heads <= 8) {
-        let (parts, window) = (call.scratch()?, window_seen);
-        let decode =
-            args![qkv, cache, table, slot, start, count, parts, blocks, page, heads, kv_heads, window, scale(e)];
-        let merge = args![parts, start, count, sinks, o, blocks, page, heads, kv_heads, window, e];
-        // SAFETY: the operands have these sizes; the scratch has a part of every head for every block.
-        return unsafe {
-            // Rows may be positions of one text, and see each other.
-            if batch > 1 {
-                call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
-            }
-            call.typed(("paged", &format!("decode_{lanes}")), [blocks, kv_heads, batch], 32 * WARPS, decode)?;
-            call.typed(("paged", "decode_merge"), [heads, batch, 1], e, merge)
-        };
-    }
     // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)? };
+    // SAFETY: the same.
     unsafe {
-        call.typed(("attention", "cache_write"), [seq, batch, 1], 128, write)?;
-        call.typed(("attention", "cached_attention"), [seq.div_ceil(WARPS), heads, batch], 32 * WARPS, args)
+        match lanes(call) {
+            _ if decodes => decode(call, qkv, (window, false), None),
+            Some(lanes) if seq > 1 => {
+                let prefill = args![
+                    qkv, cache, table, slot, start, count, sinks, o, blocks, page, heads, kv_heads, seen, seq, by
+                ];
+                call.typed(("paged", &format!("prefill_{lanes}")), [seq.div_ceil(64), heads, batch], 128, prefill)
+            }
+            _ => {
+                let args = args![
+                    qkv, cache, table, slot, start, count, sinks, o, blocks, page, seq, heads, kv_heads, e, v, seen, by
+                ];
+                call.typed(("attention", "cached_attention"), [seq.div_ceil(WARPS), heads, batch], 32 * WARPS, args)
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::kernels::{Kernels, Launcher, Value};
 use crate::matmul::{Matmul, MatmulShape};
 use lockstep_exec::bound::{At, Bound, VocabPart};
 use lockstep_ir::program::Slot;
-use lockstep_ir::{DType, Op, Span};
+use lockstep_ir::{DType, FEW_ROWS, Op, Span};
 
 /// A bound instruction at one slot of a schedule.
 #[derive(Clone, Copy)]
@@ -22,9 +22,6 @@ pub struct Call<'a> {
     pub host: Address,
     pub slot: Slot,
 }
-
-/// As many rows as `skinny.cu` takes.
-const FEW_ROWS: usize = 32;
 
 /// Threads of kernels that take each element on its own.
 pub const THREADS: usize = 256;

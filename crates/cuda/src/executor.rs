@@ -367,6 +367,16 @@ impl Executor for CudaExecutor {
         Ok(taken)
     }
 
+    fn pass(&mut self, from: &str, to: &str) -> Result<(), ExecError> {
+        let ((_, from, bytes), (_, to, room)) = (self.tensor(from, 0)?, self.tensor(to, 0)?);
+        if bytes != room {
+            return Err(ExecError::Internal(format!("{bytes} bytes are passed to where {room} are")));
+        }
+        self.enter()?;
+        // SAFETY: both are tensors of this size, which are apart.
+        self.behind(unsafe { self.stream.copy(to, from, bytes) })
+    }
+
     fn busy_s(&self) -> Option<f64> {
         self.busy_s
     }

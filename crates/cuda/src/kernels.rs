@@ -210,7 +210,7 @@ mod tests {
             ("attention", "void cache_write("),
             ("norm", "#define NORM_ONE("),
             ("paged", "void argmax("),
-            ("paged", "void decode("),
+            ("paged", "void attend("),
             ("paged", "void merge("),
             ("pointwise", "void rope_##NAME("),
             ("pointwise", "void swiglu_##NAME("),

@@ -9,7 +9,9 @@ use crate::numbers::{Elements, Numbers};
 use crate::progress::Progress;
 use crate::sources::{COMMON, SOURCES};
 use crate::{CudaExecutor, initial, profile};
-use lockstep_compile::{AdamW, Context, Fp8, Moments, Offload, Optimizer, Precision, Recompute, Rule, Steps, compile};
+use lockstep_compile::{
+    AdamW, Context, Fp8, Moments, Offload, Optimizer, Precision, Recompute, Rule, Steps, compile, compile_forward,
+};
 use lockstep_config::{Config, ModelConfig};
 use lockstep_exec::comm::processes::{JobSecret, Start, Waiting, host_at};
 use lockstep_exec::comm::{Collective, Order, Piece, ProgramPlace};
@@ -17,7 +19,7 @@ use lockstep_exec::conformance;
 use lockstep_exec::initial::{Initial, InitialPart};
 use lockstep_exec::{ExecError, Executor};
 use lockstep_ir::{DType, Init, Layout, StepProgram};
-use lockstep_model::Form;
+use lockstep_model::{CacheShape, Form};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::net::TcpListener;
@@ -133,6 +135,9 @@ fn launch_all() {
         step(&gpu, ("llama", (2048, 64)), Rule::AdamW(ADAMW), kept, false);
     }
     rules(&gpu);
+    for compute in [DType::BF16, DType::F16] {
+        decoding(&gpu, compute);
+    }
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();
     assert!(unused.is_empty(), "nobody launches {unused:?}");
@@ -157,6 +162,23 @@ fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
     }
 }
 
+/// Steps of decoding, of as many rows and with matmuls of as many inputs and outputs as kernels have variants for.
+fn decoding(gpu: &Arc<Gpu>, compute: DType) {
+    let cache = CacheShape { slots: 32, blocks: 32, page: 96, pages: 32, window_pages: 1, apart: true };
+    for (dim, ffn, vocab) in [(128, 256, 16384), (8192, 64, 256)] {
+        let model = format!("vocab_size = {vocab}\nlayers = 2\ndim = {dim}\nheads = 2\nffn = {ffn}");
+        let config = Config::parse(&format!("[model]\n{model}\n[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
+        let model = ModelConfig { head_dim: 64, ..config.model };
+        let context = context(Rule::AdamW(ADAMW), Precision::of(compute, DType::F32), false);
+        for (batch, entry) in StepProgram::DECODE.into_iter().filter(|(batch, _)| *batch <= 32) {
+            let form = Form::NextToken { batch, positions: 1, cache, known: vocab };
+            let graph = lockstep_model::build_form(&model, form).unwrap();
+            let program = compile_forward(&[(entry, graph)], &context).unwrap();
+            CudaExecutor::load(gpu, program, false).unwrap().run(entry).unwrap();
+        }
+    }
+}
+
 /// Training steps by all rules, for all types of gradient sums. The samples of ops round parameters to bf16 alone.
 fn rules(gpu: &Arc<Gpu>) {
     let muon = Rule::Muon { momentum: 0.95, rest: ADAMW };
@@ -168,16 +190,9 @@ fn rules(gpu: &Arc<Gpu>) {
     }
 }
 
-/// A training step of a model whose rows and heads have so many elements.
-fn step(
-    gpu: &Arc<Gpu>,
-    (architecture, (dim, head)): (&str, (usize, usize)),
-    rule: Rule,
-    precision: Precision,
-    deterministic: bool,
-) {
+fn context(rule: Rule, precision: Precision, deterministic: bool) -> Context {
     let Precision { compute, gradients, .. } = precision;
-    let context = Context {
+    Context {
         device: profile("cuda", compute, gradients, deterministic),
         layout: Layout::single(1),
         optimizer: Optimizer { rule, decay: 0.1, groups: BTreeMap::new() },
@@ -186,7 +201,18 @@ fn step(
         stages: vec![],
         steps: Steps::default(),
         offload: Offload::default(),
-    };
+    }
+}
+
+/// A training step of a model whose rows and heads have so many elements.
+fn step(
+    gpu: &Arc<Gpu>,
+    (architecture, (dim, head)): (&str, (usize, usize)),
+    rule: Rule,
+    precision: Precision,
+    deterministic: bool,
+) {
+    let context = context(rule, precision, deterministic);
     let model = format!("architecture = \"{architecture}\"\nvocab_size = 256\nlayers = 1\ndim = {dim}\nffn = 64");
     let text = format!("[model]\n{model}\nheads = 2\n[data]\npaths = [\".\"]\n");
     let config = Config::parse(&text, "run.toml", &[]).unwrap();

@@ -87,6 +87,12 @@ pub trait Executor: Send {
         Err(ExecError::Internal(format!("nothing was queued as {ticket:?}")))
     }
 
+    /// Copies a tensor to another of as many bytes, behind what was queued.
+    fn pass(&mut self, from: &str, to: &str) -> Result<(), ExecError> {
+        let bytes = self.read(from, 0)?.into_owned();
+        self.write(to, 0, &bytes)
+    }
+
     /// As `run`, and tells when each instruction ran.
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError>;
 

@@ -1,7 +1,11 @@
 //! What a device does as one: kinds of groups of instructions, and the matmuls for which that was measured to be faster.
 
+use crate::op::Norm;
 use crate::{Op, TensorType};
 use std::ops::Range;
+
+/// Rows of a call that are few: kernels read weights once for all of them, as decoding needs it.
+pub const FEW_ROWS: usize = 32;
 
 /// Instructions that follow each other and that a device can do as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -18,21 +22,36 @@ pub enum Fusion {
     GeluBiasGradients,
     /// A SwiGLU, or its gradient, and the largest magnitude of what it makes.
     SwiGluAmax,
+    /// A matmul of few rows and the SwiGLU behind it. What the SwiGLU reads is not stored.
+    MatmulSwiGlu,
+    /// An RMS norm of very few rows and the matmul behind it. What the matmul reads is not stored; the sum that was normed is.
+    NormMatmul,
+    /// Both: a norm, a matmul and a SwiGLU.
+    NormMatmulSwiGlu,
+    /// RoPE of one new position of each text, and attention over the cache. What is turned is stored in the cache alone.
+    RopeAttention,
     /// Updates of many tensors by AdamW.
     AdamW,
 }
 
 impl Fusion {
     /// All kinds.
-    pub const ALL: [Fusion; 7] = [
+    pub const ALL: [Fusion; 11] = [
         Fusion::MatmulBias,
         Fusion::MatmulBiasGelu,
         Fusion::MatmulGeluGradient,
         Fusion::NormGradients,
         Fusion::GeluBiasGradients,
         Fusion::SwiGluAmax,
+        Fusion::MatmulSwiGlu,
+        Fusion::NormMatmul,
+        Fusion::NormMatmulSwiGlu,
+        Fusion::RopeAttention,
         Fusion::AdamW,
     ];
+
+    /// Most rows of a call whose matmul makes the norm before it: every block of the matmul makes all of it.
+    pub const NORM_ROWS: usize = 2;
 
     /// Whether a group of this kind may have these ops, in this order.
     pub fn fits(self, ops: &[Op]) -> bool {
@@ -52,6 +71,10 @@ impl Fusion {
             },
             Fusion::GeluBiasGradients => matches!(ops, [Op::GeluGrad, Op::BiasGrad]),
             Fusion::SwiGluAmax => matches!(ops, [Op::SwiGlu | Op::SwiGluGrad, Op::Amax { of, .. }] if !of.is_weight()),
+            Fusion::MatmulSwiGlu => matches!(ops, [Op::Linear, Op::SwiGlu]),
+            Fusion::NormMatmul => matches!(ops, [norm, Op::Linear] if is_rms(norm)),
+            Fusion::NormMatmulSwiGlu => matches!(ops, [norm, Op::Linear, Op::SwiGlu] if is_rms(norm)),
+            Fusion::RopeAttention => matches!(ops, [Op::RopeAt, Op::CachedAttention { apart: true, .. }]),
             Fusion::AdamW => ops.len() > 1 && ops.iter().all(|op| matches!(op, Op::AdamW { .. })),
         }
     }
@@ -65,9 +88,17 @@ impl Fusion {
             Fusion::NormGradients => "norm gradients",
             Fusion::GeluBiasGradients => "GELU + bias gradients",
             Fusion::SwiGluAmax => "SwiGLU + amax",
+            Fusion::MatmulSwiGlu => "matmul + SwiGLU",
+            Fusion::NormMatmul => "norm + matmul",
+            Fusion::NormMatmulSwiGlu => "norm + matmul + SwiGLU",
+            Fusion::RopeAttention => "RoPE + attention over the cache",
             Fusion::AdamW => "AdamW of many tensors",
         }
     }
+}
+
+fn is_rms(op: &Op) -> bool {
+    matches!(op, Op::Norm { norm: Norm::Rms | Norm::RmsPlusOne, .. })
 }
 
 /// Instructions of a segment that are done as one. They stand side by side, and their operands and scratch are all in use until

@@ -41,7 +41,7 @@ pub mod walk;
 pub use collective::{Collective, CopiedPart, Movement};
 pub use dtype::{DType, MatmulType};
 pub use f8::{F8, Seen};
-pub use fusion::{FusedGroup, FusedMatmul, Fusion};
+pub use fusion::{FEW_ROWS, FusedGroup, FusedMatmul, Fusion};
 pub use graph::{Graph, ValueId};
 pub use hint::Hint;
 pub use init::{Init, RopeScaling};

@@ -48,6 +48,8 @@ pub struct CacheShape {
     pub pages: usize,
     /// Pages of layers with a sliding window.
     pub window_pages: usize,
+    /// Whether a call has new tokens of a text in one place alone.
+    pub apart: bool,
 }
 
 impl CacheShape {
@@ -220,7 +222,7 @@ impl Side {
                 let cache = g.state(at("kv_cache"), TensorType::new(DType::F32, dims), State::Cache);
                 let inputs: Vec<ValueId> =
                     [qkv, cache, table, *slot, *start, *count].into_iter().chain(sinks).collect();
-                let out = g.op(Op::CachedAttention { window }, &inputs, &at("o"))?;
+                let out = g.op(Op::CachedAttention { window, apart: shape.apart }, &inputs, &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

@@ -5,7 +5,7 @@ use crate::plan::{adapted, training_context};
 use crate::{PlanError, Result};
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
 use lockstep_config::{Config, LoraConfig, ModelConfig};
-use lockstep_ir::{DType, Layout, MatmulType, Op, StepProgram};
+use lockstep_ir::{DType, FEW_ROWS, Layout, MatmulType, Op, StepProgram};
 use lockstep_model::{CacheShape, Form, build_form};
 
 /// Most tokens that one call of `prefill` reads: on a CPU as many as keep its units busy, on a GPU more.
@@ -14,9 +14,6 @@ const CUDA_CHUNK: usize = 1024;
 
 /// Positions of a page of the KV cache: a tile of keys of the CPU's kernels.
 pub const PAGE: usize = 96;
-
-/// Rows that are always computed together where bits must not depend on what is beside a text: as many as kernels for few rows take.
-const FEW_ROWS: usize = 32;
 
 /// What generation has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,12 +108,13 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
         Target::Cuda { .. } => CUDA_CHUNK,
     };
     let chunk = chunk.min(blocks * PAGE);
-    let one = CacheShape { slots, blocks, page: PAGE, pages: 1, window_pages: 1 };
+    let by_rows = matches!(Target::of(machine, config), Target::Cuda { deterministic: true });
+    let one = CacheShape { slots, blocks, page: PAGE, pages: 1, window_pages: 1, apart: !by_rows };
     let graph = build_form(&config.model, Form::NextToken { batch: 1, positions: 1, cache: one, known: 1 })?;
     let mut bytes = [0; 2];
     let mut longest = None;
     for node in &graph.nodes {
-        let Op::CachedAttention { window } = node.op else { continue };
+        let Op::CachedAttention { window, .. } = node.op else { continue };
         let elements = graph.ty(node.inputs[1]).elements() as u64;
         bytes[usize::from(window.is_some())] += elements * context.precision.compute.bytes() as u64;
         longest = longest.max(window);
@@ -134,7 +132,7 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     let pages = |blocks: usize| of(blocks).max(blocks).max(1);
     let shape = CacheShape { pages: pages(full_blocks), window_pages: pages(window_blocks), ..one };
     let [page_bytes, window_page_bytes] = bytes;
-    let by_rows = matches!(Target::of(machine, config), Target::Cuda { deterministic: true });
+    // Rows that are always computed together, where bits must not depend on what is beside a text: as many as kernels for few rows take.
     let rows = if by_rows { FEW_ROWS } else { slots };
     let known = known.unwrap_or(usize::MAX).min(config.model.vocab_size);
     Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, by_rows, chunk, known })

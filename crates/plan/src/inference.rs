@@ -103,7 +103,7 @@ pub fn inference_account(
         let used: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let flops = node.op.flops(&graph.input_types(node), &used)?.hardware as f64;
         match node.op {
-            Op::CachedAttention { window } => {
+            Op::CachedAttention { window, .. } => {
                 position_flops += flops / window.unwrap_or(usize::MAX).min(cache.shape.context()) as f64;
             }
             _ => token_flops += flops,

@@ -104,7 +104,7 @@ pub fn bench_generate(
         for _ in 0..WARM_UP - 1 {
             batch.step(listen)?;
         }
-        batch.forget();
+        batch.forget()?;
     }
     submit(&mut batch, 2)?;
     show("reading prompts");

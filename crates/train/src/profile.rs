@@ -98,13 +98,15 @@ pub(crate) fn profile(program: &StepProgram, steps: &[ProfiledStep], peaks: &Mea
     let mut begin = 0.0;
     for ProfiledStep { step, timings } in steps {
         for t in timings {
-            let instr = &program.segments[t.slot.segment].instrs[t.instr];
-            let op = instr.op.name();
+            let segment = &program.segments[t.slot.segment];
+            let instr = &segment.instrs[t.instr];
+            let group = segment.group_of(t.instr);
+            let op = group.map_or(instr.op.name(), |group| group.fusion.name());
             let at = ops.iter().position(|o| o.op == op).unwrap_or_else(|| {
                 ops.push(OpTime { op, calls: 0, seconds: 0.0, roofline_s: (!instr.op.communicates()).then_some(0.0) });
                 ops.len() - 1
             });
-            ops[at].calls += 1;
+            ops[at].calls += u64::from(group.is_none_or(|group| group.instrs.start == t.instr));
             ops[at].seconds += t.seconds;
             if let Some(sum) = &mut ops[at].roofline_s {
                 *sum += peaks.roofline(instr)?;

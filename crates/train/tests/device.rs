@@ -6,6 +6,11 @@ mod on_device;
 
 use common::{run_to, write_corpus};
 use lockstep_config::Config;
+use lockstep_host::Devices;
+use lockstep_infer::{Weights, state};
+use lockstep_ir::{DType, StepProgram, bf16, f16};
+use lockstep_model::names;
+use lockstep_plan::{GenerationShape, Target, cache_plan, decode_sizes, generation_program};
 use lockstep_train::StepMetrics;
 use std::path::Path;
 use std::process::ExitCode;
@@ -31,6 +36,14 @@ fn main() -> ExitCode {
         ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
         ("the_same_run_in_fp16_has_the_same_bits_if_deterministic", || the_same_bits("fp16", true)),
         ("documents_have_the_same_bits_if_deterministic", documents_the_same_bits),
+        ("decoding_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16", false)),
+        ("decoding_in_fp16_is_as_on_the_cpu", || decoding_alike(GROUPED, "fp16", false)),
+        ("decoding_is_as_on_the_cpu_if_deterministic", || decoding_alike(GROUPED, "bf16", true)),
+        ("decoding_with_large_heads_is_as_on_the_cpu", || decoding_alike(LARGE_HEADS, "bf16", false)),
+        ("decoding_with_biases_is_as_on_the_cpu", || decoding_alike(BIASES, "bf16", false)),
+        ("decoding_with_a_sliding_window_is_as_on_the_cpu", || decoding_alike(SEEN, "bf16", false)),
+        ("decoding_with_norms_of_heads_is_as_on_the_cpu", || decoding_alike(NORMED_HEADS, "bf16", false)),
+        ("decoding_with_sinks_is_as_on_the_cpu", || decoding_alike(SINKS, "bf16", false)),
     ])
 }
 
@@ -46,6 +59,17 @@ const MHA: &str = "head_dim = 64\nffn = 160";
 /// Heads of 32 elements, which see 20 keys at most.
 const WINDOW: &str = "architecture = \"mistral\"\nhead_dim = 32\nkv_heads = 2\nffn = 160\nwindow = 20";
 const DETERMINISTIC: &str = "deterministic = true";
+
+/// Heads of Q that share keys; a norm, a matmul and a SwiGLU, and RoPE and attention are one kernel each where one text is decoded.
+const GROUPED: &str = "dim = 256\nheads = 8\nkv_heads = 2\nhead_dim = 64\nffn = 512";
+const LARGE_HEADS: &str = "dim = 512\nheads = 4\nkv_heads = 4\nhead_dim = 128\nffn = 8192";
+/// Learned positions: no RoPE.
+const BIASES: &str = "architecture = \"gpt2\"\npositions = 3072\ndim = 256\nheads = 4\nffn = 1024";
+const SEEN: &str =
+    "architecture = \"mistral\"\ndim = 256\nheads = 4\nkv_heads = 2\nhead_dim = 64\nffn = 512\nwindow = 20";
+/// What is turned is a norm's.
+const NORMED_HEADS: &str = "architecture = \"qwen3\"\ndim = 256\nheads = 4\nkv_heads = 2\nhead_dim = 64\nffn = 512";
+const SINKS: &str = "dim = 256\nheads = 4\nkv_heads = 2\nhead_dim = 64\nffn = 512\nattention_sinks = true";
 
 /// A precision, and how far losses and gradient norms may be from the CPU's.
 struct Bound {
@@ -171,4 +195,79 @@ fn the_same_bits(policy: &str, deterministic: bool) {
         assert_eq!(first.0, second.0);
         assert!(first.1 == second.1, "losses agree, weights do not");
     }
+}
+
+/// Steps of decoding, with the same tokens on the device and on the CPU: logits are alike, whatever the texts at once, and in a cache with room for long texts, where
+/// several blocks share the keys of one.
+fn decoding_alike(model: &str, policy: &str, deterministic: bool) {
+    let mut worst = 0.0f64;
+    for (texts, context) in [(1, 200), (2, 200), (5, 200), (12, 200), (32, 200), (1, 3000)] {
+        let [found, expected] =
+            ["cuda", "cpu"].map(|device| decoded(model, policy, device, deterministic, texts, context));
+        for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            let apart: f64 = found.iter().zip(expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+            let all: f64 = expected.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let apart = (apart / all).sqrt();
+            assert!(apart < 0.03, "{texts} texts, context {context}, step {step}: logits are {apart:.3} apart");
+            worst = worst.max(apart);
+        }
+    }
+    println!("    logits differ by {worst:.1e}");
+}
+
+/// The logits of every step, for all texts.
+fn decoded(
+    model: &str,
+    policy: &str,
+    device: &str,
+    deterministic: bool,
+    texts: usize,
+    context: usize,
+) -> Vec<Vec<f32>> {
+    let text = format!(
+        "[model]\nvocab_size = 512\nlayers = 2\n{model}\n[data]\npaths = [\".\"]\n\
+         [train]\nsteps = 1\nseq = 32\ndevice = \"{device}\"\ndeterministic = {deterministic}\n[precision]\npolicy = \"{policy}\"\n"
+    );
+    let config = Config::parse(&text, "run.toml", &[]).unwrap();
+    let devices = Devices::new();
+    let shape = GenerationShape { texts, ..GenerationShape::one(context) };
+    let cache = cache_plan(&devices, &config, &shape).unwrap();
+    let (program, threads) = generation_program(&devices, &config, &cache).unwrap();
+    let mut executor = devices.device(Target::of(&devices, &config)).unwrap().load(program.clone(), threads).unwrap();
+    state::load(&program.tensors, executor.as_mut(), Weights::Initial, 7).unwrap();
+    let bytes = |numbers: &[usize]| numbers.iter().flat_map(|n| (*n as u32).to_le_bytes()).collect::<Vec<u8>>();
+    // Pages in an order of their own.
+    let pages: Vec<usize> = (0..cache.shape.slots * cache.shape.blocks).rev().collect();
+    for name in [names::PAGES, names::WINDOW_PAGES].into_iter().filter(|name| program.tensor(name).is_some()) {
+        let there = if name == names::PAGES { cache.shape.pages } else { cache.shape.window_pages };
+        executor.write(name, 0, &bytes(&pages.iter().map(|page| page % there).collect::<Vec<_>>())).unwrap();
+    }
+    let (rows, entry) = *decode_sizes(&cache).iter().find(|(rows, _)| *rows >= texts).unwrap();
+    let all =
+        |of: &dyn Fn(usize) -> usize| (0..rows).map(|row| if row < texts { of(row) } else { 0 }).collect::<Vec<_>>();
+    let mut steps = Vec::new();
+    for position in 0..150 {
+        // Texts of different lengths: one begins after the other.
+        let begin = |text: usize| text % 4 * 9;
+        let inputs = [
+            (names::TOKENS, all(&|text| (text * 37 + position * 11 + 5) % 512)),
+            (names::START, all(&|text| position.saturating_sub(begin(text)))),
+            (names::COUNT, all(&|text| usize::from(position >= begin(text)))),
+            (names::SLOT, all(&|text| text)),
+        ];
+        for (name, numbers) in inputs {
+            executor.write(&StepProgram::name_in(entry, name), 0, &bytes(&numbers)).unwrap();
+        }
+        executor.run(entry).unwrap();
+        let logits = StepProgram::name_in(entry, names::LOGITS);
+        let dtype = program.tensor(&logits).unwrap().ty.dtype;
+        let read = executor.read(&logits, 0).unwrap();
+        let to_f32 = |b: &[u8; 2]| match dtype {
+            DType::BF16 => bf16::to_f32(u16::from_le_bytes(*b)),
+            _ => f16::to_f32(u16::from_le_bytes(*b)),
+        };
+        let row = |text: usize| read.as_chunks().0[text * 512..][..512].iter().map(to_f32);
+        steps.push((0..texts).filter(|text| position >= begin(*text)).flat_map(row).collect());
+    }
+    steps
 }

@@ -16,7 +16,7 @@ pub fn launches() -> Launches {
         AttentionScoresGrad { .. } => naive::scores_grad(call),
         AttentionMix { .. } => naive::mix(call),
         AttentionMixGrad { .. } => naive::mix_grad(call),
-        CachedAttention { window } => attention::cached(call, window),
+        CachedAttention { window, apart } => attention::cached(call, window, apart),
         LastPosition => last_position(call),
         Argmax { known } => argmax(call, known),
     }

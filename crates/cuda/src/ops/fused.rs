@@ -2,6 +2,7 @@
 
 use super::{bias, linear, norm, optimizer, pointwise};
 use crate::CudaError;
+use crate::attention;
 use crate::call::Call;
 use crate::matmul::{Epilogue, MatmulShape};
 use lockstep_exec::bound::Bound;
@@ -15,7 +16,7 @@ fn epilogue(fusion: Fusion) -> Option<Epilogue> {
         Fusion::MatmulBias => Some(Epilogue::Bias),
         Fusion::MatmulBiasGelu => Some(Epilogue::BiasGelu),
         Fusion::MatmulGeluGradient => Some(Epilogue::GeluDerivative),
-        Fusion::NormGradients | Fusion::GeluBiasGradients | Fusion::SwiGluAmax | Fusion::AdamW => None,
+        _ => None,
     }
 }
 
@@ -39,7 +40,12 @@ pub fn shape(matmul: &FusedMatmul) -> Result<Option<MatmulShape>, CudaError> {
 
 /// The first instruction of a group whose outputs are there when it is done.
 pub fn first_written(group: &FusedGroup) -> usize {
-    group.instrs.start + usize::from(epilogue(group.fusion).is_some())
+    match group.fusion {
+        Fusion::MatmulSwiGlu | Fusion::NormMatmul | Fusion::NormMatmulSwiGlu | Fusion::RopeAttention => {
+            group.instrs.end - 1
+        }
+        other => group.instrs.start + usize::from(epilogue(other).is_some()),
+    }
 }
 
 /// Queues the instructions of a group.
@@ -56,6 +62,10 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
             (Fusion::MatmulGeluGradient, [gemm, gelu]) => linear::grad_input_of_gelu(*gemm, *gelu),
             (Fusion::GeluBiasGradients, [gelu, bias]) => bias::gelu_bias_grad(*gelu, *bias),
             (Fusion::SwiGluAmax, [swiglu, amax]) => pointwise::swiglu_amax(*swiglu, *amax),
+            (Fusion::MatmulSwiGlu, [gemm, swiglu]) => linear::forward_with_swiglu(*gemm, *swiglu),
+            (Fusion::NormMatmul, [norm, gemm]) => linear::forward_of_norm(*norm, *gemm, None),
+            (Fusion::NormMatmulSwiGlu, [norm, gemm, glu]) => linear::forward_of_norm(*norm, *gemm, Some(*glu)),
+            (Fusion::RopeAttention, [rope, cached]) => attention::turned(*rope, *cached),
             (Fusion::AdamW, [_, ..]) => optimizer::adamw_many(calls),
             (Fusion::NormGradients, [weight, rest @ ..]) => {
                 let input = rest.iter().position(|c| norm_input(&c.bound.op).is_some()).ok_or_else(other)?;
@@ -63,16 +73,7 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
                 let (bias, after) = (rest[..input].first().copied(), rest.get(input + 1).copied());
                 norm::grad_all(*weight, bias, (rest[input], kind, add), after)
             }
-            (
-                Fusion::MatmulBias
-                | Fusion::MatmulBiasGelu
-                | Fusion::MatmulGeluGradient
-                | Fusion::GeluBiasGradients
-                | Fusion::SwiGluAmax
-                | Fusion::AdamW
-                | Fusion::NormGradients,
-                _,
-            ) => Err(other()),
+            (_, _) => Err(other()),
         }
     }
 }

@@ -4,10 +4,11 @@ use super::bias;
 use super::launch::{Launches, launches};
 use crate::CudaError;
 use crate::call::Call;
-use crate::kernels::args;
+use crate::kernels::{Block, args};
 use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
-use lockstep_ir::{DType, Op};
+use lockstep_ir::op::Norm;
+use lockstep_ir::{DType, FEW_ROWS, Op};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
@@ -105,33 +106,88 @@ fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (us
     (rows, if apart(compute, gradients) { DType::F32 } else { gradients })
 }
 
-/// A kernel of `skinny.cu`: how many times 8 rows of x it takes, and how many times 16 rows of w a block has.
-struct Skinny {
-    eights: usize,
-    tiles: usize,
-    threads: usize,
+/// Whether the kernels for few rows take a matmul: the weights are read once, whatever the rows.
+fn is_skinny(call: Call) -> bool {
+    let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
+    let fits = inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
+    call.rows() <= FEW_ROWS && call.float() != DType::F32 && fits
 }
 
-/// The kernel for few rows, where it takes the shapes: the weights are read once, whatever the rows.
-fn skinny(call: Call) -> Option<Skinny> {
+/// From so many inputs on a matmul of few rows is deep, and from so many outputs on it is wide: as `skinny.cu` cuts them.
+const DEEP: usize = 4096;
+const WIDE: usize = 16384;
+
+/// y = x · wᵀ, with a bias where one is given, by a kernel for few rows.
+unsafe fn skinny(call: Call, bias: Option<u64>, y: u64) -> Result<(), CudaError> {
     let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
-    let eights = [1, 2, 4].into_iter().find(|n| call.rows() <= 8 * n)?;
-    // With many rows of w a block has more of them, which share what they read of x.
-    let tiles = if outputs >= 16384 { 4 } else { 1 };
-    let takes = call.float() != DType::F32 && inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
-    takes.then_some(Skinny { eights, tiles, threads: if eights == 1 { 512 } else { 256 } })
+    let eights = call.rows().div_ceil(8).next_power_of_two();
+    let (kind, tiles, warps) = match eights {
+        1 if outputs >= WIDE => ("wide", 4, 16),
+        1 if inputs > DEEP => ("deep", 1, 32),
+        1 => ("narrow", 1, 16),
+        _ if outputs >= WIDE => ("wide", 8, 8),
+        _ if inputs > DEEP => ("deep", 1, 16),
+        _ => ("narrow", 1, 8),
+    };
+    let args = args![call.input(0), call.input(1), bias, y, call.rows(), outputs, inputs];
+    let (name, blocks) = (format!("skinny_{eights}_{kind}"), outputs.div_ceil(16 * tiles));
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("skinny", &name), [blocks, 1, 1], 32 * warps, args) }
 }
+
+/// y = SwiGLU of x · wᵀ.
+pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<(), CudaError> {
+    let Some(y) = swiglu.output(0) else { return Ok(()) };
+    let [outputs, inputs] = [gemm.size("outputs") / 2, gemm.size("inputs")];
+    if !is_skinny(gemm) || !outputs.is_multiple_of(8) {
+        // SAFETY: the caller vouches.
+        return unsafe { super::issue(gemm).and_then(|()| super::issue(swiglu)) };
+    }
+    let eights = gemm.rows().div_ceil(8).next_power_of_two();
+    let args = args![gemm.input(0), gemm.input(1), None::<u64>, y, gemm.rows(), outputs, inputs];
+    let threads = if eights == 1 { 512 } else { 256 };
+    // SAFETY: the operands have these sizes.
+    unsafe { gemm.typed(("skinny", &format!("skinny_{eights}_glu")), [outputs.div_ceil(32), 1, 1], threads, args) }
+}
+
+/// y = x · wᵀ, or the SwiGLU of it, where x is the norm of what stands in memory.
+pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> Result<(), CudaError> {
+    let Op::Norm { norm: kind, residual, eps } = norm.op() else {
+        return Err(CudaError::Internal(format!("{} is no norm", norm.op().name())));
+    };
+    let Some(y) = swiglu.unwrap_or(gemm).output(0) else { return Ok(()) };
+    let inputs = gemm.size("inputs");
+    let outputs = gemm.size("outputs") / if swiglu.is_some() { 2 } else { 1 };
+    let shared = gemm.rows() * inputs * gemm.float().bytes();
+    if !is_skinny(gemm) || !outputs.is_multiple_of(16) || inputs > MOST_NORMED {
+        // SAFETY: the caller vouches.
+        return unsafe {
+            [Some(norm), Some(gemm), swiglu].into_iter().flatten().try_for_each(|call| super::issue(call))
+        };
+    }
+    let (delta, weight) = if residual { (Some(norm.input(1)), norm.input(2)) } else { (None, norm.input(1)) };
+    let sum = if residual { norm.output(0) } else { None };
+    let one = if kind == Norm::RmsPlusOne { 1.0f32 } else { 0.0 };
+    let (kind, outputs_of_block) = match swiglu {
+        Some(_) => ("glu", 32),
+        None if outputs >= WIDE => ("wide", 64),
+        None => ("narrow", 32),
+    };
+    let args = args![norm.input(0), delta, weight, sum, gemm.input(1), y, gemm.rows(), outputs, inputs, eps, one];
+    let (name, block) = (format!("skinny_norm_{kind}_{}", gemm.suffix()), Block { threads: 512, shared });
+    // SAFETY: the operands have these sizes.
+    unsafe { gemm.on().launch_with(("skinny", &name), [outputs.div_ceil(outputs_of_block), 1, 1], block, None, args) }
+}
+
+/// Elements of a row whose norm the matmul behind it makes: as many as its threads keep. Two rows fit the shared memory that needs no leave.
+const MOST_NORMED: usize = 4096;
 
 /// y = x · wᵀ.
 pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
-    if let Some(kernel) = skinny(call) {
-        let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
-        let args = args![call.input(0), call.input(1), y, call.rows(), outputs, inputs];
-        let blocks = outputs.div_ceil(16 * kernel.tiles);
-        let name = format!("skinny_{}_{}", kernel.eights, kernel.tiles);
-        // SAFETY: the operands have these sizes.
-        return unsafe { call.typed(("skinny", &name), [blocks, 1, 1], kernel.threads, args) };
+    if is_skinny(call) {
+        // SAFETY: the caller vouches.
+        return unsafe { skinny(call, None, y) };
     }
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
@@ -155,6 +211,10 @@ unsafe fn multiply_with(call: Call, epilogue: Epilogue, beside: Beside, to: u64)
 /// y = x · wᵀ + bias.
 pub unsafe fn forward_with_bias(gemm: Call, bias: Call) -> Result<(), CudaError> {
     let Some(y) = bias.output(0) else { return Ok(()) };
+    if is_skinny(gemm) {
+        // SAFETY: the caller vouches.
+        return unsafe { skinny(gemm, Some(bias.input(1)), y) };
+    }
     // SAFETY: the operands have these sizes.
     unsafe { multiply_with(gemm, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }
 }

@@ -288,8 +288,9 @@ pub(super) static CACHED_ATTENTION: Spec = row(
             let between = |(low, high)| (s.number(), Draw::Between(low, high));
             let sink = normal([Dim::new(Axis::Heads, s.q().count)]);
             let inputs = [s.normal(s.qkv()), cache, pages, slot, between(start), between(count), sink];
-            let of = |window, given| sample(Op::CachedAttention { window }, &inputs[..given]);
-            WINDOWS.into_iter().flat_map(|window| [of(window, 6), of(window, 7)]).collect::<Vec<_>>()
+            let of = |window, apart, given| sample(Op::CachedAttention { window, apart }, &inputs[..given]);
+            let both = WINDOWS.into_iter().flat_map(|window| [(window, false), (window, true)]);
+            both.flat_map(|(window, apart)| [of(window, apart, 6), of(window, apart, 7)]).collect::<Vec<_>>()
         };
         let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12)];
         let wide = [(1, 64), (60, 64), (1, 128), (60, 128)].map(|(seq, head)| Shapes::sized(batch, seq, head));
@@ -314,7 +315,7 @@ pub(super) static CACHED_ATTENTION: Spec = row(
 })
 // How full the cache is is known on the device only: every new position counts over all of it.
 .flops(|op, dims, _| {
-    attributes!(op, Op::CachedAttention { window });
+    attributes!(op, Op::CachedAttention { window, .. });
     let t = dims.product("blocks page") as usize;
     Flops::all(of_heads(dims, [2, 2]) * dims.product("seq") * window.unwrap_or(t).min(t) as u128)
 })

@@ -323,6 +323,8 @@ ops! {
     CachedAttention {
         /// As in `Attention`.
         window: Option<usize>,
+        /// Whether no two sequences of a call are of one text, so that none reads what another writes.
+        apart: bool,
     } = attention::CACHED_ATTENTION,
     /// `Attention` of the queries of a context-parallel part of the sequence over keys and values that are not this part's alone. Of a
     /// ring: a rank's row of packed K·V has come `step` ranks far, queries of part i see keys of part (i − step) mod `parts`, as far as the

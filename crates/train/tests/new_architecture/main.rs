@@ -112,7 +112,7 @@ fn it_has_every_form() {
         Form::NextToken {
             batch: 1,
             positions: 4,
-            cache: CacheShape { slots: 1, blocks: 1, page: 32, pages: 1, window_pages: 1 },
+            cache: CacheShape { slots: 1, blocks: 1, page: 32, pages: 1, window_pages: 1, apart: true },
             known: 256,
         },
     ] {

@@ -1,10 +1,13 @@
 //! What real programs for this device have as groups, without a device.
 
-use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile, fusable_matmuls};
+use lockstep_compile::{
+    AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile, compile_forward, fusable_matmuls,
+};
 use lockstep_config::Config;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Instr, Segment};
 use lockstep_ir::{DType, DeviceProfile, Fusion, Layout, Op, StepProgram, verify};
+use lockstep_model::{CacheShape, Form};
 
 const GPT2: &str = "[model]
 architecture = \"gpt2\"
@@ -38,17 +41,7 @@ fn program_of(
     faster: bool,
 ) -> StepProgram {
     let config = Config::parse(&format!("{model}[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
-    let precision = Precision::of(DType::BF16, DType::F32);
-    let mut context = Context {
-        device: DeviceProfile { fusions, ..super::super::profile("cuda", DType::BF16, DType::F32, false) },
-        layout: Layout::single(1),
-        optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
-        precision,
-        recompute,
-        stages: vec![],
-        steps: Steps::default(),
-        offload: Offload::default(),
-    };
+    let mut context = context_of(recompute, fusions);
     let graph = lockstep_model::build(&config.model, batch, seq).unwrap();
     let plain = compile(&graph, &context).unwrap().programs;
     if !faster {
@@ -56,6 +49,19 @@ fn program_of(
     }
     context.device.faster = fusable_matmuls(&plain);
     compile(&graph, &context).unwrap().programs.remove(0)
+}
+
+fn context_of(recompute: Recompute, fusions: Vec<Fusion>) -> Context {
+    Context {
+        device: DeviceProfile { fusions, ..super::super::profile("cuda", DType::BF16, DType::F32, false) },
+        layout: Layout::single(1),
+        optimizer: Optimizer::adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 }, 0.1),
+        precision: Precision::of(DType::BF16, DType::F32),
+        recompute,
+        stages: vec![],
+        steps: Steps::default(),
+        offload: Offload::default(),
+    }
 }
 
 fn segment<'a>(program: &'a StepProgram, name: &str) -> &'a Segment {
@@ -124,6 +130,33 @@ fn a_llama_has_the_gradients_of_its_norms_and_its_updates_together() {
         &[("rms_norm_grad_weight rms_norm_grad", 1), ("rms_norm_grad_weight add_rms_norm_grad", 4)],
     );
     assert_eq!(segment(&program, "update").groups.len(), 1);
+}
+
+/// The groups of a step of decoding.
+fn decoding(model: &str, texts: usize, apart: bool) -> Vec<(String, usize)> {
+    let config = Config::parse(&format!("{model}[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
+    let cache = CacheShape { slots: texts, blocks: 1, page: 96, pages: texts, window_pages: 1, apart };
+    let form = Form::NextToken { batch: texts, positions: 1, cache, known: 64 };
+    let graph = lockstep_model::build_form(&config.model, form).unwrap();
+    let context = context_of(Recompute::None, Fusion::ALL.to_vec());
+    groups(&compile_forward(&[("decode", graph)], &context).unwrap(), "decode")
+}
+
+#[test]
+fn a_step_of_decoding_is_five_kernels_a_layer() {
+    let one = [
+        ("rms_norm linear", 1),
+        ("rope_at cached_attention", 2),
+        ("add_rms_norm linear swiglu", 2),
+        ("add_rms_norm linear", 2),
+    ];
+    check(decoding(LLAMA, 1, true), &one);
+    // A norm of many rows is a kernel of its own; rows of one text see what others write.
+    check(decoding(LLAMA, 8, true), &[("rope_at cached_attention", 2), ("linear swiglu", 2)]);
+    check(decoding(LLAMA, 8, false), &[("linear swiglu", 2)]);
+    check(decoding(LLAMA, 64, true), &[]);
+    // Layer norms and GELU stay apart.
+    check(decoding(GPT2, 1, true), &[("linear add_bias", 8)]);
 }
 
 #[test]
