@@ -74,6 +74,8 @@ impl Place {
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         // Not what the user has measured.
         command.env("LOCKSTEP_HARDWARE", self.path("hardware")).env("LOCKSTEP_MACHINES", self.path("machines"));
+        // Nor libraries of CUDA: with NVRTC among them every `doctor` would compile all kernels, as the tests of lockstep-cuda do once.
+        command.env_remove("LOCKSTEP_CUDA_LIBRARIES");
         command
     }
 
