@@ -4,17 +4,17 @@ mod common;
 mod launched;
 mod layouts;
 
-use common::{free_port, signal, wait_for_steps};
-use launched::{end, rank_of, ranks_of, spawn, steps};
+use common::{HANG, free_port, signal, steps};
+use launched::{comes_to, end, rank_of, ranks_of, spawn};
 use layouts::{SHORT, command, place};
 use serde_json::Value;
 use std::fs;
 use std::time::{Duration, Instant};
 
-#[test]
-fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
+/// Every second layout, from this one.
+fn processes_give_the_bits_of_threads(first: usize) {
     let place = place();
-    for (i, layout) in layouts::LAYOUTS.iter().enumerate() {
+    for (i, layout) in layouts::LAYOUTS.iter().enumerate().skip(first).step_by(2) {
         let set = [&SHORT[..], layout].concat();
         let [threads, processes] = ["threads", "processes"].map(|kind| format!("{kind}-{i}"));
         place.ok(&command("train", &threads, &set));
@@ -24,6 +24,16 @@ fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
         assert!(said.lines().last().unwrap().starts_with("finished 4 steps; checkpoint "), "{said}");
         layouts::same(&place, &processes, &threads, layout);
     }
+}
+
+#[test]
+fn processes_give_the_bits_of_threads_in_every_kind_of_layout() {
+    processes_give_the_bits_of_threads(0);
+}
+
+#[test]
+fn processes_give_the_bits_of_threads_in_every_other_kind_of_layout() {
+    processes_give_the_bits_of_threads(1);
 }
 
 #[test]
@@ -40,16 +50,16 @@ fn a_run_goes_on_with_any_number_of_processes() {
     for (verb, layout) in parts {
         let before = steps(&place, "parts");
         let args = command(verb, "parts", &[&run[..], &common, layout].concat());
-        let child = spawn(place.command(&args));
-        wait_for_steps(&place, "parts", before + 3);
+        let mut child = spawn(place.command(&args));
+        comes_to(&mut child, &place, "parts", before + 3);
         signal(child.id() as i32, libc::SIGTERM);
-        assert_eq!(end(child, Duration::from_secs(30)).status.code(), Some(75));
+        assert_eq!(end(child, HANG).status.code(), Some(75));
     }
     let parts = place.trajectory("parts");
-    let child = spawn(place.command(&command("train", "whole", &[&run[..], &common].concat())));
-    wait_for_steps(&place, "whole", parts.len());
+    let mut child = spawn(place.command(&command("train", "whole", &[&run[..], &common].concat())));
+    comes_to(&mut child, &place, "whole", parts.len());
     signal(child.id() as i32, libc::SIGTERM);
-    end(child, Duration::from_secs(30));
+    end(child, HANG);
     assert_eq!(parts, place.trajectory("whole")[..parts.len()]);
 }
 
@@ -61,7 +71,7 @@ fn processes_start_by_the_variables_of_torchrun() {
     let port = free_port();
     let ranks = [0, 1].map(|rank| spawn(rank_of(&place, (rank, 2), &port, &command("train", "run", &set))));
     let [_, other] = ranks.map(|child| {
-        let output = end(child, Duration::from_secs(60));
+        let output = end(child, HANG);
         let text = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(0), "{text}");
         text
@@ -117,8 +127,8 @@ fn a_rank_that_computes_longer_than_the_others_is_named() {
     let long =
         ["train.global_batch=64", "train.micro_batch=32", "model.dim=128", "model.ffn=512", "checkpoint.every=0"];
     let keys = ["train.steps=100000", "train.validate_every=0", "parallel.dp=2", "train.threads=1"];
-    let launcher = spawn(place.command(&command("launch", "run", &[&keys[..], &long].concat())));
-    wait_for_steps(&place, "run", 2);
+    let mut launcher = spawn(place.command(&command("launch", "run", &[&keys[..], &long].concat())));
+    comes_to(&mut launcher, &place, "run", 2);
     let pids = ranks_of(&launcher);
     // Rank 1 has a core with three others that compute without end.
     pin(pids[0], fast_core);
@@ -136,7 +146,7 @@ fn a_rank_that_computes_longer_than_the_others_is_named() {
         events.lines().filter_map(event).find(|event| event["event"] == "slow_rank" && event["rank"] == 1)
     };
     // The tests beside this one take both cores while they run: long enough for them to end.
-    let until = Instant::now() + Duration::from_secs(300);
+    let until = Instant::now() + HANG;
     while named().is_none() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -145,7 +155,7 @@ fn a_rank_that_computes_longer_than_the_others_is_named() {
         child.wait().unwrap();
     });
     signal(launcher.id() as i32, libc::SIGTERM);
-    let text = String::from_utf8(end(launcher, Duration::from_secs(30)).stderr).unwrap();
+    let text = String::from_utf8(end(launcher, HANG).stderr).unwrap();
     let event = named().unwrap_or_else(|| panic!("{text}"));
     assert!(event["busy_s"].as_f64() > event["others_s"].as_f64(), "{event}");
     let host = lockstep_exec::comm::processes::host();

@@ -3,7 +3,7 @@
 mod common;
 mod layouts;
 
-use common::{Place, free_port, signal, wait_for_steps};
+use common::{HANG, Place, free_port, signal, wait_for_steps, wait_until};
 use std::fs;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -136,14 +136,11 @@ fn mpirun_leaves_the_cause_of_a_kill_in_the_run_directory_and_passes_signals_on(
             let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
             wait_for_steps(&place, &dir, steps);
             // What is killed now has something to go on from.
-            let until = Instant::now() + Duration::from_secs(60);
             let saved = || {
                 let all = fs::read_dir(place.path(&dir).join("checkpoints")).into_iter().flatten().flatten();
                 all.map(|entry| entry.path()).any(|path| path.join("manifest.json").exists())
             };
-            while !saved() && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            wait_until("a checkpoint", saved);
             child
         };
         let host = lockstep_exec::comm::processes::host();
@@ -198,12 +195,10 @@ fn a_rank_that_is_stopped_when_the_run_is_done_does_not_hold_up_the_others() {
         wait_for_steps(&place, &mpi.1, 1);
         let victim = rank_of(&child, 2);
         let events = place.path(&mpi.1).join("events.jsonl");
-        let until = Instant::now() + Duration::from_secs(60);
-        while !fs::read_to_string(&events).unwrap_or_default().contains("\"finish\"") && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let done = || fs::read_to_string(&events).unwrap_or_default().contains("\"finish\"");
+        wait_until("the end of the run", done);
         signal(victim, libc::SIGSTOP);
-        let until = Instant::now() + Duration::from_secs(40);
+        let until = Instant::now() + HANG;
         while child.try_wait().unwrap().is_none() {
             if Instant::now() > until {
                 signal(victim, libc::SIGKILL);

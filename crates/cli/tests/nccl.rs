@@ -3,13 +3,14 @@
 
 mod common;
 mod fake_cuda;
+mod launched;
+mod layouts;
 
-use common::free_port;
+use common::{HANG, free_port, soon, wait_until};
 use fake_cuda::Fake;
 use lockstep_exec::comm::processes::host;
-use std::io::Read;
 use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const TWO_GPUS: (&str, &str) = ("FAKE_CUDA_DEVICES", "2");
 
@@ -129,7 +130,7 @@ fn an_error_of_nccl_is_told_by_all_with_its_rank() {
     let fake = Fake::new();
     for fault in ["ncclAllReduce:3=3", "ncclCommInitRankConfig:1=2", "ncclGroupEnd:2=3", "ncclCommGetAsyncError:5=1"] {
         let mut command = fake.command(&launch("run", &["parallel.dp=2"]), &[TWO_GPUS, ("FAKE_CUDA_FAIL", fault)]);
-        let output = end(command.stderr(Stdio::piped()).spawn().unwrap(), Duration::from_secs(20));
+        let output = end(command.stderr(Stdio::piped()).spawn().unwrap(), HANG);
         let function = fault.split(':').next().unwrap();
         assert_eq!(output.0, Some(1), "{fault}: {}", output.1);
         let said = format!("{function} failed: ");
@@ -154,7 +155,7 @@ fn a_gpu_that_is_lost_ends_all_ranks_and_is_told_with_its_rank() {
         fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let ranks = [rank("0", &[]), rank("1", &[("FAKE_CUDA_LOSE", "cuGraphLaunch:5=719")])];
-    let [(code, other), (lost_code, lost)] = ranks.map(|child| end(child, Duration::from_secs(30)));
+    let [(code, other), (lost_code, lost)] = ranks.map(|child| end(child, HANG));
     assert_eq!((code, lost_code), (Some(1), Some(1)), "{other}\n{lost}");
     assert!(lost.contains(&format!("error: rank 1 on host {}: the device was lost: ", host())), "{lost}");
     let told = other.contains(&format!("rank 1 on host {}", host())) && other.contains("the device was lost: ");
@@ -175,29 +176,16 @@ fn collectives_over_nccl_are_checked_and_want_a_gpu_for_every_rank() {
     assert!(text.contains("all_reduce of 1.00 KiB gave rank ") && text.contains(" is right\nhint: "), "{text}");
 }
 
-/// Waits for the end, which must come soon: the exit code, and what was said on stderr.
-fn end(mut child: Child, within: Duration) -> (Option<i32>, String) {
-    let until = Instant::now() + within;
-    while child.try_wait().unwrap().is_none() {
-        if Instant::now() > until {
-            child.kill().unwrap();
-            panic!("still there after {within:?}");
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let mut text = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-    (child.wait().unwrap().code(), text)
+/// Waits for the end, which must come within this time: the exit code, and what was said on stderr.
+fn end(child: Child, within: Duration) -> (Option<i32>, String) {
+    let output = launched::end(child, within);
+    (output.status.code(), String::from_utf8(output.stderr).unwrap())
 }
 
-/// The process of a rank, by what it has written to its log.
-fn wait_for_log(fake: &Fake, rank: usize, part: &str) {
-    let until = Instant::now() + Duration::from_secs(60);
+/// Waits until a rank has written this to its log, and gives how long that took.
+fn wait_for_log(fake: &Fake, rank: usize, part: &str) -> Duration {
     let path = fake.place.path(&format!("log{rank}"));
-    while !std::fs::read_to_string(&path).unwrap_or_default().contains(part) {
-        assert!(Instant::now() < until, "rank {rank} never came to {part}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until(&format!("{part} of rank {rank}"), || std::fs::read_to_string(&path).unwrap_or_default().contains(part))
 }
 
 /// The child of a process that is this rank.
@@ -225,13 +213,12 @@ fn ranks_that_wait_on_the_device_for_one_that_is_killed_end_soon_and_say_where_t
         let args = launch(&dir, &["parallel.dp=2"]);
         let launcher = fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let survivor = 1 - victim;
-        wait_for_log(&fake, 0, "ncclAllReduce");
-        wait_for_log(&fake, 1, "ncclAllReduce");
-        // Long enough to be stuck.
-        std::thread::sleep(Duration::from_millis(1500));
+        let start = wait_for_log(&fake, 0, "ncclAllReduce") + wait_for_log(&fake, 1, "ncclAllReduce");
+        // Long enough to be stuck, and to be heard of.
+        std::thread::sleep(start.max(Duration::from_millis(1500)));
         // SAFETY: a signal to a process that this test has started.
         assert_eq!(unsafe { libc::kill(rank_of(&launcher, victim), libc::SIGKILL) }, 0);
-        let (code, text) = end(launcher, Duration::from_secs(10));
+        let (code, text) = end(launcher, soon(start));
         assert_eq!(code, Some(1), "{text}");
         assert!(text.contains(&format!("rank {victim} on host {} is gone: its process has ended", host())), "{text}");
         let waited = format!("; rank {survivor} waited in all_reduce");
@@ -249,7 +236,7 @@ fn ranks_that_do_not_get_on_end_after_the_timeout_and_name_op_and_layer() {
     let faults = [TWO_GPUS, ("FAKE_CUDA_STUCK", "ncclAllReduce:3=1")];
     let args = launch("run", &["parallel.dp=2", "parallel.timeout=2.0"]);
     let launcher = fake.command(&args, &faults).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let (code, text) = end(launcher, Duration::from_secs(20));
+    let (code, text) = end(launcher, HANG);
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains(" waits in all_reduce") && text.contains("raise parallel.timeout"), "{text}");
 }

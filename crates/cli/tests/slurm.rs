@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{CONFIG, Place, free_port, wait_for_steps};
+use common::{CONFIG, HANG, Place, free_port, wait_for_steps, wait_until};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -69,9 +69,15 @@ impl Slurm {
         text.split("JobState=").nth(1).unwrap().split(' ').next().unwrap().to_owned()
     }
 
+    /// Lets a job that went back into the queue begin: Slurm gives it a time two minutes later.
+    fn begin_again(&self, job: &str) {
+        wait_until(&format!("job {job} in the queue"), || self.state(job) == "PENDING");
+        self.ask(&["scontrol", "update", &format!("JobId={job}"), "StartTime=now"]);
+    }
+
     /// Waits until a job is in this state.
     fn wait_for(&self, place: &Place, dir: &str, job: &str, state: &str) {
-        let until = Instant::now() + Duration::from_secs(180);
+        let until = Instant::now() + HANG;
         while self.state(job) != state {
             let log = || fs::read_to_string(place.path(dir).join(format!("slurm-{job}.log"))).unwrap_or_default();
             assert!(Instant::now() < until, "{job} is {}, not {state}: {}", self.state(job), log());
@@ -108,7 +114,7 @@ fn a_test_that_panics_leaves_no_daemon_behind() {
 /// Four ranks on two nodes, long enough to be interrupted.
 fn place() -> Place {
     let place = Place::new();
-    let train = "steps = 200\nmicro_batch = 1";
+    let train = "steps = 100\nmicro_batch = 1";
     let config =
         CONFIG.replace("steps = 20", train).replace("kv_heads = 2", "kv_heads = 4").replace("every = 5", "every = 40");
     let config = config.replace("validate_every = 40", "validate_every = 30");
@@ -134,6 +140,7 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     assert_eq!((chain.len(), requeued.len(), whole.len(), cancelled.len()), (3, 1, 1, 1));
     wait_for_steps(&place, "cancelled", 3);
     slurm.ask(&["scancel", &cancelled[0]]);
+    slurm.begin_again(&requeued[0]);
     place.ok(&["train", "run.toml", "--run-dir", "threads", "--quiet"]);
 
     slurm.wait_for(&place, "whole", &whole[0], "COMPLETED");
@@ -151,7 +158,7 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     let step = text.split_once("interrupted after step ").unwrap().1.split_once(' ').unwrap().0;
     let goes_on = format!("interrupted with a checkpoint: job {} goes back into the queue", requeued[0]);
     assert!(text.contains(&goes_on) && text.contains(&format!("resuming at step {step}")), "{text}");
-    assert!(text.contains("finished 200 steps; ") && !text.contains("\nerror: "), "{text}");
+    assert!(text.contains("finished 100 steps; ") && !text.contains("\nerror: "), "{text}");
     assert!(log("chain", &chain[1]).contains("resuming at step "));
     assert!(slurm.ask(&["scontrol", "-o", "show", "job", &chain[0]]).contains("ExitCode=75:0"));
     assert!(!place.path("chain").join(format!("slurm-{}.log", chain[2])).exists(), "the last of the chain has run");

@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A folder with a small corpus and a small config.
 pub struct Place {
@@ -74,6 +74,8 @@ impl Place {
         command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
         // Not what the user has measured.
         command.env("LOCKSTEP_HARDWARE", self.path("hardware")).env("LOCKSTEP_MACHINES", self.path("machines"));
+        // Nor libraries of CUDA: with NVRTC among them every `doctor` would compile all kernels, as the tests of lockstep-cuda do once.
+        command.env_remove("LOCKSTEP_CUDA_LIBRARIES");
         command
     }
 
@@ -140,13 +142,33 @@ pub fn damage(path: &Path) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// Waits until a run has this many lines of metrics.
-pub fn wait_for_steps(place: &Place, dir: &str, steps: usize) {
-    let until = std::time::Instant::now() + Duration::from_secs(120);
-    while std::fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap_or_default().lines().count() < steps {
-        assert!(std::time::Instant::now() < until, "the run makes no progress");
-        std::thread::sleep(Duration::from_millis(10));
+/// What takes so long hangs: no load makes anything that a test waits for this slow.
+pub const HANG: Duration = Duration::from_secs(600);
+
+/// What has failed ends within ten seconds on a machine that starts a run in one; beside a load all of it takes as much longer as the
+/// start of the same run took.
+pub fn soon(start: Duration) -> Duration {
+    10 * start.max(Duration::from_secs(1))
+}
+
+/// Waits until something is so, and gives how long that took; says what never came where that hangs.
+pub fn wait_until(what: &str, mut is: impl FnMut() -> bool) -> Duration {
+    let begun = Instant::now();
+    while !is() {
+        assert!(begun.elapsed() < HANG, "{what}: not within {HANG:?}");
+        std::thread::sleep(Duration::from_millis(5));
     }
+    begun.elapsed()
+}
+
+/// Steps that a run has in its metrics.
+pub fn steps(place: &Place, dir: &str) -> usize {
+    std::fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap_or_default().lines().count()
+}
+
+/// Waits until a run has this many lines of metrics, and gives how long that took.
+pub fn wait_for_steps(place: &Place, dir: &str, count: usize) -> Duration {
+    wait_until(&format!("step {count} of {dir}"), || steps(place, dir) >= count)
 }
 
 /// Sends a signal to a process that a test has started.

@@ -21,11 +21,16 @@ struct machine {
 void fake_lock(void) { pthread_mutex_lock(&fake_machine.lock); }
 void fake_unlock(void) { pthread_mutex_unlock(&fake_machine.lock); }
 
+static void list(struct stream *stream) {
+    stream->listed = 1;
+    stream->next = fake_machine.streams;
+    fake_machine.streams = stream;
+}
+
 struct stream *fake_new_stream(void) {
     struct stream *stream = calloc(1, sizeof *stream);
     fake_lock();
-    stream->next = fake_machine.streams;
-    fake_machine.streams = stream;
+    list(stream);
     fake_unlock();
     return stream;
 }
@@ -61,6 +66,18 @@ static void advance(void) {
                 moved = 1;
             }
     }
+}
+
+void fake_end_stream(struct stream *stream) {
+    fake_lock();
+    advance();
+    for (struct stream **at = &fake_machine.streams; *at && !stream->first; at = &(*at)->next)
+        if (*at == stream) {
+            *at = stream->next;
+            stream->listed = 0;
+            break;
+        }
+    fake_unlock();
 }
 
 static int idle(struct stream *stream) {
@@ -120,6 +137,9 @@ static void append(struct entry entry) {
         run(&entry);
         return;
     }
+    /* A graph may have been captured from it. */
+    if (!s->listed)
+        list(s);
     if (entry.kind == GROUP)
         entry.group = fake_post_group(entry.group);
     struct entry *copy = malloc(sizeof *copy);

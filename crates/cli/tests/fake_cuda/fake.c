@@ -31,6 +31,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 typedef uint64_t address;
@@ -210,8 +211,9 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
     size_t total = fake_number("FAKE_CUDA_MEMORY", 1u << 30);
     if (bytes > total - memory_used || bytes > fake_number("FAKE_CUDA_LARGEST", total))
         return 2;
-    size_t *block = calloc(1, bytes + 256);
-    if (!block)
+    /* Pages that nobody touches cost nothing. */
+    size_t *block = mmap(NULL, bytes + 256, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (block == MAP_FAILED)
         return 2;
     *block = bytes;
     memory_used += bytes;
@@ -223,8 +225,9 @@ int cuMemFree_v2(address at) {
     TRY;
     forget_block(at);
     size_t *block = (size_t *)(uintptr_t)(at - 256);
-    memory_used -= *block;
-    free(block);
+    size_t bytes = *block;
+    memory_used -= bytes;
+    munmap(block, bytes + 256);
     return 0;
 }
 int cuMemHostAlloc(void **at, size_t bytes, unsigned flags) {
@@ -269,13 +272,23 @@ int cuMemcpyAsync(address to, address from, size_t bytes, struct stream *stream)
         return cuMemcpyDtoHAsync_v2(to, from, bytes);
     return cuMemcpyDtoDAsync_v2(to, from, bytes);
 }
+/* Whole pages of the device become zero without being touched: programs clear scratch that nobody reads. */
+static void fill(address at, int value, size_t count) {
+    address from = (at + 4095) & ~(address)4095, to = (at + count) & ~(address)4095;
+    if (value || count < 1 << 16 || !on_device(at) || madvise((void *)from, to - from, MADV_DONTNEED)) {
+        memset((void *)at, value, count);
+        return;
+    }
+    memset((void *)at, 0, from - at);
+    memset((void *)to, 0, at + count - to);
+}
 #define FILL(name, type)                                                  \
     int name(address at, type value, size_t count) {                      \
         TRY;                                                              \
         for (size_t i = 0; sizeof value > 1 && i < count; i++)            \
             ((type *)(uintptr_t)at)[i] = value;                           \
         if (sizeof value == 1)                                            \
-            memset((void *)(uintptr_t)at, (int)value, count);             \
+            fill(at, (int)value, count);                                  \
         return 0;                                                         \
     }
 FILL(cuMemsetD8Async, unsigned char)
@@ -302,6 +315,7 @@ static void caught_up(struct stream *stream) {
 int cuStreamDestroy_v2(struct stream *stream) {
     TRY;
     caught_up(stream);
+    fake_end_stream(stream);
     return 0;
 }
 /* Waits for a stream, or for all. */

@@ -30,6 +30,8 @@ struct stream {
     int behind;
     struct entry *first, *last;
     struct stream *next;
+    /* Whether it is among those that get on. */
+    int listed;
 };
 struct event {
     struct stream *stream;
@@ -51,6 +53,8 @@ struct entry {
 };
 
 struct stream *fake_new_stream(void);
+/* It is not looked after any more. What names it may stay. */
+void fake_end_stream(struct stream *stream);
 /* Queues an entry, or adds it to the graph that is captured. A copy is made. */
 void fake_queue(struct entry entry);
 /* Lets the device do what it can. */

@@ -2,7 +2,7 @@
 // Each test binary uses a part of this.
 #![allow(dead_code)]
 
-use crate::common::Place;
+use crate::common::{Place, steps, wait_until};
 use crate::layouts::command;
 use std::fs;
 use std::io::Read;
@@ -46,22 +46,32 @@ pub fn ranks_of(launcher: &Child) -> Vec<i32> {
     found.into_iter().map(|(_, pid)| pid).collect()
 }
 
-/// Steps that a run has in its metrics.
-pub fn steps(place: &Place, dir: &str) -> usize {
-    fs::read_to_string(place.path(dir).join("metrics.jsonl")).unwrap_or_default().lines().count()
+/// Waits until a run has this many lines of metrics, and gives how long that took; a run that ends before that says why.
+pub fn comes_to(launcher: &mut Child, place: &Place, dir: &str, count: usize) -> Duration {
+    let mut ended = None;
+    let took = wait_until(&format!("step {count} of {dir}"), || {
+        ended = launcher.try_wait().unwrap();
+        ended.is_some() || steps(place, dir) >= count
+    });
+    if let Some(status) = ended {
+        let mut text = String::new();
+        launcher.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        panic!("{dir} ended before step {count}, {status}: {text}");
+    }
+    took
 }
 
-/// Waits for the end, which must come soon.
+/// Waits for the end, which must come within this time.
 pub fn end(mut child: Child, within: Duration) -> Output {
     // What is said must be read, or whoever says it waits.
-    let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-    let read = |mut from: Box<dyn Read + Send>| {
+    let read = |from: Option<Box<dyn Read + Send>>| {
         std::thread::spawn(move || {
             let mut bytes = Vec::new();
-            from.read_to_end(&mut bytes).map(|_| bytes)
+            from.map_or(Ok(0), |mut from| from.read_to_end(&mut bytes)).map(|_| bytes)
         })
     };
-    let (out, err) = (read(Box::new(out)), read(Box::new(err)));
+    let out = read(child.stdout.take().map(|out| Box::new(out) as _));
+    let err = read(child.stderr.take().map(|err| Box::new(err) as _));
     let until = Instant::now() + within;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > until {
