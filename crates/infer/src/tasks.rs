@@ -7,11 +7,10 @@ mod score;
 pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
-use crate::evaluate::Model;
 use crate::feed::TextScore;
-use crate::{EvaluateProgress, Result, Trained};
+use crate::{EvaluateProgress, Result, TextScorer, Trained};
 use lockstep_host::Devices;
-use lockstep_plan::{Cut, check_positions};
+use lockstep_plan::check_positions;
 pub use read::Request;
 
 /// How a model does on tasks.
@@ -21,6 +20,8 @@ pub struct TaskEvaluation {
     pub tasks: Vec<TaskReport>,
     /// Most tokens that a prediction has seen.
     pub seq: usize,
+    /// Tokens that the model read: those of a question once for all its answers.
+    pub tokens_read: u64,
     /// Bytes allocated.
     pub arena_bytes: u64,
 }
@@ -38,19 +39,19 @@ pub fn evaluate_tasks(
     let most = seq.unwrap_or(config.train.seq).max(1);
     check_positions(config, most)?;
     let requests = TaskRequests::new(files, &tokenizer, most)?;
-    // Programs are made for the longest text, not for the longest that there could be.
-    let seq = requests.longest();
+    let groups: Vec<usize> = files.iter().flat_map(|file| file.items.iter().map(|item| item.texts())).collect();
     let total = requests.rows.len() as u64;
-    let mut model = Model::load(devices, trained, seq, Cut { sequences: total.max(1), rest: 0 }, true)?;
-    let mut scores = Vec::new();
-    model.score_texts(&requests.rows, &mut |score| {
-        scores.push(score);
-        show(EvaluateProgress::Scoring { done: scores.len() as u64, total });
+    let mut scorer = TextScorer::new(devices, config, trained.weights(), &requests.rows, &groups)?;
+    let mut done = 0;
+    let scores = scorer.score(&requests.rows, &groups, &mut || {
+        done += 1;
+        show(EvaluateProgress::Scoring { done, total });
     })?;
     Ok(TaskEvaluation {
         tasks: requests.reports(files, &scores)?,
         seq: most,
-        arena_bytes: model.executor.arena_bytes(),
+        tokens_read: scorer.tokens_read(),
+        arena_bytes: scorer.arena_bytes(),
     })
 }
 
@@ -68,11 +69,6 @@ impl TaskRequests {
             file.requests(tokenizer, seq, &mut rows)?;
         }
         Ok(Self { rows })
-    }
-
-    /// Tokens that the longest one reads.
-    fn longest(&self) -> usize {
-        self.rows.iter().map(|row| row.tokens.len() - 1).max().unwrap_or(1).max(1)
     }
 
     /// What the scores of all texts say.

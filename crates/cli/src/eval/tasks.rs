@@ -70,6 +70,7 @@ fn as_json(evaluation: &TaskEvaluation, trained: &Trained) -> Value {
     json!({
         "tasks": evaluation.tasks.iter().map(task).collect::<Vec<_>>(),
         "seq": evaluation.seq,
+        "tokens_read": evaluation.tokens_read,
         "arena_bytes": evaluation.arena_bytes,
         "checkpoint": trained.path(),
         "step": trained.step(),
