@@ -102,6 +102,13 @@ pub enum EvaluateProgress<'a> {
         /// Texts in all.
         total: u64,
     },
+    /// Questions of tasks are being answered.
+    Answering {
+        /// Questions done.
+        done: u64,
+        /// Questions in all.
+        total: u64,
+    },
     /// Tokens are being predicted.
     Evaluating {
         /// Tokens done.

@@ -1,9 +1,11 @@
 //! Evaluation tasks: questions with choices, and texts with a word to complete, scored by log-likelihood as
-//! lm-evaluation-harness scores them.
+//! lm-evaluation-harness scores them; and questions that a model answers in its own words.
 
+mod generation;
 mod read;
 mod score;
 
+pub use generation::{GenerationEvaluation, GenerationItem, GenerationReport, GenerationTask, evaluate_generation};
 pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
@@ -12,6 +14,7 @@ use crate::{EvaluateProgress, Result, TextScorer, Trained};
 use lockstep_host::Devices;
 use lockstep_plan::check_positions;
 pub use read::Request;
+use std::path::PathBuf;
 
 /// How a model does on tasks.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +27,32 @@ pub struct TaskEvaluation {
     pub tokens_read: u64,
     /// Bytes allocated.
     pub arena_bytes: u64,
+}
+
+/// Tasks of both kinds.
+#[derive(Clone, Debug, Default)]
+pub struct Tasks {
+    /// Those that are scored by log-likelihood.
+    pub scored: Vec<TaskFile>,
+    /// Those whose questions are answered by generation.
+    pub generated: Vec<GenerationTask>,
+}
+
+impl Tasks {
+    /// Opens files of either kind, whose names must differ; of their items the first `most`, where that is not 0.
+    pub fn open(paths: &[PathBuf], most: usize) -> Result<Self> {
+        let mut tasks = Self::default();
+        for path in paths {
+            let text = read::text_of(path)?;
+            let lines = read::lines_of(&text);
+            match GenerationTask::is_one(&lines) {
+                true => tasks.generated.push(GenerationTask::of(path, &lines, most)?),
+                false => tasks.scored.push(TaskFile::of(path, &lines, most)?),
+            }
+        }
+        read::require_names(paths)?;
+        Ok(tasks)
+    }
 }
 
 /// Scores a model on tasks, whose texts are cut from the left to `seq` tokens (by default those of its training).
