@@ -28,8 +28,8 @@ pub struct Args {
     /// The run's own validation text: the sequences that its validation reads.
     #[arg(long, conflicts_with = "data")]
     validation: bool,
-    /// Tasks: files of JSON lines, {"query", "choices", "gold"} for multiple choice, {"query", "target"} for a text to complete.
-    /// Scored as lm-evaluation-harness does.
+    /// Tasks: files of JSON lines, {"query", "choices", "gold"} for multiple choice, {"query", "target"} for a text to complete,
+    /// {"prompt", "answer"} for an answer that greedy decoding writes. Scored as lm-evaluation-harness does.
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with_all = ["data", "validation"])]
     tasks: Vec<PathBuf>,
     /// Ask only the first N items of each task.
@@ -38,7 +38,7 @@ pub struct Args {
     /// Write what every item gave to a file, as JSON lines.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     log_samples: Option<PathBuf>,
-    /// Tokens per sequence; train.seq of the run if not given. Longer texts of tasks lose their beginning.
+    /// Tokens per sequence; train.seq of the run if not given. Longer texts of tasks, with the room of an answer, lose their beginning.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq: Option<u32>,
     /// How to print it.
@@ -62,7 +62,7 @@ pub fn run(args: Args) -> Result<()> {
             args.seq.map(|s| s as usize),
             &mut |event| match event {
                 EvaluateProgress::Warning(text) => crate::warn(&[text.to_owned()]),
-                EvaluateProgress::Scoring { .. } => {}
+                EvaluateProgress::Scoring { .. } | EvaluateProgress::Answering { .. } => {}
                 EvaluateProgress::Preparing(p) => {
                     progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
                 }

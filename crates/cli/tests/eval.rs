@@ -160,3 +160,72 @@ fn mistakes_are_named_with_a_hint() {
     let text = place.fails(2, &["eval", "run", "--validation"]);
     assert_eq!(text, "error: run/data holds no validation text\nhint: name text to evaluate on: --data PATH\n");
 }
+
+/// A model that has learned to answer with the letter that follows, in capitals.
+fn answers() -> Place {
+    let place = Place::new();
+    let letters = ["ab", "bc", "cd", "de", "ef", "fg"];
+    let say = |pair: &str| format!("after {} comes {}.\n", &pair[..1], pair[1..].to_uppercase());
+    let text: String = (0..4000u64).map(|i| say(letters[(i * 2_654_435_761 % 4_294_967_291 % 6) as usize])).collect();
+    for entry in std::fs::read_dir(place.path("corpus")).unwrap() {
+        std::fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    std::fs::write(place.path("corpus/letters.txt"), text).unwrap();
+    place.config(&CONFIG.replace("steps = 20", "steps = 400").replace("every = 5", "every = 400"));
+    place.ok(&["train", "run.toml", "--run-dir", "run"]);
+    place
+}
+
+#[test]
+fn questions_are_answered_by_generation_and_answers_found_by_a_pattern() {
+    let place = answers();
+    let ask = |letter: &str, answer: &str| format!("{{\"prompt\": \"after {letter}\", {answer}}}\n");
+    let declared = "{\"pattern\": \"comes ([A-Z])\", \"max_tokens\": 12, \"stop\": [\"\\n\"]}\n";
+    let right = [ask("a", "\"answer\": \"B\""), ask("c", "\"answers\": [\"x\", \"D\"]"), ask("e", "\"answer\": \"F\"")];
+    std::fs::write(place.path("right.jsonl"), declared.to_owned() + &right.concat()).unwrap();
+    let half = [ask("b", "\"answer\": \"C\""), ask("b", "\"answer\": \"Q\"")].concat();
+    std::fs::write(place.path("half.jsonl"), declared.to_owned() + &half).unwrap();
+    // Without a pattern the whole text is the answer.
+    let whole = "{\"max_tokens\": 12, \"stop\": [\".\"]}\n".to_owned() + &ask("d", "\"answer\": \"comes E\"");
+    std::fs::write(place.path("whole.jsonl"), whole).unwrap();
+    let missed = declared.replace("comes (", "goes (") + &right.concat();
+    std::fs::write(place.path("missed.jsonl"), missed).unwrap();
+    std::fs::write(place.path("choice.jsonl"), "{\"query\":\"after a comes\",\"choices\":[\"B\",\"C\"],\"gold\":0}\n")
+        .unwrap();
+    let tasks = ["right.jsonl", "half.jsonl", "whole.jsonl", "missed.jsonl", "choice.jsonl"];
+    let args = [&["run", "--tasks"], &tasks[..], &["--log-samples", "items.jsonl"]].concat();
+    let found = json(&place, &args);
+    let task = |name: &str| found["tasks"].as_array().unwrap().iter().find(|task| task["name"] == name).unwrap();
+    let items = std::fs::read_to_string(place.path("items.jsonl")).unwrap();
+    for (name, share, unmatched) in [("right", 1.0, 0), ("half", 0.5, 0), ("whole", 1.0, 0), ("missed", 0.0, 3)] {
+        assert_eq!(
+            (number(task(name), "exact_match"), &task(name)["unmatched"]),
+            (share, &unmatched.into()),
+            "{items}"
+        );
+    }
+    assert_eq!(number(task("half"), "exact_match_stderr"), 0.5);
+    assert_eq!(number(task("choice"), "acc"), 1.0);
+    assert!(number(&found, "tokens_written") > 0.0 && number(&found, "tokens_read") > 0.0);
+    let items: Vec<Value> = items.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(items.len(), 10);
+    let item = items.iter().find(|item| item["task"] == "right" && item["item"] == 1).unwrap();
+    assert_eq!((&item["line"], &item["extracted"], &item["exact_match"]), (&3.into(), &"D".into(), &true.into()));
+    assert_eq!((&item["text"], &item["stop"]), (&" comes D.".into(), &"stop_string".into()));
+    let text = place.ok(&["eval", "run", "--tasks", "half.jsonl", "--limit", "1"]);
+    assert!(text.contains("exact_match") && text.contains("1.0000") && !text.contains("perplexity"), "{text}");
+    // What is wrong with a file is said with its line.
+    for (file, expected) in [
+        ("{\"pattern\": \"[\"}\n{}\n", "error: bad.jsonl, line 1: `pattern` is no regular expression: "),
+        ("{\"stop\": []}\n{\"prompt\": \"a\"}\n", "error: bad.jsonl, line 2: it has no `answer`\nhint: "),
+        ("{\"max_tokens\": 2}\n\n", "error: bad.jsonl: it has no questions\nhint: "),
+        ("\n", "error: bad.jsonl: it has no items\nhint: "),
+        ("{\"prompt\": \"a\", \"answer\": \"b\"}\n", "error: bad.jsonl: answers of 256 tokens leave no room"),
+    ] {
+        std::fs::write(place.path("bad.jsonl"), file).unwrap();
+        let text = place.fails(2, &["eval", "run", "--tasks", "bad.jsonl"]);
+        assert!(text.starts_with(expected) && text.contains("\nhint: "), "{text}");
+    }
+    let text = place.fails(2, &["train", "run.toml", "--run-dir", "other", "--set", "eval.tasks=[\"right.jsonl\"]"]);
+    assert!(text.contains("right.jsonl: its questions are answered by generation\nhint: "), "{text}");
+}

@@ -1,7 +1,6 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
-use crate::feed::{Feed, Scored, Sequences, Stretch, TextScore, counted};
-use crate::tasks::Request;
+use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::text::with_tokens_of;
 use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
 use lockstep_config::{Config, DataFormat};
@@ -103,6 +102,13 @@ pub enum EvaluateProgress<'a> {
         /// Texts in all.
         total: u64,
     },
+    /// Questions of tasks are being answered.
+    Answering {
+        /// Questions done.
+        done: u64,
+        /// Questions in all.
+        total: u64,
+    },
     /// Tokens are being predicted.
     Evaluating {
         /// Tokens done.
@@ -163,7 +169,7 @@ pub fn evaluate(
         }
         show(EvaluateProgress::Evaluating { done, total });
     };
-    let mut model = Model::load(devices, trained, seq, cut, false)?;
+    let mut model = Model::load(devices, trained, seq, cut)?;
     model.score(&material, cut, &mut scored)?;
     if all.tokens == 0 {
         return Err(nothing_to_predict("no token of the text counts in the loss"));
@@ -276,19 +282,19 @@ impl Material {
 }
 
 /// A model in memory, for whole sequences and the rest of a text.
-pub(crate) struct Model {
-    pub(crate) executor: Box<dyn Executor>,
+struct Model {
+    executor: Box<dyn Executor>,
     whole: Option<Feed>,
     rest: Option<Feed>,
 }
 
 impl Model {
-    /// For what is cut into sequences of `seq` tokens; `misses` says whether it tells what greedy decoding gives.
-    pub(crate) fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut, misses: bool) -> Result<Self> {
+    /// For what is cut into sequences of `seq` tokens.
+    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut) -> Result<Self> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
-        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut, misses)?;
+        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut, false)?;
         let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let numbers = (config.train.seed, config.model.vocab_size);
@@ -298,14 +304,6 @@ impl Model {
             whole: (cut.sequences > 0).then(|| feed(StepProgram::EVALUATE, batch, seq)),
             rest: (cut.rest > 0).then(|| feed(StepProgram::EVALUATE_REST, 1, cut.rest)),
         })
-    }
-
-    /// Calls `scored` with each text.
-    pub(crate) fn score_texts(&mut self, texts: &[Request], scored: &mut dyn FnMut(TextScore)) -> Result<()> {
-        let Some(feed) = &mut self.whole else { return Ok(()) };
-        // An interrupt ends the process at once: nothing is lost.
-        let never = AtomicBool::new(false);
-        feed.score(self.executor.as_mut(), StepProgram::EVALUATE, texts, &never, scored).map(|_| ())
     }
 
     /// Scores every sequence.

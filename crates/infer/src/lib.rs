@@ -18,6 +18,7 @@ mod initial;
 mod pages;
 mod prompts;
 mod sampling;
+mod scorer;
 pub mod state;
 mod tasks;
 mod text;
@@ -34,7 +35,11 @@ pub use inherited::inherited;
 pub use initial::{BASE, InitialWeights};
 pub use prompts::{PromptOptions, PromptProgress, PromptSummary, write_prompts};
 pub use sampling::Sampling;
+pub use scorer::TextScorer;
 pub use state::{Part, Weights, parts};
-pub use tasks::{ItemScore, Request, TaskEvaluation, TaskFile, TaskReport, TaskRequests, TaskScores, evaluate_tasks};
+pub use tasks::{
+    GenerationEvaluation, GenerationItem, GenerationReport, GenerationTask, ItemScore, Request, TaskEvaluation,
+    TaskFile, TaskReport, TaskRequests, TaskScores, Tasks, evaluate_generation, evaluate_tasks,
+};
 pub use text::{RunTokenizer, TextStream, require_vocabulary, tokenizer_spec, unused_vocabulary};
 pub use trained::{TOKENIZER, Trained};

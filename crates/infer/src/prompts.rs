@@ -307,7 +307,7 @@ impl Under {
 }
 
 /// Where the first text that ends another begins, of those that end behind byte `known`.
-fn first_stop(text: &str, known: usize, stop: &[String]) -> Option<usize> {
+pub(crate) fn first_stop(text: &str, known: usize, stop: &[String]) -> Option<usize> {
     let of = |s: &String| {
         let mut from = known.saturating_sub(s.len());
         while !text.is_char_boundary(from) {

@@ -1,18 +1,20 @@
 //! Evaluation tasks: questions with choices, and texts with a word to complete, scored by log-likelihood as
-//! lm-evaluation-harness scores them.
+//! lm-evaluation-harness scores them; and questions that a model answers in its own words.
 
+mod generation;
 mod read;
 mod score;
 
+pub use generation::{GenerationEvaluation, GenerationItem, GenerationReport, GenerationTask, evaluate_generation};
 pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
-use crate::evaluate::Model;
 use crate::feed::TextScore;
-use crate::{EvaluateProgress, Result, Trained};
+use crate::{EvaluateProgress, Result, TextScorer, Trained};
 use lockstep_host::Devices;
-use lockstep_plan::{Cut, check_positions};
+use lockstep_plan::check_positions;
 pub use read::Request;
+use std::path::PathBuf;
 
 /// How a model does on tasks.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,8 +23,36 @@ pub struct TaskEvaluation {
     pub tasks: Vec<TaskReport>,
     /// Most tokens that a prediction has seen.
     pub seq: usize,
+    /// Tokens that the model read: those of a question once for all its answers.
+    pub tokens_read: u64,
     /// Bytes allocated.
     pub arena_bytes: u64,
+}
+
+/// Tasks of both kinds.
+#[derive(Clone, Debug, Default)]
+pub struct Tasks {
+    /// Those that are scored by log-likelihood.
+    pub scored: Vec<TaskFile>,
+    /// Those whose questions are answered by generation.
+    pub generated: Vec<GenerationTask>,
+}
+
+impl Tasks {
+    /// Opens files of either kind, whose names must differ; of their items the first `most`, where that is not 0.
+    pub fn open(paths: &[PathBuf], most: usize) -> Result<Self> {
+        let mut tasks = Self::default();
+        for path in paths {
+            let text = read::text_of(path)?;
+            let lines = read::lines_of(&text);
+            match GenerationTask::is_one(&lines) {
+                true => tasks.generated.push(GenerationTask::of(path, &lines, most)?),
+                false => tasks.scored.push(TaskFile::of(path, &lines, most)?),
+            }
+        }
+        read::require_names(paths)?;
+        Ok(tasks)
+    }
 }
 
 /// Scores a model on tasks, whose texts are cut from the left to `seq` tokens (by default those of its training).
@@ -38,19 +68,19 @@ pub fn evaluate_tasks(
     let most = seq.unwrap_or(config.train.seq).max(1);
     check_positions(config, most)?;
     let requests = TaskRequests::new(files, &tokenizer, most)?;
-    // Programs are made for the longest text, not for the longest that there could be.
-    let seq = requests.longest();
+    let groups: Vec<usize> = files.iter().flat_map(|file| file.items.iter().map(|item| item.texts())).collect();
     let total = requests.rows.len() as u64;
-    let mut model = Model::load(devices, trained, seq, Cut { sequences: total.max(1), rest: 0 }, true)?;
-    let mut scores = Vec::new();
-    model.score_texts(&requests.rows, &mut |score| {
-        scores.push(score);
-        show(EvaluateProgress::Scoring { done: scores.len() as u64, total });
+    let mut scorer = TextScorer::new(devices, config, trained.weights(), &requests.rows, &groups)?;
+    let mut done = 0;
+    let scores = scorer.score(&requests.rows, &groups, &mut || {
+        done += 1;
+        show(EvaluateProgress::Scoring { done, total });
     })?;
     Ok(TaskEvaluation {
         tasks: requests.reports(files, &scores)?,
         seq: most,
-        arena_bytes: model.executor.arena_bytes(),
+        tokens_read: scorer.tokens_read(),
+        arena_bytes: scorer.arena_bytes(),
     })
 }
 
@@ -68,11 +98,6 @@ impl TaskRequests {
             file.requests(tokenizer, seq, &mut rows)?;
         }
         Ok(Self { rows })
-    }
-
-    /// Tokens that the longest one reads.
-    fn longest(&self) -> usize {
-        self.rows.iter().map(|row| row.tokens.len() - 1).max().unwrap_or(1).max(1)
     }
 
     /// What the scores of all texts say.

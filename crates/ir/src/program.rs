@@ -472,6 +472,8 @@ impl StepProgram {
     pub const EVALUATE_REST: &'static str = "evaluate_rest";
     /// The entry that reads a chunk of tokens into the cache and yields the logits after the last.
     pub const PREFILL: &'static str = "prefill";
+    /// The entry that reads runs of tokens into the cache and yields the loss of the tokens behind them.
+    pub const SCORE: &'static str = "score";
     /// The entries that read one token each of so many texts into the cache and yield the logits after them.
     pub const DECODE: [(usize, &'static str); 7] = [
         (1, "decode"),

@@ -1,6 +1,6 @@
 //! What a graph is for, and the few places where that changes how an architecture is written down.
 //!
-//! There are two forms: `Loss` and `NextToken`. An architecture is written once and does not ask which it is.
+//! There are three forms: `Loss`, `NextToken` and `Score`. An architecture is written once and does not ask which it is.
 
 use crate::names;
 use lockstep_config::AttentionMethod;
@@ -31,6 +31,15 @@ pub enum Form {
         cache: CacheShape,
         /// Tokens that may be taken, of the vocabulary.
         known: usize,
+    },
+    /// The loss of given tokens behind some new tokens of some texts, with the same cache.
+    Score {
+        /// Runs of new tokens. Several may be of one text: all keys and values are in the cache before any position looks at them.
+        batch: usize,
+        /// Most new tokens of each.
+        positions: usize,
+        /// The cache.
+        cache: CacheShape,
     },
 }
 
@@ -64,7 +73,9 @@ impl Form {
     pub fn extents(self) -> (usize, usize, usize) {
         match self {
             Form::Loss { batch, seq, context, .. } => (batch, seq, context),
-            Form::NextToken { batch, positions, cache, .. } => (batch, positions, cache.context()),
+            Form::NextToken { batch, positions, cache, .. } | Form::Score { batch, positions, cache } => {
+                (batch, positions, cache.context())
+            }
         }
     }
 }
@@ -81,7 +92,7 @@ pub enum Side {
         /// The keys of dropout, and its rate, if there is any.
         dropout: Option<(ValueId, f32)>,
     },
-    /// Of [`Form::NextToken`].
+    /// Of [`Form::NextToken`] and [`Form::Score`].
     NextToken {
         /// How many tokens of each sequence are in the cache.
         start: ValueId,
@@ -91,11 +102,23 @@ pub enum Side {
         slot: ValueId,
         /// The cache.
         cache: CacheShape,
+        /// What is asked of the logits.
+        asked: AskedLogits,
+    },
+}
+
+/// What is asked of the logits behind new tokens.
+#[derive(Clone, Copy, Debug)]
+pub enum AskedLogits {
+    /// Those behind the last, and the most probable of so many tokens.
+    Last {
         /// Tokens that may be taken.
         known: usize,
         /// Whether a call may have several new tokens.
         several: bool,
     },
+    /// The loss of these tokens.
+    Targets(ValueId),
 }
 
 impl Side {
@@ -110,10 +133,16 @@ impl Side {
                 let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
                 Side::Loss { targets, starts, dropout: None }
             }
-            Form::NextToken { batch: b, positions, cache, known } => {
+            Form::NextToken { batch: b, positions, cache, .. } | Form::Score { batch: b, positions, cache } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
                 let [start, count, slot] = [names::START, names::COUNT, names::SLOT].map(&mut number);
-                Side::NextToken { start, count, slot, cache, known, several: positions > 1 }
+                let asked = match form {
+                    Form::NextToken { known, .. } => AskedLogits::Last { known, several: positions > 1 },
+                    _ => AskedLogits::Targets(
+                        g.input(names::TARGETS, TensorType::new(DType::U32, [batch(b), seq(positions)])),
+                    ),
+                };
+                Side::NextToken { start, count, slot, cache, asked }
             }
         }
     }
@@ -232,8 +261,10 @@ impl Side {
     /// The positions whose logits are used.
     pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
-            Side::NextToken { count, several: true, .. } => Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0]),
-            Side::NextToken { several: false, .. } | Side::Loss { .. } => Ok(x),
+            Side::NextToken { count, asked: AskedLogits::Last { several: true, .. }, .. } => {
+                Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0])
+            }
+            Side::NextToken { .. } | Side::Loss { .. } => Ok(x),
         }
     }
 
@@ -245,7 +276,10 @@ impl Side {
                 g.losses.push(Loss { value, weight: 1.0 });
                 value
             }
-            Side::NextToken { known, .. } => {
+            Side::NextToken { asked: AskedLogits::Targets(targets), .. } => {
+                g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0]
+            }
+            Side::NextToken { asked: AskedLogits::Last { known, .. }, .. } => {
                 let token = g.op(Op::Argmax { known: *known }, &[logits], names::NEXT)?[0];
                 g.outputs.push(token);
                 logits

@@ -16,7 +16,7 @@ pub mod parameters;
 // An architecture reads the same inside this crate and outside.
 extern crate self as lockstep_model;
 
-pub use form::{CacheShape, Form, Side};
+pub use form::{AskedLogits, CacheShape, Form, Side};
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};

@@ -83,7 +83,7 @@ pub fn check_positions(config: &Config, tokens: usize) -> Result<()> {
 }
 
 /// What the passes of a forward program need to know, and the threads it will run on: those of one rank, whatever the layout.
-fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
+pub(crate) fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
     let threads = threads(machine, config, 1);
     let precision = Precision::of(context.precision.compute, DType::F32);

@@ -23,6 +23,7 @@ mod projections;
 pub mod published;
 mod recipe;
 mod saves;
+mod scoring;
 mod search;
 mod snapshot;
 mod timeline;
@@ -48,6 +49,7 @@ pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
 pub use projections::Projection;
 pub use recipe::{Recipe, RecipeRung, RecipeSize, recipe};
 pub use saves::{FailureRate, SaveInterval, Stalls, checkpoint_bytes};
+pub use scoring::{ScoringShape, scoring_program, scoring_runs};
 pub use search::{
     LayoutChoice, RankedLayout, Rejection, SIMPLER, SearchCounts, SearchRequest, SearchResult, Trainer, at_layout,
     every_choice, search,

@@ -2,8 +2,12 @@
 
 mod common;
 
+use lockstep_config::Config;
 use lockstep_host::Devices;
-use lockstep_infer::{TaskFile, Trained, evaluate_tasks};
+use lockstep_infer::feed::{Feed, TextScore};
+use lockstep_infer::{Request, TaskFile, TextScorer, Trained, Weights, evaluate_tasks, state};
+use lockstep_ir::{StepProgram, counter};
+use lockstep_plan::{Cut, Target, evaluation_program};
 use lockstep_train::{Event, RunOptions, StepMetrics, run};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -143,5 +147,75 @@ fn every_layout_scores_every_item_as_its_checkpoint_does() {
             assert!((here / there - 1.0).abs() < 1e-3, "{name}, {task}: {here} and {there}");
         }
         assert_eq!(of_one_rank.get_or_insert_with(|| accs.clone()), &accs, "{name}");
+    }
+}
+
+/// The scores of texts by whole sequences of the evaluation program, as a run scores its tasks.
+fn in_sequences(config: &Config, texts: &[Request]) -> Vec<TextScore> {
+    let devices = Devices::of(config);
+    let seq = texts.iter().map(|text| text.tokens.len() - 1).max().unwrap();
+    let cut = Cut { sequences: texts.len() as u64, rest: 0 };
+    let (program, threads) = evaluation_program(&devices, config, (3, seq), cut, true).unwrap();
+    let mut executor = devices.device(Target::of(&devices, config)).unwrap().load(program.clone(), threads).unwrap();
+    state::load(&program.tensors, executor.as_mut(), Weights::Initial, config.train.seed).unwrap();
+    let (numbers, entry) = ((config.train.seed, config.model.vocab_size), StepProgram::EVALUATE);
+    let mut feed = Feed::new(&program.tensors, Some(entry), (3, seq), numbers, &|_, _| true);
+    let (mut scores, never) = (Vec::new(), AtomicBool::new(false));
+    feed.score(executor.as_mut(), entry, texts, &never, &mut |score| scores.push(score)).unwrap();
+    scores
+}
+
+/// Texts of questions, and how many each has: questions of one token up to several pages, most of which begin alike, and answers of one
+/// token up to many, some of which begin alike.
+fn questions() -> (Vec<Request>, Vec<usize>) {
+    let token = |key: usize, i: usize| (counter::bits(key as u64, i as u64) % 300) as u32;
+    let (mut texts, mut groups) = (Vec::new(), Vec::new());
+    for n in 0..40 {
+        let length = 1 + counter::bits(3, n as u64) as usize % 290;
+        let question: Vec<u32> =
+            (0..length).map(|i| if i < 200 && n % 4 > 0 { token(7, i) } else { token(100 + n, i) }).collect();
+        let answers = 1 + n % 5;
+        for a in 0..answers {
+            let count = 1 + counter::bits(5, (n * 8 + a) as u64) as usize % if a == 2 { 60 } else { 9 };
+            let answer = (0..count).map(|i| if i < a { token(n, i) } else { token(1000 + n * 8 + a, i) });
+            texts.push(Request { tokens: question.iter().copied().chain(answer).collect(), context: length });
+        }
+        groups.push(answers);
+    }
+    (texts, groups)
+}
+
+#[test]
+fn texts_over_a_cache_score_as_in_sequences_to_the_bit() {
+    let (texts, groups) = questions();
+    let gqa = "heads = 6\nkv_heads = 2\ndim = 48\n";
+    let windows = "sliding_window = 50\nlayer_types = [\"sliding\", \"full\"]\nattention_sinks = true\n";
+    for (model, rest) in [
+        (gqa.to_owned() + "tied_embeddings = true\n", ""),
+        (gqa.to_owned(), "[precision]\npolicy = \"bf16\"\n"),
+        (gqa.to_owned() + windows, ""),
+        (
+            "heads = 4\ndim = 48\nkv_lora_rank = 20\nqk_nope_head_dim = 10\nqk_rope_head_dim = 6\nv_head_dim = 12\n"
+                .into(),
+            "",
+        ),
+        ("architecture = \"gpt2\"\nheads = 4\ndim = 60\npositions = 400\ndropout = 0.1\n".into(), ""),
+        (gqa.to_owned() + "architecture = \"mixtral\"\nexperts = 4\nexperts_per_token = 2\n", ""),
+    ] {
+        let config = format!(
+            "[model]\nvocab_size = 300\nlayers = 2\nffn = 80\ninit_std = 0.3\n{model}[train]\nseq = 64\nglobal_batch = 1\n{rest}"
+        );
+        let config = Config::parse(&config, "run.toml", &[]).unwrap();
+        let expected = in_sequences(&config, &texts);
+        let mut scorer = TextScorer::new(&Devices::of(&config), &config, Weights::Initial, &texts, &groups).unwrap();
+        let mut done = 0;
+        let found = scorer.score(&texts, &groups, &mut || done += 1).unwrap();
+        assert_eq!(done, texts.len());
+        for (n, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert_eq!(found, expected, "{model}{rest}text {n} of {} tokens", texts[n].tokens.len());
+        }
+        // Less than half of the tokens: questions are read once, and so are their beginnings.
+        let all: usize = texts.iter().map(|text| text.tokens.len() - 1).sum();
+        assert!(scorer.tokens_read() * 2 < all as u64, "{} of {all}", scorer.tokens_read());
     }
 }

@@ -1,5 +1,6 @@
 //! Tasks as files of JSON lines, and their texts as tokens.
 
+use super::generation::GenerationTask;
 use crate::{InferError, Result, RunTokenizer};
 use serde::Deserialize;
 use std::fs;
@@ -10,7 +11,7 @@ use std::path::{Path, PathBuf};
 pub struct TaskFile {
     /// Its file name without the extension.
     pub name: String,
-    pub(crate) path: PathBuf,
+    path: PathBuf,
     pub(crate) items: Vec<TaskItem>,
 }
 
@@ -52,23 +53,17 @@ const MOST_BYTES: u64 = 1 << 30;
 impl TaskFile {
     /// Reads a file; of its items the first `most`, where that is not 0.
     pub fn open(path: &Path, most: usize) -> Result<Self> {
-        let unread = |e: std::io::Error| {
-            wrong(path, 0, format!("it cannot be read: {e}"), "name a file of a task, in JSON lines")
-        };
-        let bytes = fs::metadata(path).map_err(unread)?.len();
-        if bytes > MOST_BYTES {
-            return Err(wrong(path, 0, format!("it has {bytes} bytes"), "split it into several tasks"));
+        Self::of(path, &lines_of(&text_of(path)?), most)
+    }
+
+    pub(super) fn of(path: &Path, lines: &[(usize, &str)], most: usize) -> Result<Self> {
+        if GenerationTask::is_one(lines) {
+            let hint = "such tasks are scored when a run has ended, or on a checkpoint of it, not while it trains";
+            return Err(wrong(path, 0, "its questions are answered by generation".into(), hint));
         }
-        let text = fs::read_to_string(path).map_err(unread)?;
-        let mut items = Vec::new();
-        for (index, line) in
-            text.trim_start_matches('\u{feff}').lines().enumerate().filter(|(_, line)| !line.trim().is_empty())
-        {
-            if most > 0 && items.len() == most {
-                break;
-            }
-            items.push(TaskItem::of_line(path, index + 1, line)?);
-        }
+        let most = if most == 0 { lines.len() } else { most };
+        let items: Vec<TaskItem> =
+            lines.iter().take(most).map(|(line, text)| TaskItem::of_line(path, *line, text)).collect::<Result<_>>()?;
         let kind = |item: &TaskItem| item.gold.is_some();
         let Some(first) = items.first().map(kind) else {
             return Err(wrong(path, 0, "it has no items".into(), FORMAT));
@@ -77,19 +72,13 @@ impl TaskFile {
             let text = "it has `choices` and others of the file have a `target`, or the other way round";
             return Err(wrong(path, other.line, text.into(), "make two tasks of it"));
         }
-        let name = path.file_stem().map_or("task".into(), |name| name.to_string_lossy().into_owned());
-        Ok(Self { name: name.replace('/', "_"), path: path.to_owned(), items })
+        Ok(Self { name: name_of(path), path: path.to_owned(), items })
     }
 
     /// Opens several, whose names must differ.
     pub fn open_all(paths: &[PathBuf], most: usize) -> Result<Vec<Self>> {
         let files = paths.iter().map(|path| Self::open(path, most)).collect::<Result<Vec<_>, _>>()?;
-        for (index, file) in files.iter().enumerate() {
-            if files[..index].iter().any(|other| other.name == file.name) {
-                let text = format!("another task is called `{}` too", file.name);
-                return Err(wrong(&file.path, 0, text, "rename the file: a task has the name of its file"));
-            }
-        }
+        require_names(paths)?;
         Ok(files)
     }
 
@@ -150,7 +139,41 @@ impl TaskItem {
 
 const FORMAT: &str = r#"a line is {"query": "…", "choices": ["…", "…"], "gold": 0} or {"query": "…", "target": "…"}"#;
 
-fn wrong(path: &Path, line: usize, text: String, hint: &str) -> InferError {
+/// The text of a task's file.
+pub(super) fn text_of(path: &Path) -> Result<String> {
+    let unread =
+        |e: std::io::Error| wrong(path, 0, format!("it cannot be read: {e}"), "name a file of a task, in JSON lines");
+    let bytes = fs::metadata(path).map_err(unread)?.len();
+    if bytes > MOST_BYTES {
+        return Err(wrong(path, 0, format!("it has {bytes} bytes"), "split it into several tasks"));
+    }
+    Ok(fs::read_to_string(path).map_err(unread)?.trim_start_matches('\u{feff}').to_owned())
+}
+
+/// Lines that are not empty, with their numbers.
+pub(super) fn lines_of(text: &str) -> Vec<(usize, &str)> {
+    text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).map(|(i, line)| (i + 1, line)).collect()
+}
+
+/// The name of a task: that of its file, without the extension.
+pub(super) fn name_of(path: &Path) -> String {
+    let name = path.file_stem().map_or("task".into(), |name| name.to_string_lossy().into_owned());
+    name.replace('/', "_")
+}
+
+/// Refuses tasks of the same name.
+pub(super) fn require_names(paths: &[PathBuf]) -> Result<()> {
+    for (index, path) in paths.iter().enumerate() {
+        let name = name_of(path);
+        if paths[..index].iter().any(|other| name_of(other) == name) {
+            let text = format!("another task is called `{name}` too");
+            return Err(wrong(path, 0, text, "rename the file: a task has the name of its file"));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn wrong(path: &Path, line: usize, text: String, hint: &str) -> InferError {
     InferError::Unusable { problem: format!("{}: {text}", place(path, line)), hint: hint.to_owned() }
 }
 
@@ -215,6 +238,7 @@ mod tests {
     fn lines_that_are_no_items_are_refused() {
         for (text, word) in [
             ("", "no items"),
+            ("{\"prompt\":\"a\",\"answer\":\"b\"}", "its questions are answered by generation"),
             ("{}", "missing field `query`"),
             ("{\"query\":\"a\"}", "neither"),
             ("{\"query\":\"a\",\"choices\":[\"b\"],\"gold\":1}", "`gold` is 1, and there are 1 choices"),

@@ -89,8 +89,13 @@ impl TaskReport {
 
     /// The standard error of a share of the items, as of a sample of all that could be asked; 0 of one item.
     pub fn standard_error(&self, share: f64) -> f64 {
-        (share * (1.0 - share) / (self.items.len().max(2) - 1) as f64).sqrt()
+        standard_error(share, self.items.len())
     }
+}
+
+/// The standard error of a share of so many.
+pub(super) fn standard_error(share: f64, items: usize) -> f64 {
+    (share * (1.0 - share) / (items.max(2) - 1) as f64).sqrt()
 }
 
 /// The first of the greatest.

@@ -107,14 +107,11 @@ fn it_computes_the_same_on_other_layouts() {
 #[test]
 fn it_has_every_form() {
     let loss = Form::Loss { batch: 2, seq: 8, context: 8, documents: true };
+    let cache = CacheShape { slots: 1, blocks: 1, page: 32, pages: 1, window_pages: 1, apart: true };
     for form in [
         loss,
-        Form::NextToken {
-            batch: 1,
-            positions: 4,
-            cache: CacheShape { slots: 1, blocks: 1, page: 32, pages: 1, window_pages: 1, apart: true },
-            known: 256,
-        },
+        Form::NextToken { batch: 1, positions: 4, cache, known: 256 },
+        Form::Score { batch: 2, positions: 4, cache },
     ] {
         verify::graph(&BUILD(&config().model, form).unwrap()).unwrap();
     }
