@@ -176,6 +176,7 @@ static __device__ __forceinline__ void skinny(const T *x, const T *w, const T *b
     SKINNY(T, NAME, 4, wide, 8, 8, 4, false)                                                                           \
     SKINNY(T, NAME, 4, glu, 4, 8, 4, true)                                                                             \
     SKINNY_NORM(T, NAME, narrow, 2, 4, 1, false)                                                                       \
+    SKINNY_NORM(T, NAME, middle, 1, 2, 2, false)                                                                       \
     SKINNY_NORM(T, NAME, wide, 4, 4, 1, false)                                                                         \
     SKINNY_NORM(T, NAME, glu, 4, 2, 2, true)
 SKINNIES(bf16, bf16)

@@ -165,7 +165,7 @@ fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
 /// Steps of decoding, of as many rows and with matmuls of as many inputs and outputs as kernels have variants for.
 fn decoding(gpu: &Arc<Gpu>, compute: DType) {
     let cache = CacheShape { slots: 32, blocks: 32, page: 96, pages: 32, window_pages: 1, apart: true };
-    for (dim, ffn, vocab) in [(128, 256, 16384), (8192, 64, 256)] {
+    for (dim, ffn, vocab) in [(128, 256, 16384), (128, 64, 8192), (8192, 64, 256)] {
         let model = format!("vocab_size = {vocab}\nlayers = 2\ndim = {dim}\nheads = 2\nffn = {ffn}");
         let config = Config::parse(&format!("[model]\n{model}\n[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
         let model = ModelConfig { head_dim: 64, ..config.model };

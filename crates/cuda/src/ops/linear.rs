@@ -171,6 +171,8 @@ pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> R
     let (kind, outputs_of_block) = match swiglu {
         Some(_) => ("glu", 32),
         None if outputs >= WIDE => ("wide", 64),
+        // More blocks than multiprocessors.
+        None if outputs > 4096 => ("middle", 16),
         None => ("narrow", 32),
     };
     let args = args![norm.input(0), delta, weight, sum, gemm.input(1), y, gemm.rows(), outputs, inputs, eps, one];
