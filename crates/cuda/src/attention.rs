@@ -251,18 +251,15 @@ pub struct Turn {
     turned: usize,
 }
 
-/// RoPE and attention of one new position of each text.
-pub unsafe fn turned(rope: Call, attention: Call) -> Result<(), CudaError> {
-    let Op::CachedAttention { window, .. } = attention.op() else {
-        return Err(CudaError::Internal(format!("RoPE before {}", attention.op().name())));
-    };
+/// RoPE and attention of one new position of each text; false where they must be done one after the other.
+pub unsafe fn turned(rope: Call, attention: Call) -> Result<bool, CudaError> {
     let turn = Turn { table: rope.input(1), rows: rope.size("table"), turned: rope.size("columns") };
+    let Op::CachedAttention { window, .. } = attention.op() else { return Ok(false) };
     if decodes(attention).is_none() || !turn.turned.is_multiple_of(16) {
-        // SAFETY: the caller vouches.
-        return unsafe { crate::ops::issue(rope).and_then(|()| crate::ops::issue(attention)) };
+        return Ok(false);
     }
     // SAFETY: the operands have these sizes.
-    unsafe { decode(attention, rope.input(0), (window, true), Some(turn)) }
+    unsafe { decode(attention, rope.input(0), (window, true), Some(turn)).map(|()| true) }
 }
 
 /// The packs of a head, where the kernels of decoding take a call.

@@ -62,10 +62,12 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
             (Fusion::MatmulGeluGradient, [gemm, gelu]) => linear::grad_input_of_gelu(*gemm, *gelu),
             (Fusion::GeluBiasGradients, [gelu, bias]) => bias::gelu_bias_grad(*gelu, *bias),
             (Fusion::SwiGluAmax, [swiglu, amax]) => pointwise::swiglu_amax(*swiglu, *amax),
-            (Fusion::MatmulSwiGlu, [gemm, swiglu]) => linear::forward_with_swiglu(*gemm, *swiglu),
-            (Fusion::NormMatmul, [norm, gemm]) => linear::forward_of_norm(*norm, *gemm, None),
-            (Fusion::NormMatmulSwiGlu, [norm, gemm, glu]) => linear::forward_of_norm(*norm, *gemm, Some(*glu)),
-            (Fusion::RopeAttention, [rope, cached]) => attention::turned(*rope, *cached),
+            (Fusion::MatmulSwiGlu, [gemm, glu]) => or_apart(linear::forward_with_swiglu(*gemm, *glu)?, calls),
+            (Fusion::NormMatmul, [norm, gemm]) => or_apart(linear::forward_of_norm(*norm, *gemm, None)?, calls),
+            (Fusion::NormMatmulSwiGlu, [norm, gemm, glu]) => {
+                or_apart(linear::forward_of_norm(*norm, *gemm, Some(*glu))?, calls)
+            }
+            (Fusion::RopeAttention, [rope, cached]) => or_apart(attention::turned(*rope, *cached)?, calls),
             (Fusion::AdamW, [_, ..]) => optimizer::adamw_many(calls),
             (Fusion::NormGradients, [weight, rest @ ..]) => {
                 let input = rest.iter().position(|c| norm_input(&c.bound.op).is_some()).ok_or_else(other)?;
@@ -76,6 +78,12 @@ pub unsafe fn issue(group: &FusedGroup, calls: &[Call]) -> Result<(), CudaError>
             (_, _) => Err(other()),
         }
     }
+}
+
+/// Queues instructions one after the other, where no kernel has done them as one.
+unsafe fn or_apart(done: bool, calls: &[Call]) -> Result<(), CudaError> {
+    // SAFETY: the caller vouches.
+    calls.iter().filter(|_| !done).try_for_each(|call| unsafe { super::issue(*call) })
 }
 
 /// Of the input gradient of a norm: which norm, and whether it adds.

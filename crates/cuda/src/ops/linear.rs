@@ -135,35 +135,30 @@ unsafe fn skinny(call: Call, bias: Option<u64>, y: u64) -> Result<(), CudaError>
     unsafe { call.typed(("skinny", &name), [blocks, 1, 1], 32 * warps, args) }
 }
 
-/// y = SwiGLU of x · wᵀ.
-pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<(), CudaError> {
-    let Some(y) = swiglu.output(0) else { return Ok(()) };
+/// y = SwiGLU of x · wᵀ, by a kernel for few rows; false where there is none for this matmul.
+pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<bool, CudaError> {
+    let Some(y) = swiglu.output(0) else { return Ok(true) };
     let [outputs, inputs] = [gemm.size("outputs") / 2, gemm.size("inputs")];
     if !is_skinny(gemm) || !outputs.is_multiple_of(8) {
-        // SAFETY: the caller vouches.
-        return unsafe { super::issue(gemm).and_then(|()| super::issue(swiglu)) };
+        return Ok(false);
     }
     let eights = gemm.rows().div_ceil(8).next_power_of_two();
     let args = args![gemm.input(0), gemm.input(1), None::<u64>, y, gemm.rows(), outputs, inputs];
     let threads = if eights == 1 { 512 } else { 256 };
+    let name = format!("skinny_{eights}_glu");
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.typed(("skinny", &format!("skinny_{eights}_glu")), [outputs.div_ceil(32), 1, 1], threads, args) }
+    unsafe { gemm.typed(("skinny", &name), [outputs.div_ceil(32), 1, 1], threads, args)? };
+    Ok(true)
 }
 
-/// y = x · wᵀ, or the SwiGLU of it, where x is the norm of what stands in memory.
-pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> Result<(), CudaError> {
-    let Op::Norm { norm: kind, residual, eps } = norm.op() else {
-        return Err(CudaError::Internal(format!("{} is no norm", norm.op().name())));
-    };
-    let Some(y) = swiglu.unwrap_or(gemm).output(0) else { return Ok(()) };
+/// y = x · wᵀ, or the SwiGLU of it, where x is the norm of what stands in memory; false where there is no kernel for this matmul.
+pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> Result<bool, CudaError> {
+    let Op::Norm { norm: kind, residual, eps } = norm.op() else { return Ok(false) };
+    let Some(y) = swiglu.unwrap_or(gemm).output(0) else { return Ok(true) };
     let inputs = gemm.size("inputs");
     let outputs = gemm.size("outputs") / if swiglu.is_some() { 2 } else { 1 };
-    let shared = gemm.rows() * inputs * gemm.float().bytes();
     if !is_skinny(gemm) || !outputs.is_multiple_of(16) || inputs > MOST_NORMED {
-        // SAFETY: the caller vouches.
-        return unsafe {
-            [Some(norm), Some(gemm), swiglu].into_iter().flatten().try_for_each(|call| super::issue(call))
-        };
+        return Ok(false);
     }
     let (delta, weight) = if residual { (Some(norm.input(1)), norm.input(2)) } else { (None, norm.input(1)) };
     let sum = if residual { norm.output(0) } else { None };
@@ -176,9 +171,12 @@ pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> R
         None => ("narrow", 32),
     };
     let args = args![norm.input(0), delta, weight, sum, gemm.input(1), y, gemm.rows(), outputs, inputs, eps, one];
+    let shared = gemm.rows() * inputs * gemm.float().bytes();
     let (name, block) = (format!("skinny_norm_{kind}_{}", gemm.suffix()), Block { threads: 512, shared });
+    let grid = [outputs.div_ceil(outputs_of_block), 1, 1];
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.on().launch_with(("skinny", &name), [outputs.div_ceil(outputs_of_block), 1, 1], block, None, args) }
+    unsafe { gemm.on().launch_with(("skinny", &name), grid, block, None, args)? };
+    Ok(true)
 }
 
 /// Elements of a row whose norm the matmul behind it makes: as many as its threads keep. Two rows fit the shared memory that needs no leave.
