@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A thousand prompts of 10 to 400 tokens with a cache that holds a tenth of them: all finish, as they do one by one, and killed at random twenty times and started again the
-# file is the same. Trains a small model first, for half a minute.
+# A thousand prompts of 10 to 400 tokens with a cache that holds 16 of them: all finish, as they do one by one. Killed at random twenty times and started again, they give the same
+# file. Trains a small model first, for half a minute.
 # usage: bench/scripts/thousand.sh LOCKSTEP [DEVICE] > bench/records/thousand.txt      DEVICE is cuda where none is given
 #   PROMPTS, KILLS, MOST  in the environment: other numbers than 1000 and 20, and the most seconds until a kill (1.5)
 set -euo pipefail

@@ -3,15 +3,15 @@
 //! Each call of the model takes one step: a chunk of a prompt that is not read yet, or the next token of every text that is. Texts come in as slots and
 //! pages are free and leave when they end. Where no page is left for a text to grow, the youngest gives its pages back and is read again later. What a text
 //! becomes does not depend on the others: tokens are drawn by the text's own seed, and on the CPU a row's bits do not depend on the rows beside it.
-//!
-//! Where an executor queues what it runs, a step of greedy decoding is queued before the tokens of the one before it are known: they go from output to input on the device,
-//! and the host looks at them while the next step runs. A text that is found to have ended then has a row too much under way, which nobody reads.
+
+mod flight;
 
 use crate::pages::{Free, Prefixes};
 use crate::state::{self, Weights};
 use crate::{InferError, Result, Sampling, Stop};
+use flight::Flight;
 use lockstep_config::Config;
-use lockstep_exec::{Executor, Ticket, Timing};
+use lockstep_exec::{Executor, Timing};
 use lockstep_host::Devices;
 use lockstep_ir::op::NO_ROW;
 use lockstep_ir::{DType, StepProgram, bf16, f16};
@@ -115,13 +115,6 @@ pub struct TextBatch {
     flight: Option<Flight>,
 }
 
-/// A step of decoding that was queued: its texts by number, in the order of its rows.
-struct Flight {
-    texts: Vec<u64>,
-    entry: &'static str,
-    ticket: Ticket,
-}
-
 /// A result of a text, with the number it was submitted under.
 pub type Ended = (u64, Result<Written>);
 
@@ -219,12 +212,7 @@ impl TextBatch {
     pub fn step(&mut self, listen: &mut dyn FnMut(u64, u32) -> ControlFlow<()>) -> Result<Vec<Ended>> {
         let mut ended = Vec::new();
         if let Some(flight) = self.flight.take() {
-            self.flight = self.go_on(&flight)?;
-            self.land(flight, listen, &mut ended)?;
-            // Of texts that have all ended nothing is left to look at.
-            if let Some(flight) = self.flight.take_if(|_| self.running.is_empty()) {
-                self.executor.take(flight.ticket)?;
-            }
+            self.fly_on(flight, listen, &mut ended)?;
             return Ok(ended);
         }
         self.admit(&mut ended);
@@ -235,9 +223,7 @@ impl TextBatch {
 
     /// Gives up all texts.
     pub fn forget(&mut self) -> Result<()> {
-        if let Some(flight) = self.flight.take() {
-            self.executor.take(flight.ticket)?;
-        }
+        self.let_go()?;
         self.waiting.clear();
         while let Some(mut text) = self.running.pop() {
             self.release(&mut text);
@@ -363,61 +349,6 @@ impl TextBatch {
                 self.running[i].cached += 1;
                 self.take_token(i, given.row(row), listen, ended);
             }
-        }
-        self.leave_ended();
-        Ok(())
-    }
-
-    /// Queues the reading of what a step gives, where the executor queues what it runs.
-    fn taken_off(&mut self, texts: Vec<u64>, entry: &'static str) -> Result<Option<Flight>> {
-        let ticket = self.executor.read_later(&[(StepProgram::name_in(entry, names::NEXT), 1)])?;
-        Ok(ticket.map(|ticket| Flight { texts, entry, ticket }))
-    }
-
-    /// Queues the step behind one that is under way, with the tokens that it will give, where all of its texts go on as far as is known, each has a page for one more
-    /// token, and no other text waits for its turn.
-    fn go_on(&mut self, flight: &Flight) -> Result<Option<Flight>> {
-        let others = self.running.iter().any(|text| !flight.texts.contains(&text.id));
-        if others || (!self.waiting.is_empty() && !self.slots.is_empty()) {
-            return Ok(None);
-        }
-        let mut rows = Vec::new();
-        for id in &flight.texts {
-            // A text that ended while this was under way leaves a row to nobody.
-            let Some(i) = self.running.iter().position(|text| text.id == *id) else { return Ok(None) };
-            let text = &self.running[i];
-            let known = text.tokens.len() + 1;
-            if known - text.request.prompt.len() >= text.request.max_tokens || known >= self.context {
-                return Ok(None);
-            }
-            let (start, slot) = (text.cached + 1, text.slot);
-            if !self.grow(i, 2) {
-                return Ok(None);
-            }
-            rows.push(Row { token: 0, start, slot });
-        }
-        let from = StepProgram::name_in(flight.entry, names::NEXT);
-        self.executor.pass(&from, &StepProgram::name_in(flight.entry, names::TOKENS))?;
-        self.write_tables()?;
-        let starts = self.padded(flight.entry, rows.iter().map(|row| row.start));
-        self.executor.write(&StepProgram::name_in(flight.entry, names::START), 0, &starts)?;
-        self.executor.run(flight.entry)?;
-        self.taken_off(flight.texts.clone(), flight.entry)
-    }
-
-    /// Takes the tokens of a step that was queued.
-    fn land(
-        &mut self,
-        flight: Flight,
-        listen: &mut dyn FnMut(u64, u32) -> ControlFlow<()>,
-        ended: &mut Vec<Ended>,
-    ) -> Result<()> {
-        let taken = self.executor.take(flight.ticket)?.tensors;
-        let best: Vec<u32> = taken.iter().flat_map(|t| t.as_chunks().0).map(|b| u32::from_le_bytes(*b)).collect();
-        for (id, best) in flight.texts.into_iter().zip(best) {
-            let Some(i) = self.running.iter().position(|text| text.id == id) else { continue };
-            self.running[i].cached += 1;
-            self.take_token(i, (best, &[]), listen, ended);
         }
         self.leave_ended();
         Ok(())
