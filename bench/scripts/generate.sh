@@ -27,6 +27,11 @@ if [ "$device" = cuda ]; then
     peer 1b --batch 32
     ours "8b, 1 text" $b8 --tokens 128
     peer 8b --batch 1
+    for format in fp8 int8; do
+        ours "1b, 1 text, $format weights" $b1 --tokens 256 --weights $format
+        ours "1b, 32 texts, $format weights" $b1 --batch 32 --tokens 256 --weights $format
+        ours "8b, 1 text, $format weights" $b8 --tokens 128 --weights $format
+    done
     ours "1b, prompt of 4,096" $b1 --prompt 4096 --tokens 32
     ours "8b, prompt of 4,096" $b8 --prompt 4096 --tokens 32
     ours "1b, 32 texts, deterministic" $b1 --batch 32 --tokens 64 --set train.deterministic=true

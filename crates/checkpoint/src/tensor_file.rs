@@ -298,6 +298,7 @@ pub(crate) fn file_dtype(dtype: DType) -> (FileDType, usize) {
         DType::F16 => (FileDType::F16, 1),
         DType::E4M3 => (FileDType::F8_E4M3, 1),
         DType::E5M2 => (FileDType::F8_E5M2, 1),
+        DType::Int8 => (FileDType::I8, 1),
         DType::Signed8 => (FileDType::I8, BLOCK_BYTES),
         DType::Unsigned8 => (FileDType::U8, BLOCK_BYTES),
         DType::F64 => (FileDType::F64, 1),

@@ -2,6 +2,7 @@
 
 use crate::Format;
 use crate::failure::{Failure, Result};
+use crate::options::WeightArgs;
 use crate::profile::{as_text as as_table, write_trace};
 use lockstep_config::Config;
 use lockstep_host::Devices;
@@ -34,6 +35,8 @@ pub struct Args {
     /// What numbers are stored and multiplied in: precision.policy.
     #[arg(long, value_parser = ["fp32", "tf32", "bf16", "fp16"])]
     precision: Option<String>,
+    #[command(flatten)]
+    weights: WeightArgs,
     /// What computes: the CPU, a GPU, or a GPU where one is found: train.device.
     #[arg(long, value_parser = ["auto", "cpu", "cuda"])]
     device: Option<String>,
@@ -60,6 +63,8 @@ pub fn run(args: &Args) -> Result<()> {
         (None, None) => return Err(Failure::request("nothing to time", "name a config file, or a --preset")),
     };
     crate::warn(config.warnings());
+    let mut config = config;
+    args.weights.apply(&mut config);
     let [texts, prompt, tokens] = [args.batch, args.prompt, args.tokens].map(|n| n as usize);
     let spec = GenerationSpec { config, texts, prompt, tokens, profile: args.profile.is_some() };
     let terminal = std::io::stderr().is_terminal();

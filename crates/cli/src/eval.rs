@@ -6,7 +6,7 @@ pub(crate) use tasks::texts;
 
 use crate::Format;
 use crate::failure::{Failure, Result};
-use crate::options::model_folder;
+use crate::options::WeightArgs;
 use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
@@ -41,14 +41,15 @@ pub struct Args {
     /// Tokens per sequence; train.seq of the run if not given. Longer texts of tasks, with the room of an answer, lose their beginning.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     seq: Option<u32>,
+    #[command(flatten)]
+    weights: WeightArgs,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let trained = Trained::open(&model_folder(&args.from)?)?;
-    crate::warn(&trained.warnings);
+    let trained = args.weights.open(&args.from)?;
     if !args.tasks.is_empty() {
         return tasks::run(&args, &trained);
     }

@@ -2,15 +2,15 @@
 
 use crate::Format;
 use crate::failure::{Failure, Result};
-use crate::options::model_folder;
+use crate::options::WeightArgs;
 use crate::progress::Progress;
 use crate::terminal::printable;
 use lockstep_config::bytes;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
 use lockstep_infer::{
-    Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextBatch, TextStream, Trained,
-    generate, write_prompts,
+    Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextBatch, TextStream, generate,
+    write_prompts,
 };
 use lockstep_ir::units;
 use lockstep_plan::GenerationShape;
@@ -84,6 +84,8 @@ pub struct Args {
     /// Most tokens of prompt and text together; train.seq of the run if not given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     context: Option<u32>,
+    #[command(flatten)]
+    weights: WeightArgs,
     /// Go on where the model ends the document, up to --max-tokens: an EOS token is a token like others then.
     #[arg(long)]
     ignore_eos: bool,
@@ -105,8 +107,7 @@ pub fn run(args: Args) -> Result<()> {
         return of_file(&args, sampling, (prompts, out));
     }
     let prompt = prompt(&args)?;
-    let trained = Trained::open(&model_folder(&args.from)?)?;
-    crate::warn(&trained.warnings);
+    let trained = args.weights.open(&args.from)?;
     let tokenizer = trained.tokenizer()?;
     let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let tokens = match args.chat {
@@ -163,8 +164,7 @@ pub fn run(args: Args) -> Result<()> {
 
 /// Continues the prompts of a file.
 fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()> {
-    let trained = Trained::open(&model_folder(&args.from)?)?;
-    crate::warn(&trained.warnings);
+    let trained = args.weights.open(&args.from)?;
     let tokenizer = trained.tokenizer()?;
     let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let chat = args.chat.then(|| trained.chat(&tokenizer)).transpose()?;

@@ -4,9 +4,9 @@ use crate::failure::Result;
 use crate::progress::Progress;
 use crate::style;
 use clap::ValueEnum;
-use lockstep_config::{Config, ConfigError};
+use lockstep_config::{Config, ConfigError, FrozenPrecision};
 use lockstep_hub::{Hub, HubProgress};
-use lockstep_infer::{HubNeed, HubOpener};
+use lockstep_infer::{HubNeed, HubOpener, Trained};
 use lockstep_rundir::TakenFromHub;
 use serde_json::Value;
 use std::io::Write;
@@ -72,6 +72,40 @@ impl ConfigArgs {
     pub fn run_dir(&self, given: Option<PathBuf>) -> PathBuf {
         given.unwrap_or_else(|| default_run_dir(&self.config))
     }
+}
+
+/// What a model is read with.
+#[derive(clap::Args)]
+pub struct WeightArgs {
+    /// What the weights of layers are kept in: what the model was trained with (policy), or one byte each (fp8, int8) with a scale for each row: half the
+    /// memory of bf16, and decoding on a GPU that reads half as much. `lockstep eval --weights` says what it costs in bits per byte.
+    #[arg(long, value_name = "FORMAT", value_parser = FrozenPrecision::WORDS.to_vec())]
+    weights: Option<String>,
+}
+
+impl WeightArgs {
+    /// Opens a trained model, and says what the user should know of it.
+    pub fn open(&self, from: &Path) -> Result<Trained> {
+        let mut trained = Trained::open(&model_folder(from)?)?;
+        warn(&trained.warnings);
+        self.apply(&mut trained.config);
+        Ok(trained)
+    }
+
+    /// Lays what was asked for over a config.
+    pub fn apply(&self, config: &mut Config) {
+        keep_weights(config, self.weights.as_deref());
+    }
+}
+
+/// Lays a format of weights over a config, where one was given.
+pub fn keep_weights(config: &mut Config, word: Option<&str>) {
+    config.precision.frozen = match word {
+        Some("fp8") => FrozenPrecision::Fp8,
+        Some("int8") => FrozenPrecision::Int8,
+        Some(_) => FrozenPrecision::Policy,
+        None => return,
+    };
 }
 
 /// The folder of a model that a command is given: a path, or a name on the hub, which is downloaded.

@@ -142,7 +142,7 @@ fn group(instrs: &[Instr], at: usize, device: &DeviceProfile, allowed: Allowed) 
 /// Whether a matmul is followed by its bias, in place.
 fn matmul_bias(instrs: &[Instr]) -> bool {
     let [matmul, bias, ..] = instrs else { return false };
-    matmul.op == Op::Linear && bias.op == Op::AddBias && in_place(matmul, bias)
+    Fusion::MatmulBias.fits(&[matmul.op, bias.op]) && in_place(matmul, bias)
 }
 
 /// Whether a matmul and its bias are followed by a GELU that may be written while they are computed: it is not in place of what they
@@ -156,7 +156,7 @@ fn matmul_bias_gelu(instrs: &[Instr]) -> bool {
     };
     let mut used = matmul.inputs.iter().chain(&bias.inputs).chain([stored]);
     matmul_bias(instrs)
-        && gelu.op == Op::Gelu
+        && Fusion::MatmulBiasGelu.fits(&[matmul.op, bias.op, gelu.op])
         && stored.value == read.value
         && whole(read)
         && whole(out)

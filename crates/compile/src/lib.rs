@@ -27,7 +27,7 @@ pub use lower::SEND_BUFFER_COPIES;
 use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
 pub use passes::{
     Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, SEEN, STATS, Stays, TRAINING_PASSES,
-    autodiff, fp8_layers, fuse,
+    autodiff, fp8_layers, fuse, in_bytes,
 };
 pub use rule::{AdamW, Rule};
 pub use settings::{

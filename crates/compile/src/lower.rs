@@ -623,7 +623,7 @@ fn produced_in(g: &Graph, v: ValueId) -> Phase {
 
 fn class_of(state: &State) -> Class {
     match state {
-        State::Parameter(_) | State::Constant(_) => Class::Parameters,
+        State::Parameter(_) | State::Unit { .. } | State::Constant(_) => Class::Parameters,
         State::Gradient { .. } => Class::Gradients,
         State::Moment { .. } | State::Master { .. } | State::Scalars | State::Total(_) | State::History(_) => {
             Class::Optimizer

@@ -90,6 +90,8 @@ pub struct Precision {
     pub moments: Moments,
     /// Whether matrices in bf16 are their own master weights: the update rounds them by random bits, and no f32 weights are kept.
     pub own_master: bool,
+    /// What matrices of layers that are not trained are kept in, where that is bytes: `e4m3` or `int8` ([`rows8`](lockstep_ir::rows8)).
+    pub frozen: Option<DType>,
 }
 
 /// What moments of matrices are kept in. Those of norms, embeddings and small tensors stay in f32.
@@ -145,7 +147,7 @@ impl Precision {
 
     /// Parameters and activations in one type, and so all matmuls; gradient sums in another.
     pub const fn of(compute: DType, gradients: DType) -> Self {
-        Self { compute, gradients, fp8: None, tf32: false, moments: Moments::F32, own_master: false }
+        Self { compute, gradients, fp8: None, tf32: false, moments: Moments::F32, own_master: false, frozen: None }
     }
 
     /// What the matmuls of most FLOPs multiply in, but for those in fp8.

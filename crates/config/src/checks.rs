@@ -47,6 +47,7 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::constants_have_an_optimizer,
     rules::loss_scales_are_of_fp16,
     rules::masters_in_bf16_are_the_weights,
+    rules::weights_in_bytes_are_frozen,
     rules::fp8_goes_with_the_rest,
     rules::adapters_have_a_rank,
     rules::experts_read_without_dropout,

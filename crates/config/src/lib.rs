@@ -71,7 +71,8 @@ pub use value::{
     Bytes, CorpusConfig, GroupConfig, OffloadSize, RampConfig, RopeScalingConfig, SaveEvery, WeightConfig,
 };
 pub use words::{
-    Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
-    LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy, TrainOnTurns,
+    Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, FrozenPrecision, GradientPrecision, LayerType,
+    LayoutSource, LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy,
+    TrainOnTurns,
 };
 pub use written::{Change, Difference};

@@ -4,7 +4,7 @@ use crate::conflict::{Conflict, Derived};
 use crate::optimizers::{CONSTANTS, Constant, OptimizerName};
 use crate::value::Value;
 use crate::values::Values;
-use crate::words::{Fp8Recipe, LrSchedule, MasterPrecision, PrecisionPolicy};
+use crate::words::{Fp8Recipe, FrozenPrecision, LrSchedule, MasterPrecision, PrecisionPolicy};
 
 fn optimizer(values: &Values) -> Option<OptimizerName> {
     values.word("optimizer.name")
@@ -110,6 +110,32 @@ pub(crate) fn masters_in_bf16_are_the_weights(values: &Values) -> Option<Conflic
         &[key, "precision.policy"],
         format!("{key} = \"bf16\" is given, and weights are not in bf16 with precision.policy = \"{policy}\""),
         format!("remove {key} (a run that goes on: --change {key}=fp32), or choose precision.policy = \"bf16\""),
+    )
+}
+
+/// Weights in bytes are not trained, and matmuls in fp8 have bytes of their own.
+pub(crate) fn weights_in_bytes_are_frozen(values: &Values) -> Option<Conflict> {
+    let (key, word) = ("precision.frozen", values.word::<FrozenPrecision>("precision.frozen")?);
+    if word == FrozenPrecision::Policy {
+        return None;
+    }
+    if values.get("lora.rank").is_none() {
+        return Some(Conflict::new(
+            &[key],
+            format!("{key} = \"{word}\" is given, and all weights are trained"),
+            format!(
+                "remove {key}, or train adapters (lora.rank); `lockstep generate --weights {word}` reads any model so"
+            ),
+        ));
+    }
+    let policy = values.word::<PrecisionPolicy>("precision.policy")?;
+    Conflict::when(
+        policy == PrecisionPolicy::Fp8,
+        &[key, "precision.policy"],
+        format!(
+            "{key} = \"{word}\" is given, and precision.policy = \"fp8\" makes bytes of weights in bf16 in every step"
+        ),
+        format!("remove {key}, or choose precision.policy = \"bf16\""),
     )
 }
 

@@ -28,8 +28,9 @@ use crate::value::{
 };
 use crate::values::Values;
 use crate::words::{
-    Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, GradientPrecision, LayerType, LayoutSource,
-    LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy, TrainOnTurns,
+    Activation, AttentionMethod, DataFormat, DeviceChoice, Fp8Recipe, FrozenPrecision, GradientPrecision, LayerType,
+    LayoutSource, LrSchedule, MasterPrecision, MomentPrecision, NormPlaces, PrecisionPolicy, QkNorm, RecomputePolicy,
+    TrainOnTurns,
 };
 use lockstep_ir::{ContextParallel, Layout, Schedule};
 
@@ -372,6 +373,13 @@ tables! {
         /// fewer than 4,096 elements keep theirs in fp32.
         master: MasterPrecision = Choice(MasterPrecision::WORDS), Fixed("\"fp32\""), Changeable,
             finds ["stochastic rounding", "bf16 master weights", "main_params_dtype", "pure bf16", "bf16_stochastic_round"];
+        /// What weights that are not trained are kept in: with lora.rank those beside the adapters, and in generation and evaluation (option --weights) all.
+        /// fp8 (E4M3) and int8: 1 byte each for the matrices of layers, with a scale for each row, a power of two, so that all devices and layouts
+        /// multiply the same numbers; activations stay as the policy says. Embedding, output head, norms, routers and experts do too. Not with
+        /// precision.policy fp8.
+        frozen: FrozenPrecision = Choice(FrozenPrecision::WORDS), Fixed("\"policy\""), Changeable,
+            finds ["QLoRA", "quantized base weights", "load_in_8bit", "int8 weight only", "int8_weight_only", "weight quantization",
+                "quantization_config", "W8A16", "8-bit inference"];
         /// With fp8, what has a scale of its own. current: a whole tensor, and of experts each one's weights, by its largest element. delayed: the same,
         /// but activations and gradients by their largest elements in the last 16 steps, which checkpoints keep: ranks need not agree on a scale in
         /// every micro-batch, and what grows beyond is cut off. rowwise: each row of a matmul's operand. block: 128 elements of a row, and of a weight

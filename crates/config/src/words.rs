@@ -181,6 +181,16 @@ words! {
         Bf16 = "bf16",
     }
 
+    /// What weights that are not trained are kept in.
+    FrozenPrecision {
+        /// As the policy says.
+        Policy = "policy",
+        /// fp8 (E4M3).
+        Fp8 = "fp8",
+        /// Signed bytes.
+        Int8 = "int8",
+    }
+
     /// Where the layout comes from.
     LayoutSource {
         /// The keys of `parallel`.

@@ -174,6 +174,7 @@ pub fn suffix(dtype: DType) -> &'static str {
         DType::F16 => "f16",
         DType::E4M3 => "e4m3",
         DType::E5M2 => "e5m2",
+        DType::Int8 => "int8",
         DType::Signed8 => "signed8",
         DType::Unsigned8 => "unsigned8",
         DType::F64 => "f64",

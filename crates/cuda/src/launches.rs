@@ -135,8 +135,10 @@ fn launch_all() {
         step(&gpu, ("llama", (2048, 64)), Rule::AdamW(ADAMW), kept, false);
     }
     rules(&gpu);
-    for compute in [DType::BF16, DType::F16] {
-        decoding(&gpu, compute);
+    let [bf16, f16] = [DType::BF16, DType::F16].map(|compute| Precision::of(compute, DType::F32));
+    let bytes = [DType::E4M3, DType::Int8].map(|frozen| Precision { frozen: Some(frozen), ..bf16 });
+    for precision in [&[bf16, f16][..], &bytes].concat() {
+        decoding(&gpu, precision);
     }
     let launched = LAUNCHED.lock().unwrap();
     let unused: Vec<_> = declared.keys().filter(|kernel| !launched.contains(*kernel)).collect();
@@ -163,13 +165,13 @@ fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
 }
 
 /// Steps of decoding, of as many rows and with matmuls of as many inputs and outputs as kernels have variants for.
-fn decoding(gpu: &Arc<Gpu>, compute: DType) {
+fn decoding(gpu: &Arc<Gpu>, precision: Precision) {
     let cache = CacheShape { slots: 32, blocks: 32, page: 96, pages: 32, window_pages: 1, apart: true };
     for (dim, ffn, vocab) in [(128, 256, 16384), (128, 64, 8192), (8192, 64, 256)] {
         let model = format!("vocab_size = {vocab}\nlayers = 2\ndim = {dim}\nheads = 2\nffn = {ffn}");
         let config = Config::parse(&format!("[model]\n{model}\n[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
         let model = ModelConfig { head_dim: 64, ..config.model };
-        let context = context(Rule::AdamW(ADAMW), Precision::of(compute, DType::F32), false);
+        let context = context(Rule::AdamW(ADAMW), precision, false);
         for (batch, entry) in StepProgram::DECODE.into_iter().filter(|(batch, _)| *batch <= 32) {
             let form = Form::NextToken { batch, positions: 1, cache, known: vocab };
             let graph = lockstep_model::build_form(&model, form).unwrap();

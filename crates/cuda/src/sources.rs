@@ -14,10 +14,18 @@ macro_rules! hopper {
     };
 }
 
+/// What matmuls of few rows begin with.
+macro_rules! skinny {
+    () => {
+        concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/skinny.cuh"))
+    };
+}
+
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 28] = [
+pub const SOURCES: [(&str, &str); 29] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
+    ("bytes", concat!(skinny!(), include_str!("../kernels/bytes.cu"))),
     ("collectives", include_str!("../kernels/collectives.cu")),
     ("context", include_str!("../kernels/context.cu")),
     ("documents", include_str!("../kernels/documents.cu")),
@@ -42,7 +50,7 @@ pub const SOURCES: [(&str, &str); 28] = [
     ("router", include_str!("../kernels/router.cu")),
     ("sections", include_str!("../kernels/sections.cu")),
     ("sink", include_str!("../kernels/sink.cu")),
-    ("skinny", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/skinny.cu"))),
+    ("skinny", concat!(skinny!(), include_str!("../kernels/skinny.cu"))),
     ("sums", include_str!("../kernels/sums.cu")),
 ];
 

@@ -2,7 +2,7 @@
 
 use crate::host::cores;
 use crate::{ExecError, Executor};
-use lockstep_ir::{DType, Init, bf16, f16};
+use lockstep_ir::{DType, Init, bf16, f16, rows8};
 use std::sync::Mutex;
 
 /// The initial values of a tensor: those of its parts, one behind the other.
@@ -61,6 +61,7 @@ pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
             DType::F32 => put_numbers(part, data, f32::to_le_bytes),
             DType::E4M3
             | DType::E5M2
+            | DType::Int8
             | DType::F64
             | DType::U32
             | DType::Fixed64
@@ -73,6 +74,21 @@ pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
     bytes
 }
 
+/// Rows of so many numbers as bytes, and the unit of each row ([`rows8`]).
+pub fn encode_rows(data: &[f32], dtype: DType, columns: usize) -> (Vec<u8>, Vec<f32>) {
+    let row = |row: usize| &data[row * columns..(row + 1) * columns];
+    let mut units = vec![0.0f32; data.len() / columns.max(1)];
+    in_parts(&mut units, 1, |first, part| {
+        part.iter_mut().enumerate().for_each(|(i, unit)| *unit = rows8::unit_of(dtype, row(first + i)));
+    });
+    let mut bytes = vec![0u8; data.len()];
+    in_parts(&mut bytes, columns, |first, part| {
+        let rows = part.chunks_mut(columns.max(1)).enumerate();
+        rows.for_each(|(i, bytes)| rows8::round(dtype, row(first + i), units[first + i], bytes));
+    });
+    (bytes, units)
+}
+
 /// Writes numbers as bytes, as many as there is room for.
 fn put_numbers<const N: usize>(bytes: &mut [u8], data: &[f32], f: impl Fn(f32) -> [u8; N]) {
     bytes.as_chunks_mut().0.iter_mut().zip(data).for_each(|(to, x)| *to = f(*x));
@@ -81,6 +97,7 @@ fn put_numbers<const N: usize>(bytes: &mut [u8], data: &[f32], f: impl Fn(f32) -
 /// Calls `f` for parts of `out` on all cores, each with the number of elements of `unit` before it. Parts are whole units.
 fn in_parts<T: Send>(out: &mut [T], unit: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     const PART: usize = 1 << 20;
+    let unit = unit.max(1);
     let units = (PART / unit).max(1);
     let count = out.len().div_ceil(units * unit);
     let parts = Mutex::new(out.chunks_mut(units * unit).enumerate());

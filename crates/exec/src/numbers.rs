@@ -121,7 +121,7 @@ pub fn first(dtype: DType, bytes: &[u8], may_see_nothing: bool) -> Option<(usize
             let scale = |b: &[u8; BLOCK_BYTES]| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
             find(&mut bytes.as_chunks().0.iter().map(scale))
         }
-        DType::U32 => None,
+        DType::U32 | DType::Int8 => None,
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod at;
 mod attention;
+mod bytes;
 mod cached;
 mod collective;
 mod context;
@@ -40,6 +41,7 @@ use std::sync::LazyLock;
 static DEFINITIONS: LazyLock<BTreeMap<OpKind, Definition>> = LazyLock::new(|| {
     let families = [
         attention::definitions(),
+        bytes::definitions(),
         collective::definitions(),
         context::definitions(),
         dispatch::definitions(),

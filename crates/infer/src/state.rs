@@ -10,7 +10,7 @@ pub use formats::{Converted, converted};
 use crate::Result;
 use lockstep_checkpoint::{CheckpointError, Loaded, TensorBytes, TensorCopy, TensorGroup, TensorRef, TensorSource};
 use lockstep_exec::Executor;
-use lockstep_exec::initial::{Initial, InitialPart};
+use lockstep_exec::initial::{Initial, InitialPart, encode_rows};
 use lockstep_ir::graph::{Parameter, State};
 use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{DType, StepProgram, TensorType};
@@ -117,6 +117,12 @@ fn master<'a>(tensors: &'a [Tensor], parameter: &Tensor) -> Option<&'a Tensor> {
     tensors.iter().find(is_master)
 }
 
+/// The units of the rows of a parameter that is kept in bytes.
+fn unit<'a>(tensors: &'a [Tensor], parameter: &Tensor) -> Option<&'a Tensor> {
+    let is_unit = |t: &&Tensor| matches!(t.role, Role::State(State::Unit { of }) if of == parameter.value);
+    tensors.iter().find(is_unit)
+}
+
 /// Where the parameters of a program come from.
 #[derive(Clone, Copy)]
 pub enum Weights<'a> {
@@ -150,7 +156,8 @@ pub fn load(tensors: &[Tensor], executor: &mut dyn Executor, weights: Weights, s
             restore_counting(tensors, executor, checkpoint, false).map(|_| ())
         }
         Weights::Live(other) => {
-            let copied = |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_))) || is_history(t);
+            let copied =
+                |t: &&Tensor| matches!(t.role, Role::State(State::Parameter(_) | State::Unit { .. })) || is_history(t);
             for tensor in tensors.iter().filter(copied) {
                 executor.write(&tensor.name, 0, &other.read(&tensor.name, 0)?)?;
             }
@@ -185,6 +192,10 @@ fn initialise(tensors: &[Tensor], executor: &mut dyn Executor, parameters: bool,
                     InitialPart { name, columns: columns(shape), elements: *elements }
                 };
                 let values = Initial { init: &parameter.init, seed, parts: parts.iter().map(part).collect() };
+                if let Some(unit) = unit(tensors, tensor) {
+                    put_rows(executor, tensor, unit, &values.draw())?;
+                    continue;
+                }
                 let master = master(tensors, tensor).map(|t| (t.name.as_str(), t.whole.dtype));
                 executor.fill(&[Some(own), master].into_iter().flatten().collect::<Vec<_>>(), &values)?;
             }
@@ -302,11 +313,24 @@ fn put(tensors: &[Tensor], executor: &mut dyn Executor, tensor: &Tensor, mut dat
         Role::State(State::Master { of }) => tensors.iter().find(|t| t.value == *of),
         _ => None,
     };
+    if let Some(unit) = unit(tensors, tensor) {
+        let numbers: Vec<f32> = data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        return put_rows(executor, tensor, unit, &numbers);
+    }
     // Rounding is in place, so the master weights go first.
     for to in [Some(tensor), parameter].into_iter().flatten() {
         formats::round(&mut data, to.whole.dtype);
         executor.write(&to.name, 0, &data)?;
     }
+    Ok(())
+}
+
+/// Writes numbers into a parameter that is kept in bytes, and the units of its rows.
+fn put_rows(executor: &mut dyn Executor, tensor: &Tensor, unit: &Tensor, numbers: &[f32]) -> Result<()> {
+    let columns = tensor.whole.sizes().last().copied().unwrap_or(1);
+    let (bytes, units) = encode_rows(numbers, tensor.whole.dtype, columns);
+    executor.write(&tensor.name, 0, &bytes)?;
+    executor.write(&unit.name, 0, &units.iter().flat_map(|u| u.to_le_bytes()).collect::<Vec<_>>())?;
     Ok(())
 }
 

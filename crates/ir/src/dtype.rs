@@ -15,6 +15,8 @@ pub enum DType {
     E4M3,
     /// One byte, 5 bits of exponent and 2 of mantissa: gradients that enter a matmul.
     E5M2,
+    /// A signed byte: weights that are not trained ([`rows8`](crate::rows8)).
+    Int8,
     /// A block of 256 numbers of any sign in 8 bits each, and their scale ([`dynamic8`](crate::dynamic8)): first moments.
     Signed8,
     /// The same of numbers from 0 on: second moments.
@@ -29,7 +31,7 @@ pub enum DType {
 
 impl DType {
     /// All of them.
-    pub const ALL: [DType; 10] = [
+    pub const ALL: [DType; 11] = [
         DType::F32,
         DType::BF16,
         DType::F16,
@@ -40,12 +42,13 @@ impl DType {
         DType::F64,
         DType::U32,
         DType::Fixed64,
+        DType::Int8,
     ];
 
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
-            DType::E4M3 | DType::E5M2 => 1,
+            DType::E4M3 | DType::E5M2 | DType::Int8 => 1,
             DType::BF16 | DType::F16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::Fixed64 => 8,
@@ -67,7 +70,7 @@ impl DType {
     pub const fn is_float(self) -> bool {
         match self {
             DType::F32 | DType::BF16 | DType::F16 => true,
-            DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => false,
+            DType::E4M3 | DType::E5M2 | DType::Int8 | DType::F64 | DType::U32 | DType::Fixed64 => false,
             DType::Signed8 | DType::Unsigned8 => false,
         }
     }
@@ -95,6 +98,7 @@ impl DType {
             DType::F16 => "f16",
             DType::E4M3 => "e4m3",
             DType::E5M2 => "e5m2",
+            DType::Int8 => "int8",
             DType::Signed8 => "signed8",
             DType::Unsigned8 => "unsigned8",
             DType::F64 => "f64",

@@ -56,7 +56,7 @@ impl Fusion {
     /// Whether a group of this kind may have these ops, in this order.
     pub fn fits(self, ops: &[Op]) -> bool {
         match self {
-            Fusion::MatmulBias => matches!(ops, [Op::Linear, Op::AddBias]),
+            Fusion::MatmulBias => matches!(ops, [Op::Linear | Op::ByteLinear, Op::AddBias]),
             Fusion::MatmulBiasGelu => matches!(ops, [Op::Linear, Op::AddBias, Op::Gelu]),
             Fusion::MatmulGeluGradient => matches!(ops, [Op::LinearGradInput, Op::GeluGrad]),
             Fusion::NormGradients => match ops {
@@ -71,9 +71,11 @@ impl Fusion {
             },
             Fusion::GeluBiasGradients => matches!(ops, [Op::GeluGrad, Op::BiasGrad]),
             Fusion::SwiGluAmax => matches!(ops, [Op::SwiGlu | Op::SwiGluGrad, Op::Amax { of, .. }] if !of.is_weight()),
-            Fusion::MatmulSwiGlu => matches!(ops, [Op::Linear, Op::SwiGlu]),
-            Fusion::NormMatmul => matches!(ops, [norm, Op::Linear] if is_rms(norm)),
-            Fusion::NormMatmulSwiGlu => matches!(ops, [norm, Op::Linear, Op::SwiGlu] if is_rms(norm)),
+            Fusion::MatmulSwiGlu => matches!(ops, [Op::Linear | Op::ByteLinear, Op::SwiGlu]),
+            Fusion::NormMatmul => matches!(ops, [norm, Op::Linear | Op::ByteLinear] if is_rms(norm)),
+            Fusion::NormMatmulSwiGlu => {
+                matches!(ops, [norm, Op::Linear | Op::ByteLinear, Op::SwiGlu] if is_rms(norm))
+            }
             Fusion::RopeAttention => matches!(ops, [Op::RopeAt, Op::CachedAttention { apart: true, .. }]),
             Fusion::AdamW => ops.len() > 1 && ops.iter().all(|op| matches!(op, Op::AdamW { .. })),
         }

@@ -76,6 +76,11 @@ pub enum State {
         /// The parameter.
         of: ValueId,
     },
+    /// The units of a parameter's rows, where its weights are bytes ([`rows8`](crate::rows8)).
+    Unit {
+        /// The parameter.
+        of: ValueId,
+    },
     /// The sum of something else over the micro-batches of a step. Every stage has it, and where none of its nodes adds to it it
     /// stays 0.
     Total(Tally),
@@ -427,6 +432,7 @@ impl std::fmt::Display for Graph {
                 Source::State(State::Gradient { .. }) => "gradient",
                 Source::State(State::Moment { .. }) => "moment",
                 Source::State(State::Master { .. }) => "master",
+                Source::State(State::Unit { .. }) => "unit",
                 Source::State(State::Total(_)) => "total",
                 Source::State(State::History(_)) => "history",
                 Source::State(State::Constant(_)) => "constant",

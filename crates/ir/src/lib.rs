@@ -28,6 +28,7 @@ mod placements;
 mod profile;
 pub mod program;
 pub mod roles;
+pub mod rows8;
 mod scalars;
 pub mod schedule;
 mod shape;

@@ -115,7 +115,7 @@ fn follows(operand: &Operand, dtype: DType) -> bool {
     match operand.elem {
         Elem::Accumulator => dtype.accumulates(),
         Elem::Rounded => dtype.is_rounded(),
-        Elem::Is(_) | Elem::Float(_) | Elem::Fp8 | Elem::Weight | Elem::Moment | Elem::Any => false,
+        Elem::Is(_) | Elem::Float(_) | Elem::Fp8 | Elem::Byte | Elem::Weight | Elem::Moment | Elem::Any => false,
     }
 }
 

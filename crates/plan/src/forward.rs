@@ -86,7 +86,8 @@ pub fn check_positions(config: &Config, tokens: usize) -> Result<()> {
 pub(crate) fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
     let threads = threads(machine, config, 1);
-    let precision = Precision::of(context.precision.compute, DType::F32);
+    let Precision { compute, frozen, .. } = context.precision;
+    let precision = Precision { frozen, ..Precision::of(compute, DType::F32) };
     let device = machine.profile(Target::of(machine, config), threads, precision);
     (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
 }

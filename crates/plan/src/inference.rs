@@ -5,11 +5,12 @@
 
 use crate::Result;
 use crate::device::Machine;
-use crate::forward::{GenerationShape, cache_plan, forward_threads};
+use crate::forward::{GenerationShape, cache_plan, forward_context, forward_threads};
 use crate::plan::adapted;
+use lockstep_compile::in_bytes;
 use lockstep_config::Config;
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{DType, MatmulType, Op};
+use lockstep_ir::{DType, MatmulType, Op, ValueId};
 use lockstep_model::{Form, build_form};
 use lockstep_sim::GpuSpec;
 use serde::Serialize;
@@ -92,10 +93,16 @@ pub fn inference_account(
     let form = Form::NextToken { batch: 1, positions: 1, cache: cache.shape, known: 1 };
     let graph = adapted(build_form(&config.model, form)?, &config.lora)?;
     let mut weight_bytes = 0;
-    for value in &graph.values {
+    let frozen = forward_context(machine, config).0.precision.frozen;
+    for (i, value) in graph.values.iter().enumerate() {
         if let Source::State(State::Parameter(parameter)) = &value.source {
-            let dtype = if parameter.exact { DType::F32 } else { compute };
-            weight_bytes += (value.ty.elements() * dtype.bytes()) as u64;
+            let (elements, rows) = (value.ty.elements(), value.ty.dims[0].size());
+            let bytes = match frozen.filter(|_| in_bytes(&graph, ValueId(i))) {
+                Some(format) => elements * format.bytes() + rows * DType::F32.bytes(),
+                None if parameter.exact => elements * DType::F32.bytes(),
+                None => elements * compute.bytes(),
+            };
+            weight_bytes += bytes as u64;
         }
     }
     let (mut token_flops, mut position_flops) = (0.0, 0.0);

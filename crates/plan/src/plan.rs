@@ -9,8 +9,8 @@ use lockstep_compile::{
     Stays, Steps, compile, fit, fp8_layers,
 };
 use lockstep_config::{
-    Config, Fp8Recipe, GradientPrecision, LoraConfig, MasterPrecision, MomentPrecision, PrecisionPolicy,
-    RecomputePolicy, nearest,
+    Config, Fp8Recipe, FrozenPrecision, GradientPrecision, LoraConfig, MasterPrecision, MomentPrecision,
+    PrecisionPolicy, RecomputePolicy, nearest,
 };
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::op::{Fine, Flops};
@@ -324,9 +324,14 @@ fn precision(config: &Config) -> Precision {
         MomentPrecision::Bf16 => Moments::Bf16,
         MomentPrecision::Int8 => Moments::Blocks,
     };
+    let frozen = match config.precision.frozen {
+        FrozenPrecision::Policy => None,
+        FrozenPrecision::Fp8 => Some(DType::E4M3),
+        FrozenPrecision::Int8 => Some(DType::Int8),
+    };
     let own_master = config.precision.master == MasterPrecision::Bf16;
     let tf32 = config.precision.policy == PrecisionPolicy::Tf32;
-    Precision { compute, gradients, fp8, tf32, moments, own_master }
+    Precision { compute, gradients, fp8, tf32, moments, own_master, frozen }
 }
 
 /// Most micro-batches of a step.

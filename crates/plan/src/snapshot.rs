@@ -35,7 +35,14 @@ fn stored(program: &StepProgram) -> impl Iterator<Item = &Tensor> {
     program.tensors.iter().filter(move |tensor| match &tensor.role {
         Role::State(State::Parameter(parameter)) => !parameter.frozen && !has_master(tensor),
         Role::State(State::Master { .. } | State::Moment { .. } | State::History(_)) => true,
-        Role::State(State::Gradient { .. } | State::Total(_) | State::Constant(_) | State::Scalars | State::Cache)
+        Role::State(
+            State::Unit { .. }
+            | State::Gradient { .. }
+            | State::Total(_)
+            | State::Constant(_)
+            | State::Scalars
+            | State::Cache,
+        )
         | Role::Input
         | Role::Output
         | Role::StepOutput => false,

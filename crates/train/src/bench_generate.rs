@@ -162,7 +162,9 @@ pub fn bench_generate(
 
 /// Bytes of weights that an entry reads, each once; of an embedding table only the rows of its tokens, which is as good as nothing.
 fn weights_read(program: &StepProgram, entry: &str) -> u64 {
-    let is_weight = |tensor: &&lockstep_ir::program::Tensor| matches!(tensor.role, Role::State(State::Parameter(_)));
+    let is_weight = |tensor: &&lockstep_ir::program::Tensor| {
+        matches!(tensor.role, Role::State(State::Parameter(_) | State::Unit { .. }))
+    };
     let mut read = BTreeSet::new();
     for slot in program.entry(entry).iter().flat_map(|entry| &entry.schedule) {
         for instr in program.segments[slot.segment].instrs.iter().filter(|instr| instr.op != Op::Embedding) {

@@ -377,7 +377,8 @@ impl<'a> Run<'a> {
 
 /// What a step starts from and changes.
 fn is_kept(tensor: &Tensor) -> bool {
-    matches!(tensor.role, Role::State(State::Parameter(_) | State::Master { .. } | State::Moment { .. }))
+    let Role::State(state) = &tensor.role else { return false };
+    matches!(state, State::Parameter(_) | State::Unit { .. } | State::Master { .. } | State::Moment { .. })
 }
 
 /// Writes random tokens to all micro-batches of the first step.

@@ -5,7 +5,7 @@ mod common;
 mod on_device;
 
 use common::{run_to, write_corpus};
-use lockstep_config::Config;
+use lockstep_config::{Config, FrozenPrecision};
 use lockstep_host::Devices;
 use lockstep_infer::{Weights, state};
 use lockstep_ir::{DType, StepProgram, bf16, f16};
@@ -38,6 +38,14 @@ fn main() -> ExitCode {
         ("documents_have_the_same_bits_if_deterministic", documents_the_same_bits),
         ("decoding_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16", false)),
         ("decoding_in_fp16_is_as_on_the_cpu", || decoding_alike(GROUPED, "fp16", false)),
+        ("decoding_with_weights_in_fp8_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16, fp8 weights", false)),
+        ("decoding_with_weights_in_int8_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16, int8 weights", false)),
+        ("decoding_with_weights_in_int8_and_biases_is_as_on_the_cpu", || {
+            decoding_alike(BIASES, "bf16, int8 weights", false)
+        }),
+        ("decoding_with_weights_in_int8_in_fp16_is_as_on_the_cpu", || {
+            decoding_alike(GROUPED, "fp16, int8 weights", false)
+        }),
         ("decoding_is_as_on_the_cpu_if_deterministic", || decoding_alike(GROUPED, "bf16", true)),
         ("decoding_with_large_heads_is_as_on_the_cpu", || decoding_alike(LARGE_HEADS, "bf16", false)),
         ("decoding_with_biases_is_as_on_the_cpu", || decoding_alike(BIASES, "bf16", false)),
@@ -224,11 +232,17 @@ fn decoded(
     texts: usize,
     context: usize,
 ) -> Vec<Vec<f32>> {
+    let (policy, weights) = policy.split_once(", ").unwrap_or((policy, ""));
     let text = format!(
         "[model]\nvocab_size = 512\nlayers = 2\n{model}\n[data]\npaths = [\".\"]\n\
          [train]\nsteps = 1\nseq = 32\ndevice = \"{device}\"\ndeterministic = {deterministic}\n[precision]\npolicy = \"{policy}\"\n"
     );
-    let config = Config::parse(&text, "run.toml", &[]).unwrap();
+    let mut config = Config::parse(&text, "run.toml", &[]).unwrap();
+    config.precision.frozen = match weights {
+        "fp8 weights" => FrozenPrecision::Fp8,
+        "int8 weights" => FrozenPrecision::Int8,
+        _ => FrozenPrecision::Policy,
+    };
     let devices = Devices::new();
     let shape = GenerationShape { texts, ..GenerationShape::one(context) };
     let cache = cache_plan(&devices, &config, &shape).unwrap();

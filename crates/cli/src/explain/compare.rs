@@ -2,9 +2,10 @@
 
 use super::{inference, lengths};
 use crate::failure::{Failure, Result};
+use crate::options::keep_weights;
 use crate::table::{columns, table, wrapped};
 use crate::{Format, slurm, verify};
-use lockstep_config::{Config, bytes};
+use lockstep_config::{Config, FrozenPrecision, bytes};
 use lockstep_host::Devices;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
@@ -34,6 +35,9 @@ pub struct CompareArgs {
     /// decoding. Texts have train.seq tokens.
     #[arg(long, conflicts_with_all = ["fit", "layouts", "sequence_lengths", "verbose", "timeline", "schedule", "trace", "analyze", "tokens", "mfu"])]
     inference: bool,
+    /// With --inference: what the weights of layers are kept in, as `lockstep generate --weights` takes it.
+    #[arg(long, value_name = "FORMAT", requires = "inference", value_parser = FrozenPrecision::WORDS.to_vec())]
+    weights: Option<String>,
     /// With --sequence-lengths: also draw that memory, stacked by class, into this .svg.
     #[arg(long, value_name = "FILE", requires = "sequence_lengths")]
     plot: Option<PathBuf>,
@@ -120,7 +124,9 @@ impl CompareArgs {
             return Ok(Some(Shown::Lengths { sequences: config.train.micro_batch, rows }));
         }
         if self.inference {
-            let account = inference_account(devices, config, config.train.seq, gpu)?;
+            let mut config = config.clone();
+            keep_weights(&mut config, self.weights.as_deref());
+            let account = inference_account(devices, &config, config.train.seq, gpu)?;
             return Ok(Some(Shown::Inference(Box::new(account))));
         }
         if self.layouts.is_empty() {

@@ -4,6 +4,7 @@
 
 mod at;
 mod attention;
+mod bytes;
 mod dispatch;
 mod embedding;
 mod expert_bias;
@@ -25,8 +26,9 @@ use lockstep_ir::graph::Node;
 use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
 use std::collections::BTreeMap;
 
-const FAMILIES: [Rules; 14] = [
+const FAMILIES: [Rules; 15] = [
     attention::RULES,
+    bytes::RULES,
     dispatch::RULES,
     embedding::RULES,
     expert_bias::RULES,

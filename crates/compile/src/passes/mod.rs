@@ -1,6 +1,7 @@
 //! The passes over the graph, in order.
 
 mod autodiff;
+mod bytes;
 mod context;
 mod experts;
 mod fp8;
@@ -19,6 +20,7 @@ mod whole_norm;
 mod zero;
 
 pub use autodiff::autodiff;
+pub use bytes::in_bytes;
 pub use experts::ROWS_BEYOND;
 pub(crate) use fp8::history;
 pub use fp8::{Stays, fp8_layers};
@@ -54,6 +56,7 @@ pub struct Pass {
 
 const FUSE: Pass = Pass { name: "fuse", effect: Effect::NumericsChanging, run: fuse };
 const PRECISION: Pass = Pass { name: "precision", effect: Effect::NumericsChanging, run: precision::precision };
+const BYTES: Pass = Pass { name: "bytes", effect: Effect::NumericsChanging, run: bytes::bytes };
 const FP8: Pass = Pass { name: "fp8", effect: Effect::NumericsChanging, run: fp8::fp8 };
 const EXPERTS: Pass = Pass { name: "experts", effect: Effect::BitPreserving, run: experts::experts };
 /// Where gradients have been added, and nothing is recomputed or sharded: stages are cut by what this costs.
@@ -66,12 +69,12 @@ const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: z
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::NumericsChanging, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 10] =
-    [FUSE, PRECISION, EXPERTS, FP8, AUTODIFF, WATCH, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 11] =
+    [FUSE, PRECISION, BYTES, EXPERTS, FP8, AUTODIFF, WATCH, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.
-pub const FORWARD_PASSES: [Pass; 4] = [FUSE, PRECISION, EXPERTS, FP8];
+pub const FORWARD_PASSES: [Pass; 5] = [FUSE, PRECISION, BYTES, EXPERTS, FP8];
 
 /// Those that what runs forward only takes behind [`FORWARD_PASSES`], without what nothing reads.
 pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];

@@ -69,7 +69,7 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
             let over = if routed { Axes::of(&[MeshAxis::Cp, MeshAxis::Tp]) } else { MeshAxis::Cp.into() };
             find(Axis::Seq).map_or(whole, |dim| whole.with(mesh.wide(over), Placement::Split(dim)))
         }
-        Source::State(State::Parameter(_) | State::Gradient { .. }) => {
+        Source::State(State::Parameter(_) | State::Unit { .. } | State::Gradient { .. }) => {
             let parallel = |axis| matches!(axis, Axis::Heads | Axis::KvHeads | Axis::Ffn | Axis::Vocab);
             let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| parallel(s.axis)));
             let place = |dim: Option<usize>| dim.map_or(Placement::Replicated, Placement::Split);

@@ -3,18 +3,20 @@
 use super::bias;
 use super::launch::{Launches, launches};
 use crate::CudaError;
-use crate::call::Call;
+use crate::call::{Call, suffix};
 use crate::kernels::{Block, args};
 use crate::matmul::{Beside, Epilogue, Gemm, MatmulShape, WORKSPACE};
 use lockstep_exec::bound::Bound;
 use lockstep_ir::op::Norm;
-use lockstep_ir::{DType, FEW_ROWS, Op};
+use lockstep_ir::{DType, FEW_ROWS, Op, Workspace};
 
 /// The launches of this family.
 pub fn launches() -> Launches {
     launches! { call:
         Linear => forward(call),
         LinearGradInput => grad_input(call),
+        ByteLinear => forward(call),
+        ByteLinearGradInput => grad_input(call),
         LinearGradWeight => grad_weight(call),
         AddBias => bias::add_bias(call),
         BiasGrad => bias::bias_grad(call),
@@ -33,7 +35,9 @@ fn matmuls(bound: &Bound) -> Vec<MatmulShape> {
     let sums = |shape: MatmulShape| [shape, MatmulShape { adds: true, ..shape }];
     let gradients = |output: usize| bound.outputs[output].map_or(DType::F32, |at| at.dtype);
     match bound.op {
-        Op::Linear | Op::LinearGradInput => shape(bound.op, &size, input).into_iter().collect(),
+        Op::Linear | Op::LinearGradInput | Op::ByteLinear | Op::ByteLinearGradInput => {
+            shape(bound.op, &size, input).into_iter().collect()
+        }
         Op::LinearGradWeight => {
             let (rows, output) = weight_rows(input, gradients(0), m, size("seq"));
             sums(plain(Gemm::Weight, rows, size("outputs"), output)).to_vec()
@@ -81,8 +85,8 @@ fn matmuls(bound: &Bound) -> Vec<MatmulShape> {
 /// The matmul of an op that is one, of these sizes and this type.
 pub fn shape(op: Op, size: &dyn Fn(&'static str) -> usize, input: DType) -> Option<MatmulShape> {
     let gemm = match op {
-        Op::Linear => Gemm::Forward,
-        Op::LinearGradInput => Gemm::Input,
+        Op::Linear | Op::ByteLinear => Gemm::Forward,
+        Op::LinearGradInput | Op::ByteLinearGradInput => Gemm::Input,
         _ => return None,
     };
     let (m, n, k) = (size("batch") * size("seq"), size("outputs"), size("inputs"));
@@ -110,7 +114,39 @@ fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (us
 fn is_skinny(call: Call) -> bool {
     let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
     let fits = inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
-    call.rows() <= FEW_ROWS && call.float() != DType::F32 && fits
+    let typed = match units(call) {
+        Some(_) => call.float() == DType::BF16,
+        None => call.float() != DType::F32,
+    };
+    call.rows() <= FEW_ROWS && typed && fits
+}
+
+/// The units of the rows of a matmul's weight, where it is in bytes.
+fn units(call: Call) -> Option<u64> {
+    matches!(call.op(), Op::ByteLinear | Op::ByteLinearGradInput).then(|| call.input(2))
+}
+
+/// The source of a kernel for few rows, and its name for the types of a matmul.
+fn kernel(call: Call, name: &str) -> (&'static str, String) {
+    match units(call) {
+        Some(_) => ("bytes", format!("{name}_{}_{}", call.suffix(), suffix(call.bound.inputs[1].dtype))),
+        None => ("skinny", format!("{name}_{}", call.suffix())),
+    }
+}
+
+/// The weights of a matmul in the type of its activations: those in bytes are widened behind the matmul's scratch.
+unsafe fn weights(call: Call) -> Result<u64, CudaError> {
+    let Some(units) = units(call) else { return Ok(call.input(1)) };
+    let (rows, columns, to) = (call.size("outputs"), call.size("inputs"), call.scratch()? + WORKSPACE);
+    let name = format!("widen_{}_{}", call.suffix(), suffix(call.bound.inputs[1].dtype));
+    // SAFETY: the operands have these sizes, and the scratch has room for all elements.
+    unsafe { call.plain(("bytes", &name), [rows, 1, 1], 256, args![call.input(1), units, to, columns])? };
+    Ok(to)
+}
+
+/// Scratch of matmuls of weights in bytes: the matmul's, and the weights in the type of activations.
+pub fn byte_scratch(compute: DType) -> Workspace {
+    Workspace { fixed: WORKSPACE, terms: vec![(compute.bytes() as u64, "outputs inputs")] }
 }
 
 /// From so many inputs on a matmul of few rows is deep, and from so many outputs on it is wide: as `skinny.cu` cuts them.
@@ -129,10 +165,10 @@ unsafe fn skinny(call: Call, bias: Option<u64>, y: u64) -> Result<(), CudaError>
         _ if inputs > DEEP => ("deep", 1, 16),
         _ => ("narrow", 1, 8),
     };
-    let args = args![call.input(0), call.input(1), bias, y, call.rows(), outputs, inputs];
-    let (name, blocks) = (format!("skinny_{eights}_{kind}"), outputs.div_ceil(16 * tiles));
+    let args = args![call.input(0), call.input(1), units(call), bias, y, call.rows(), outputs, inputs];
+    let ((source, name), blocks) = (kernel(call, &format!("skinny_{eights}_{kind}")), outputs.div_ceil(16 * tiles));
     // SAFETY: the operands have these sizes.
-    unsafe { call.typed(("skinny", &name), [blocks, 1, 1], 32 * warps, args) }
+    unsafe { call.plain((source, &name), [blocks, 1, 1], 32 * warps, args) }
 }
 
 /// y = SwiGLU of x · wᵀ, by a kernel for few rows; false where there is none for this matmul.
@@ -143,11 +179,11 @@ pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<bool, Cuda
         return Ok(false);
     }
     let eights = gemm.rows().div_ceil(8).next_power_of_two();
-    let args = args![gemm.input(0), gemm.input(1), None::<u64>, y, gemm.rows(), outputs, inputs];
+    let args = args![gemm.input(0), gemm.input(1), units(gemm), None::<u64>, y, gemm.rows(), outputs, inputs];
     let threads = if eights == 1 { 512 } else { 256 };
-    let name = format!("skinny_{eights}_glu");
+    let (source, name) = kernel(gemm, &format!("skinny_{eights}_glu"));
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.typed(("skinny", &name), [outputs.div_ceil(32), 1, 1], threads, args)? };
+    unsafe { gemm.plain((source, &name), [outputs.div_ceil(32), 1, 1], threads, args)? };
     Ok(true)
 }
 
@@ -170,12 +206,13 @@ pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> R
         None if outputs > 4096 => ("middle", 16),
         None => ("narrow", 32),
     };
-    let args = args![norm.input(0), delta, weight, sum, gemm.input(1), y, gemm.rows(), outputs, inputs, eps, one];
+    let (w, rows) = (gemm.input(1), gemm.rows());
+    let args = args![norm.input(0), delta, weight, sum, w, units(gemm), y, rows, outputs, inputs, eps, one];
     let shared = gemm.rows() * inputs * gemm.float().bytes();
-    let (name, block) = (format!("skinny_norm_{kind}_{}", gemm.suffix()), Block { threads: 512, shared });
+    let ((source, name), block) = (kernel(gemm, &format!("skinny_norm_{kind}")), Block { threads: 512, shared });
     let grid = [outputs.div_ceil(outputs_of_block), 1, 1];
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.on().launch_with(("skinny", &name), grid, block, None, args)? };
+    unsafe { gemm.on().launch_with((source, &name), grid, block, None, args)? };
     Ok(true)
 }
 
@@ -191,7 +228,7 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     }
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
-    unsafe { call.multiply(&shape, (call.input(0), call.input(1)), y, call.scratch()?) }
+    unsafe { call.multiply(&shape, (call.input(0), weights(call)?), y, call.scratch()?) }
 }
 
 /// The matmul of an instruction that has one, with an epilogue.
@@ -203,8 +240,9 @@ pub fn with_epilogue(bound: &Bound, epilogue: Epilogue) -> Option<MatmulShape> {
 unsafe fn multiply_with(call: Call, epilogue: Epilogue, beside: Beside, to: u64) -> Result<(), CudaError> {
     let none = || CudaError::Internal(format!("{} is no matmul", call.bound.op.name()));
     let shape = with_epilogue(call.bound, epilogue).ok_or_else(none)?;
-    let factors = (call.input(0), call.input(1));
     // SAFETY: the operands have these sizes.
+    let factors = (call.input(0), unsafe { weights(call)? });
+    // SAFETY: as above.
     unsafe { call.matmul.multiply_with(call.stream, &shape, factors, beside, to, call.scratch()?) }
 }
 
@@ -238,7 +276,7 @@ pub unsafe fn grad_input(call: Call) -> Result<(), CudaError> {
     let Some(dx) = call.output(0) else { return Ok(()) };
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
-    unsafe { call.multiply(&shape, (call.input(0), call.input(1)), dx, call.scratch()?) }
+    unsafe { call.multiply(&shape, (call.input(0), weights(call)?), dx, call.scratch()?) }
 }
 
 /// dw (+)= dyᵀ · x.

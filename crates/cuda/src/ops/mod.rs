@@ -54,6 +54,8 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
     let workspaces = BTreeMap::from([
         ("linear", fixed(WORKSPACE)),
         ("linear_grad_input", fixed(WORKSPACE)),
+        ("byte_linear", linear::byte_scratch(compute)),
+        ("byte_linear_grad_input", linear::byte_scratch(compute)),
         ("linear_grad_weight", Workspace { fixed: WORKSPACE, terms: share("outputs inputs") }),
         ("amax", fixed(quantise::AMAX_SCRATCH)),
         ("weight_amax", fixed(quantise::AMAX_SCRATCH)),

@@ -373,7 +373,7 @@ fn values(dtype: DType, key: u64, range: Range<usize>, any_order: bool) -> Vec<u
             DType::F32 => bytes.extend((number((1u64 << 40) as f64) as f32).to_le_bytes()),
             DType::BF16 => bytes.extend(bf16::from_f32(number((1u64 << 40) as f64) as f32).to_le_bytes()),
             DType::F16 => bytes.extend(f16::from_f32(number(f64::from(1 << 14)) as f32).to_le_bytes()),
-            DType::E4M3 | DType::E5M2 => bytes.push(bits as u8),
+            DType::E4M3 | DType::E5M2 | DType::Int8 => bytes.push(bits as u8),
             DType::F64 => bytes.extend(number((1u128 << 80) as f64).to_le_bytes()),
             DType::Fixed64 => bytes.extend((bits as i64 >> 2).to_le_bytes()),
             DType::U32 => bytes.extend((bits as u32).to_le_bytes()),
@@ -414,7 +414,7 @@ fn sum(dtype: DType, terms: impl Iterator<Item = Vec<u8>>) -> Vec<u8> {
             let widen = |bytes| f16::to_f32(u16::from_le_bytes(bytes));
             fold(terms, widen, |a, b| a + b, |sum| f16::from_f32(sum).to_le_bytes())
         }
-        DType::E4M3 | DType::E5M2 | DType::Signed8 | DType::Unsigned8 | DType::U32 => Vec::new(),
+        DType::E4M3 | DType::E5M2 | DType::Int8 | DType::Signed8 | DType::Unsigned8 | DType::U32 => Vec::new(),
     }
 }
 

@@ -6,7 +6,7 @@ use lockstep_ir::{DType, bf16, f16, fixed};
 pub fn adds(dtype: DType) -> bool {
     match dtype {
         DType::F32 | DType::BF16 | DType::F16 | DType::F64 | DType::Fixed64 => true,
-        DType::E4M3 | DType::E5M2 | DType::Signed8 | DType::Unsigned8 | DType::U32 => false,
+        DType::E4M3 | DType::E5M2 | DType::Int8 | DType::Signed8 | DType::Unsigned8 | DType::U32 => false,
     }
 }
 
@@ -25,7 +25,7 @@ pub unsafe fn sum(dtype: DType, terms: usize, input: impl Fn(usize) -> *const u8
             DType::BF16 => sum.write(bf16::to_f32, |a, b| a + b, bf16::from_f32),
             DType::F16 => sum.write(f16::to_f32, |a, b| a + b, f16::from_f32),
             DType::Fixed64 => sum.write(|x: i64| x, fixed::merge, |sum| sum),
-            DType::E4M3 | DType::E5M2 | DType::Signed8 | DType::Unsigned8 | DType::U32 => {
+            DType::E4M3 | DType::E5M2 | DType::Int8 | DType::Signed8 | DType::Unsigned8 | DType::U32 => {
                 debug_assert!(false, "sums of {dtype} are refused before")
             }
         }

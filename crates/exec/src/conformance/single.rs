@@ -127,6 +127,7 @@ pub(super) fn encode(dtype: DType, data: &[f64]) -> Vec<u8> {
         DType::F16 => data.iter().flat_map(|x| f16::from_f32(*x as f32).to_le_bytes()).collect(),
         DType::E4M3 => data.iter().map(|x| F8::E4M3.from_f32(*x as f32)).collect(),
         DType::E5M2 => data.iter().map(|x| F8::E5M2.from_f32(*x as f32)).collect(),
+        DType::Int8 => data.iter().map(|x| x.round_ties_even().clamp(-127.0, 127.0) as i8 as u8).collect(),
         DType::F64 => data.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::U32 => data.iter().flat_map(|x| (*x as u32).to_le_bytes()).collect(),
         DType::Fixed64 => data.iter().flat_map(|x| fixed::add(0, *x as f32).to_le_bytes()).collect(),
@@ -143,6 +144,7 @@ pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
         DType::F16 => bytes.as_chunks().0.iter().map(|b| f64::from(f16::to_f32(u16::from_le_bytes(*b)))).collect(),
         DType::E4M3 => bytes.iter().map(|b| f64::from(F8::E4M3.to_f32(*b))).collect(),
         DType::E5M2 => bytes.iter().map(|b| f64::from(F8::E5M2.to_f32(*b))).collect(),
+        DType::Int8 => bytes.iter().map(|b| f64::from(*b as i8)).collect(),
         DType::F64 => bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
         DType::U32 => bytes.as_chunks().0.iter().map(|b| f64::from(u32::from_le_bytes(*b))).collect(),
         DType::Fixed64 => {

@@ -2,6 +2,7 @@
 
 pub(crate) mod arena;
 mod attention;
+mod bytes;
 mod call;
 mod columns;
 mod context;
@@ -71,6 +72,10 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
         DType::BF16 | DType::F16 => Workspace { fixed: gemm, terms: vec![(per_k, letter)] },
         _ => fixed(gemm),
     };
+    let of_bytes = |Workspace { fixed, terms }| Workspace {
+        fixed: fixed + 64,
+        terms: [terms, vec![bytes::scratch(compute)]].concat(),
+    };
     // A sum that is not in f32 needs each matmul once, on its own.
     let share = |letters| if gradients == DType::F32 { Vec::new() } else { vec![(4, letters)] };
     let (head, per_letters) = head::scratch_bytes(simd, compute, threads);
@@ -92,6 +97,8 @@ pub fn profile_of(simd: Simd, threads: usize, compute: DType, gradients: DType) 
     let workspaces = BTreeMap::from([
         ("linear", rounded("inputs")),
         ("linear_grad_input", rounded("outputs")),
+        ("byte_linear", of_bytes(rounded("inputs"))),
+        ("byte_linear_grad_input", of_bytes(rounded("outputs"))),
         ("linear_grad_weight", Workspace { fixed: gemm, terms: share("outputs inputs") }),
         ("fp8_linear", of(quantise::scratch(gemm, per_k))),
         ("fp8_grad_weight", of(quantise::weight_scratch(gemm, share("outputs inputs")))),
@@ -317,6 +324,7 @@ fn kernels<T: Float>() -> BTreeMap<OpKind, Kernel> {
         optimizer::kernels(),
         pointwise::kernels::<T>(),
         position::kernels::<T>(),
+        bytes::kernels::<T>(),
         quantise::kernels::<T>(),
         section::kernels::<T>(),
         sink::kernels::<T>(),

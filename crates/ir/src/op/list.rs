@@ -2,9 +2,9 @@
 
 use super::row::Spec;
 use super::{
-    Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, collective, context, dispatch, embedding, expert_bias,
-    experts, fine, gradient, head, heads, latent, linear, memory, norm, optimizer, pointwise, position, quantise,
-    quantised_experts, section, sink,
+    Blocks, Factor, Fine, Norm, Ring, Routing, Rows, attention, bytes, collective, context, dispatch, embedding,
+    expert_bias, experts, fine, gradient, head, heads, latent, linear, memory, norm, optimizer, pointwise, position,
+    quantise, quantised_experts, section, sink,
 };
 use crate::DType;
 use crate::mesh::Axes;
@@ -94,6 +94,10 @@ ops! {
     LinearGradInput = linear::LINEAR_GRAD_INPUT,
     /// `dw = dyᵀ · x`, summed over all positions.
     LinearGradWeight = linear::LINEAR_GRAD_WEIGHT,
+    /// `y = x · wᵀ` of a weight that is not trained, in bytes, each row in a unit of its own ([`rows8`](crate::rows8)).
+    ByteLinear = bytes::BYTE_LINEAR,
+    /// `dx = dy · w` of such a weight.
+    ByteLinearGradInput = bytes::BYTE_LINEAR_GRAD_INPUT,
     /// The largest magnitude of a tensor. Each rank gives that of its part; `parts` has as many entries as ranks may have parts, and a rank's
     /// own are all the same.
     Amax {

@@ -10,6 +10,7 @@
 //! output has is summed over. Three names mean the same in all rows, since generic code asks for them: [`BATCH`], [`SEQ`] and [`ROWS`].
 
 mod attention;
+mod bytes;
 mod collective;
 mod context;
 mod cost;
@@ -56,7 +57,7 @@ pub use quantise::Factor;
 pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 
-use crate::{Axes, DType, Dim, TensorType};
+use crate::{Axes, DType, Dim, TensorType, rows8};
 
 /// The attributes of an op, in its own row.
 macro_rules! attributes {
@@ -170,7 +171,7 @@ impl Op {
                 Elem::Float(var) => dims.float(var),
                 Elem::Rounded => DType::BF16,
                 Elem::Fp8 => dims.float(TypeVar::U),
-                Elem::Accumulator | Elem::Weight | Elem::Moment | Elem::Any => match inputs.first() {
+                Elem::Accumulator | Elem::Byte | Elem::Weight | Elem::Moment | Elem::Any => match inputs.first() {
                     // Nothing is summed in f16 or fp8.
                     Some(input) if o.elem == Elem::Accumulator && !input.dtype.accumulates() => DType::F32,
                     Some(input) => input.dtype,
@@ -210,6 +211,7 @@ impl Op {
                 Elem::Float(var) => ty.dtype.is_float() && dims.set_float(var, ty.dtype) == ty.dtype,
                 Elem::Rounded => ty.dtype.is_rounded(),
                 Elem::Fp8 => ty.dtype.is_fp8(),
+                Elem::Byte => rows8::is_format(ty.dtype),
                 Elem::Accumulator => ty.dtype.accumulates(),
                 Elem::Weight => matches!(ty.dtype, DType::F32 | DType::BF16),
                 Elem::Moment => matches!(ty.dtype, DType::F32 | DType::BF16) || ty.dtype.is_block(),

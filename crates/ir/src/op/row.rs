@@ -15,6 +15,8 @@ pub enum Elem {
     Rounded,
     /// One of fp8; as an output, the second type variable's.
     Fp8,
+    /// Bytes of weights whose rows have units: `e4m3` or `int8`.
+    Byte,
     /// A gradient accumulator: `f32`, `bf16` or `fixed64`. As an output, whichever of them its value says.
     Accumulator,
     /// Weights that an update changes: `f32`, or `bf16` where they are their own master weights. As an output, of the type of the input of
@@ -170,6 +172,10 @@ pub(super) const fn other_float(name: &'static str, dims: &'static str) -> Opera
 
 pub(super) const fn fp8(name: &'static str, dims: &'static str) -> Operand {
     Operand { name, dims, elem: Elem::Fp8 }
+}
+
+pub(super) const fn byte(name: &'static str, dims: &'static str) -> Operand {
+    Operand { name, dims, elem: Elem::Byte }
 }
 
 pub(super) const fn f64(name: &'static str, dims: &'static str) -> Operand {

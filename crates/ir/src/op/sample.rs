@@ -71,7 +71,9 @@ impl Sample {
             let dtype = match self.op.input(i, self.inputs.len()).elem {
                 Elem::Float(_) => compute,
                 Elem::Accumulator => sums,
-                Elem::Is(_) | Elem::Rounded | Elem::Fp8 | Elem::Weight | Elem::Moment | Elem::Any => ty.dtype,
+                Elem::Is(_) | Elem::Rounded | Elem::Fp8 | Elem::Byte | Elem::Weight | Elem::Moment | Elem::Any => {
+                    ty.dtype
+                }
             };
             TensorType::new(dtype, ty.dims.clone())
         };

@@ -386,7 +386,7 @@ fn updated<'a>(state: &'a Stored, all: &'a [Stored]) -> Option<(&'a Stored, f64)
         DType::F16 => 2f64.powi(-10),
         DType::E4M3 => 2f64.powi(-3),
         DType::E5M2 => 2f64.powi(-2),
-        DType::Signed8 | DType::Unsigned8 => 2f64.powi(-6),
+        DType::Int8 | DType::Signed8 | DType::Unsigned8 => 2f64.powi(-6),
         DType::F32 | DType::F64 | DType::U32 | DType::Fixed64 => 2f64.powi(-22),
     };
     match &state.state {

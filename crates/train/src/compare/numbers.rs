@@ -47,6 +47,7 @@ impl Stored {
             DType::BF16 => convert(bytes, to, |b| f64::from(bf16::to_f32(u16::from_le_bytes(b)))),
             DType::F16 => convert(bytes, to, |b| f64::from(f16::to_f32(u16::from_le_bytes(b)))),
             DType::E4M3 => convert(bytes, to, |[b]| f64::from(F8::E4M3.to_f32(b))),
+            DType::Int8 => convert(bytes, to, |[b]| f64::from(b as i8)),
             DType::E5M2 => convert(bytes, to, |[b]| f64::from(F8::E5M2.to_f32(b))),
             DType::F64 => convert(bytes, to, f64::from_le_bytes),
             DType::U32 => convert(bytes, to, |b| f64::from(u32::from_le_bytes(b))),
@@ -87,7 +88,7 @@ impl Stored {
                     }
                 }
             }
-            DType::E4M3 | DType::E5M2 | DType::F64 | DType::U32 | DType::Fixed64 => {}
+            DType::E4M3 | DType::E5M2 | DType::Int8 | DType::F64 | DType::U32 | DType::Fixed64 => {}
             DType::Signed8 | DType::Unsigned8 => {}
         }
     }
