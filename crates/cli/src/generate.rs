@@ -1,13 +1,16 @@
 //! `lockstep generate`: text from a trained model, as it comes; or of a file of prompts, many at once.
 
+mod ranks;
+
+use self::ranks::RankArgs;
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::WeightArgs;
+use crate::processes::{self, ProcessPlace};
 use crate::progress::Progress;
 use crate::terminal::printable;
-use lockstep_config::bytes;
+use lockstep_config::{FrozenPrecision, bytes};
 use lockstep_data::Conversation;
-use lockstep_host::Devices;
 use lockstep_infer::{
     Generated, Generator, PromptOptions, PromptProgress, RunTokenizer, Sampling, Stop, TextBatch, TextStream, generate,
     write_prompts,
@@ -18,6 +21,7 @@ use serde_json::json;
 use std::io::{ErrorKind, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(clap::Args)]
@@ -86,6 +90,8 @@ pub struct Args {
     context: Option<u32>,
     #[command(flatten)]
     weights: WeightArgs,
+    #[command(flatten)]
+    ranks: RankArgs,
     /// Go on where the model ends the document, up to --max-tokens: an EOS token is a token like others then.
     #[arg(long)]
     ignore_eos: bool,
@@ -99,15 +105,25 @@ fn cache_bytes(text: &str) -> std::result::Result<u64, String> {
     bytes(text).ok_or_else(|| "give bytes with a unit, such as 20GiB".to_owned())
 }
 
-pub fn run(args: Args) -> Result<()> {
-    let Args { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = args;
+pub fn run(args: Args) -> Result<ExitCode> {
+    let Some(place) = args.ranks.place()? else { return of_rank(&args, None) };
+    processes::end_with_launcher()?;
+    processes::end_well(of_rank(&args, Some(&place)).map_err(|failure| failure.of_rank(place.rank)))
+}
+
+/// Generates as one of several processes, or alone. The first of them writes.
+fn of_rank(args: &Args, place: Option<&ProcessPlace>) -> Result<ExitCode> {
+    let &Args { temperature, top_k, top_p, min_p, repetition_penalty, seed, .. } = args;
     let sampling = Sampling { temperature, top_k, top_p, min_p, repetition_penalty, seed };
     sampling.check()?;
     if let (Some(prompts), Some(out)) = (&args.prompts, &args.out) {
-        return of_file(&args, sampling, (prompts, out));
+        return of_file(args, sampling, (prompts, out), place);
     }
-    let prompt = prompt(&args)?;
+    let prompt = prompt(args)?;
     let trained = args.weights.open(&args.from)?;
+    if let Some(code) = args.ranks.start(&trained.config, place)? {
+        return Ok(code);
+    }
     let tokenizer = trained.tokenizer()?;
     let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let tokens = match args.chat {
@@ -119,22 +135,31 @@ pub fn run(args: Args) -> Result<()> {
         }
     };
     let context = args.context.map_or(trained.config.train.seq, |c| c as usize);
-    let mut generator = Generator::new(&Devices::of(&trained.config), &trained.config, context, trained.weights())?;
+    let devices = args.ranks.devices(&trained.config, place)?;
+    let size = (context, args.ranks.tp());
+    let mut generator = Generator::shared(&devices, &trained.config, size, trained.weights())?;
 
-    let mut screen = Screen::new(tokenizer.clone(), args.format == Format::Text);
+    let first = devices.team().is_first();
+    let mut screen = Screen::new(tokenizer.clone(), first && args.format == Format::Text);
+    // Ranks end a text together.
+    let alone = place.is_none();
     // Shown when the first token is there: an error comes before any text.
     let mut echo = Some(&prompt).filter(|_| !args.chat);
     let result = generate(&mut generator, &tokenizer, &ends, &tokens, args.max_tokens, &sampling, &mut |token| {
         if let Some(prompt) = echo.take() {
             screen.write(prompt);
         }
-        screen.hear(token)
+        let heard = screen.hear(token);
+        if alone { heard } else { ControlFlow::Continue(()) }
     });
     if let (Ok(_), Some(prompt)) = (&result, echo) {
         screen.write(prompt);
     }
     let text = screen.end()?;
     let generated = result?;
+    if !first {
+        return Ok(ExitCode::SUCCESS);
+    }
     let speed = |n: usize, seconds: f64| if seconds > 0.0 { n as f64 / seconds } else { 0.0 };
     let tokens_per_s = speed(generated.tokens.len(), generated.generate_s);
     match args.format {
@@ -159,12 +184,21 @@ pub fn run(args: Args) -> Result<()> {
             writeln!(std::io::stdout(), "{object:#}")?;
         }
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Continues the prompts of a file.
-fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()> {
+fn of_file(
+    args: &Args,
+    sampling: Sampling,
+    files: (&Path, &Path),
+    place: Option<&ProcessPlace>,
+) -> Result<ExitCode> {
     let trained = args.weights.open(&args.from)?;
+    if let Some(code) = args.ranks.start(&trained.config, place)? {
+        return Ok(code);
+    }
+    let devices = args.ranks.devices(&trained.config, place)?;
     let tokenizer = trained.tokenizer()?;
     let mut ends = if args.ignore_eos { Vec::new() } else { trained.end_tokens(&tokenizer)? };
     let chat = args.chat.then(|| trained.chat(&tokenizer)).transpose()?;
@@ -177,8 +211,16 @@ fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()>
         texts: args.batch as usize,
         cache: args.cache,
         known: Some(tokenizer.vocabulary() as usize),
+        tp: args.ranks.tp(),
     };
-    let mut batch = TextBatch::new(&Devices::of(&trained.config), &trained.config, shape, trained.weights())?;
+    let mut batch = TextBatch::new(&devices, &trained.config, shape, trained.weights())?;
+    let mut model = json!({"checkpoint": trained.path(), "step": trained.step(), "context": context});
+    if args.ranks.tp() > 1 {
+        model["tp"] = args.ranks.tp().into();
+    }
+    if trained.config.precision.frozen != FrozenPrecision::Policy {
+        model["weights"] = trained.config.precision.frozen.to_string().into();
+    }
     let options = PromptOptions {
         max_tokens: args.max_tokens,
         sampling,
@@ -188,18 +230,25 @@ fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()>
         ends,
         chat: chat.as_ref(),
         system: args.system.clone(),
-        model: json!({"checkpoint": trained.path(), "step": trained.step(), "context": context}),
+        model,
     };
     let begun = Instant::now();
     let mut progress = Progress::new(0);
     let speed = |tokens: u64| tokens as f64 / begun.elapsed().as_secs_f64().max(1e-9);
-    let summary = write_prompts(&mut batch, &tokenizer, files, &options, &mut |p: &PromptProgress| {
+    let first = devices.team().is_first();
+    let summary = write_prompts(&mut batch, &tokenizer, files, &options, devices.team(), &mut |p: &PromptProgress| {
+        if !first {
+            return;
+        }
         let (done, total) = p.texts;
         let (filled, rate) = (100.0 * p.filled, units::count(speed(p.tokens) as u64));
         let more = format!(", {} under way, cache {filled:.0}% full, {rate} tokens/s", p.running);
         progress.work_with("texts", (done as u64, total as u64), |n| n.to_string(), &more);
     })?;
     progress.clear();
+    if !first {
+        return Ok(ExitCode::SUCCESS);
+    }
     let counts = batch.counts();
     let rate = speed(counts.written);
     if summary.errors > 0 {
@@ -239,7 +288,7 @@ fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path)) -> Result<()>
             writeln!(std::io::stdout(), "{object:#}")?;
         }
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn prompt(args: &Args) -> Result<String> {

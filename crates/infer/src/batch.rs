@@ -6,6 +6,7 @@
 
 mod flight;
 
+use crate::generate::loaded;
 use crate::pages::{Free, Prefixes};
 use crate::state::{self, Weights};
 use crate::{InferError, Result, Sampling, Stop};
@@ -126,8 +127,10 @@ impl TextBatch {
         let device = devices.device(target)?;
         let mut cache = cache_plan(devices, config, &shape)?;
         let (mut program, mut threads) = generation_program(devices, config, &cache)?;
+        // Ranks that are threads share the memory.
+        let sharers = if devices.processes().is_some() { 1 } else { shape.tp as u64 };
         if shape.cache.is_none()
-            && let Some(free) = device.available_bytes()?
+            && let Some(free) = device.available_bytes()?.map(|free| free / sharers)
             && program.arena_bytes > free - free / 16
         {
             let least = cache_plan(devices, config, &GenerationShape { texts: 1, ..shape })?.bytes();
@@ -139,7 +142,7 @@ impl TextBatch {
         let here = kinds.filter(|(_, name)| program.tensor(name).is_some());
         let entries = cache.shape.slots * cache.shape.blocks;
         let tables = here.map(|(kind, name)| (kind, Table { name, pages: vec![0; entries], changed: true })).collect();
-        let mut executor = device.load(program.clone(), threads)?;
+        let mut executor = loaded(devices, config, &program, threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         Ok(Self {
             executor,

@@ -10,7 +10,18 @@ use lockstep_ir::{DType, StepProgram};
 use lockstep_model::names;
 use lockstep_plan::{GenerationShape, Target, cache_plan, generation_program};
 use std::ops::ControlFlow;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// A generation program in memory, on as many ranks as it is for.
+pub(crate) fn loaded(
+    devices: &Devices,
+    config: &Config,
+    program: &StepProgram,
+    threads: usize,
+) -> Result<Box<dyn Executor>> {
+    let timeout = Duration::from_secs_f64(config.parallel.timeout);
+    Ok(devices.load_all(Target::of(devices, config), vec![program.clone()], threads, timeout)?)
+}
 
 /// A model in memory that reads tokens and says what may come next.
 pub struct Generator {
@@ -26,12 +37,22 @@ pub struct Generator {
 impl Generator {
     /// Loads the generation program of a config, for texts of up to `context` tokens.
     pub fn new(devices: &Devices, config: &Config, context: usize, weights: Weights) -> Result<Self> {
-        let mut cache = cache_plan(devices, config, &GenerationShape::one(context))?;
+        Self::shared(devices, config, (context, 1), weights)
+    }
+
+    /// The same over tensor-parallel ranks.
+    pub fn shared(
+        devices: &Devices,
+        config: &Config,
+        (context, tp): (usize, usize),
+        weights: Weights,
+    ) -> Result<Self> {
+        let mut cache = cache_plan(devices, config, &GenerationShape { tp, ..GenerationShape::one(context) })?;
         // The only text has every block, in its order, and reads one token or a chunk.
         (cache.rows, cache.by_rows) = (1, false);
         cache.shape.window_pages = cache.shape.window_pages.max(cache.shape.blocks);
         let (program, threads) = generation_program(devices, config, &cache)?;
-        let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
+        let mut executor = loaded(devices, config, &program, threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         let pages: Vec<u8> = (0..cache.shape.blocks as u32).flat_map(u32::to_le_bytes).collect();
         for table in [names::PAGES, names::WINDOW_PAGES].into_iter().filter(|name| program.tensor(name).is_some()) {

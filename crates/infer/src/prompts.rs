@@ -5,6 +5,7 @@
 
 use crate::{InferError, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream, Written};
 use lockstep_data::{Chat, Conversation};
+use lockstep_host::Team;
 use lockstep_ir::counter;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
@@ -64,12 +65,14 @@ const MOST_BYTES: u64 = 1 << 32;
 
 const FORMAT: &str = "a line is {\"prompt\": \"…\"}, or {\"messages\": […]} with a chat template";
 
-/// Continues every prompt of a file, and writes what becomes of them to another.
+/// Continues every prompt of a file, and writes what becomes of them to another. Of several processes that share the model all do the same, and the first
+/// writes.
 pub fn write_prompts(
     batch: &mut TextBatch,
     tokenizer: &RunTokenizer,
     (prompts, out): (&Path, &Path),
     options: &PromptOptions,
+    team: Team,
     show: &mut dyn FnMut(&PromptProgress),
 ) -> Result<PromptSummary> {
     options.sampling.check()?;
@@ -80,7 +83,14 @@ pub fn write_prompts(
         return Err(wrong(prompts, "it has no prompts", FORMAT));
     }
     let total = lines.len() * options.samples;
-    let (mut to, before) = resume(out, &settings(options, &text), total)?;
+    let settings = settings(options, &text);
+    team.agree("prompts and settings", &Value::Object(settings.clone()).to_string())?;
+    let mut to = None;
+    let before = team.told("texts", || {
+        let (file, before) = resume(out, &settings, total)?;
+        to = Some(file);
+        Ok::<_, InferError>(before)
+    })?;
     let unwritten =
         |e: std::io::Error| wrong(out, &format!("it cannot be written: {e}"), "free some space, then start again");
     let mut errors = 0;
@@ -126,7 +136,9 @@ pub fn write_prompts(
             lines.push('\n');
             next += 1;
         }
-        to.write_all(lines.as_bytes()).map_err(unwritten)?;
+        if let Some(to) = &mut to {
+            to.write_all(lines.as_bytes()).map_err(unwritten)?;
+        }
         let (running, tokens) = (batch.texts().0, batch.counts().written);
         show(&PromptProgress { texts: (next, total), running, filled: batch.filled(), tokens });
     }

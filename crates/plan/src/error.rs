@@ -19,6 +19,10 @@ pub enum PlanError {
     #[error(transparent)]
     #[hint(_0.hint())]
     Simulation(#[from] lockstep_sim::SimError),
+    /// More ranks than a model can be split over for generation.
+    #[error("tensor-parallel ranks cannot share this model: {}", _0.reason)]
+    #[hint("use {}", _0.nearest)]
+    GenerationRanks(Box<lockstep_config::legal::Refusal>),
     /// No layout of the search fits: the reasons.
     #[error("{0}")]
     #[hint(_0.hint())]

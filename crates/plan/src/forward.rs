@@ -4,8 +4,9 @@ use crate::device::{Machine, Target, threads};
 use crate::plan::{adapted, training_context};
 use crate::{PlanError, Result};
 use lockstep_compile::{Context, Precision, Steps, compile_forward};
+use lockstep_config::legal::{self, Extents};
 use lockstep_config::{Config, LoraConfig, ModelConfig};
-use lockstep_ir::{DType, FEW_ROWS, Layout, MatmulType, Op, StepProgram};
+use lockstep_ir::{DType, FEW_ROWS, Layout, MatmulType, Mesh, MeshAxis, Op, StepProgram};
 use lockstep_model::{CacheShape, Form, build_form};
 
 /// Most tokens that one call of `prefill` reads: on a CPU as many as keep its units busy, on a GPU more.
@@ -26,12 +27,14 @@ pub struct GenerationShape {
     pub cache: Option<u64>,
     /// Tokens that may be written, where they are fewer than the model's vocabulary.
     pub known: Option<usize>,
+    /// Tensor-parallel ranks that share the model: each has a part of the heads, hidden units and vocabulary, and of the cache.
+    pub tp: usize,
 }
 
 impl GenerationShape {
     /// One text.
     pub fn one(context: usize) -> Self {
-        Self { context, texts: 1, cache: None, known: None }
+        Self { context, texts: 1, cache: None, known: None, tp: 1 }
     }
 }
 
@@ -56,6 +59,8 @@ pub struct CachePlan {
     pub chunk: usize,
     /// Tokens that may be written.
     pub known: usize,
+    /// Tensor-parallel ranks, of which each has these bytes.
+    pub tp: usize,
 }
 
 impl CachePlan {
@@ -84,12 +89,18 @@ pub fn check_positions(config: &Config, tokens: usize) -> Result<()> {
 
 /// What the passes of a forward program need to know, and the threads it will run on: those of one rank, whatever the layout.
 pub(crate) fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
+    tensor_parallel_context(machine, config, 1)
+}
+
+/// The same of a program that tensor-parallel ranks share.
+fn tensor_parallel_context(machine: &dyn Machine, config: &Config, tp: usize) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
-    let threads = threads(machine, config, 1);
+    let threads = threads(machine, config, tp);
+    let layout = Layout { mesh: Mesh::ONE.with(MeshAxis::Tp, tp), ..Layout::single(1) };
     let Precision { compute, frozen, .. } = context.precision;
     let precision = Precision { frozen, ..Precision::of(compute, DType::F32) };
     let device = machine.profile(Target::of(machine, config), threads, precision);
-    (Context { device, layout: Layout::single(1), precision, steps: Steps::default(), ..context }, threads)
+    (Context { device, layout, precision, steps: Steps::default(), ..context }, threads)
 }
 
 /// The threads of a forward program, and the type that it multiplies.
@@ -98,10 +109,20 @@ pub fn forward_threads(machine: &dyn Machine, config: &Config) -> (usize, Matmul
     (threads, context.precision.multiplies())
 }
 
+/// Refuses more ranks than the heads, hidden units or vocabulary of a model can be split over.
+fn check_ranks(config: &Config, layout: &Layout) -> Result<()> {
+    let extents = Extents { global_batch: 1, micro_batch: 1, adapter_dropout: false, ..config.extents() };
+    match legal::check(layout, &extents).into_iter().next() {
+        Some(refusal) => Err(PlanError::GenerationRanks(Box::new(refusal))),
+        None => Ok(()),
+    }
+}
+
 /// The pages that a cache has: as many as all texts need at their longest, or as fit into the bytes given, those of one text at least.
 pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShape) -> Result<CachePlan> {
     check_positions(config, shape.context)?;
-    let (context, _) = forward_context(machine, config);
+    let (context, _) = tensor_parallel_context(machine, config, shape.tp);
+    check_ranks(config, &context.layout)?;
     let known = shape.known;
     let (slots, blocks) = (shape.texts, shape.context.div_ceil(PAGE));
     let chunk = match Target::of(machine, config) {
@@ -117,7 +138,8 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     for node in &graph.nodes {
         let Op::CachedAttention { window, .. } = node.op else { continue };
         let elements = graph.ty(node.inputs[1]).elements() as u64;
-        bytes[usize::from(window.is_some())] += elements * context.precision.compute.bytes() as u64;
+        let of_rank = elements / shape.tp as u64;
+        bytes[usize::from(window.is_some())] += of_rank * context.precision.compute.bytes() as u64;
         longest = longest.max(window);
     }
     // What a window reaches behind the first of a chunk, the chunk, and the parts of pages at both ends.
@@ -131,12 +153,12 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     }
     let of = |blocks: usize| (u128::from(given) * (blocks * slots) as u128 / u128::from(all.max(1))) as usize;
     let pages = |blocks: usize| of(blocks).max(blocks).max(1);
-    let shape = CacheShape { pages: pages(full_blocks), window_pages: pages(window_blocks), ..one };
+    let (tp, shape) = (shape.tp, CacheShape { pages: pages(full_blocks), window_pages: pages(window_blocks), ..one });
     let [page_bytes, window_page_bytes] = bytes;
     // Rows that are always computed together, where bits must not depend on what is beside a text: as many as kernels for few rows take.
     let rows = if by_rows { FEW_ROWS } else { slots };
     let known = known.unwrap_or(usize::MAX).min(config.model.vocab_size);
-    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, by_rows, chunk, known })
+    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, by_rows, chunk, known, tp })
 }
 
 /// The sizes of `decode` that a program has: up to as many rows as it takes. With bits that do not depend on what is beside a text, one size alone.
@@ -148,8 +170,8 @@ pub fn decode_sizes(cache: &CachePlan) -> &'static [(usize, &'static str)] {
 
 /// The program with the entry `prefill` and those of `decode`, and the threads it was compiled for.
 pub fn generation_program(machine: &dyn Machine, config: &Config, cache: &CachePlan) -> Result<(StepProgram, usize)> {
-    let (compile_context, threads) = forward_context(machine, config);
-    let &CachePlan { shape, chunk, known, .. } = cache;
+    let &CachePlan { shape, chunk, known, tp, .. } = cache;
+    let (compile_context, threads) = tensor_parallel_context(machine, config, tp);
     let graph = |batch, positions| {
         adapted(build_form(&config.model, Form::NextToken { batch, positions, cache: shape, known })?, &config.lora)
     };

@@ -80,7 +80,7 @@ pub fn bench_generate(
     let GenerationSpec { config, texts, prompt, tokens, .. } = spec;
     let target = Target::of(devices, config);
     let context = prompt + tokens + WARM_UP + 1;
-    let shape = GenerationShape { context, texts: *texts, cache: None, known: None };
+    let shape = GenerationShape { context, texts: *texts, cache: None, known: None, tp: 1 };
     show("measuring the peaks of matmuls and memory");
     let (threads, compute) = forward_threads(devices, config);
     let peaks = MeasuredPeaks::measured(devices.device(target)?.as_ref(), threads, compute)?;

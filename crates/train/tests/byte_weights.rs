@@ -4,7 +4,6 @@ mod common;
 
 use common::{check_layouts, losses, run_to, run_with, write_corpus};
 use lockstep_config::{Config, FrozenPrecision};
-use lockstep_exec::Executor;
 use lockstep_exec::initial::encode_rows;
 use lockstep_host::Devices;
 use lockstep_infer::{Generator, Sampling, Text, Trained, Weights, evaluate, generate, state};

@@ -77,6 +77,12 @@ fn seed(source: &Source, ty: &TensorType, context: &Context) -> Sharding {
                 .with(mesh.wide(MeshAxis::Tp.into()), place(dim))
                 .with(mesh.wide(MeshAxis::Ep.into()), place(experts::stacked(ty)))
         }
+        // Keys and values are where the heads are that read them.
+        Source::State(State::Cache) => {
+            let dim = ty.dims.iter().position(|d| d.sections.iter().any(|s| s.axis == Axis::KvHeads));
+            let place = dim.map_or(Placement::Replicated, Placement::Split);
+            Sharding::REPLICATED.with(mesh.wide(MeshAxis::Tp.into()), place)
+        }
         Source::State(_) | Source::Node { .. } | Source::Sum => Sharding::REPLICATED,
     }
 }

@@ -269,7 +269,7 @@ pub fn evaluate_generation(
     }
     let context = asked.iter().map(|(task, _, prompt)| prompt.len() + task.max_tokens()).max().unwrap_or(1);
     let known = Some(tokenizer.vocabulary() as usize);
-    let shape = GenerationShape { context, texts: asked.len().clamp(1, AT_ONCE), cache: None, known };
+    let shape = GenerationShape { context, texts: asked.len().clamp(1, AT_ONCE), cache: None, known, tp: 1 };
     let mut batch = TextBatch::new(devices, config, shape, trained.weights())?;
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     for (id, (task, _, prompt)) in asked.iter().enumerate() {

@@ -298,6 +298,7 @@ pub(super) static CACHED_ATTENTION: Spec = row(
     },
 )
 .optional(1)
+.splits(&["qkv attended heads kv"])
 .always_in_place(&[(1, 1)])
 .shape(|op, _, dims| {
     attended(op, dims)?;
