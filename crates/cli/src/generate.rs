@@ -188,12 +188,7 @@ fn of_rank(args: &Args, place: Option<&ProcessPlace>) -> Result<ExitCode> {
 }
 
 /// Continues the prompts of a file.
-fn of_file(
-    args: &Args,
-    sampling: Sampling,
-    files: (&Path, &Path),
-    place: Option<&ProcessPlace>,
-) -> Result<ExitCode> {
+fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path), place: Option<&ProcessPlace>) -> Result<ExitCode> {
     let trained = args.weights.open(&args.from)?;
     if let Some(code) = args.ranks.start(&trained.config, place)? {
         return Ok(code);

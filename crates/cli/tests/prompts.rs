@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::Place;
+use common::{Place, free_port};
 use serde_json::{Value, json};
 use std::process::Stdio;
 use std::time::Duration;
@@ -165,4 +165,38 @@ fn generation_is_timed_against_its_bounds() {
     let text = place.ok(&[&args[..], &["--profile", "trace.json"]].concat());
     assert!(text.contains("prefill: ") && text.contains("decode: ") && text.contains("cached_attention"), "{text}");
     assert!(place.path("trace.json").exists());
+}
+
+#[test]
+fn ranks_that_share_a_model_write_what_one_writes() {
+    let place = trained();
+    write_prompts(&place, 6);
+    let greedy = |out| args(out, &["--temperature", "0"]);
+    let shared = |out| [&greedy(out)[..], &["--tp", "2"]].concat();
+    place.ok(&greedy("one.jsonl"));
+    place.ok(&shared("threads.jsonl"));
+    let text = |out: &str| std::fs::read_to_string(place.path(out)).unwrap();
+    assert_eq!(text("threads.jsonl"), text("one.jsonl"));
+    // The same as processes, of which the first writes.
+    let port = free_port();
+    let of_rank = |rank: &str, args: &[&str]| {
+        let places = [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
+        place.command(args).envs(places).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let both = |args: &[&str]| {
+        ["1", "0"].map(|rank| of_rank(rank, args)).map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8(output.stdout).unwrap()
+        })
+    };
+    both(&shared("processes.jsonl"));
+    assert_eq!(text("processes.jsonl"), text("one.jsonl"));
+    let prompt = ["generate", "run", "--prompt", "line ", "--max-tokens", "12", "--temperature", "0"];
+    let [second, first] = both(&[&prompt[..], &["--tp", "2"]].concat());
+    assert_eq!((first, second), (place.ok(&prompt), String::new()));
+    // As many as were asked for.
+    let output = of_rank("0", &[&prompt[..], &["--tp", "4"]].concat()).wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("--tp 4, and 2 processes were started") && error.contains("pass --tp 2"), "{error}");
 }

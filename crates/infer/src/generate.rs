@@ -41,12 +41,7 @@ impl Generator {
     }
 
     /// The same over tensor-parallel ranks.
-    pub fn shared(
-        devices: &Devices,
-        config: &Config,
-        (context, tp): (usize, usize),
-        weights: Weights,
-    ) -> Result<Self> {
+    pub fn shared(devices: &Devices, config: &Config, (context, tp): (usize, usize), weights: Weights) -> Result<Self> {
         let mut cache = cache_plan(devices, config, &GenerationShape { tp, ..GenerationShape::one(context) })?;
         // The only text has every block, in its order, and reads one token or a chunk.
         (cache.rows, cache.by_rows) = (1, false);

@@ -137,8 +137,10 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     let mut longest = None;
     for node in &graph.nodes {
         let Op::CachedAttention { window, .. } = node.op else { continue };
-        let elements = graph.ty(node.inputs[1]).elements() as u64;
-        let of_rank = elements / shape.tp as u64;
+        let pages = graph.ty(node.inputs[1]);
+        // Ranks that are more than there are heads of keys share them.
+        let heads = pages.dims.last().and_then(|kv| kv.sections.first()).map_or(1, |keys| keys.count) as u64;
+        let of_rank = pages.elements() as u64 / heads * heads.div_ceil(shape.tp as u64);
         bytes[usize::from(window.is_some())] += of_rank * context.precision.compute.bytes() as u64;
         longest = longest.max(window);
     }
@@ -158,7 +160,18 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
     // Rows that are always computed together, where bits must not depend on what is beside a text: as many as kernels for few rows take.
     let rows = if by_rows { FEW_ROWS } else { slots };
     let known = known.unwrap_or(usize::MAX).min(config.model.vocab_size);
-    Ok(CachePlan { shape, page_bytes, window_page_bytes, window: longest, window_blocks, rows, by_rows, chunk, known, tp })
+    Ok(CachePlan {
+        shape,
+        page_bytes,
+        window_page_bytes,
+        window: longest,
+        window_blocks,
+        rows,
+        by_rows,
+        chunk,
+        known,
+        tp,
+    })
 }
 
 /// The sizes of `decode` that a program has: up to as many rows as it takes. With bits that do not depend on what is beside a text, one size alone.

@@ -19,7 +19,7 @@ use super::{context, experts, vocab, whole_norm};
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::op::{Operand, Split};
-use lockstep_ir::{Axes, Axis, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
+use lockstep_ir::{Axes, Axis, Dim, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
 pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -35,8 +35,12 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         vocab::split_head(&mut g, context)?;
         whole_norm::split_norms(&mut g, mesh.size(MeshAxis::Tp))?;
     }
+    // Parts that are gathered are of one size: where logits are read whole and the vocabulary does not divide, all ranks have all of it.
+    let reads_logits = g.nodes.iter().any(|node| matches!(node.op, Op::Argmax { .. }));
     for value in &mut g.values {
-        value.sharding = seed(&value.source, &value.ty, context);
+        let uneven = |d: &Dim| d.sections[0].axis == Axis::Vocab && !d.size().is_multiple_of(mesh.size(MeshAxis::Tp));
+        let keeps_whole = reads_logits && value.ty.dims.iter().any(uneven);
+        value.sharding = if keeps_whole { Sharding::REPLICATED } else { seed(&value.source, &value.ty, context) };
     }
     let nodes = std::mem::take(&mut g.nodes);
     let now = (0..g.values.len()).map(ValueId).collect();

@@ -126,5 +126,6 @@ pub(super) static ROPE_AT: Spec = row(
         turned(batch).map(of).into()
     },
 )
+.splits(&["qkv heads kv_heads"])
 .in_place(&[(0, 0)])
 .shape(ROTATED);
