@@ -58,6 +58,8 @@ out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {W} {H}" font-fami
 for name, _, bits, (one, _), _ in rows:
     px, py = x(one), y(bits)
     out.append(f'<line x1="{px:.1f}" x2="{px:.1f}" y1="{H - B}" y2="{H - B + 5}" stroke="#444"/><text x="{px:.1f}" y="{H - B + 18}" text-anchor="middle">{one:.0f}</text>')
-    out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="#2563eb"/><text x="{px + 9:.1f}" y="{py - 7:.1f}">{name}, {bits:.4f}</text>')
+    side, at = ("start", px + 9) if px < W / 2 else ("end", px - 9)
+    label = f"{name}: {bits:.4f} ({100 * (bits / base - 1):+.3f}%)"
+    out.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="#2563eb"/><text x="{at:.1f}" y="{py - 7:.1f}" text-anchor="{side}">{label}</text>')
 svg.write_text("\n".join([*out, "</svg>"]) + "\n")
 PYTHON

@@ -16,7 +16,8 @@ pub struct Args {
     /// hf:OWNER/NAME on the Hugging Face Hub.
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
-    /// A file or a folder of data, or hf:datasets/OWNER/NAME/PATH: text, JSON lines or Parquet; conversations to fine-tune.
+    /// A file or a folder of data, or hf:datasets/OWNER/NAME/PATH: text, JSON lines or Parquet; conversations to fine-tune, or prompts and
+    /// completions.
     #[arg(long, value_name = "PATH")]
     data: Option<String>,
     /// How many GPUs to train on; 0 for the CPU.
@@ -34,18 +35,24 @@ enum Task {
     Pretrain,
     /// Continue the pre-training of a model on more text.
     Continue,
+    /// Fine-tune a model on prompts and completions.
+    Prompts,
     /// Fine-tune a model on conversations.
     Finetune,
     /// The same with LoRA: the weights stay, and small matrices beside them are trained.
     Lora,
+    /// The same with LoRA beside weights in one byte each: half the memory.
+    Qlora,
 }
 
 impl Task {
-    const ALL: [(&'static str, Task); 4] = [
+    const ALL: [(&'static str, Task); 6] = [
         ("pretrain", Task::Pretrain),
         ("continue", Task::Continue),
+        ("prompts", Task::Prompts),
         ("finetune", Task::Finetune),
         ("lora", Task::Lora),
+        ("qlora", Task::Qlora),
     ];
 
     /// What it does, for the head of the file.
@@ -53,13 +60,28 @@ impl Task {
         match self {
             Task::Pretrain => "Pre-trains a model from random weights.",
             Task::Continue => "Continues the pre-training of a model.",
+            Task::Prompts => "Fine-tunes a model on prompts and completions.",
             Task::Finetune => "Fine-tunes a model on conversations.",
             Task::Lora => "Fine-tunes a model on conversations with LoRA.",
+            Task::Qlora => "Fine-tunes a model on conversations with LoRA, beside weights in one byte each.",
         }
     }
 
     fn is_chat(self) -> bool {
-        matches!(self, Task::Finetune | Task::Lora)
+        matches!(self, Task::Finetune | Task::Lora | Task::Qlora)
+    }
+
+    fn has_adapters(self) -> bool {
+        matches!(self, Task::Lora | Task::Qlora)
+    }
+
+    /// What the data are, for a question.
+    fn data(self) -> &'static str {
+        match self {
+            Task::Pretrain | Task::Continue => "text",
+            Task::Prompts => "prompts and completions, as JSON lines or Parquet",
+            Task::Finetune | Task::Lora | Task::Qlora => "conversations, as JSON lines or Parquet",
+        }
     }
 }
 
@@ -89,10 +111,7 @@ pub fn run(args: Args) -> Result<()> {
     check_model(task, &model)?;
     let data = match data {
         Some(data) => data,
-        None => {
-            let what = if task.is_chat() { "conversations, as JSON lines or Parquet" } else { "text" };
-            asked("--data", &format!("Where is the data (a file or a folder of {what})?"), "", &some)?
-        }
+        None => asked("--data", &format!("Where is the data (a file or a folder of {})?", task.data()), "", &some)?,
     };
     if !data.starts_with(PREFIX) && !Path::new(&data).exists() {
         let hint = "name a file, a folder, or hf:datasets/OWNER/NAME on the Hugging Face Hub";
@@ -199,13 +218,16 @@ fn config(task: Task, model: &str, data: &str, gpus: u32, out: &Path) -> String 
     }
     text += &format!("[data]\npaths = [{}]    # files and folders: text, .jsonl, .jsonl.zst, .parquet\n", quoted(data));
     text += match task {
+        _ if task.is_chat() => {
+            "format = \"chat\"    # messages of user and assistant, by the model's chat template; the loss is on what the assistant says\n"
+        }
         Task::Pretrain => {
             "tokenizer = \"bytes\"    # or the path of a tokenizer.json, or \"hf:OWNER/NAME\" for that of a model on the hub\n"
         }
         Task::Continue => "# text_field = \"text\"    # of JSON lines and Parquet\n",
         _ => {
-            "format = \"chat\"    # messages of user and assistant, by the model's chat template; the loss is on what the assistant says\n\
-             # For prompts and completions instead: prompt_field = \"prompt\", text_field = \"completion\", and no format.\n"
+            "prompt_field = \"prompt\"    # read, and not counted in the loss\n\
+             text_field = \"completion\"\n"
         }
     };
     text += "validation_fraction = 0.05    # held out for the validation loss\n\n";
@@ -227,21 +249,24 @@ fn config(task: Task, model: &str, data: &str, gpus: u32, out: &Path) -> String 
         _ => "# device = \"cuda\"    # \"auto\", the default, takes the CPU where no GPU is found\n",
     };
     text += "# micro_batch is the largest that fits, if not set.\n\n";
-    if task == Task::Lora {
+    if task.has_adapters() {
         text += "[lora]\nrank = 16\n\n";
+    }
+    if task == Task::Qlora {
+        text += "[precision]\nfrozen = \"int8\"    # weights beside the adapters: one byte each; or \"fp8\"\n\n";
     }
     if ranks > 1 {
         text += &format!(
             "[parallel]\ndp = {ranks}\nzero = {}    # ZeRO: 1 shards the optimizer's state, 3 (FSDP) parameters and gradients too; `lockstep plan` \
              finds the fastest\n\n",
-            if task == Task::Lora { 0 } else { 3 }
+            if task.has_adapters() { 0 } else { 3 }
         );
     }
     let (rate, warmup) = match task {
         Task::Pretrain => ("3e-4", 100),
         Task::Continue => ("3e-5", 50),
-        Task::Finetune => ("1e-5", 20),
-        Task::Lora => ("2e-4", 20),
+        Task::Prompts | Task::Finetune => ("1e-5", 20),
+        Task::Lora | Task::Qlora => ("2e-4", 20),
     };
     text + &format!("[optimizer]\nlr = {rate}\nwarmup_steps = {warmup}\n\n[checkpoint]\nevery = 100\n")
 }

@@ -3,7 +3,10 @@
 mod common;
 
 use common::Place;
+use std::io::Write;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::Path;
+use std::process::Stdio;
 
 /// A model with a tokenizer and a chat template in `hf`, and conversations in `chats.jsonl`.
 fn model(place: &Place) {
@@ -33,9 +36,16 @@ fn what_is_written_is_explained_and_rehearsed() {
         let text = format!("text {file} of some length, again and again\n").repeat(2000);
         std::fs::write(place.path(&format!("text/{file}.txt")), text).unwrap();
     }
-    for (task, model, data) in
-        [("pretrain", "llama-15m", "text"), ("continue", "hf", "text"), ("finetune", "hf", "chats.jsonl")]
-    {
+    let pair = |n: u32| format!("{{\"prompt\": \"The square of {n} is\", \"completion\": \" {}.\"}}\n", n * n);
+    std::fs::write(place.path("pairs.jsonl"), (0..6000).map(pair).collect::<String>()).unwrap();
+    for (task, model, data) in [
+        ("pretrain", "llama-15m", "text"),
+        ("continue", "hf", "text"),
+        ("prompts", "hf", "pairs.jsonl"),
+        ("finetune", "hf", "chats.jsonl"),
+        ("lora", "hf", "chats.jsonl"),
+        ("qlora", "hf", "chats.jsonl"),
+    ] {
         let out = format!("{task}.toml");
         let output =
             place.run(&["init", "--task", task, "--model", model, "--data", data, "--gpus", "0", "--out", &out]);
@@ -88,4 +98,33 @@ fn what_is_missing_or_wrong_is_named_by_its_flag() {
     // Nothing is written over.
     let error = place.fails(2, &["init", "--task", "pretrain"]);
     assert!(error.starts_with("error: run.toml is there already\nhint: name another file: --out"), "{error}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_not_given_is_asked_for_on_a_terminal() {
+    let place = Place::new();
+    model(&place);
+    let (mut theirs, mut ours) = (0, 0);
+    let none = std::ptr::null_mut();
+    // SAFETY: the pointers are of two integers that live through the call, and the others may be null.
+    assert_eq!(unsafe { libc::openpty(&mut ours, &mut theirs, none, none.cast(), none.cast()) }, 0);
+    // SAFETY: openpty has just opened both, and nobody else has them.
+    let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) };
+    let mut command = place.command(&["init", "--out", "asked.toml"]);
+    let child = command.stdin(theirs).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Two answers that cannot be used among those that can.
+    std::fs::File::from(ours.try_clone().unwrap()).write_all(b"train\nlora\n\nhf\nchats.jsonl\nmany\n0\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    let questions = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{questions}");
+    for question in [
+        "What to do (pretrain, continue, prompts, finetune, lora, qlora)? [pretrain] one of these words, please",
+        "Which model (a Hugging Face folder, or hf:OWNER/NAME)? a path or a name, please",
+        "Where is the data (a file or a folder of conversations, as JSON lines or Parquet)?",
+        "On how many GPUs (0 for the CPU)? [1] a number, please",
+    ] {
+        assert!(questions.contains(question), "{question}: {questions}");
+    }
+    assert!(std::fs::read_to_string(place.path("asked.toml")).unwrap().contains("[lora]\nrank = 16\n"));
 }

@@ -22,10 +22,11 @@ static __device__ __forceinline__ u32 widen_pair(u32 four, bool upper, int8) {
     return fma_pair(both & 0xff80ff80, 0xbf80bf80, both & 0xff7fff7f);
 }
 
-// Exponent and mantissa of a byte where those of a bf16 end are a number 2¹²⁰ times too small.
+// Exponent and mantissa of a byte where those of a bf16 end are a number 2¹²⁰ times too small. They are moved there by a factor of 16, and the sign further, by
+// another of 240: multiplications have units of their own, and those for bits have enough to do.
 static __device__ __forceinline__ u32 widen_pair(u32 four, bool upper, e4m3) {
-    u32 both = __byte_perm(four, 0, upper ? 0x3424 : 0x1404);
-    return fma_pair((both & 0x7f007f00) >> 4 | (both & 0x80008000), 0x7b807b80, 0);
+    u32 both = __byte_perm(four, 0, upper ? 0x4342 : 0x4140);
+    return fma_pair((both & 0x00800080) * 240 + both * 16, 0x7b807b80, 0);
 }
 
 template <typename W>
@@ -40,19 +41,22 @@ static __device__ __forceinline__ void widen_step(const uint4 &low, const uint4 
 
 template <typename W>
 struct ByteStep {
-    static const int LANE = 16, NEXT = 8;
-    uint4 low, high;
+    static const int PARTS = 2, LANE = 16, NEXT = 8;
+    uint4 low[2], high[2];
 
-    __device__ __forceinline__ void fetch(const W *l, const W *h) { low = stream16(l), high = stream16(h); }
-    __device__ __forceinline__ void pairs(u32 (&a)[4][4]) const { widen_step<W>(low, high, a); }
+    __device__ __forceinline__ void fetch(const W *l, const W *h) {
+        low[0] = stream16(l), high[0] = stream16(h);
+        low[1] = stream16(l + PART), high[1] = stream16(h + PART);
+    }
+    __device__ __forceinline__ void pairs(int part, u32 (&a)[4][4]) const { widen_step<W>(low[part], high[part], a); }
 };
 template <>
 struct Step<bf16, int8> : ByteStep<int8> {};
 template <>
 struct Step<bf16, e4m3> : ByteStep<e4m3> {};
 
-SKINNIES(bf16, int8, bf16_int8, 2)
-SKINNIES(bf16, e4m3, bf16_e4m3, 2)
+SKINNIES(bf16, int8, bf16_int8)
+SKINNIES(bf16, e4m3, bf16_e4m3)
 
 // Grid: rows. Weights in the type of activations.
 template <typename T, typename W>

@@ -5,9 +5,9 @@
 // What stands beside a matmul may be done by it: the norm of its input, which every block makes for itself, and the SwiGLU of its output, for which the
 // 16 rows of w are 8 of the gate and 8 of up. Both round as kernels of their own would.
 
-// A step of a warp: 64 elements of 16 rows of w, of which a lane has 16 of two rows. Which element of the depth is which does not matter to a sum as long
-// as both factors agree.
-const int STEP = 64;
+// A step of a warp is 128 bytes of each of 16 rows of w, in parts of 64 elements, of which a lane has 16 of two rows. Which element of the depth is which does
+// not matter to a sum as long as both factors agree.
+const int PART = 64;
 
 static __device__ __forceinline__ uint4 stream16(const void *from) {
     uint4 x;
@@ -17,14 +17,14 @@ static __device__ __forceinline__ uint4 stream16(const void *from) {
     return x;
 }
 
-// What a lane has of a step: of x, 8 elements from LANE times its number on and 8 from NEXT behind them on.
+// What a lane has of a step of so many parts: of x, 8 elements of each part from LANE times its number on and 8 from NEXT after them on.
 template <typename T, typename W>
 struct Step;
 
 // Weights as activations are stored.
 template <typename T>
 struct Step<T, T> {
-    static const int LANE = 8, NEXT = 32;
+    static const int PARTS = 1, LANE = 8, NEXT = 32;
     uint4 low[2], high[2];
 
     __device__ __forceinline__ void fetch(const T *l, const T *h) {
@@ -32,8 +32,8 @@ struct Step<T, T> {
         low[1] = stream16(l + NEXT), high[1] = stream16(h + NEXT);
     }
 
-    // As the matrix units take them: four times two pairs of both rows.
-    __device__ __forceinline__ void pairs(u32 (&a)[4][4]) const {
+    // A part as the matrix units take it: four times two pairs of both rows.
+    __device__ __forceinline__ void pairs(int, u32 (&a)[4][4]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             a[2 * i][0] = low[i].x, a[2 * i][1] = high[i].x, a[2 * i][2] = low[i].y, a[2 * i][3] = high[i].y;
@@ -109,6 +109,7 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
     i64 first = (i64)(blockIdx.x * TILES + tile) * OUTPUTS;
     bool here = first < outputs;
     typedef Step<T, W> S;
+    const int STEP = S::PARTS * PART;
     const W *low = w + (first + g) * depth + t * S::LANE, *high = low + (i64)(GLU ? outputs : 8) * depth;
     S steps[AT_ONCE];
     auto fetch = [&](int s, int k) {
@@ -125,6 +126,14 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
     }
 #pragma unroll
     for (int s = 0; s < AT_ONCE; s++) fetch(s, (share + s * SHARES) * STEP);
+    // A thread adds sums of one output, whatever the row: a block has a multiple of its outputs as threads.
+    int mine = threadIdx.x % (OUTPUTS * TILES);
+    i64 output = (i64)blockIdx.x * TILES * OUTPUTS + mine;
+    float unit = 1.0f, unit_up = 1.0f;
+    if (units_of_rows && output < outputs) {
+        unit = units_of_rows[output];
+        if (GLU) unit_up = units_of_rows[outputs + output];
+    }
     wait_for_those_before();
     if (NORM) norm_into<T, WARPS>((T *)normed, x, norm_weights, norm, rows, depth, !blockIdx.x);
     const T *in = NORM ? (const T *)normed : x;
@@ -133,18 +142,21 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
         for (int s = 0; s < AT_ONCE; s++) {
             int k = k0 + s * SHARES * STEP;
             if (k >= depth) break;
-            u32 a[4][4];
-            steps[s].pairs(a);
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                int row = 8 * j + g;
-                const T *from = in + (i64)row * depth + k + t * S::LANE;
-                uint4 zero = {0, 0, 0, 0};
-                uint4 b = row < rows ? *(const uint4 *)from : zero, d = row < rows ? *(const uint4 *)(from + S::NEXT) : zero;
-                units<T>(c[j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
-                units<T>(c[j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
-                units<T>(c[j], a[2][0], a[2][1], a[2][2], a[2][3], d.x, d.y);
-                units<T>(c[j], a[3][0], a[3][1], a[3][2], a[3][3], d.z, d.w);
+            for (int p = 0; p < S::PARTS; p++) {
+                u32 a[4][4];
+                steps[s].pairs(p, a);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    int row = 8 * j + g;
+                    const T *from = in + (i64)row * depth + k + p * PART + t * S::LANE;
+                    uint4 b = {0, 0, 0, 0}, d = b;
+                    if (row < rows) b = *(const uint4 *)from, d = *(const uint4 *)(from + S::NEXT);
+                    units<T>(c[j], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+                    units<T>(c[j], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+                    units<T>(c[j], a[2][0], a[2][1], a[2][2], a[2][3], d.x, d.y);
+                    units<T>(c[j], a[3][0], a[3][1], a[3][2], a[3][3], d.z, d.w);
+                }
             }
             fetch(s, k + SHARES * STEP * AT_ONCE);
         }
@@ -155,20 +167,17 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
         sums[warp][g + 8][8 * j + 2 * t] = c[j][2], sums[warp][g + 8][8 * j + 2 * t + 1] = c[j][3];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < OUTPUTS * TILES * rows; i += blockDim.x) {
-        int at = i % (OUTPUTS * TILES), row = i / (OUTPUTS * TILES);
-        i64 output = (i64)blockIdx.x * TILES * OUTPUTS + at;
-        if (output >= outputs) continue;
-        auto total = [&](int of, i64 of_w) {
+    for (int row = threadIdx.x / (OUTPUTS * TILES); output < outputs && row < rows; row += 32 * WARPS / (OUTPUTS * TILES)) {
+        auto total = [&](int of) {
             float sum = 0.0f;
 #pragma unroll
-            for (int s = 0; s < SHARES; s++) sum += sums[s * TILES + at / OUTPUTS][of][row];
-            return units_of_rows ? sum * units_of_rows[of_w] : sum;
+            for (int s = 0; s < SHARES; s++) sum += sums[s * TILES + mine / OUTPUTS][of][row];
+            return sum;
         };
-        float sum = total(at % OUTPUTS, output);
+        float sum = total(mine % OUTPUTS) * unit;
         T out = Of<T>::f32(bias ? sum + to_f32(bias[output]) : sum);
         if (GLU) {
-            float gate = to_f32(out), up = to_f32(Of<T>::f32(total(at % OUTPUTS + 8, outputs + output)));
+            float gate = to_f32(out), up = to_f32(Of<T>::f32(total(mine % OUTPUTS + 8) * unit_up));
             out = Of<T>::f32(gate * (1.0f / (1.0f + __expf(-gate))) * up);
         }
         y[row * (i64)outputs + output] = out;
@@ -176,10 +185,9 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
 }
 
 // Kernels of a type of activations and one of weights, which are called NAME.
-#define SKINNY(T, W, NAME, N, KIND, TILES, WARPS, AT_ONCE, GLU)                                                        \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
-        skinny_##N##_##KIND##_##NAME(const T *x, const W *w, const float *units_of_rows, const T *bias, T *y,          \
-                                     int rows, int outputs, int depth) {                                               \
+#define SKINNY(T, W, NAME, N, KIND, TILES, WARPS, AT_ONCE, GLU, BOUNDS)                                                \
+    extern "C" __global__ void BOUNDS skinny_##N##_##KIND##_##NAME(                                                    \
+        const T *x, const W *w, const float *units_of_rows, const T *bias, T *y, int rows, int outputs, int depth) {   \
         skinny<T, W, N, TILES, WARPS, AT_ONCE, GLU, false>(x, w, units_of_rows, bias, y, rows, outputs, depth,         \
                                                            Normed<T>{});                                               \
     }
@@ -191,22 +199,23 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
         skinny<T, W, 1, TILES, 16, AT_ONCE, GLU, true>(x, w, units_of_rows, (const T *)0, y, rows, outputs, depth,     \
                                                        {delta, weight, sum, eps, one});                                \
     }
-// How a matmul is cut: with few outputs over all multiprocessors, a deep one over more warps; with many, a block has more of them, which share what they
-// read of x. As many steps are read ahead as are 16 bytes of DEEPER elements.
-#define SKINNIES(T, W, NAME, DEEPER)                                                                                   \
-    SKINNY(T, W, NAME, 1, narrow, 1, 16, 2 * DEEPER, false)                                                            \
-    SKINNY(T, W, NAME, 1, deep, 1, 32, 2 * DEEPER, false)                                                              \
-    SKINNY(T, W, NAME, 1, wide, 4, 16, 4 * DEEPER, false)                                                              \
-    SKINNY(T, W, NAME, 1, glu, 4, 16, 2 * DEEPER, true)                                                                \
-    SKINNY(T, W, NAME, 2, narrow, 1, 8, 4 * DEEPER, false)                                                             \
-    SKINNY(T, W, NAME, 2, deep, 1, 16, 4 * DEEPER, false)                                                              \
-    SKINNY(T, W, NAME, 2, wide, 8, 8, 4 * DEEPER, false)                                                               \
-    SKINNY(T, W, NAME, 2, glu, 4, 8, 4 * DEEPER, true)                                                                 \
-    SKINNY(T, W, NAME, 4, narrow, 1, 8, 4 * DEEPER, false)                                                             \
-    SKINNY(T, W, NAME, 4, deep, 1, 16, 4 * DEEPER, false)                                                              \
-    SKINNY(T, W, NAME, 4, wide, 8, 8, 4 * DEEPER, false)                                                               \
-    SKINNY(T, W, NAME, 4, glu, 4, 8, 4 * DEEPER, true)                                                                 \
-    SKINNY_NORM(T, W, NAME, narrow, 2, 4 * DEEPER, 1, false)                                                           \
-    SKINNY_NORM(T, W, NAME, middle, 1, 2 * DEEPER, 2, false)                                                           \
-    SKINNY_NORM(T, W, NAME, wide, 4, 4 * DEEPER, 1, false)                                                             \
-    SKINNY_NORM(T, W, NAME, glu, 4, 2 * DEEPER, 2, true)
+// How a matmul is cut. With few outputs over all multiprocessors, a deep one over more warps; with more tiles than there are multiprocessors (`many`) two blocks of one
+// share it and read less ahead; with many outputs (`wide`) a block has more of them, which share what they read of x.
+#define SKINNIES(T, W, NAME)                                                                                           \
+    SKINNY(T, W, NAME, 1, narrow, 1, 16, 2, false, __launch_bounds__(512, 1))                                          \
+    SKINNY(T, W, NAME, 1, many, 1, 16, 1, false, __launch_bounds__(512, 2))                                            \
+    SKINNY(T, W, NAME, 1, deep, 1, 32, 1, false, __launch_bounds__(1024))                                              \
+    SKINNY(T, W, NAME, 1, wide, 4, 16, 4, false, __launch_bounds__(512))                                               \
+    SKINNY(T, W, NAME, 1, glu, 4, 16, 2, true, __launch_bounds__(512))                                                 \
+    SKINNY(T, W, NAME, 2, narrow, 1, 8, 4, false, __launch_bounds__(256))                                              \
+    SKINNY(T, W, NAME, 2, deep, 1, 16, 4, false, __launch_bounds__(512))                                               \
+    SKINNY(T, W, NAME, 2, wide, 8, 8, 4, false, __launch_bounds__(256))                                                \
+    SKINNY(T, W, NAME, 2, glu, 4, 8, 4, true, __launch_bounds__(256))                                                  \
+    SKINNY(T, W, NAME, 4, narrow, 1, 8, 4, false, __launch_bounds__(256))                                              \
+    SKINNY(T, W, NAME, 4, deep, 1, 16, 4, false, __launch_bounds__(512))                                               \
+    SKINNY(T, W, NAME, 4, wide, 8, 8, 4, false, __launch_bounds__(256))                                                \
+    SKINNY(T, W, NAME, 4, glu, 4, 8, 4, true, __launch_bounds__(256))                                                  \
+    SKINNY_NORM(T, W, NAME, narrow, 2, 4, 1, false)                                                                    \
+    SKINNY_NORM(T, W, NAME, middle, 2, 2, 2, false)                                                                    \
+    SKINNY_NORM(T, W, NAME, wide, 4, 4, 1, false)                                                                      \
+    SKINNY_NORM(T, W, NAME, glu, 4, 2, 2, true)

@@ -113,12 +113,12 @@ fn weight_rows(compute: DType, gradients: DType, rows: usize, seq: usize) -> (us
 /// Whether the kernels for few rows take a matmul: the weights are read once, whatever the rows.
 fn is_skinny(call: Call) -> bool {
     let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
-    let fits = inputs.is_multiple_of(64) && outputs.is_multiple_of(16);
-    let typed = match units(call) {
-        Some(_) => call.float() == DType::BF16,
-        None => call.float() != DType::F32,
+    // Steps over the depth are 128 bytes of weights.
+    let (typed, step) = match units(call) {
+        Some(_) => (call.float() == DType::BF16, 128),
+        None => (call.float() != DType::F32, 64),
     };
-    call.rows() <= FEW_ROWS && typed && fits
+    call.rows() <= FEW_ROWS && typed && inputs.is_multiple_of(step) && outputs.is_multiple_of(16)
 }
 
 /// The units of the rows of a matmul's weight, where it is in bytes.
@@ -149,8 +149,10 @@ pub fn byte_scratch(compute: DType) -> Workspace {
     Workspace { fixed: WORKSPACE, terms: vec![(compute.bytes() as u64, "outputs inputs")] }
 }
 
-/// From so many inputs on a matmul of few rows is deep, and from so many outputs on it is wide: as `skinny.cu` cuts them.
+/// With more inputs than this a matmul of few rows is deep, with more outputs than `MANY` there are more tiles of 16 than multiprocessors of a large GPU, and from `WIDE`
+/// outputs on it is wide: as `skinny.cuh` cuts them.
 const DEEP: usize = 4096;
+const MANY: usize = 16 * 132;
 const WIDE: usize = 16384;
 
 /// y = x · wᵀ, with a bias where one is given, by a kernel for few rows.
@@ -159,6 +161,7 @@ unsafe fn skinny(call: Call, bias: Option<u64>, y: u64) -> Result<(), CudaError>
     let eights = call.rows().div_ceil(8).next_power_of_two();
     let (kind, tiles, warps) = match eights {
         1 if outputs >= WIDE => ("wide", 4, 16),
+        1 if outputs > MANY => ("many", 1, 16),
         1 if inputs > DEEP => ("deep", 1, 32),
         1 => ("narrow", 1, 16),
         _ if outputs >= WIDE => ("wide", 8, 8),
@@ -202,8 +205,8 @@ pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> R
     let (kind, outputs_of_block) = match swiglu {
         Some(_) => ("glu", 32),
         None if outputs >= WIDE => ("wide", 64),
-        // More blocks than multiprocessors.
-        None if outputs > 4096 => ("middle", 16),
+        // More tiles than multiprocessors, twice.
+        None if outputs > 4096 => ("middle", 32),
         None => ("narrow", 32),
     };
     let (w, rows) = (gemm.input(1), gemm.rows());

@@ -77,6 +77,10 @@ impl Executor for Alone {
         self.executor.take(ticket)
     }
 
+    fn pass(&mut self, from: &str, to: &str) -> Result<(), ExecError> {
+        self.executor.pass(from, to)
+    }
+
     fn profile(&mut self, entry: &str) -> Result<Vec<Timing>, ExecError> {
         self.executor.profile(entry)
     }

@@ -252,6 +252,16 @@ impl Executor for ProcessWorld {
         Ok(Taken { tensors, time: taken.time })
     }
 
+    fn pass(&mut self, from: &str, to: &str) -> Result<(), ExecError> {
+        match (self.own(from), self.own(to)) {
+            (Some(a), Some(b)) if a.sharding == b.sharding => self.on_rank(|rank| rank.pass(from, to)),
+            _ => {
+                let bytes = self.read(from, 0)?.into_owned();
+                self.write(to, 0, &bytes)
+            }
+        }
+    }
+
     fn run(&mut self, entry: &str) -> Result<(), ExecError> {
         self.on_rank(|rank| rank.run(entry))
     }

@@ -26,8 +26,9 @@ pub(super) static BYTE_LINEAR: Spec =
         let any = Shapes::any_leading(batch)
             .into_iter()
             .flat_map(|s| calls(Op::ByteLinear, [ffn(), embed()], s.normal(embed())));
-        // As few rows as decoding has, of weights that kernels for few rows take.
-        let few = [(1, 192, 48), (1, 64, 16400), (4, 4224, 32), (9, 1088, 48), (9, 64, 16384), (20, 192, 48)];
+        // As few rows as decoding has, of weights that kernels for few rows take, and of one that they do not.
+        let few =
+            [(1, 256, 48), (1, 128, 16400), (4, 4224, 32), (9, 1152, 48), (9, 128, 16384), (20, 384, 48), (2, 192, 48)];
         let few = few.into_iter().flat_map(|(rows, inputs, outputs)| {
             let (inputs, outputs) = (Dim::new(Axis::Embed, inputs), Dim::new(Axis::Ffn, outputs));
             calls(Op::ByteLinear, [outputs, inputs.clone()], Shapes::sized(batch, rows, 20).normal(inputs))
