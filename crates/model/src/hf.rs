@@ -7,6 +7,7 @@
 mod families;
 mod fields;
 mod patterns;
+mod quantised;
 mod rope;
 mod without_effect;
 
@@ -18,6 +19,8 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use without_effect::WITHOUT_EFFECT;
 
+pub use quantised::Quantised;
+
 /// What a `config.json` says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HfConfig {
@@ -27,6 +30,8 @@ pub struct HfConfig {
     pub layers: usize,
     /// Positions that it was made for.
     pub context: usize,
+    /// How its weights are quantised, if they are.
+    pub quantised: Option<Quantised>,
     /// Fields that no config class of its family has: what they mean is not known.
     pub unknown: Vec<String>,
 }
@@ -76,11 +81,8 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     let family = family.ok_or_else(|| outer.unsupported("model_type", &known))?;
     let joined = join(family, fields)?;
     let fields = Fields(&joined);
-    let is_mxfp4 = family.mxfp4 && fields.get(QUANTIZATION).is_some_and(|how| how["quant_method"] == "mxfp4");
+    let quantised = quantised::read(family, &fields)?;
     for (field, fixed) in family.fixed.iter().chain(NEVER) {
-        if is_mxfp4 && *field == QUANTIZATION {
-            continue;
-        }
         let as_expected = match (fields.get(field), fixed) {
             (None, _) => true,
             (Some(found), Fixed::Is(expected)) => is_same(found, &expected.json()),
@@ -89,9 +91,6 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         if !as_expected {
             let hint = match fixed {
                 Fixed::Is(expected) => format!("only {} is supported", expected.json()),
-                Fixed::Absent if family.mxfp4 && *field == QUANTIZATION => {
-                    "only models without it are supported, and mxfp4".to_owned()
-                }
                 Fixed::Absent => "only models without it are supported".to_owned(),
             };
             return Err(fields.unsupported(field, &hint));
@@ -150,7 +149,7 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     let meant = known_fields(family);
     let unknown = joined.keys().filter(|name| !meant.contains(name.as_str())).cloned().collect();
     let (field, default) = family.context;
-    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), unknown })
+    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), quantised, unknown })
 }
 
 const TOPK_METHOD: &str = "topk_method";
@@ -183,8 +182,14 @@ fn join(family: &Family, fields: &Map<String, Value>) -> Result<Map<String, Valu
 
 /// The names of all fields whose meaning for a family is known.
 fn known_fields(family: &Family) -> BTreeSet<&'static str> {
-    let mut known =
-        BTreeSet::from(["model_type", "is_causal", "layer_types", "tie_word_embeddings", "initializer_range"]);
+    let mut known = BTreeSet::from([
+        "model_type",
+        "is_causal",
+        "layer_types",
+        "tie_word_embeddings",
+        "initializer_range",
+        QUANTIZATION,
+    ]);
     known.extend(family.counts.iter().copied().flatten().map(|count| count.theirs));
     known.extend(family.switches.iter().map(|switch| switch.theirs));
     known.extend(family.numbers.iter().map(|number| number.theirs));
@@ -350,6 +355,11 @@ pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
 pub fn layer_of(name: &str) -> Option<usize> {
     let (layer, _) = name.split_once("layers.")?.1.split_once('.')?;
     layer.parse().ok()
+}
+
+/// Whether files hold this tensor in f32, whatever the type of others: a bias of the choice of experts, which a narrower type would change.
+pub fn stays_f32(name: &str) -> bool {
+    name.ends_with(".e_score_correction_bias")
 }
 
 /// Whether a tensor of a file holds no weights: masks and tables that old versions of transformers stored.

@@ -118,9 +118,74 @@ fn experts_in_mxfp4_are_what_transformers_makes_of_them() {
     assert!(error.contains("1 tensor is missing: `model.layers.1.mlp.experts.down_proj`"), "{error}");
 }
 
-/// The same tensors in another type.
+#[test]
+fn matrices_in_fp8_are_what_transformers_makes_of_them() {
+    let place = Place::new();
+    let file = || Model::of("fp8", "file.");
+    file().write(&place.at("fp8"));
+    let mut expected = Model::of("fp8", "expected.");
+    expected.config.as_object_mut().unwrap().remove("quantization_config");
+    expected.write(&place.at("bf16"));
+    let config = place.import("fp8", "run");
+    assert_eq!((&config.model, config.precision.policy), (&place.import("bf16", "wide").model, PrecisionPolicy::Bf16));
+    // Biases of the choice are too large for a bf16, and stay in f32.
+    let exported = export(&place.at("run"), &place.at("again"), ExportOptions::default(), &mut |_, _| {}).unwrap();
+    assert!(place.weights("again") == expected.file());
+    assert_eq!(exported.warnings, ["the model came with weights in fp8, and goes out in bf16"]);
+    assert!(json_of(&place.at("again/config.json"))["quantization_config"].is_null());
+    // A run that starts from it computes in bf16 as well.
+    let config = fine_tuning(&place, "init_from = \"fp8\"\n");
+    assert_eq!(config.precision.policy, PrecisionPolicy::Bf16);
+
+    let gate = "model.layers.1.mlp.experts.1.gate_proj.weight";
+    let scales = &format!("{gate}_scale_inv");
+    let refused = |change: &dyn Fn(&mut Model), expected: &str| {
+        let mut model = file();
+        change(&mut model);
+        model.write(&place.at("torn"));
+        let error = place.refused("torn");
+        assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
+    };
+    refused(
+        &|model| model.tensors.retain(|tensor| tensor.0 != *scales),
+        &format!("tensor `{gate}` is in fp8, and there is no `{scales}`"),
+    );
+    refused(&|model| model.tensors.retain(|tensor| tensor.0 != gate), &format!("1 tensor is missing: `{gate}`"));
+    refused(
+        &|model| {
+            let tensor = model.tensor(scales);
+            (tensor.2, tensor.3) = (vec![2, 1], vec![0; 8]);
+        },
+        &format!("tensor `{scales}` is [2, 1], and `{gate}`, which is [36, 64], wants [1, 1]"),
+    );
+    refused(
+        &|model| {
+            let tensor = model.tensor(scales);
+            (tensor.1, tensor.3) = (Dtype::BF16, vec![0; 2]);
+        },
+        &format!("tensor `{scales}` has elements of type BF16"),
+    );
+    refused(
+        &|model| model.tensor(scales).3 = f32::NAN.to_le_bytes().to_vec(),
+        &format!("tensor `{gate}` has a number that is not finite"),
+    );
+    refused(
+        &|model| drop(model.config.as_object_mut().unwrap().remove("quantization_config")),
+        "is in fp8, and config.json has no `quantization_config` of fp8",
+    );
+    refused(
+        &|model| {
+            let norm = "model.norm.weight";
+            (model.tensor(norm).1, model.tensor(norm).3) = (Dtype::F8_E4M3, vec![0; 64]);
+        },
+        "tensor `model.norm.weight` is in fp8 and [64], which is no matrix",
+    );
+}
+
+/// The same tensors in another type, but for those that files have in f32 always.
 fn narrowed(mut model: Model, dtype: Dtype, narrow: impl Fn(f32) -> u16) -> Model {
-    for (_, of, _, data) in &mut model.tensors {
+    let narrows = |tensor: &&mut hf_folder::Tensor| !lockstep_model::hf::stays_f32(&tensor.0);
+    for (_, of, _, data) in model.tensors.iter_mut().filter(narrows) {
         *data = data.as_chunks().0.iter().flat_map(|b| narrow(f32::from_le_bytes(*b)).to_le_bytes()).collect();
         *of = dtype;
     }

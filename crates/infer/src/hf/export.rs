@@ -71,7 +71,9 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         return Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings });
     }
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
-    let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));
+    let original = hf::read_config(&kept.json(CONFIG)).ok();
+    let quantised = original.as_ref().and_then(|original| original.quantised);
+    let original = original.map(|original| original.context.max(config.train.seq));
     let context = options.context.or(imported).or(original).unwrap_or(config.train.seq);
     check_positions(config, context)?;
     // A model that came without its tokenizer goes without one: it is not made of bytes.
@@ -117,7 +119,8 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         }
         let mixed = interleaved == Interleaved::InSource;
         let interleaved = Interleaved::between(mixed, hf::is_interleaved(model, &copy.to));
-        TensorCopy { shape, transposed: transposed != turned, interleaved, ..copy }
+        let exact = hf::stays_f32(&copy.to);
+        TensorCopy { shape, transposed: transposed != turned, interleaved, exact, ..copy }
     };
     let added = if config.lora.rank.is_some() { added(config, checkpoint)? } else { BTreeMap::new() };
     let (base, copies) = trained.model_source()?;
@@ -144,7 +147,12 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     lockstep_checkpoint::export(new.contents(), (source, "model"), &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
-    Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })
+    let mut warnings = trained.warnings.clone();
+    warnings.extend(quantised.map(|how| {
+        let to = if dtype == DType::BF16 { "bf16" } else { "f32" };
+        format!("the model came with weights in {}, and goes out in {to}", how.name())
+    }));
+    Ok(Exported { step: checkpoint.step, parameters, dtype, warnings })
 }
 
 /// Why the model of a config cannot be exported, if it cannot.

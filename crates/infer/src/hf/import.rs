@@ -6,6 +6,7 @@ use crate::Result;
 use lockstep_checkpoint::{About, NewFolder, TensorCopy, TensorSource, WeightsFolder, save_copies};
 use lockstep_config::{Config, Inherited};
 use lockstep_ir::DType;
+use lockstep_model::hf;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -89,10 +90,10 @@ const BF16: &str = "\n[precision]\npolicy = \"bf16\"\n";
 /// precision, where all weights are bf16. Where the weights are not here, their type is what `config.json` says.
 pub(crate) fn keys(path: &Path, tokenizer: &str) -> Result<Inherited> {
     let json = WeightsFolder::json(path, CONFIG)?;
-    let config = lockstep_model::hf::read_config(&json).map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
+    let config = hf::read_config(&json).map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
     let mut text = config.table + &tokenizer_keys(path, tokenizer)?.0;
     let is_bf16 = match WeightsFolder::is_one(path) {
-        true => WeightsFolder::open(path)?.is_bf16(|name| !lockstep_model::hf::is_buffer(name)),
+        true => WeightsFolder::open(path)?.is_bf16(|name| !hf::is_buffer(name) && !hf::stays_f32(name)),
         false => ["dtype", "torch_dtype"].iter().any(|field| json[*field] == "bfloat16"),
     };
     if is_bf16 {

@@ -18,7 +18,7 @@ pub(crate) use special::text_of;
 use crate::{Part, Result, parts};
 use lockstep_checkpoint::{CheckpointError, Interleaved, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::ModelConfig;
-use lockstep_model::hf::{self, HfConfig};
+use lockstep_model::hf::{self, HfConfig, Quantised};
 use lockstep_plan::PlanError;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -49,6 +49,11 @@ impl HfFolder {
         let config = hf::read_config(&WeightsFolder::json(path, CONFIG)?)
             .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
         let weights = WeightsFolder::open(path)?;
+        if let (Some(name), false) = (weights.fp8(), config.quantised == Some(Quantised::Fp8)) {
+            let cause =
+                format!("tensor `{}` is in fp8, and {CONFIG} has no `quantization_config` of fp8", name.escape_debug());
+            return Err(unfit(path, cause, SAME_FOLDER.into()).into());
+        }
         // A layer has tensors of its own: no graph is built for layers that are not there.
         let tensors = weights.names().count();
         if config.layers > MOST_LAYERS {
@@ -90,6 +95,7 @@ impl HfFolder {
                 // Matrices in mxfp4 have blocks of inputs, so their rows are outputs in any family.
                 transposed: hf::is_transposed(model, &part.name) && !self.weights.is_mxfp4(&from),
                 interleaved: Interleaved::between(hf::is_interleaved(model, &part.name), false),
+                exact: hf::stays_f32(&part.name),
                 from,
                 to: part.name,
                 shape: part.shape,
