@@ -30,6 +30,8 @@ pub struct HfConfig {
     pub layers: usize,
     /// Positions that it was made for.
     pub context: usize,
+    /// How many modules behind the layers predict further tokens (MTP), where its files have them; no part of the table.
+    pub further: usize,
     /// How its weights are quantised, if they are.
     pub quantised: Option<Quantised>,
     /// Fields that no config class of its family has: what they mean is not known.
@@ -39,6 +41,14 @@ pub struct HfConfig {
 impl HfConfig {
     /// The largest sequence of [`to_toml`](Self::to_toml): a cache for more is seldom meant.
     const MOST_SEQ: usize = 2048;
+
+    /// With this number of modules that predict further tokens.
+    pub fn with_further(mut self, modules: usize) -> Self {
+        if modules > 0 {
+            let _ = writeln!(self.table, "mtp_depth = {modules}");
+        }
+        Self { further: modules, ..self }
+    }
 
     /// A whole config with the model: single sequences, as long as it was made for and no longer than most texts need.
     pub fn to_toml(&self) -> String {
@@ -146,10 +156,11 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     if family.rotary {
         table += &rope::read(family, &fields, &slides)?;
     }
+    let further = if family.mtp { fields.count_from(0, MTP_LAYERS)?.unwrap_or(1) } else { 0 };
     let meant = known_fields(family);
     let unknown = joined.keys().filter(|name| !meant.contains(name.as_str())).cloned().collect();
     let (field, default) = family.context;
-    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), quantised, unknown })
+    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), further, quantised, unknown })
 }
 
 const TOPK_METHOD: &str = "topk_method";
@@ -271,7 +282,7 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
         set(count.theirs, value);
     }
     if family.mtp {
-        set(MTP_LAYERS, json!(0));
+        set(MTP_LAYERS, json!(model.mtp_depth));
     }
     if family.topk_method {
         set(TOPK_METHOD, json!(if model.expert_groups > 1 { GROUP_LIMITED } else { GREEDY }));
@@ -320,7 +331,7 @@ pub fn matters(model: &ModelConfig, key: &str) -> bool {
         "model.rope_theta" | "model.rope_scaling" => rotary,
         // The same function, and how weights were made.
         "model.attention" | "model.dropout" | "model.init_std" => false,
-        "model.balance_loss" | "model.z_loss" | "model.balance_bias" => false,
+        "model.balance_loss" | "model.z_loss" | "model.balance_bias" | "model.mtp_loss" => false,
         _ => key.starts_with("model."),
     }
 }
@@ -346,7 +357,18 @@ pub fn is_interleaved(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.interleaved.iter().any(|end| name.ends_with(end)))
 }
 
-/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP): the model here is without them.
+/// The names of the modules' own copies of the embedding and of the output head, each with that of the model's: published files have them.
+pub fn further_copies(model: &ModelConfig) -> Vec<(String, &'static str)> {
+    let (head, embedding) = head_and_embedding(model);
+    let of = if model.tied_embeddings { embedding } else { head };
+    let copies = |layer| {
+        let at = format!("model.layers.{layer}");
+        [(format!("{at}.embed_tokens.weight"), embedding), (format!("{at}.shared_head.head.weight"), of)]
+    };
+    (model.layers..model.layers + model.mtp_depth).flat_map(copies).collect()
+}
+
+/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP).
 pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.mtp) && layer_of(name).is_some_and(|layer| layer >= model.layers)
 }

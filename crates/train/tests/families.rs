@@ -35,7 +35,9 @@ fn name(path: &Path) -> String {
 
 #[test]
 fn losses_logits_and_gradients_of_random_models_are_those_of_transformers() {
-    println!("model                  train loss   eval loss    logits       gradients    transformers in f32: logits, gradients");
+    println!(
+        "model                  train loss   eval loss    logits       gradients    transformers in f32: logits, gradients"
+    );
     let mut worse = Vec::new();
     for path in files() {
         let (golden, name) = (Golden::read(&path), name(&path));

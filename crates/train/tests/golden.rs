@@ -2,7 +2,7 @@
 
 mod golden_model;
 
-use golden_model::{CLOSE_LOGITS, Golden, TOLERANCE, error, gradient_errors, loaded, put, read, step};
+use golden_model::{CLOSE_LOGITS, Golden, TOLERANCE, error, further_losses, gradient_errors, loaded, put, read, step};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_infer::parts;
@@ -17,6 +17,10 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     // A learning rate of zero: parameters stay, gradients can be read.
     let found = step(&mut executor, micro_batches, 0.0, [1.0; 2]);
     assert!(error(&[found], &golden.f32("loss")) < TOLERANCE, "{case}: loss {found}");
+    if config.model.mtp_depth > 0 {
+        let found = further_losses(&executor, &config, micro_batches);
+        assert!(error(&found, &golden.f32("further")) < TOLERANCE, "{case}: losses of further tokens {found:?}");
+    }
     if !fused {
         let bytes = executor.read(names::LOGITS, 0).unwrap();
         let logits: Vec<f32> = bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
@@ -30,7 +34,7 @@ fn check(case: &str, micro_batches: usize, fused: bool, reproducible: bool) {
     }
 }
 
-const CASES: [&str; 25] = [
+const CASES: [&str; 27] = [
     "llama_mha",
     "llama_gqa_tied",
     "llama3_rope",
@@ -56,6 +60,8 @@ const CASES: [&str; 25] = [
     "deepseek_v3_wide",
     "gpt_oss",
     "gpt_oss_plain",
+    "deepseek_v3_mtp",
+    "deepseek_v3_mtp_tied",
 ];
 
 /// Files that have ten steps and a text besides.

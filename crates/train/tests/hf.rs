@@ -261,10 +261,48 @@ fn files_of_the_hub_are_read_in_their_old_forms() {
 }
 
 #[test]
-fn modules_that_predict_further_tokens_are_left_out() {
+fn modules_that_predict_further_tokens_go_both_ways_where_files_have_them() {
+    for case in ["deepseek_v3_mtp", "deepseek_v3_mtp_tied"] {
+        let place = Place::new();
+        let mut model = Model::golden(case);
+        // Published files have the embedding and the head once more in every module.
+        let depth = if case == "deepseek_v3_mtp" { 2 } else { 1 };
+        let head = if depth == 2 { "lm_head.weight" } else { "model.embed_tokens.weight" };
+        for layer in 2..2 + depth {
+            for (name, of) in [("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", head)] {
+                let (_, dtype, shape, data) = model.tensor(of).clone();
+                model.tensors.push((format!("model.layers.{layer}.{name}.weight"), dtype, shape, data));
+            }
+        }
+        model.tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        model.write(&place.at("a"));
+        let config = place.import("a", "run");
+        assert_eq!((config.model.mtp_depth, config.model.layers), (depth, 2));
+        place.export("run", "b", ExportOptions::default()).unwrap();
+        assert!(place.weights("b") == model.file(), "{case}");
+        assert_eq!(json_of(&place.at("b/config.json"))["num_nextn_predict_layers"], depth);
+        assert_eq!(place.import("b", "again").model, config.model);
+        // Evaluation is that of the model without them.
+        let mut bare = Model::golden(case);
+        bare.tensors.retain(|tensor| lockstep_model::hf::layer_of(&tensor.0) < Some(2));
+        bare.write(&place.at("bare"));
+        assert_eq!(place.import("bare", "bare-run").model.mtp_depth, 0);
+        model.tensor("model.layers.2.embed_tokens.weight").3[0] ^= 1;
+        model.write(&place.at("other"));
+        let text = place.refused("other");
+        assert!(
+            text.contains("`model.layers.2.embed_tokens.weight` differs from `model.embed_tokens.weight`"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn modules_that_config_json_does_not_name_are_left_out() {
     let place = Place::new();
     let mut further = Model::golden("deepseek_v3");
-    further.config["num_mtp_layers"] = json!(1);
+    further.config["num_nextn_predict_layers"] = Value::Null;
+    further.config["num_mtp_layers"] = json!(0);
     further.tensors.push(("model.layers.3.enorm.weight".into(), Dtype::F32, vec![24], vec![0; 96]));
     further.write(&place.at("further"));
     place.import("further", "run");

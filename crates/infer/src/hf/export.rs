@@ -124,7 +124,11 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     };
     let added = if config.lora.rank.is_some() { added(config, checkpoint)? } else { BTreeMap::new() };
     let (base, copies) = trained.model_source()?;
-    let copies: Vec<TensorCopy> = copies.into_iter().map(copy).collect();
+    let mut copies: Vec<TensorCopy> = copies.into_iter().map(copy).collect();
+    for (to, of) in hf::further_copies(model) {
+        let shared = copies.iter().find(|copy| copy.to == of).cloned();
+        copies.extend(shared.map(|copy| TensorCopy { to, ..copy }));
+    }
     base.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
     let source = if added.is_empty() { base } else { TensorSource::Sum { base: &base, added: &added } };
 
@@ -166,7 +170,8 @@ pub fn export_problem(config: &Config) -> Option<String> {
 fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
-    let mut again = Config::parse(&again.to_toml(), CONFIG, &[])?;
+    let modules = again.further;
+    let mut again = Config::parse(&again.with_further(modules).to_toml(), CONFIG, &[])?;
     // Patterns that mean the same are the same.
     let mut ours = config.clone();
     (ours.model, again.model) = (ours.model.with_short_patterns(), again.model.with_short_patterns());

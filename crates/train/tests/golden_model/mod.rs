@@ -6,6 +6,7 @@ use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, compile};
 use lockstep_config::Config;
 use lockstep_exec::Executor;
 use lockstep_exec::cpu::{CpuExecutor, profile};
+use lockstep_infer::feed::further;
 use lockstep_infer::{Part, parts};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::{Role, Tensor};
@@ -52,10 +53,15 @@ impl Golden {
         let m = &self.metadata;
         if let Some(theirs) = m.get("config") {
             let theirs = lockstep_model::hf::read_config(&serde_json::from_str(theirs).unwrap()).unwrap();
+            // Modules that predict further tokens, where the file has them.
+            let weight = m.get("mtp_loss");
+            let modules = if weight.is_some() { theirs.further } else { 0 };
+            let theirs = theirs.with_further(modules);
             let text = format!("{}[train]\nseq = 12\nglobal_batch = 2\n", theirs.table);
             let mut config = Config::parse(&text, "golden.toml", &[]).unwrap();
             // What transformers trains without, unless it is asked for.
             config.model.balance_loss = 0.0;
+            config.model.mtp_loss = weight.map_or(config.model.mtp_loss, |weight| weight.parse().unwrap());
             return config;
         }
         let scaling = m.get("rope_factor").map_or(String::new(), |factor| {
@@ -181,7 +187,35 @@ pub fn loaded(
             executor.write(name, m, share).unwrap();
         }
     }
+    let ids = |name| golden.raw(name).as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect::<Vec<u32>>();
+    let (tokens, targets) = (ids(names::TOKENS), ids(names::TARGETS));
+    for depth in 1..=config.model.mtp_depth {
+        let loss_scale = (config.model.mtp_loss / config.model.mtp_depth as f64) as f32;
+        let scalars = StepScalars { lr: 0.0, inverse_count: 0.0, clip: 0.0, bias1: 1.0, bias2: 1.0, loss_scale };
+        let bytes: Vec<u8> = scalars.to_array().iter().flat_map(|x| x.to_le_bytes()).collect();
+        let name = format!("{}.{}", StepScalars::NAME, names::further(names::LOSS, depth));
+        // Unfused, the loss has its weight itself.
+        if program.tensors.iter().any(|tensor| tensor.name == name) {
+            executor.write(&name, 0, &bytes).unwrap();
+        }
+        for (name, ids) in [names::TOKENS, names::TARGETS].iter().zip(further((&tokens, &targets), None, 12, depth)) {
+            for (m, share) in ids.chunks(ids.len() / micro_batches).enumerate() {
+                let bytes: Vec<u8> = share.iter().flat_map(|id| id.to_le_bytes()).collect();
+                executor.write(&names::further(name, depth), m, &bytes).unwrap();
+            }
+        }
+    }
     (program, executor)
+}
+
+/// Mean losses of modules that predict further tokens, of the step that was run.
+pub fn further_losses(executor: &CpuExecutor, config: &Config, micro_batches: usize) -> Vec<f32> {
+    let of = |depth, m| {
+        let bytes = executor.read(&names::further(names::LOSS, depth), m).unwrap();
+        bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).sum::<f64>()
+    };
+    let depths = 1..=config.model.mtp_depth;
+    depths.map(|depth| ((0..micro_batches).map(|m| of(depth, m)).sum::<f64>() / 24.0) as f32).collect()
 }
 
 pub fn put(executor: &mut CpuExecutor, tensor: &Tensor, values: impl Iterator<Item = f32>) {
