@@ -1,6 +1,6 @@
 //! Multi-token prediction (MTP), as DeepSeek-V3 is trained with it: modules after the last layer predict further tokens, one each. A module has the
 //! embeddings of the tokens that its predictions follow, and what the model or the module before it made of the tokens up to there; embedding
-//! and output head are the model's. It gives the loss of training a summand. Evaluation and generation are without it.
+//! and output head are the model's. Their losses are added to that of training. Evaluation and generation are without it.
 
 use crate::decoder::{Decoder, rms_norm};
 use crate::form::Side;

@@ -16,7 +16,7 @@ pub(super) fn scales_of(shape: &[usize]) -> Option<[usize; 2]> {
     }
 }
 
-/// Gives the elements of a matrix of so many columns from `start` on as bf16. `scales` are those of the rows of blocks from `first` on.
+/// Gives the elements of a matrix with this number of columns from `start` on as bf16. `scales` are those of the rows of blocks from `first` on.
 pub(super) fn widen(numbers: &[u8], start: usize, columns: usize, (scales, first): (&[f32], usize), bytes: &mut [u8]) {
     let per_row = columns.div_ceil(BLOCK);
     let mut to = bytes.as_chunks_mut::<2>().0;

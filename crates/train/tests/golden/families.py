@@ -105,7 +105,7 @@ def latent(r, v3):
 
 def smollm3(r):
     case = decoder(r, head_dim=[6, 8, 10])
-    # The list, or every so many by the interval; the class makes the list of it.
+    # The list, or an interval that the class makes the list of.
     listed = {"no_rope_layers": [r.randint(0, 1) for _ in range(case["num_hidden_layers"])]}
     return case | r.choice([listed, {"no_rope_layer_interval": r.choice([2, 3])}])
 
