@@ -19,6 +19,7 @@ if [ -z "$folder" ]; then
     trap 'exit 130' INT TERM HUP
 fi
 models=$folder/models
+mkdir -p "$folder"
 "${PYTHON:-python3}" "$repository/crates/train/tests/golden/families.py" "$models" "$count" "$@" >"$folder/made.txt"
 versions=$("${PYTHON:-python3}" -c 'import torch, transformers; print(f"torch {torch.__version__}, transformers {transformers.__version__}")')
 commit=$(git -C "$repository" rev-parse --short HEAD)
