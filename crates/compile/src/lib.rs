@@ -39,7 +39,7 @@ pub use stage::balanced as balanced_stages;
 use lockstep_ir::op::Flops;
 use lockstep_ir::roles::{self, Mismatch};
 use lockstep_ir::verify::{self, Unsound};
-use lockstep_ir::{Graph, StepProgram, TypeError};
+use lockstep_ir::{Graph, StepProgram, TypeError, ValueId};
 use stage::RankGraph;
 
 /// Why a graph cannot be compiled.
@@ -151,8 +151,16 @@ fn of_rank(
 
 /// The forward pass as evaluation runs it: shared as it is stored and fused, before gradients are added to it.
 fn evaluated(stored: &Graph, context: &Context) -> Result<Graph, CompileError> {
-    let graph = stored.clone().without_dropout().without_dead_code();
+    let graph = of_one_loss(stored.clone()).without_dropout().without_dead_code();
     EVALUATION_PASSES.into_iter().try_fold(graph, |graph, pass| run(pass, &graph, context))
+}
+
+/// A graph whose host reads the first of its losses alone: others are of training.
+fn of_one_loss(mut graph: Graph) -> Graph {
+    let is_loss = |v: &ValueId| graph.losses.iter().any(|loss| loss.value == *v);
+    let others: Vec<ValueId> = graph.outputs.iter().copied().filter(is_loss).skip(1).collect();
+    graph.outputs.retain(|v| !others.contains(v));
+    graph
 }
 
 /// What was lowered, with what the device does as one and where every buffer stands.

@@ -33,17 +33,29 @@ pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError>
     Ok(balanced(&layer_flops(g)?, stages))
 }
 
-/// FLOPs of every layer, with what stands before the first and behind the last.
+/// The first layer that stands behind the output head, if one does: such layers (MTP) are on the last stage, all of them.
+pub(crate) fn first_behind_head(g: &Graph) -> Option<usize> {
+    let is_head = |n: &Node| matches!(n.op, Op::CrossEntropy | Op::LinearCrossEntropy { .. } | Op::VocabLoss);
+    let behind = g.nodes.iter().skip_while(|n| !is_head(n));
+    behind.filter(|n| n.phase == Phase::Forward).filter_map(|n| n.layer).min()
+}
+
+/// FLOPs of every layer, with what stands before the first and behind the last. Layers behind the output head (MTP) read what it reads: they are one
+/// with it.
 pub(crate) fn layer_flops(g: &Graph) -> Result<Vec<f64>, TypeError> {
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
     let mut costs = vec![0.0f64; layers];
-    let mut place = LayerOf::new(layers.saturating_sub(1));
+    let mut place = LayerOf::new(g, layers.saturating_sub(1));
     for node in &g.nodes {
         let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
         let flops = node.op.flops(&g.input_types(node), &wanted)?.hardware as f64;
         if let Some(cost) = costs.get_mut(place.of(node)) {
             *cost += flops;
         }
+    }
+    if let Some(first) = first_behind_head(g).filter(|first| *first < costs.len()) {
+        let further = costs.split_off(first + 1);
+        costs[first] += further.iter().sum::<f64>();
     }
     Ok(costs)
 }
@@ -81,14 +93,17 @@ pub fn balanced(costs: &[f64], stages: usize) -> Vec<usize> {
 /// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.
 struct LayerOf {
     last: usize,
+    /// Layers from this one on stand behind the head.
+    behind_head: usize,
     /// Whether a layer has been seen in this direction.
     inside: bool,
     forward: bool,
 }
 
 impl LayerOf {
-    fn new(last: usize) -> Self {
-        Self { last, inside: false, forward: true }
+    fn new(g: &Graph, last: usize) -> Self {
+        let behind_head = first_behind_head(g).unwrap_or(usize::MAX);
+        Self { last, behind_head, inside: false, forward: true }
     }
 
     fn of(&mut self, node: &Node) -> usize {
@@ -96,7 +111,7 @@ impl LayerOf {
         if forward != self.forward {
             (self.forward, self.inside) = (forward, false);
         }
-        self.inside |= node.layer.is_some();
+        self.inside |= node.layer.is_some_and(|layer| layer < self.behind_head);
         match node.layer {
             Some(layer) => layer,
             None if self.inside == forward => self.last,
@@ -114,7 +129,7 @@ pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
 
 /// The same, where what stands behind the layers goes with `behind`.
 fn layers_and(g: &Graph, behind: usize) -> Vec<usize> {
-    let mut place = LayerOf::new(behind);
+    let mut place = LayerOf::new(g, behind);
     let moves = |n: &Node| n.op == Op::Accumulate || !n.op.over().within(Axes::TOKENS).is_empty();
     let mut layers: Vec<Option<usize>> =
         g.nodes.iter().map(|n| if moves(n) { n.layer } else { Some(place.of(n)) }).collect();

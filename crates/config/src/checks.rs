@@ -29,6 +29,7 @@ pub(crate) fn data_parallel_ranks(values: &Values) -> Option<u64> {
 pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     kv_heads_divide_heads,
     latent::sizes_go_together,
+    layers::further_tokens_have_layers,
     head_dim_is_even,
     layers::patterns_fit_the_layers,
     layers::local_bases_have_layers,

@@ -69,7 +69,7 @@ pub struct NotInherited {
 
 /// Keys that weights of another shape cannot be loaded with. Others may be changed when training goes on: the base of the
 /// rotary embedding for a longer context, say.
-const SHAPE: [&str; 22] = [
+const SHAPE: [&str; 23] = [
     "model.architecture",
     "model.vocab_size",
     "model.layers",
@@ -92,6 +92,7 @@ const SHAPE: [&str; 22] = [
     "model.norms",
     "model.qk_norm",
     "model.attention_sinks",
+    "model.mtp_depth",
 ];
 
 /// Whether a key must be what the weights say.

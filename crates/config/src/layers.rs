@@ -156,6 +156,27 @@ pub(crate) fn gpt2_has_its_own_block(values: &Values) -> Option<Conflict> {
     ))
 }
 
+/// Modules that predict further tokens are made of the shared decoder's layers, and are trained whole.
+pub(crate) fn further_tokens_have_layers(values: &Values) -> Option<Conflict> {
+    let depth = values.count("model.mtp_depth").filter(|depth| *depth > 0)?;
+    let architecture = values.word::<Architecture>("model.architecture")?;
+    if architecture.features().gpt2_block {
+        return Some(Conflict::new(
+            &["model.mtp_depth", "model.architecture"],
+            format!(
+                "model.mtp_depth = {depth} is given, and model.architecture = \"{architecture}\" has no such modules"
+            ),
+            "choose another model.architecture, or set model.mtp_depth = 0",
+        ));
+    }
+    Conflict::when(
+        values.count("lora.rank").is_some(),
+        &["model.mtp_depth", "lora.rank"],
+        format!("model.mtp_depth = {depth} is given, and with lora.rank only adapters are trained"),
+        "set model.mtp_depth = 0, or train all weights",
+    )
+}
+
 /// A limit is of what is clamped.
 pub(crate) fn limits_clamp_something(values: &Values) -> Option<Conflict> {
     let (limit, activation) = (values.get("model.swiglu_limit")?, values.word::<Activation>("model.activation")?);

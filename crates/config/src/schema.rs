@@ -150,6 +150,14 @@ tables! {
         /// How much the z-loss of the router counts: the mean square of the log-sum-exp of its logits.
         z_loss: f64 = Float(NOT_NEGATIVE), Fixed("0.0"), Changeable,
             finds ["router_z_loss_coef", "moe_z_loss_coeff", "z loss"];
+        /// Multi-token prediction (MTP), as DeepSeek-V3 is trained with it: how many modules behind the last layer predict one further token each, with a
+        /// layer of their own and the model's embedding and output head. Evaluation and generation are without them.
+        mtp_depth: usize = Count(0, 16), Fixed("0"), Trajectory,
+            finds ["MTP", "multi-token prediction", "num_nextn_predict_layers", "mtp_num_layers", "multi token prediction"];
+        /// How much the loss of those modules, their mean, counts in training beside the loss that is shown. DeepSeek-V3 took 0.3 for its first 10T
+        /// tokens, then 0.1.
+        mtp_loss: f64 = Float(POSITIVE), Fixed("0.1"), Changeable,
+            finds ["mtp_loss_scaling_factor", "MTP loss weight"];
         /// Learned position embeddings, which gpt2 has instead of RoPE: the longest sequence.
         positions: Option<usize> =
             Count(1, EXTENT), Derived("1024 for gpt2, else not set", defaults::positions), Trajectory,

@@ -55,6 +55,19 @@ const MISSING: &[Missing] = &[
         "model.rope_scaling is that of Llama 3, linear or YaRN, and a larger model.rope_theta extends the context too",
     ),
     Missing::new(
+        "model",
+        &[
+            "softcap",
+            "soft cap",
+            "softcapping",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "logit soft capping",
+        ],
+        "soft capping of logits, as Gemma 2 has it,",
+        "model.qk_norm keeps scores of attention small, as Gemma 3 does it, and model.z_loss those of a router",
+    ),
+    Missing::new(
         "telemetry",
         &["wandb", "weights and biases", "weights & biases", "mlflow", "comet", "report_to"],
         "logging to Weights & Biases",

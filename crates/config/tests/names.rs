@@ -143,6 +143,7 @@ fn what_is_not_there_yet_is_said_so() {
         ("s3", "reading from object storage"),
         ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("longrope", "LongRoPE and dynamic NTK scaling"),
+        ("final_logit_softcapping", "soft capping of logits, as Gemma 2 has it,"),
         ("wandb", "logging to Weights & Biases"),
         ("ema", "an exponential moving average of the weights (EMA)"),
     ] {
@@ -154,6 +155,9 @@ fn what_is_not_there_yet_is_said_so() {
     let error = parse(TINY, &["model.longrope=8"]).unwrap_err();
     assert!(error.starts_with("model.longrope: LongRoPE and dynamic NTK scaling is not there yet\n"), "{error}");
     assert!(error.contains("\nhint: model.rope_scaling is that of Llama 3, linear or YaRN"), "{error}");
+    let error = parse(TINY, &["model.attn_logit_softcapping=50"]).unwrap_err();
+    let said = "model.attn_logit_softcapping: soft capping of logits, as Gemma 2 has it, is not there yet\n";
+    assert!(error.starts_with(said) && error.contains("\nhint: model.qk_norm"), "{error}");
     // What is there is found by the words of others.
     for (words, key) in [
         ("lora", "lora.rank"),

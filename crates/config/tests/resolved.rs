@@ -54,6 +54,8 @@ expert_top_groups = 1  # default
 balance_bias = 0.0  # default
 balance_loss = 0.01  # default
 z_loss = 0.0  # default
+mtp_depth = 0  # default
+mtp_loss = 0.1  # default
 # positions is not set
 rope_theta = 500000.0  # default
 # rope_scaling is not set
@@ -112,6 +114,7 @@ policy = "bf16"  # preset llama-29m
 gradients = "fp32"  # default
 moments = "fp32"  # default
 master = "fp32"  # default
+frozen = "policy"  # default
 fp8_recipe = "current"  # default
 # fp8_weights is not set
 fp8_skip_first = 0  # default

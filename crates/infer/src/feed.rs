@@ -82,6 +82,16 @@ pub fn dropout_key(seed: u64, sample: u64) -> [u32; 2] {
     [key as u32, (key >> 32) as u32]
 }
 
+/// What a module that predicts further tokens (MTP) reads and predicts: at every position the token `depth` further on in its sequence, and the target of
+/// that one. What would be past the end of the sequence, or of the document, is no target.
+pub fn further((tokens, targets): (&[u32], &[u32]), starts: Option<&[u32]>, seq: usize, depth: usize) -> [Vec<u32>; 2] {
+    let ahead = |i: usize| i + depth;
+    let inside = |i: usize| i % seq + depth < seq && starts.is_none_or(|starts| starts[i] == starts[ahead(i)]);
+    let read = (0..tokens.len()).map(|i| tokens[ahead(i).min(i / seq * seq + seq - 1)]).collect();
+    let wanted = (0..targets.len()).map(|i| if inside(i) { targets[ahead(i)] } else { IGNORED_TARGET }).collect();
+    [read, wanted]
+}
+
 /// The loss of each sequence of a micro-batch, in order, from their bytes.
 pub fn losses(bytes: &[u8]) -> impl Iterator<Item = f64> {
     bytes.as_chunks().0.iter().map(|loss| f64::from_le_bytes(*loss))
@@ -193,6 +203,10 @@ impl Reading {
 /// executor.
 pub struct Feed {
     names: [String; 6],
+    /// The inputs of modules that predict further tokens: tokens and targets of each.
+    further: Vec<[String; 2]>,
+    /// Whether this process has any of these, of the tokens and of the targets.
+    has: [bool; 3],
     beyond: Vec<String>,
     bound: f64,
     reading: Reading,
@@ -223,8 +237,18 @@ impl Feed {
         let names = [tokens, targets, starts, keys, name(names::LOSS), name(MISSES)];
         let asked = |name: &str, numbers| tensors.iter().any(|t| t.name == name).then(|| vec![0; numbers]);
         let (starts, keys) = (asked(&names[2], positions), asked(&names[3], 2 * batch));
+        let further: Vec<[String; 2]> = (1..)
+            .map(|depth| [names::TOKENS, names::TARGETS].map(|n| name(&names::further(n, depth))))
+            .take_while(|both| tensors.iter().any(|t| t.name == both[0]))
+            .collect();
+        let has_in = |name: &String, sequence: usize| has(name, sequence * seq..(sequence + 1) * seq);
+        let further_in = |sequence: usize| further.iter().flatten().any(|name| has_in(name, sequence));
+        let any = |i: usize| (0..batch).any(|sequence| has_in(&names[i], sequence));
+        let has_any = [(0..batch).any(further_in), any(0), any(1)];
         let row = |sequence: usize| {
-            let wanted = |i: usize| has(&names[i], sequence * seq..(sequence + 1) * seq);
+            // Of what is further on in the same sequence.
+            let all = further_in(sequence);
+            let wanted = |i: usize| all || has_in(&names[i], sequence);
             Row { sequence, tokens: wanted(0), targets: wanted(1), starts: starts.is_some() && wanted(2) }
         };
         let rows = (0..batch).map(row).filter(|row| row.tokens || row.targets || row.starts).collect();
@@ -238,6 +262,8 @@ impl Feed {
             keys,
             seed,
             names,
+            further,
+            has: has_any,
             beyond,
             bound: 1.0,
             tokens: vec![0; positions],
@@ -269,6 +295,11 @@ impl Feed {
     /// The tensor of a micro-batch's losses.
     pub fn loss(&self) -> &str {
         &self.names[4]
+    }
+
+    /// The tensors of the losses of modules that predict further tokens.
+    pub fn further_losses(&self) -> impl Iterator<Item = String> {
+        (1..=self.further.len()).map(|depth| names::further(names::LOSS, depth))
     }
 
     /// Outputs that count rows which found no place with their experts, where these have room for some only.
@@ -344,8 +375,8 @@ impl Feed {
     fn send(&mut self, executor: &mut dyn Executor, micro_batch: usize) -> Result<()> {
         let any = |wanted: fn(&Row) -> bool| self.reading.rows.iter().any(wanted);
         let numbers = [
-            Some(&self.tokens).filter(|_| any(|row| row.tokens)),
-            Some(&self.targets).filter(|_| any(|row| row.targets)),
+            Some(&self.tokens).filter(|_| self.has[1]),
+            Some(&self.targets).filter(|_| self.has[2]),
             self.starts.as_ref().filter(|_| any(|row| row.starts)),
             self.keys.as_ref(),
         ];
@@ -354,6 +385,14 @@ impl Feed {
             self.bytes.clear();
             self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
             executor.write(name, micro_batch, &self.bytes)?;
+        }
+        for (i, both) in self.further.iter().enumerate().filter(|_| self.has[0]) {
+            let ids = further((&self.tokens, &self.targets), self.starts.as_deref(), self.reading.seq, i + 1);
+            for (name, ids) in both.iter().zip(ids) {
+                self.bytes.clear();
+                self.bytes.extend(ids.iter().flat_map(|x| x.to_le_bytes()));
+                executor.write(name, micro_batch, &self.bytes)?;
+            }
         }
         Ok(())
     }

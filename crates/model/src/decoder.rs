@@ -5,6 +5,7 @@
 //! family.
 
 use crate::form::{Form, Side};
+use crate::further::further_tokens;
 use crate::latent::{Names, latent_qkv};
 use crate::mixture::{ExpertNames, Gated, gate, mixture};
 use crate::names as values;
@@ -23,30 +24,78 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
 pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> Result<Graph, TypeError> {
     let mut g = Graph::new();
     let (batch, seq, context) = form.extents();
-    let trains = matches!(form, Form::Loss { .. });
-    let embed = || Dim::new(Axis::Embed, m.dim);
-    let heads = |axis, count| Section { axis, count, unit: m.head_dim };
-    let q = heads(Axis::Heads, m.heads);
-    let kv = heads(Axis::KvHeads, m.kv_heads);
-    let attended = Section { unit: m.value_dim(), ..q };
-    let normal = Init::Normal { std: m.init_std as f32 };
-    // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
-    let to_residual = Init::Normal { std: (m.init_std / (2.0 * m.layers as f64).sqrt()) as f32 };
-
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
     let tokens = g.input(values::TOKENS, ids);
     let side = Side::declare(&mut g, form);
-    let angles = rope_tables(&mut g, m, context);
+    let decoder = Decoder {
+        m,
+        names,
+        angles: rope_tables(&mut g, m, context),
+        side,
+        trains: matches!(form, Form::Loss { .. }),
+        normal: Init::Normal { std: m.init_std as f32 },
+        // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
+        to_residual: Init::Normal { std: (m.init_std / (2.0 * m.layers as f64).sqrt()) as f32 },
+    };
 
-    let table_dims = [Dim::new(Axis::Vocab, m.vocab_size), embed()];
-    let table = matrix(&mut g, "embed", table_dims.clone(), &normal, &["model.embed_tokens.weight"]);
-    let scaled = m.embedding_scale != 1.0;
-    let mut x = g.op(Op::Embedding, &[tokens, table], if scaled { "embedded" } else { "x0" })?[0];
-    if scaled {
-        x = g.op(Op::Scale { factor: m.embedding_scale as f32, rounded: true }, &[x], "x0")?[0];
-    }
+    let table_dims = [Dim::new(Axis::Vocab, m.vocab_size), decoder.embed()];
+    let table = matrix(&mut g, "embed", table_dims.clone(), &decoder.normal, &["model.embed_tokens.weight"]);
+    let mut x = decoder.embedded(&mut g, tokens, table, ("embedded", "x0"))?;
     for layer in 0..m.layers {
+        x = decoder.layer(&mut g, x, layer)?;
+    }
+    g.enter_layer(None);
+    let x = decoder.side.wanted(&mut g, x)?;
+    let n = rms_norm(&mut g, m, x, ("final_norm", &["model.norm.weight"]), "n")?;
+    let head = match m.tied_embeddings {
+        true => table,
+        false => matrix(&mut g, "head", table_dims, &decoder.normal, &["lm_head.weight"]),
+    };
+    let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
+    decoder.side.finish(&mut g, logits)?;
+    further_tokens(&mut g, &decoder, n, (table, head))?;
+    Ok(g)
+}
+
+/// What all layers of a model share.
+pub(crate) struct Decoder<'a> {
+    pub m: &'a ModelConfig,
+    names: &'a ExpertNames,
+    angles: BTreeMap<LayerRope, ValueId>,
+    pub side: Side,
+    trains: bool,
+    pub normal: Init,
+    to_residual: Init,
+}
+
+impl Decoder<'_> {
+    pub(crate) fn embed(&self) -> Dim {
+        Dim::new(Axis::Embed, self.m.dim)
+    }
+
+    /// The embeddings of tokens: by the second name, where they are scaled after the first.
+    pub(crate) fn embedded(
+        &self,
+        g: &mut Graph,
+        tokens: ValueId,
+        table: ValueId,
+        (before, name): (&str, &str),
+    ) -> Result<ValueId, TypeError> {
+        if self.m.embedding_scale == 1.0 {
+            return Ok(g.op(Op::Embedding, &[tokens, table], name)?[0]);
+        }
+        let x = g.op(Op::Embedding, &[tokens, table], before)?[0];
+        Ok(g.op(Op::Scale { factor: self.m.embedding_scale as f32, rounded: true }, &[x], name)?[0])
+    }
+
+    /// A layer, which takes the residual stream `x` and gives it on.
+    pub(crate) fn layer(&self, g: &mut Graph, x: ValueId, layer: usize) -> Result<ValueId, TypeError> {
+        let Self { m, names, angles, side, normal, to_residual, .. } = self;
         g.enter_layer(Some(layer));
+        let heads = |axis, count| Section { axis, count, unit: m.head_dim };
+        let q = heads(Axis::Heads, m.heads);
+        let kv = heads(Axis::KvHeads, m.kv_heads);
+        let attended = Section { unit: m.value_dim(), ..q };
         let at = |name: &str| format!("layers.{layer}.{name}");
         let named = |name: &str, kind: &str| format!("model.layers.{layer}.{name}.{kind}");
         let hf = |name: &str| named(name, "weight");
@@ -58,60 +107,53 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
             None => Ok(x),
         };
 
-        let n = norm(&mut g, x, norms.before_attention, "n1")?;
+        let n = norm(g, x, norms.before_attention, "n1")?;
         let mut qkv = match m.latent() {
             Some(latent) => {
                 let names = Names { at: &at, hf: &hf };
-                latent_qkv(&mut g, n, (m, latent), names, (&normal, query_scale(m)))?
+                latent_qkv(g, n, (m, latent), names, (normal, query_scale(m)))?
             }
             None => {
                 let names_of = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
                 let packed = Dim::packed([q, kv, kv]);
-                let w = matrix(&mut g, &at("wqkv"), [packed.clone(), embed()], &normal, &names_of("weight"));
+                let w = matrix(g, &at("wqkv"), [packed.clone(), self.embed()], normal, &names_of("weight"));
                 let mut qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
                 if m.architecture.features().qkv_bias {
-                    let bias = zeros(&mut g, &at("bqkv"), packed, &names_of("bias"));
+                    let bias = zeros(g, &at("bqkv"), packed, &names_of("bias"));
                     qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
                 }
-                qk_norm(&mut g, m, qkv, &at, &hf)?
+                qk_norm(g, m, qkv, &at, &hf)?
             }
         };
         if let Some(kind) = parts.rope {
-            qkv = side.rotate(&mut g, qkv, angles[&kind], &at)?;
+            qkv = side.rotate(g, qkv, angles[&kind], &at)?;
         }
         if m.latent().is_none() && query_scale(m) != 1.0 {
-            qkv = scale_queries(&mut g, m, qkv, &at)?;
+            qkv = scale_queries(g, m, qkv, &at)?;
         }
         let sinks = m.attention_sinks.then(|| {
             let parts = [format!("model.layers.{layer}.self_attn.sinks")];
-            exact_zeros(&mut g, &at("sinks"), Dim::new(Axis::Heads, m.heads), &parts)
+            exact_zeros(g, &at("sinks"), Dim::new(Axis::Heads, m.heads), &parts)
         });
-        let o = side.attend_with(&mut g, qkv, (m.attention, parts.window), sinks, &at)?;
-        let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([attended])], &to_residual, &[hf("self_attn.o_proj")]);
+        let o = side.attend_with(g, qkv, (m.attention, parts.window), sinks, &at)?;
+        let w = matrix(g, &at("wo"), [self.embed(), Dim::packed([attended])], to_residual, &[hf("self_attn.o_proj")]);
         let mut delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         if m.architecture.features().block_bias {
-            let bias = zeros(&mut g, &at("bo"), embed(), &[named("self_attn.o_proj", "bias")]);
+            let bias = zeros(g, &at("bo"), self.embed(), &[named("self_attn.o_proj", "bias")]);
             delta = g.op(Op::AddBias, &[delta, bias], &at("attention_out_biased"))?[0];
         }
-        let delta = norm(&mut g, delta, norms.after_attention, "attention_normed")?;
-        x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
+        let delta = norm(g, delta, norms.after_attention, "attention_normed")?;
+        let x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 
-        let n = norm(&mut g, x, norms.before_ffn, "n2")?;
-        let inits = [&normal, &to_residual];
+        let n = norm(g, x, norms.before_ffn, "n2")?;
+        let inits = [normal, to_residual];
         let delta = match m.experts.filter(|_| layer >= m.dense_layers) {
-            Some(experts) => mixture(&mut g, n, m, (experts, names), (layer, trains), inits)?,
-            None => Gated { layer, ours: "", theirs: "mlp", ffn: m.ffn, gate: gate(m) }.build(&mut g, n, inits)?,
+            Some(experts) => mixture(g, n, m, (experts, names), (layer, self.trains), inits)?,
+            None => Gated { layer, ours: "", theirs: "mlp", ffn: m.ffn, gate: gate(m) }.build(g, n, inits)?,
         };
-        let delta = norm(&mut g, delta, norms.after_ffn, "ffn_normed")?;
-        x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
+        let delta = norm(g, delta, norms.after_ffn, "ffn_normed")?;
+        Ok(g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0])
     }
-    g.enter_layer(None);
-    let x = side.wanted(&mut g, x)?;
-    let n = rms_norm(&mut g, m, x, ("final_norm", &["model.norm.weight"]), "n")?;
-    let head = if m.tied_embeddings { table } else { matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]) };
-    let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
-    side.finish(&mut g, logits)?;
-    Ok(g)
 }
 
 /// The norms of a layer, each by our name and Hugging Face's, where there is one.
@@ -145,7 +187,7 @@ impl LayerNorms {
 }
 
 /// An RMS norm over the last dimension, its weight called by our name and Hugging Face's.
-fn rms_norm<S: AsRef<str>>(
+pub(crate) fn rms_norm<S: AsRef<str>>(
     g: &mut Graph,
     m: &ModelConfig,
     x: ValueId,

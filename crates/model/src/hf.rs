@@ -7,6 +7,7 @@
 mod families;
 mod fields;
 mod patterns;
+mod quantised;
 mod rope;
 mod without_effect;
 
@@ -18,6 +19,8 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 use without_effect::WITHOUT_EFFECT;
 
+pub use quantised::Quantised;
+
 /// What a `config.json` says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HfConfig {
@@ -27,6 +30,10 @@ pub struct HfConfig {
     pub layers: usize,
     /// Positions that it was made for.
     pub context: usize,
+    /// How many modules behind the layers predict further tokens (MTP), where its files have them; no part of the table.
+    pub further: usize,
+    /// How its weights are quantised, if they are.
+    pub quantised: Option<Quantised>,
     /// Fields that no config class of its family has: what they mean is not known.
     pub unknown: Vec<String>,
 }
@@ -34,6 +41,14 @@ pub struct HfConfig {
 impl HfConfig {
     /// The largest sequence of [`to_toml`](Self::to_toml): a cache for more is seldom meant.
     const MOST_SEQ: usize = 2048;
+
+    /// With this number of modules that predict further tokens.
+    pub fn with_further(mut self, modules: usize) -> Self {
+        if modules > 0 {
+            let _ = writeln!(self.table, "mtp_depth = {modules}");
+        }
+        Self { further: modules, ..self }
+    }
 
     /// A whole config with the model: single sequences, as long as it was made for and no longer than most texts need.
     pub fn to_toml(&self) -> String {
@@ -76,11 +91,8 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     let family = family.ok_or_else(|| outer.unsupported("model_type", &known))?;
     let joined = join(family, fields)?;
     let fields = Fields(&joined);
-    let is_mxfp4 = family.mxfp4 && fields.get(QUANTIZATION).is_some_and(|how| how["quant_method"] == "mxfp4");
+    let quantised = quantised::read(family, &fields)?;
     for (field, fixed) in family.fixed.iter().chain(NEVER) {
-        if is_mxfp4 && *field == QUANTIZATION {
-            continue;
-        }
         let as_expected = match (fields.get(field), fixed) {
             (None, _) => true,
             (Some(found), Fixed::Is(expected)) => is_same(found, &expected.json()),
@@ -89,9 +101,6 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
         if !as_expected {
             let hint = match fixed {
                 Fixed::Is(expected) => format!("only {} is supported", expected.json()),
-                Fixed::Absent if family.mxfp4 && *field == QUANTIZATION => {
-                    "only models without it are supported, and mxfp4".to_owned()
-                }
                 Fixed::Absent => "only models without it are supported".to_owned(),
             };
             return Err(fields.unsupported(field, &hint));
@@ -147,10 +156,11 @@ pub fn read_config(config: &Value) -> Result<HfConfig, HfError> {
     if family.rotary {
         table += &rope::read(family, &fields, &slides)?;
     }
+    let further = if family.mtp { fields.count_from(0, MTP_LAYERS)?.unwrap_or(1) } else { 0 };
     let meant = known_fields(family);
     let unknown = joined.keys().filter(|name| !meant.contains(name.as_str())).cloned().collect();
     let (field, default) = family.context;
-    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), unknown })
+    Ok(HfConfig { table, layers, context: fields.count(field)?.unwrap_or(default), further, quantised, unknown })
 }
 
 const TOPK_METHOD: &str = "topk_method";
@@ -183,8 +193,14 @@ fn join(family: &Family, fields: &Map<String, Value>) -> Result<Map<String, Valu
 
 /// The names of all fields whose meaning for a family is known.
 fn known_fields(family: &Family) -> BTreeSet<&'static str> {
-    let mut known =
-        BTreeSet::from(["model_type", "is_causal", "layer_types", "tie_word_embeddings", "initializer_range"]);
+    let mut known = BTreeSet::from([
+        "model_type",
+        "is_causal",
+        "layer_types",
+        "tie_word_embeddings",
+        "initializer_range",
+        QUANTIZATION,
+    ]);
     known.extend(family.counts.iter().copied().flatten().map(|count| count.theirs));
     known.extend(family.switches.iter().map(|switch| switch.theirs));
     known.extend(family.numbers.iter().map(|number| number.theirs));
@@ -266,7 +282,7 @@ pub fn write_config(model: &ModelConfig, beside: HfExtras) -> Result<Value, HfEr
         set(count.theirs, value);
     }
     if family.mtp {
-        set(MTP_LAYERS, json!(0));
+        set(MTP_LAYERS, json!(model.mtp_depth));
     }
     if family.topk_method {
         set(TOPK_METHOD, json!(if model.expert_groups > 1 { GROUP_LIMITED } else { GREEDY }));
@@ -315,7 +331,7 @@ pub fn matters(model: &ModelConfig, key: &str) -> bool {
         "model.rope_theta" | "model.rope_scaling" => rotary,
         // The same function, and how weights were made.
         "model.attention" | "model.dropout" | "model.init_std" => false,
-        "model.balance_loss" | "model.z_loss" | "model.balance_bias" => false,
+        "model.balance_loss" | "model.z_loss" | "model.balance_bias" | "model.mtp_loss" => false,
         _ => key.starts_with("model."),
     }
 }
@@ -341,7 +357,18 @@ pub fn is_interleaved(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.interleaved.iter().any(|end| name.ends_with(end)))
 }
 
-/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP): the model here is without them.
+/// The names of the modules' own copies of the embedding and of the output head, each with that of the model's: published files have them.
+pub fn further_copies(model: &ModelConfig) -> Vec<(String, &'static str)> {
+    let (head, embedding) = head_and_embedding(model);
+    let of = if model.tied_embeddings { embedding } else { head };
+    let copies = |layer| {
+        let at = format!("model.layers.{layer}");
+        [(format!("{at}.embed_tokens.weight"), embedding), (format!("{at}.shared_head.head.weight"), of)]
+    };
+    (model.layers..model.layers + model.mtp_depth).flat_map(copies).collect()
+}
+
+/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP).
 pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.mtp) && layer_of(name).is_some_and(|layer| layer >= model.layers)
 }
@@ -350,6 +377,11 @@ pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
 pub fn layer_of(name: &str) -> Option<usize> {
     let (layer, _) = name.split_once("layers.")?.1.split_once('.')?;
     layer.parse().ok()
+}
+
+/// Whether files hold this tensor in f32, whatever the type of others: a bias of the choice of experts, which a narrower type would change.
+pub fn stays_f32(name: &str) -> bool {
+    name.ends_with(".e_score_correction_bias")
 }
 
 /// Whether a tensor of a file holds no weights: masks and tables that old versions of transformers stored.

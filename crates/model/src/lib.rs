@@ -8,6 +8,7 @@ pub mod adapters;
 mod architectures;
 mod decoder;
 mod form;
+mod further;
 pub mod hf;
 mod latent;
 mod mixture;
@@ -45,6 +46,11 @@ pub mod names {
     pub const WINDOW_PAGES: &str = "window_pages";
     /// The logits, where a pass has not fused them away. In generation an output: those after the last new token.
     pub const LOGITS: &str = "logits";
+    /// One of these of a module that predicts further tokens (MTP): `tokens.further.1` are the tokens that follow each position, `targets.further.1`
+    /// those after them, which the first module predicts, and `loss.further.1` its losses, an output of training.
+    pub fn further(name: &str, depth: usize) -> String {
+        format!("{name}.further.{depth}")
+    }
     /// Output of generation: the first of the most probable tokens after the last new one.
     pub const NEXT: &str = "next_token";
 }

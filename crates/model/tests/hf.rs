@@ -2,7 +2,7 @@
 
 use lockstep_config::{Activation, Architecture, Config, LayerType, QkNorm, RopeScalingConfig};
 use lockstep_ir::Hint;
-use lockstep_model::hf::{HfConfig, HfExtras, read_config, write_config};
+use lockstep_model::hf::{HfConfig, HfExtras, Quantised, read_config, write_config};
 use serde_json::{Value, json};
 
 const BESIDE: HfExtras = HfExtras { context: 128, dtype: "float32", end_token: Some(7) };
@@ -265,6 +265,31 @@ fn what_cannot_be_represented_is_refused_by_field() {
             json!({ "quantization_config": { "quant_method": "mxfp4" } }),
             "`quantization_config` = {\"quant_method\":\"mxfp4\"} is not supported",
         ),
+        (
+            "deepseek_v3",
+            json!({ "quantization_config": { "quant_method": "awq" } }),
+            "`quantization_config` = {\"quant_method\":\"awq\"} is not supported",
+        ),
+        (
+            "deepseek_v3",
+            json!({ "quantization_config": { "quant_method": "fp8", "weight_block_size": [64, 128] } }),
+            "`quantization_config.weight_block_size` = [64,128] is not supported",
+        ),
+        (
+            "deepseek_v3",
+            json!({ "quantization_config": { "quant_method": "fp8", "fmt": "e5m2" } }),
+            "`quantization_config.fmt` = \"e5m2\" is not supported",
+        ),
+        (
+            "deepseek_v3",
+            json!({ "quantization_config": { "quant_method": "fp8", "activation_scheme": "static" } }),
+            "`quantization_config.activation_scheme` = \"static\" is not supported",
+        ),
+        (
+            "deepseek_v3",
+            json!({ "quantization_config": { "quant_method": "fp8", "bits": 4 } }),
+            "`quantization_config.bits` = 4 is not supported",
+        ),
         ("olmoe", json!({ "head_dim": 16 }), "`head_dim` = 16 is not supported"),
         ("llama", json!({ "per_layer_config": { "1": {} } }), "`per_layer_config` = {\"1\":{}} is not supported"),
         ("mixtral", json!({ "num_experts": 4 }), "`num_local_experts` = 6 contradicts `num_experts` = 4"),
@@ -289,6 +314,22 @@ fn what_cannot_be_represented_is_refused_by_field() {
         let error = read_config(&with(family, fields)).expect_err(expected).with_hint();
         assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
     }
+}
+
+#[test]
+fn deepseek_v3_is_read_as_it_was_published() {
+    let published = json!({
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        },
+    });
+    let (found, config) = read(&with("deepseek_v3", published));
+    assert_eq!(found.quantised.map(Quantised::name), Some("fp8"));
+    assert_eq!(found.unknown, read(&theirs("deepseek_v3")).0.unknown);
+    assert_eq!(config.model, read(&theirs("deepseek_v3")).1.model);
+    // What a class takes where it is not said, and how scales were rounded.
+    let short = json!({ "quantization_config": { "quant_method": "fp8", "scale_fmt": "ue8m0" } });
+    assert_eq!(read(&with("deepseek_v3", short)).0.quantised, Some(Quantised::Fp8));
 }
 
 #[test]

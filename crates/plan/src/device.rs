@@ -17,6 +17,9 @@ pub enum Target {
     },
 }
 
+/// Elements of the widest head that some kernel of GPUs takes: cuDNN's and those that keep a head in the registers of a warp.
+const WIDEST_HEAD: usize = 256;
+
 /// What planning must know of a machine.
 pub trait Machine: Sync {
     /// Cores of its CPU, which ranks share.
@@ -62,7 +65,17 @@ impl Target {
             Target::Cuda { .. } if config.train.reproducible => {
                 Err(PlanError::NotOnDevice { what: "train.reproducible", device: self.name() })
             }
-            Target::Cpu | Target::Cuda { .. } => Ok(()),
+            Target::Cuda { .. } => {
+                let m = &config.model;
+                let widths = [("model.head_dim", m.head_dim), ("model.v_head_dim", m.value_dim())];
+                match widths.into_iter().find(|(_, width)| *width > WIDEST_HEAD) {
+                    Some((key, width)) => {
+                        Err(PlanError::HeadTooWide { key, width, most: WIDEST_HEAD, device: self.name() })
+                    }
+                    None => Ok(()),
+                }
+            }
+            Target::Cpu => Ok(()),
         }
     }
 }

@@ -156,6 +156,21 @@ pub enum PlanError {
         /// The device.
         device: &'static str,
     },
+    /// The device has no attention for heads of this width.
+    #[error(
+        "{key} = {width} does not run with train.device = \"{device}\", whose kernels take heads of at most {most} elements"
+    )]
+    #[hint("choose {key} of at most {most}, or use the CPU: train.device = \"cpu\", or --device cpu")]
+    HeadTooWide {
+        /// The key of the width.
+        key: &'static str,
+        /// Elements of a head.
+        width: usize,
+        /// The most that are taken.
+        most: usize,
+        /// The device.
+        device: &'static str,
+    },
     /// A model has no positions for a text of this length.
     #[error("sequences of {tokens} tokens are longer than the {positions} positions that the model has learned")]
     #[hint("use at most {positions} tokens")]

@@ -38,6 +38,10 @@ pub(crate) fn formulas(
     full_flops: f64,
 ) -> Result<Vec<Formula>> {
     let m = &config.model;
+    if m.mtp_depth > 0 {
+        // The literature's formulas are of models without modules that predict further tokens.
+        return Ok(Vec::new());
+    }
     let layer = LayerFlops::of(derived, m.dense_layers)?;
     let sizes = Sizes::of(m);
     let projections = sizes.attention_matrices();

@@ -206,7 +206,7 @@ pub fn evaluation_program(
 ) -> Result<(StepProgram, usize)> {
     let (mut context, threads) = forward_context(machine, config);
     context.steps.misses = misses;
-    let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
+    let model = ModelConfig { dropout: 0.0, mtp_depth: 0, ..config.model.clone() };
     let lora = LoraConfig { dropout: 0.0, ..config.lora.clone() };
     let graph = |batch, tokens| {
         let form = Form::Loss { batch, seq: tokens, context: seq, documents: config.data.document_mask };

@@ -87,6 +87,27 @@ fn auto_takes_a_gpu_for_one_rank_where_there_is_one() {
 }
 
 #[test]
+fn heads_that_no_kernel_of_a_gpu_takes_are_refused_by_their_key() {
+    let wide = |keys: &str, device: &str| {
+        let text = format!(
+            "[model]\nvocab_size = 64\nlayers = 1\ndim = 32\nheads = 2\nffn = 48\n{keys}\n[train]\nseq = 8\nglobal_batch = 1\n\
+             device = \"{device}\"\n"
+        );
+        plan(&Described { cores: 1, gpu: true }, &Config::parse(&text, "run.toml", &[]).unwrap())
+    };
+    let latent = "kv_lora_rank = 16\nqk_nope_head_dim = 16\nqk_rope_head_dim = 8\nv_head_dim = 264";
+    for (keys, said) in [("head_dim = 320", "model.head_dim = 320"), (latent, "model.v_head_dim = 264")] {
+        let error = wide(keys, "cuda").unwrap_err().with_hint();
+        let expected = format!(
+            "{said} does not run with train.device = \"cuda\", whose kernels take heads of at most 256 elements"
+        );
+        assert!(error.starts_with(&expected) && error.contains("\nhint: choose model."), "{error}");
+        // A CPU takes any.
+        assert!(wide(keys, "cpu").is_ok() && wide(keys, "auto").unwrap().target == Target::Cpu);
+    }
+}
+
+#[test]
 fn all_that_is_shown_of_a_plan_needs_no_device() {
     let machine = Described { cores: 2, gpu: false };
     let config = config("");

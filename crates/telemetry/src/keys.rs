@@ -3,7 +3,7 @@
 /// The unit of a metric; empty for what has none or is not known.
 pub fn unit(key: &str) -> &'static str {
     match key.split('/').next().unwrap_or(key) {
-        "loss" | "val_loss" | "loss_limit" | "shadow_loss_bf16" | "shadow_loss_fp8" => "nats per token",
+        "loss" | "mtp_loss" | "val_loss" | "loss_limit" | "shadow_loss_bf16" | "shadow_loss_fp8" => "nats per token",
         "step_s" | "rank_busy_s" => "s",
         "tokens" | "critical_batch_tokens" => "tokens",
         "tokens_per_s" => "tokens/s",

@@ -397,6 +397,7 @@ fn fill(
     positions: usize,
 ) -> Result<()> {
     let seq = config.train.seq;
+    let mut both = Vec::new();
     for name in [names::TOKENS, names::TARGETS] {
         let key = counter::key(step, name);
         let id = |i: usize| (counter::bits(key, (first + i) as u64) % config.model.vocab_size as u64) as u32;
@@ -406,8 +407,9 @@ fn fill(
             config.leaves_targets_out() && name == names::TARGETS && position < sequence % 4 * seq / 4
         };
         let id = |i: usize| if ignored(i) { IGNORED_TARGET } else { id(i) };
-        let bytes: Vec<u8> = (0..positions).flat_map(|i| id(i).to_le_bytes()).collect();
-        session.executor().write(name, micro_batch, &bytes)?;
+        let ids: Vec<u32> = (0..positions).map(id).collect();
+        session.executor().write(name, micro_batch, &bytes_of(&ids))?;
+        both.push(ids);
     }
     if config.model.dropout > 0.0 && step != u64::MAX {
         let sample = |b: usize| step * config.train.global_batch as u64 + (first / seq + b) as u64;
@@ -415,16 +417,27 @@ fn fill(
         let bytes: Vec<u8> = keys.flat_map(u32::to_le_bytes).collect();
         session.executor().write(names::DROPOUT_KEYS, micro_batch, &bytes)?;
     }
-    if config.data.document_mask {
-        let start = |i: usize| {
-            // Documents of another length in every sequence, about eight where it is long.
-            let length = 3 + seq / 8 + (first + i) / seq % 5;
-            (i % seq / length * length) as u32
-        };
-        let bytes: Vec<u8> = (0..positions).flat_map(|i| start(i).to_le_bytes()).collect();
-        session.executor().write(names::DOCUMENT_STARTS, micro_batch, &bytes)?;
+    let start = |i: usize| {
+        // Documents of another length in every sequence, about eight where it is long.
+        let length = 3 + seq / 8 + (first + i) / seq % 5;
+        (i % seq / length * length) as u32
+    };
+    let starts: Option<Vec<u32>> = config.data.document_mask.then(|| (0..positions).map(start).collect());
+    if let Some(starts) = &starts {
+        session.executor().write(names::DOCUMENT_STARTS, micro_batch, &bytes_of(starts))?;
+    }
+    // Evaluation is without further tokens, and has room for them all the same.
+    for depth in 1..=config.model.mtp_depth {
+        let ids = feed::further((&both[0], &both[1]), starts.as_deref(), seq, depth);
+        for (name, ids) in [names::TOKENS, names::TARGETS].into_iter().zip(ids) {
+            session.executor().write(&names::further(name, depth), micro_batch, &bytes_of(&ids))?;
+        }
     }
     Ok(())
+}
+
+fn bytes_of(ids: &[u32]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
 #[cfg(test)]

@@ -17,6 +17,10 @@ pub struct StepMetrics {
     /// Mean loss per token of the global batch, in nats; null where it is not finite.
     #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
+    /// With `model.mtp_depth`, the mean loss of the modules that predict further tokens, in nats per token of the global batch, before it is
+    /// weighted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtp_loss: Option<f64>,
     /// Norm of the mean gradient, before clipping; null where it is not finite.
     #[serde(deserialize_with = "number_or_nan")]
     pub grad_norm: f32,

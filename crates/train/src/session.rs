@@ -21,6 +21,7 @@ use lockstep_infer::{InferError, Request};
 use lockstep_ir::graph::Fp8Class;
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{Axes, StepLimits, StepProgram, StepRounding, StepScalars};
+use lockstep_model::names;
 use lockstep_plan::Plan;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -49,6 +50,8 @@ pub struct Session {
     feed: Feed,
     /// What is read of a step, each with its micro-batches, in the order in which `result` asks for it.
     results: Vec<(String, usize)>,
+    /// Scalars of losses that do not count once, and how much each counts.
+    weighted: Vec<(String, f32)>,
     /// Targets that count in the step whose inputs the executor holds.
     targets: u64,
     /// Whether none counts: all tokens are prompts.
@@ -80,6 +83,8 @@ struct First {
 pub struct StepResult {
     /// Mean loss per target that counts of the global batch.
     pub loss: f64,
+    /// Of modules that predict further tokens (MTP), the first first: the sum of their losses per target that counts of the global batch.
+    pub further: Vec<f64>,
     /// Norm of the mean gradient.
     pub grad_norm: f32,
     /// Whether the update was applied: all gradients were finite, and loss and norm within [their limits](Session::limit).
@@ -167,6 +172,12 @@ impl Session {
             )
             .bounded(config.parallel.ep_bound),
             results: Vec::new(),
+            weighted: (1..=config.model.mtp_depth)
+                .map(|depth| format!("{}.{}", StepScalars::NAME, names::further(names::LOSS, depth)))
+                .filter(|name| tensors.iter().any(|tensor| tensor.name == *name))
+                .filter(|name| executor.has(name, 0..StepScalars::ty().elements()))
+                .map(|name| (name, (config.model.mtp_loss / config.model.mtp_depth as f64) as f32))
+                .collect(),
             tensors,
             executor,
             micro_batches: plan.layout.micro_batches,
@@ -181,8 +192,9 @@ impl Session {
         let once = [Some(STATS), session.first.map(|_| FIRST_STATS), session.loads.then_some(LOADS), seen];
         let once = once.into_iter().flatten().map(|name| (name.to_owned(), 1));
         let beyond = session.feed.beyond().iter().map(|name| (name.clone(), session.micro_batches));
-        session.results =
-            [(session.feed.loss().to_owned(), session.micro_batches)].into_iter().chain(once).chain(beyond).collect();
+        let losses = [session.feed.loss().to_owned()].into_iter().chain(session.feed.further_losses());
+        let losses = losses.map(|name| (name, session.micro_batches));
+        session.results = losses.chain(once).chain(beyond).collect();
         session.limit(StepLimits::NONE)?;
         session.round_as_in(0)?;
         Ok(session)
@@ -382,7 +394,9 @@ impl Session {
     fn queue_once(&mut self, micro_batches: usize, scalars: StepScalars) -> Result<QueuedStep> {
         self.write_scalars(scalars)?;
         self.executor.run(entry(&self.smaller, micro_batches))?;
-        let counted = |name: &str| name == self.feed.loss() || name.starts_with(ROWS_BEYOND);
+        let further: Vec<String> = self.feed.further_losses().collect();
+        let is_further = |name: &str| further.iter().any(|other| other == name);
+        let counted = |name: &str| name == self.feed.loss() || is_further(name) || name.starts_with(ROWS_BEYOND);
         self.results.iter_mut().filter(|(name, _)| counted(name)).for_each(|(_, count)| *count = micro_batches);
         Ok(QueuedStep(match self.executor.read_later(&self.results)? {
             Some(ticket) => Queued::Later { micro_batches, targets: self.targets, ticket },
@@ -391,7 +405,12 @@ impl Session {
     }
 
     fn write_scalars(&mut self, scalars: StepScalars) -> Result<()> {
-        Ok(self.executor.write(StepScalars::NAME, 0, scalars.to_array().map(f32::to_le_bytes).as_flattened())?)
+        let bytes = |scalars: StepScalars| scalars.to_array().map(f32::to_le_bytes);
+        for (name, weight) in &self.weighted {
+            let loss_scale = scalars.loss_scale * weight;
+            self.executor.write(name, 0, bytes(StepScalars { loss_scale, ..scalars }).as_flattened())?;
+        }
+        Ok(self.executor.write(StepScalars::NAME, 0, bytes(scalars).as_flattened())?)
     }
 
     /// What came of a step, from the tensors that `read` gives.
@@ -404,6 +423,14 @@ impl Session {
         let mut sum = 0.0;
         for m in 0..micro_batches {
             losses(&read(self.feed.loss(), m)?).for_each(|loss| sum += loss);
+        }
+        let mut further = Vec::new();
+        for name in self.feed.further_losses() {
+            let mut sum = 0.0;
+            for m in 0..micro_batches {
+                sum += losses(&read(&name, m)?).sum::<f64>();
+            }
+            further.push(sum / targets as f64);
         }
         let [grad_norm, factor] = stats(STATS, &read(STATS, 0)?)?;
         let first = match self.first {
@@ -426,7 +453,7 @@ impl Session {
         }
         let loss = sum / targets as f64;
         let applied = !factor.is_nan();
-        Ok(StepResult { loss, grad_norm, applied, first, loads, fp8, beyond: beyond as u64, time: None })
+        Ok(StepResult { loss, further, grad_norm, applied, first, loads, fp8, beyond: beyond as u64, time: None })
     }
 
     /// Mean loss per target that counts over the first `sequences` samples of `data`; `None` if `stop` came before the last.

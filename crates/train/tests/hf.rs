@@ -118,9 +118,74 @@ fn experts_in_mxfp4_are_what_transformers_makes_of_them() {
     assert!(error.contains("1 tensor is missing: `model.layers.1.mlp.experts.down_proj`"), "{error}");
 }
 
-/// The same tensors in another type.
+#[test]
+fn matrices_in_fp8_are_what_transformers_makes_of_them() {
+    let place = Place::new();
+    let file = || Model::of("fp8", "file.");
+    file().write(&place.at("fp8"));
+    let mut expected = Model::of("fp8", "expected.");
+    expected.config.as_object_mut().unwrap().remove("quantization_config");
+    expected.write(&place.at("bf16"));
+    let config = place.import("fp8", "run");
+    assert_eq!((&config.model, config.precision.policy), (&place.import("bf16", "wide").model, PrecisionPolicy::Bf16));
+    // Biases of the choice are too large for a bf16, and stay in f32.
+    let exported = export(&place.at("run"), &place.at("again"), ExportOptions::default(), &mut |_, _| {}).unwrap();
+    assert!(place.weights("again") == expected.file());
+    assert_eq!(exported.warnings, ["the model came with weights in fp8, and goes out in bf16"]);
+    assert!(json_of(&place.at("again/config.json"))["quantization_config"].is_null());
+    // A run that starts from it computes in bf16 as well.
+    let config = fine_tuning(&place, "init_from = \"fp8\"\n");
+    assert_eq!(config.precision.policy, PrecisionPolicy::Bf16);
+
+    let gate = "model.layers.1.mlp.experts.1.gate_proj.weight";
+    let scales = &format!("{gate}_scale_inv");
+    let refused = |change: &dyn Fn(&mut Model), expected: &str| {
+        let mut model = file();
+        change(&mut model);
+        model.write(&place.at("torn"));
+        let error = place.refused("torn");
+        assert!(error.contains(expected) && error.contains("\nhint: "), "{error}");
+    };
+    refused(
+        &|model| model.tensors.retain(|tensor| tensor.0 != *scales),
+        &format!("tensor `{gate}` is in fp8, and there is no `{scales}`"),
+    );
+    refused(&|model| model.tensors.retain(|tensor| tensor.0 != gate), &format!("1 tensor is missing: `{gate}`"));
+    refused(
+        &|model| {
+            let tensor = model.tensor(scales);
+            (tensor.2, tensor.3) = (vec![2, 1], vec![0; 8]);
+        },
+        &format!("tensor `{scales}` is [2, 1], and `{gate}`, which is [36, 64], wants [1, 1]"),
+    );
+    refused(
+        &|model| {
+            let tensor = model.tensor(scales);
+            (tensor.1, tensor.3) = (Dtype::BF16, vec![0; 2]);
+        },
+        &format!("tensor `{scales}` has elements of type BF16"),
+    );
+    refused(
+        &|model| model.tensor(scales).3 = f32::NAN.to_le_bytes().to_vec(),
+        &format!("tensor `{gate}` has a number that is not finite"),
+    );
+    refused(
+        &|model| drop(model.config.as_object_mut().unwrap().remove("quantization_config")),
+        "is in fp8, and config.json has no `quantization_config` of fp8",
+    );
+    refused(
+        &|model| {
+            let norm = "model.norm.weight";
+            (model.tensor(norm).1, model.tensor(norm).3) = (Dtype::F8_E4M3, vec![0; 64]);
+        },
+        "tensor `model.norm.weight` is in fp8 and [64], which is no matrix",
+    );
+}
+
+/// The same tensors in another type, but for those that files have in f32 always.
 fn narrowed(mut model: Model, dtype: Dtype, narrow: impl Fn(f32) -> u16) -> Model {
-    for (_, of, _, data) in &mut model.tensors {
+    let narrows = |tensor: &&mut hf_folder::Tensor| !lockstep_model::hf::stays_f32(&tensor.0);
+    for (_, of, _, data) in model.tensors.iter_mut().filter(narrows) {
         *data = data.as_chunks().0.iter().flat_map(|b| narrow(f32::from_le_bytes(*b)).to_le_bytes()).collect();
         *of = dtype;
     }
@@ -196,10 +261,48 @@ fn files_of_the_hub_are_read_in_their_old_forms() {
 }
 
 #[test]
-fn modules_that_predict_further_tokens_are_left_out() {
+fn modules_that_predict_further_tokens_go_both_ways_where_files_have_them() {
+    for case in ["deepseek_v3_mtp", "deepseek_v3_mtp_tied"] {
+        let place = Place::new();
+        let mut model = Model::golden(case);
+        // Published files have the embedding and the head once more in every module.
+        let depth = if case == "deepseek_v3_mtp" { 2 } else { 1 };
+        let head = if depth == 2 { "lm_head.weight" } else { "model.embed_tokens.weight" };
+        for layer in 2..2 + depth {
+            for (name, of) in [("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", head)] {
+                let (_, dtype, shape, data) = model.tensor(of).clone();
+                model.tensors.push((format!("model.layers.{layer}.{name}.weight"), dtype, shape, data));
+            }
+        }
+        model.tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        model.write(&place.at("a"));
+        let config = place.import("a", "run");
+        assert_eq!((config.model.mtp_depth, config.model.layers), (depth, 2));
+        place.export("run", "b", ExportOptions::default()).unwrap();
+        assert!(place.weights("b") == model.file(), "{case}");
+        assert_eq!(json_of(&place.at("b/config.json"))["num_nextn_predict_layers"], depth);
+        assert_eq!(place.import("b", "again").model, config.model);
+        // Evaluation is that of the model without them.
+        let mut bare = Model::golden(case);
+        bare.tensors.retain(|tensor| lockstep_model::hf::layer_of(&tensor.0) < Some(2));
+        bare.write(&place.at("bare"));
+        assert_eq!(place.import("bare", "bare-run").model.mtp_depth, 0);
+        model.tensor("model.layers.2.embed_tokens.weight").3[0] ^= 1;
+        model.write(&place.at("other"));
+        let text = place.refused("other");
+        assert!(
+            text.contains("`model.layers.2.embed_tokens.weight` differs from `model.embed_tokens.weight`"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn modules_that_config_json_does_not_name_are_left_out() {
     let place = Place::new();
     let mut further = Model::golden("deepseek_v3");
-    further.config["num_mtp_layers"] = json!(1);
+    further.config["num_nextn_predict_layers"] = Value::Null;
+    further.config["num_mtp_layers"] = json!(0);
     further.tensors.push(("model.layers.3.enorm.weight".into(), Dtype::F32, vec![24], vec![0; 96]));
     further.write(&place.at("further"));
     place.import("further", "run");

@@ -12,8 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use safetensors::Dtype as FileDType;
 
 use super::convert::Float;
-use super::mxfp4::{self, BLOCKS, SCALES};
-use super::{some_of, tensors};
+use super::{fp8, mxfp4, some_of, tensors};
 use crate::error::{AtPath, CheckpointError, Result};
 use crate::tensor_file::{self, LENGTH_BYTES};
 
@@ -31,15 +30,24 @@ pub struct WeightsFolder {
     path: PathBuf,
     files: Vec<(PathBuf, Mutex<File>)>,
     tensors: BTreeMap<String, Located>,
-    /// Tensors in mxfp4, by the name that they have together: where blocks and scales lie, and the shape of their numbers.
+    /// Quantised tensors, by the name that numbers and scales have together.
     packed: BTreeMap<String, Packed>,
 }
 
+/// A tensor of numbers and scales, which is read as bf16.
 #[derive(Debug)]
 struct Packed {
-    blocks: Located,
+    format: Format,
+    numbers: Located,
     scales: Located,
+    /// The shape of its elements.
     shape: Vec<usize>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Format {
+    Mxfp4,
+    Fp8,
 }
 
 /// Where a tensor lies: inside its file, in as many bytes as its shape and type take.
@@ -78,7 +86,7 @@ impl WeightsFolder {
         let mut folder = Self::empty(path);
         if path.join(SINGLE).exists() {
             folder.add(SINGLE)?;
-            folder.pack();
+            folder.pack()?;
             return Ok(folder);
         }
         if !path.join(INDEX).exists() {
@@ -114,32 +122,76 @@ impl WeightsFolder {
             let cause = format!("{} in the shards and not in it: {}", tensors(unnamed.len()), some_of(&unnamed));
             return Err(folder.wrong(INDEX, cause, AGAIN));
         }
-        folder.pack();
+        folder.pack()?;
         Ok(folder)
     }
 
-    /// Makes one tensor of every two that are blocks and scales of mxfp4.
-    fn pack(&mut self) {
-        let names: Vec<String> =
-            self.tensors.keys().filter_map(|name| name.strip_suffix(BLOCKS)).map(str::to_owned).collect();
-        for name in names {
-            let both = [format!("{name}{BLOCKS}"), format!("{name}{SCALES}")];
+    /// Makes one tensor of every two that are numbers and scales.
+    fn pack(&mut self) -> Result<()> {
+        let named = |end: &str| -> Vec<String> {
+            self.tensors.keys().filter_map(|name| name.strip_suffix(end)).map(str::to_owned).collect()
+        };
+        for name in named(mxfp4::BLOCKS) {
+            let both = [format!("{name}{}", mxfp4::BLOCKS), format!("{name}{}", mxfp4::SCALES)];
             let bytes = |name: &String| self.tensors.get(name).filter(|found| found.dtype == FileDType::U8);
             let (Some(blocks), Some(scales)) = (bytes(&both[0]), bytes(&both[1])) else { continue };
             let Some(shape) = mxfp4::shape(&blocks.shape, &scales.shape) else { continue };
-            if self.tensors.contains_key(&name) {
-                continue;
-            }
-            let [blocks, scales] = both.map(|name| self.tensors.remove(&name));
-            if let (Some(blocks), Some(scales)) = (blocks, scales) {
-                self.packed.insert(name, Packed { blocks, scales, shape });
+            if !self.tensors.contains_key(&name) {
+                self.join(name, Format::Mxfp4, both, shape);
             }
         }
+        let is_fp8 = |(_, found): &(&String, &Located)| found.dtype == FileDType::F8_E4M3;
+        let fp8: Vec<(String, Vec<usize>)> =
+            self.tensors.iter().filter(is_fp8).map(|(name, found)| (name.clone(), found.shape.clone())).collect();
+        for (name, shape) in fp8 {
+            let scales = format!("{name}{}", fp8::SCALES);
+            self.check_scales(&name, &shape, &scales)?;
+            self.join(name.clone(), Format::Fp8, [name, scales], shape);
+        }
+        Ok(())
+    }
+
+    /// Checks that a matrix in fp8 has a scale for each of its blocks.
+    fn check_scales(&self, name: &str, shape: &[usize], scales: &str) -> Result<()> {
+        let refused = |cause: String, hint: &str| Err(CheckpointError::unfit(&self.path, cause, hint));
+        let (matrix, with) = (name.escape_debug(), scales.escape_debug());
+        let Some(wanted) = fp8::scales_of(shape) else {
+            let cause = format!("tensor `{matrix}` is in fp8 and {shape:?}, which is no matrix");
+            return refused(cause, "only matrices in fp8 are read: save this tensor in bf16");
+        };
+        let Some(found) = self.tensors.get(scales) else {
+            let cause = format!("tensor `{matrix}` is in fp8, and there is no `{with}`");
+            return refused(
+                cause,
+                "numbers in fp8 mean nothing without the scales of their blocks: fetch all files of the model",
+            );
+        };
+        let hint = format!("a matrix in fp8 has one F32 scale for each block of {0} × {0}", fp8::BLOCK);
+        if found.dtype != FileDType::F32 {
+            return refused(format!("tensor `{with}` has elements of type {}", found.dtype), &hint);
+        }
+        if found.shape != wanted {
+            let cause =
+                format!("tensor `{with}` is {:?}, and `{matrix}`, which is {shape:?}, wants {wanted:?}", found.shape);
+            return refused(cause, &hint);
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, name: String, format: Format, both: [String; 2], shape: Vec<usize>) {
+        if let [Some(numbers), Some(scales)] = both.map(|name| self.tensors.remove(&name)) {
+            self.packed.insert(name, Packed { format, numbers, scales, shape });
+        }
+    }
+
+    /// The first tensor that is in fp8, if one is.
+    pub fn fp8(&self) -> Option<&str> {
+        self.packed.iter().find(|(_, packed)| packed.format == Format::Fp8).map(|(name, _)| name.as_str())
     }
 
     /// Whether a tensor is in mxfp4.
     pub fn is_mxfp4(&self, name: &str) -> bool {
-        self.packed.contains_key(name)
+        self.packed.get(name).is_some_and(|packed| packed.format == Format::Mxfp4)
     }
 
     /// The folder.
@@ -153,10 +205,11 @@ impl WeightsFolder {
         names.into_iter()
     }
 
-    /// Whether all tensors that count are bf16, or in mxfp4, which is read as bf16.
+    /// Whether all tensors that count are bf16, or quantised, which is read as bf16.
     pub fn is_bf16(&self, counts: impl Fn(&str) -> bool) -> bool {
         let mut counted = self.tensors.iter().filter(|(name, _)| counts(name)).peekable();
-        counted.peek().is_some() && counted.all(|(_, found)| found.dtype == FileDType::BF16)
+        (counted.peek().is_some() || !self.packed.is_empty())
+            && counted.all(|(_, found)| found.dtype == FileDType::BF16)
     }
 
     /// Reads a JSON file of a folder, which is no larger than a few MB and not a link to somewhere else.
@@ -181,7 +234,7 @@ impl WeightsFolder {
     /// The type of a tensor, what it is read as, if it can be, and its shape.
     pub(super) fn find(&self, name: &str) -> Option<(FileDType, Option<Float>, &[usize])> {
         if let Some(packed) = self.packed.get(name) {
-            return Some((packed.blocks.dtype, Some(Float::Bf16), &packed.shape));
+            return Some((packed.numbers.dtype, Some(Float::Bf16), &packed.shape));
         }
         self.tensors.get(name).map(|found| (found.dtype, Float::of(found.dtype), found.shape.as_slice()))
     }
@@ -189,7 +242,10 @@ impl WeightsFolder {
     /// Reads elements of a tensor from `start` on.
     pub(crate) fn read(&self, name: &str, start: usize, bytes: &mut [u8]) -> Result<()> {
         if let Some(packed) = self.packed.get(name) {
-            return self.read_packed(packed, start, bytes);
+            return match packed.format {
+                Format::Mxfp4 => self.read_mxfp4(packed, start, bytes),
+                Format::Fp8 => self.read_fp8(packed, start, bytes),
+            };
         }
         let Some(found) = self.tensors.get(name) else {
             return Err(CheckpointError::unfit(&self.path, format!("no tensor `{}`", name.escape_debug()), AGAIN));
@@ -205,12 +261,12 @@ impl WeightsFolder {
     }
 
     /// Reads numbers in mxfp4 as bf16, by the blocks that hold them.
-    fn read_packed(&self, packed: &Packed, start: usize, bytes: &mut [u8]) -> Result<()> {
+    fn read_mxfp4(&self, packed: &Packed, start: usize, bytes: &mut [u8]) -> Result<()> {
         let end = start + bytes.len() / 2;
         let (first, last) = (start / mxfp4::BLOCK, end.div_ceil(mxfp4::BLOCK));
         let mut blocks = vec![0; (last - first) * mxfp4::BLOCK_BYTES];
         let mut scales = vec![0; last - first];
-        self.read_located(&packed.blocks, first * mxfp4::BLOCK_BYTES, &mut blocks)?;
+        self.read_located(&packed.numbers, first * mxfp4::BLOCK_BYTES, &mut blocks)?;
         self.read_located(&packed.scales, first, &mut scales)?;
         let mut to = bytes.as_chunks_mut::<2>().0.iter_mut();
         let mut before = start - first * mxfp4::BLOCK;
@@ -221,6 +277,25 @@ impl WeightsFolder {
                 *to = bits.to_le_bytes();
             }
         });
+        Ok(())
+    }
+
+    /// Reads numbers in fp8 as bf16.
+    fn read_fp8(&self, packed: &Packed, start: usize, bytes: &mut [u8]) -> Result<()> {
+        let columns = packed.shape.last().copied().unwrap_or(1).max(1);
+        let mut numbers = vec![0; bytes.len() / 2];
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        // The rows of blocks that these elements are in.
+        let row = |element: usize| element / columns / fp8::BLOCK;
+        let (first, last) = (row(start), row(start + numbers.len() - 1) + 1);
+        let per_row = columns.div_ceil(fp8::BLOCK);
+        let mut scales = vec![0; (last - first) * per_row * 4];
+        self.read_located(&packed.numbers, start, &mut numbers)?;
+        self.read_located(&packed.scales, first * per_row, &mut scales)?;
+        let scales: Vec<f32> = scales.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        fp8::widen(&numbers, start, columns, (&scales, first), bytes);
         Ok(())
     }
 

@@ -6,6 +6,7 @@
 
 mod convert;
 mod folder;
+mod fp8;
 mod mxfp4;
 mod new_folder;
 mod stream;
@@ -71,6 +72,8 @@ pub struct TensorCopy {
     pub transposed: bool,
     /// Whether rows of two halves alternate on one side.
     pub interleaved: Interleaved,
+    /// Whether the result has it in f32, whatever the type of others.
+    pub exact: bool,
 }
 
 /// Where the rows of a matrix, which are outputs, alternate between those of two halves: gate and up of an expert, say. A tensor of three dims
@@ -99,7 +102,7 @@ impl Interleaved {
 impl TensorCopy {
     /// Copies a tensor as it is.
     pub fn plain(from: String, to: String, shape: Vec<usize>) -> Self {
-        Self { from, to, shape, transposed: false, interleaved: Interleaved::Alike }
+        Self { from, to, shape, transposed: false, interleaved: Interleaved::Alike, exact: false }
     }
 
     /// Its dims in the source.
@@ -120,6 +123,11 @@ impl TensorCopy {
             (_, _, &[entries, rows]) => Some((entries, [rows, 1])),
             (_, _, _) => None,
         }
+    }
+
+    /// The type of its elements in a result of this type.
+    fn dtype(&self, of_others: DType) -> DType {
+        if self.exact { DType::F32 } else { of_others }
     }
 
     fn elements(&self) -> Option<usize> {
@@ -235,10 +243,13 @@ impl<'a> TensorSource<'a> {
         Ok(of_a.is_some() && of_a == digest(b)?)
     }
 
-    /// Whether every tensor is of this type.
+    /// Whether every tensor is of this type, but for those that are exact.
     pub fn all_are(&self, copies: &[TensorCopy], dtype: DType) -> bool {
         let float = if dtype == DType::BF16 { Float::Bf16 } else { Float::F32 };
-        copies.iter().all(|copy| self.find(&copy.from).is_some_and(|(_, found, _)| found == Some(float)))
+        copies
+            .iter()
+            .filter(|copy| !copy.exact)
+            .all(|copy| self.find(&copy.from).is_some_and(|(_, found, _)| found == Some(float)))
     }
 }
 

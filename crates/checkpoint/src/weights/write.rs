@@ -46,7 +46,7 @@ pub fn save_copies<'a>(
 }
 
 /// Writes copies of tensors to `folder` as one file of safetensors of this name, or, beyond `most` bytes, as shards with an index: as other
-/// programs read them. Elements become `dtype`, f32 or bf16. `progress` hears the bytes written and the bytes in all.
+/// programs read them. Elements become `dtype`, f32 or bf16, but for exact tensors. `progress` hears the bytes written and the bytes in all.
 pub fn export(
     folder: &Path,
     (source, name): (TensorSource, &str),
@@ -108,14 +108,15 @@ struct Shard<'a> {
 }
 
 impl<'a> Shard<'a> {
-    /// Orders the tensors by name and builds the header.
+    /// Orders the tensors, wider types first as safetensors does, by name, and builds the header.
     fn new(
         copies: &'a [TensorCopy],
         dtype: DType,
         metadata: Option<HashMap<String, String>>,
     ) -> Result<Shard<'a>, String> {
         let mut copies: Vec<&TensorCopy> = copies.iter().collect();
-        copies.sort_by(|a, b| a.to.cmp(&b.to));
+        let width = |copy: &TensorCopy| copy.dtype(dtype).bytes();
+        copies.sort_by(|a, b| width(b).cmp(&width(a)).then(a.to.cmp(&b.to)));
         if let Some(pair) = copies.windows(2).find(|pair| pair[0].to == pair[1].to) {
             return Err(format!("tensor `{}` is given twice", pair[0].to));
         }
@@ -126,7 +127,8 @@ impl<'a> Shard<'a> {
             let bytes = bytes_of(copy, dtype).ok_or_else(|| format!("tensor `{}` is too large", copy.to))?;
             end = start.checked_add(bytes).ok_or("the tensors are too large together")?;
             let data_offsets = (start as usize, end as usize);
-            let info = TensorInfo { dtype: tensor_file::file_dtype(dtype).0, shape: copy.shape.clone(), data_offsets };
+            let dtype = tensor_file::file_dtype(copy.dtype(dtype)).0;
+            let info = TensorInfo { dtype, shape: copy.shape.clone(), data_offsets };
             infos.push((copy.to.clone(), info));
         }
         Ok(Shard { front: tensor_file::front(metadata, infos)?, copies, dtype, payload: end })
@@ -154,7 +156,7 @@ impl<'a> Shard<'a> {
         };
         put(&self.front)?;
         for copy in &self.copies {
-            source.stream(copy, self.dtype, &mut |bytes| {
+            source.stream(copy, copy.dtype(self.dtype), &mut |bytes| {
                 if only_finite && !Float::F32.all_finite(bytes) {
                     let cause = format!("tensor `{}` has a number that is not finite", copy.from);
                     return Err(CheckpointError::unfit(
@@ -172,5 +174,5 @@ impl<'a> Shard<'a> {
 }
 
 fn bytes_of(copy: &TensorCopy, dtype: DType) -> Option<u64> {
-    Some(copy.elements()? as u64 * dtype.bytes() as u64)
+    Some(copy.elements()? as u64 * copy.dtype(dtype).bytes() as u64)
 }

@@ -12,11 +12,11 @@ fn cross_entropy(at: &mut At) -> Result<(), Stop> {
     at.pass(Op::CrossEntropyGrad { weight }, &reads, &[0])
 }
 
-/// It makes its gradients itself.
+/// It makes its gradients itself, times the loss scale that it reads.
 fn linear_cross_entropy(at: &mut At) -> Result<(), Stop> {
     let weight = at.loss_weight(0)?;
-    if weight != 1.0 {
-        let reason = format!("makes gradients of a loss of weight 1, not {weight}");
+    if weight != 1.0 && at.node.inputs.len() < 4 {
+        let reason = format!("makes gradients of a loss of weight 1, not {weight}, where it reads no scalars");
         return Err(TypeError { op: at.node.op.name(), reason }.into());
     }
     if at.is_trained(at.node.inputs[1]) {

@@ -11,7 +11,8 @@
 use super::optimizer;
 use crate::gradients::Gradients;
 use crate::{Context, Precision};
-use lockstep_ir::{DType, Graph, Op, TypeError, ValueId};
+use lockstep_ir::graph::State;
+use lockstep_ir::{DType, Graph, Op, StepScalars, TypeError, ValueId};
 
 /// Runs the pass.
 pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
@@ -21,6 +22,7 @@ pub fn autodiff(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
         true => Some(scale(&mut g)?),
         false => None,
     };
+    weigh(&mut g);
     let forward = g.nodes.clone();
     let mut all = Gradients::new(&g, gradients, scalars);
     for node in forward.iter().rev() {
@@ -44,6 +46,21 @@ fn scale(g: &mut Graph) -> Result<ValueId, TypeError> {
         }
     }
     Ok(scalars)
+}
+
+/// Lets the gradients of a fused head, which it makes itself, start with the weight of its loss: it reads scalars of its own
+/// (`step_scalars.LOSS`), whose loss scale the host multiplies by the weight.
+fn weigh(g: &mut Graph) {
+    for n in 0..g.nodes.len() {
+        let (op, loss) = (g.nodes[n].op, g.nodes[n].outputs.first().copied().flatten());
+        let weighted = g.losses.iter().any(|other| Some(other.value) == loss && other.weight != 1.0);
+        if let (Op::LinearCrossEntropy { .. }, Some(loss), true) = (op, loss, weighted) {
+            let name = format!("{}.{}", StepScalars::NAME, g.get(loss).name);
+            let scalars = g.state(name, StepScalars::ty(), State::Scalars);
+            g.nodes[n].inputs.truncate(3);
+            g.nodes[n].inputs.push(scalars);
+        }
+    }
 }
 
 #[cfg(test)]

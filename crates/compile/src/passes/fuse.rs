@@ -2,7 +2,7 @@
 //!
 //! - `add` whose sum feeds an `rms_norm` or `layer_norm` of the same layer → `add_rms_norm`, `add_layer_norm` (the sum is
 //!   normed while in cache). Across layers they stay apart where a loss is computed: the residual stream is the only tensor that crosses that seam;
-//! - `linear` read only by a `cross_entropy` of weight 1 → `linear_cross_entropy` (the logits never exist whole).
+//! - `linear` read only by a `cross_entropy` → `linear_cross_entropy` (the logits never exist whole).
 
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source};
@@ -12,7 +12,7 @@ use lockstep_ir::{Axes, Graph, MeshAxis, Op, TypeError, ValueId};
 pub fn fuse(graph: &Graph, context: &Context) -> Result<Graph, TypeError> {
     let mut g = graph.clone();
     add_norm(&mut g);
-    linear_cross_entropy(&mut g, context)?;
+    while linear_cross_entropy(&mut g, context)? {}
     Ok(g)
 }
 
@@ -46,17 +46,15 @@ fn add_norm(g: &mut Graph) {
     }
 }
 
-fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
-    let Some(n) = g.nodes.iter().position(|n| n.op == Op::CrossEntropy) else { return Ok(()) };
-    let logits = g.nodes[n].inputs[0];
-    let Some(l) = producer(g, logits).filter(|&l| g.nodes[l].op == Op::Linear) else { return Ok(()) };
-    if g.readers()[logits.0] != [n] || g.outputs.contains(&logits) {
-        return Ok(());
-    }
-    // The fused head makes gradients of a loss that counts once.
-    if g.losses.iter().any(|loss| g.nodes[n].outputs[0] == Some(loss.value) && loss.weight != 1.0) {
-        return Ok(());
-    }
+/// Fuses the first head that is not; false where there is none.
+fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<bool, TypeError> {
+    let linear = |n: usize| {
+        let logits = g.nodes[n].inputs[0];
+        let l = producer(g, logits).filter(|&l| g.nodes[l].op == Op::Linear)?;
+        (g.readers()[logits.0] == [n] && !g.outputs.contains(&logits)).then_some((l, n))
+    };
+    let mut heads = (0..g.nodes.len()).filter(|n| g.nodes[*n].op == Op::CrossEntropy);
+    let Some((l, n)) = heads.find_map(linear) else { return Ok(false) };
     let (x, w, targets) = (g.nodes[l].inputs[0], g.nodes[l].inputs[1], g.nodes[n].inputs[1]);
     // What one rank sees of both.
     let mesh = context.layout.mesh;
@@ -70,6 +68,7 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     let rows = (most / tile * tile).min(positions);
     let loss = g.nodes[n].outputs[0];
     let layer = g.nodes[n].layer;
+    let behind = g.nodes.split_off(n + 1);
     g.nodes.remove(n);
     g.nodes.remove(l);
     let name = loss.map_or("loss".to_owned(), |v| g.get(v).name.clone());
@@ -77,7 +76,8 @@ fn linear_cross_entropy(g: &mut Graph, context: &Context) -> Result<(), TypeErro
     if let (Some(node), Some(_)) = (g.nodes.last_mut(), loss) {
         node.outputs[0] = loss;
     }
-    Ok(())
+    g.nodes.extend(behind);
+    Ok(true)
 }
 
 fn producer(g: &Graph, v: ValueId) -> Option<usize> {

@@ -119,8 +119,9 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
         n.outputs.iter().flatten().any(into)
     };
     let held: BTreeSet<usize> = g.nodes.iter().zip(layers).filter(|(n, _)| sums(n)).map(|(_, layer)| layer).collect();
-    // At both ends: an embedding and the head that is tied to it.
-    match held.len() <= 1 || held.iter().all(|layer| [0, last].contains(layer)) {
+    // At both ends: an embedding and the head that is tied to it, or layers behind the head that use them too.
+    let behind = stage::first_behind_head(g).unwrap_or(last);
+    match held.len() <= 1 || held.iter().all(|layer| *layer == 0 || *layer >= behind) {
         true => {
             let (layout, last) = (&context.layout, context.layout.stages() - 1);
             let stages = layout.schedule.virtual_stages(layout.mesh.size(MeshAxis::Pp), layout.chunks);

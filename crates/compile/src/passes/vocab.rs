@@ -7,18 +7,29 @@ use lockstep_ir::graph::{Node, Phase, Source};
 use lockstep_ir::op::Rows;
 use lockstep_ir::{Axes, DType, Graph, MeshAxis, Op, TypeError, ValueId};
 
-/// Rewrites the head, where the graph has one.
+/// Rewrites the heads that the graph has.
 pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeError> {
+    while split_first(g, context)? {}
+    Ok(())
+}
+
+/// Rewrites the first head; false where there is none.
+fn split_first(g: &mut Graph, context: &Context) -> Result<bool, TypeError> {
     let head = |n: &Node| matches!(n.op, Op::LinearCrossEntropy { .. });
-    let Some(at) = g.nodes.iter().position(head) else { return Ok(()) };
+    let Some(at) = g.nodes.iter().position(head) else { return Ok(false) };
     let rest = g.nodes.split_off(at + 1);
-    let Some(Node { op, inputs, outputs, layer, tf32, .. }) = g.nodes.pop() else { return Ok(()) };
-    let Op::LinearCrossEntropy { rows, .. } = op else { return Ok(()) };
-    let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(()) };
+    let Some(Node { op, inputs, outputs, layer, tf32, .. }) = g.nodes.pop() else { return Ok(false) };
+    let Op::LinearCrossEntropy { rows, .. } = op else { return Ok(false) };
+    let [x, w, targets, ref scalars @ ..] = inputs[..] else { return Ok(false) };
     let (loss, dx, dw, misses) = match outputs[..] {
         [loss, dx, dw] => (loss, dx, dw, None),
         [loss, misses] => (loss, None, None, misses),
-        _ => return Ok(()),
+        _ => return Ok(false),
+    };
+    // Chunks of further heads are named after their losses.
+    let names = match loss.map(|loss| g.get(loss).name.clone()) {
+        Some(name) if g.values.iter().any(|v| v.name == "logits.0") => format!("{name}."),
+        _ => String::new(),
     };
     let mesh = &context.layout.mesh;
     let (sequences, parts, ranks) = (mesh.size(Axes::SEQUENCES), mesh.size(MeshAxis::Cp), mesh.size(Axes::TOKENS));
@@ -37,17 +48,17 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
     };
     for (c, (first, count)) in chunks.enumerate() {
         let rows = Rows { first, count, ranks };
-        let made = node(g, Op::VocabLogits { rows, parts }, &[x, w, targets], &format!("logits.{c}"))?;
+        let made = node(g, Op::VocabLogits { rows, parts }, &[x, w, targets], &format!("{names}logits.{c}"))?;
         statistics.push(made[1]);
         if misses.is_some() {
             let reads = [made[0], made[1], targets];
-            missed.push(node(g, Op::VocabMisses { rows }, &reads, &format!("misses.{c}"))?[0]);
+            missed.push(node(g, Op::VocabMisses { rows }, &reads, &format!("{names}misses.{c}"))?[0]);
         }
         if dx.is_none() && dw.is_none() {
             continue;
         }
         let reads = [&[made[0], made[1], x, w, targets], scalars].concat();
-        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("d.logits.{c}"))?;
+        let made = node(g, Op::VocabGrad { rows }, &reads, &format!("{names}d.logits.{c}"))?;
         pieces.push(made[0]);
         if let Some(dw) = dw {
             g.values[made[1].0].ty = g.ty(dw).clone();
@@ -73,7 +84,7 @@ pub(super) fn split_head(g: &mut Graph, context: &Context) -> Result<(), TypeErr
         g.values[dw.0].source = Source::Node { into: None };
     }
     g.nodes.extend(rest);
-    Ok(())
+    Ok(true)
 }
 
 #[cfg(test)]

@@ -71,7 +71,9 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         return Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings });
     }
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
-    let original = hf::read_config(&kept.json(CONFIG)).ok().map(|original| original.context.max(config.train.seq));
+    let original = hf::read_config(&kept.json(CONFIG)).ok();
+    let quantised = original.as_ref().and_then(|original| original.quantised);
+    let original = original.map(|original| original.context.max(config.train.seq));
     let context = options.context.or(imported).or(original).unwrap_or(config.train.seq);
     check_positions(config, context)?;
     // A model that came without its tokenizer goes without one: it is not made of bytes.
@@ -117,11 +119,16 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
         }
         let mixed = interleaved == Interleaved::InSource;
         let interleaved = Interleaved::between(mixed, hf::is_interleaved(model, &copy.to));
-        TensorCopy { shape, transposed: transposed != turned, interleaved, ..copy }
+        let exact = hf::stays_f32(&copy.to);
+        TensorCopy { shape, transposed: transposed != turned, interleaved, exact, ..copy }
     };
     let added = if config.lora.rank.is_some() { added(config, checkpoint)? } else { BTreeMap::new() };
     let (base, copies) = trained.model_source()?;
-    let copies: Vec<TensorCopy> = copies.into_iter().map(copy).collect();
+    let mut copies: Vec<TensorCopy> = copies.into_iter().map(copy).collect();
+    for (to, of) in hf::further_copies(model) {
+        let shared = copies.iter().find(|copy| copy.to == of).cloned();
+        copies.extend(shared.map(|copy| TensorCopy { to, ..copy }));
+    }
     base.check(&copies, "run.toml is not of this checkpoint: name the checkpoint's own folder")?;
     let source = if added.is_empty() { base } else { TensorSource::Sum { base: &base, added: &added } };
 
@@ -144,7 +151,12 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
     lockstep_checkpoint::export(new.contents(), (source, "model"), &copies, dtype, options.shard_bytes, progress)?;
     new.publish()?;
     let parameters = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
-    Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings })
+    let mut warnings = trained.warnings.clone();
+    warnings.extend(quantised.map(|how| {
+        let to = if dtype == DType::BF16 { "bf16" } else { "f32" };
+        format!("the model came with weights in {}, and goes out in {to}", how.name())
+    }));
+    Ok(Exported { step: checkpoint.step, parameters, dtype, warnings })
 }
 
 /// Why the model of a config cannot be exported, if it cannot.
@@ -158,7 +170,8 @@ pub fn export_problem(config: &Config) -> Option<String> {
 fn describe(config: &Config, beside: HfExtras, from: &Path) -> Result<Value> {
     let described = hf::write_config(&config.model, beside).map_err(|e| unfit(from, e.problem, e.hint))?;
     let again = hf::read_config(&described).map_err(|e| unfit(from, e.problem, e.hint))?;
-    let mut again = Config::parse(&again.to_toml(), CONFIG, &[])?;
+    let modules = again.further;
+    let mut again = Config::parse(&again.with_further(modules).to_toml(), CONFIG, &[])?;
     // Patterns that mean the same are the same.
     let mut ours = config.clone();
     (ours.model, again.model) = (ours.model.with_short_patterns(), again.model.with_short_patterns());

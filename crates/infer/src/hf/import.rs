@@ -1,11 +1,12 @@
 //! A Hugging Face folder becomes a run directory of no steps.
 
 use super::special::SpecialTokens;
-use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, unfit};
+use super::{ATTACHMENT, CONFIG, HfFolder, Kept, SAME_FOLDER, TOKENIZER, unfit, with_modules};
 use crate::Result;
 use lockstep_checkpoint::{About, NewFolder, TensorCopy, TensorSource, WeightsFolder, save_copies};
 use lockstep_config::{Config, Inherited};
 use lockstep_ir::DType;
+use lockstep_model::hf;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -89,11 +90,16 @@ const BF16: &str = "\n[precision]\npolicy = \"bf16\"\n";
 /// precision, where all weights are bf16. Where the weights are not here, their type is what `config.json` says.
 pub(crate) fn keys(path: &Path, tokenizer: &str) -> Result<Inherited> {
     let json = WeightsFolder::json(path, CONFIG)?;
-    let config = lockstep_model::hf::read_config(&json).map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
+    let config = hf::read_config(&json).map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
+    let weights = WeightsFolder::is_one(path).then(|| WeightsFolder::open(path)).transpose()?;
+    let config = match &weights {
+        Some(weights) => with_modules(config, weights),
+        None => config,
+    };
     let mut text = config.table + &tokenizer_keys(path, tokenizer)?.0;
-    let is_bf16 = match WeightsFolder::is_one(path) {
-        true => WeightsFolder::open(path)?.is_bf16(|name| !lockstep_model::hf::is_buffer(name)),
-        false => ["dtype", "torch_dtype"].iter().any(|field| json[*field] == "bfloat16"),
+    let is_bf16 = match weights {
+        Some(weights) => weights.is_bf16(|name| !hf::is_buffer(name) && !hf::stays_f32(name)),
+        None => ["dtype", "torch_dtype"].iter().any(|field| json[*field] == "bfloat16"),
     };
     if is_bf16 {
         text += BF16;

@@ -18,7 +18,7 @@ pub(crate) use special::text_of;
 use crate::{Part, Result, parts};
 use lockstep_checkpoint::{CheckpointError, Interleaved, TensorCopy, TensorSource, WeightsFolder};
 use lockstep_config::ModelConfig;
-use lockstep_model::hf::{self, HfConfig};
+use lockstep_model::hf::{self, HfConfig, Quantised};
 use lockstep_plan::PlanError;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -49,6 +49,12 @@ impl HfFolder {
         let config = hf::read_config(&WeightsFolder::json(path, CONFIG)?)
             .map_err(|e| unfit(&path.join(CONFIG), e.problem, e.hint))?;
         let weights = WeightsFolder::open(path)?;
+        if let (Some(name), false) = (weights.fp8(), config.quantised == Some(Quantised::Fp8)) {
+            let cause =
+                format!("tensor `{}` is in fp8, and {CONFIG} has no `quantization_config` of fp8", name.escape_debug());
+            return Err(unfit(path, cause, SAME_FOLDER.into()).into());
+        }
+        let config = with_modules(config, &weights);
         // A layer has tensors of its own: no graph is built for layers that are not there.
         let tensors = weights.names().count();
         if config.layers > MOST_LAYERS {
@@ -67,7 +73,8 @@ impl HfFolder {
         let (path, unknown) = (self.weights.path(), &self.config.unknown);
         let names = unknown.iter().map(|name| format!("`{}`", name.escape_debug())).collect::<Vec<_>>().join(", ");
         let fields = format!("{}: fields of unknown meaning are passed over: {names}", path.join(CONFIG).display());
-        let further = self.weights.names().filter(|name| hf::layer_of(name) >= Some(self.config.layers)).count();
+        let layers = self.config.layers + self.config.further;
+        let further = self.weights.names().filter(|name| hf::layer_of(name) >= Some(layers)).count();
         let modules = format!(
             "{}: modules that predict further tokens (MTP) are left out, with their {further} tensors",
             path.display()
@@ -90,6 +97,7 @@ impl HfFolder {
                 // Matrices in mxfp4 have blocks of inputs, so their rows are outputs in any family.
                 transposed: hf::is_transposed(model, &part.name) && !self.weights.is_mxfp4(&from),
                 interleaved: Interleaved::between(hf::is_interleaved(model, &part.name), false),
+                exact: hf::stays_f32(&part.name),
                 from,
                 to: part.name,
                 shape: part.shape,
@@ -109,8 +117,24 @@ impl HfFolder {
             let hint = "set it to false in config.json, if the model has a head of its own";
             return Err(unfit(self.weights.path(), cause, hint.into()).into());
         }
+        for (copy, of) in hf::further_copies(model).iter().filter(|(copy, _)| names.contains(copy.as_str())) {
+            if !source.equal(copy, &theirs(of))? {
+                let cause =
+                    format!("`{copy}` differs from `{}`, and modules that predict further tokens share it", theirs(of));
+                let hint = "remove it from the files, if the model's own is meant";
+                return Err(unfit(self.weights.path(), cause, hint.into()).into());
+            }
+        }
         Ok(copies)
     }
+}
+
+/// A config with the modules that predict further tokens (MTP) that there are weights of: transformers saves models without them.
+pub(crate) fn with_modules(config: HfConfig, weights: &WeightsFolder) -> HfConfig {
+    let names: BTreeSet<&str> = weights.names().collect();
+    let has = |depth: &usize| names.contains(format!("model.layers.{}.eh_proj.weight", config.layers + depth).as_str());
+    let modules = (0..config.further).take_while(has).count();
+    config.with_further(modules)
 }
 
 const SAME_FOLDER: &str = "config.json is of another model than the weights: take both from one folder";

@@ -43,6 +43,8 @@ pub(super) struct Family {
     pub scaling: Option<RopeScalingConfig>,
     /// Whether files may have experts in mxfp4, which `quantization_config` then says.
     pub mxfp4: bool,
+    /// Whether files may have matrices in fp8, which `quantization_config` then says.
+    pub fp8: bool,
     /// Whether `topk_method` says if groups of experts limit the choice.
     pub topk_method: bool,
     /// Positions: the field, and its value where it is not there.
@@ -206,7 +208,7 @@ pub(super) const SAME: &[(&str, &str)] = &[("torch_dtype", "dtype")];
 pub(super) const QUANTIZATION: &str = "quantization_config";
 
 /// Fields that any class may have, and no model here.
-pub(super) const NEVER: &[(&str, Fixed)] = &[(QUANTIZATION, Fixed::Absent), ("per_layer_config", Fixed::Absent)];
+pub(super) const NEVER: &[(&str, Fixed)] = &[("per_layer_config", Fixed::Absent)];
 
 const OFF: Fixed = Fixed::Is(Word::Flag(false));
 const SILU: Fixed = Fixed::Is(Word::Text("silu"));
@@ -262,6 +264,7 @@ const LLAMA: Family = Family {
     mtp: false,
     scaling: None,
     mxfp4: false,
+    fp8: false,
     topk_method: false,
     context: ("max_position_embeddings", 2048),
     dropout: &[("attention_dropout", false)],
@@ -459,6 +462,7 @@ pub(super) const FAMILIES: &[Family] = &[
         whole_heads: false,
         latent: true,
         mtp: true,
+        fp8: true,
         context: ("max_position_embeddings", 4096),
         switches: &[Switch { absent: true, ..NORM_TOPK[0] }],
         numbers: &[router_scale(2.5), balance_loss("aux_loss_alpha", 0.001)],
@@ -600,6 +604,7 @@ pub(super) const FAMILIES: &[Family] = &[
         mtp: false,
         scaling: None,
         mxfp4: false,
+        fp8: false,
         topk_method: false,
         context: POSITIONS,
         switches: &[],

@@ -163,6 +163,9 @@ impl Run<'_> {
             step,
             tokens: self.tokens_before(step),
             loss: result.loss,
+            mtp_loss: (!result.further.is_empty())
+                .then(|| result.further.iter().sum::<f64>() / result.further.len() as f64)
+                .filter(|loss| loss.is_finite()),
             grad_norm: result.grad_norm,
             lr,
             step_s,

@@ -54,6 +54,11 @@ impl Model {
     /// The tensors of a golden file whose names begin so.
     pub fn of(case: &str, prefix: &str) -> Self {
         let path = format!("{}/tests/golden/{case}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        Self::read(Path::new(&path), prefix)
+    }
+
+    /// The same of any file.
+    pub fn read(path: &Path, prefix: &str) -> Self {
         let bytes = std::fs::read(path).unwrap();
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
