@@ -119,6 +119,7 @@ impl Layers {
             + cost.each * self.layers
             + extra(self.embedding, cost.first)
             + extra(self.head, cost.last)
+            - extra(self.embedding && self.head, cost.shared)
     }
 
     /// The same without embedding and head.
