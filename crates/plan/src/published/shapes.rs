@@ -111,9 +111,12 @@ impl Published {
         let (keys, active) = match self.kind {
             Kind::Dense => (None, None),
             Kind::Experts { experts, chosen } => {
-                let sizes = format!("vocab_size = {vocab}\ndim = {hidden}\nheads = {heads}\nkv_heads = {kv_heads}");
-                let mixture = format!("experts = {experts}\nexperts_per_token = {chosen}\ntied_embeddings = false");
-                (Some(format!("architecture = \"mixtral\"\n{sizes}\nffn = {ffn}\n{mixture}")), Some(chosen))
+                let sizes = format!(
+                    "vocab_size = {vocab}\ndim = {hidden}\nheads = {heads}\nkv_heads = {kv_heads}\nffn = {ffn}"
+                );
+                let mixture = format!("experts = {experts}\nexperts_per_token = {chosen}");
+                // A mixture of gated MLPs, as this preset is.
+                (Some(format!("preset = \"mixtral-8x7b\"\n{sizes}\n{mixture}")), Some(chosen))
             }
         };
         let known = KnownModel {
