@@ -50,6 +50,11 @@ impl Linear {
         Self { shared: if tied { self.first.min(self.last).max(0.0) } else { 0.0 }, ..self }
     }
 
+    /// The same where embedding and output head send each other what one table needs, and nothing where they are on one stage.
+    fn sent_if_tied(self, tied: bool) -> Self {
+        Self { shared: if tied { self.first.max(0.0) + self.last.max(0.0) } else { 0.0 }, ..self }
+    }
+
     pub fn scaled(&self, by: f64) -> Self {
         let Self { base, each, first, last, shared } = *self;
         Self { base: base * by, each: each * by, first: first * by, last: last * by, shared: shared * by }
@@ -156,7 +161,8 @@ pub(super) fn layer_costs(
         gradients: bytes(&|p| state(p, Class::Gradients)).tied(tied),
         optimizer: bytes(&|p| state(p, Class::Optimizer)).tied(tied),
         saved: Saved::ALL.map(|lifetime| bytes(&|p| of_lifetime(p, Lifetime::Saved(lifetime)))),
-        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>()),
+        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>())
+            .sent_if_tied(tied),
         inputs: bytes(&|p| of_lifetime(p, Lifetime::MicroBatch)),
         frames: [0, 1, 2, 3].map(|s| of_lifetime(&programs[s], Lifetime::Frame) as f64),
         flops: [flops[1], flops[flops.len() - 1]],
