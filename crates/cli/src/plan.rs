@@ -3,6 +3,7 @@
 mod budget;
 mod charts;
 mod measure;
+mod notes;
 mod ranking;
 mod reasons;
 mod saves;
@@ -55,7 +56,7 @@ pub struct Args {
     /// Also show what was left out, by reason.
     #[arg(long)]
     rejected: bool,
-    /// Write the keys of the first layout into the config file; everything else in it stays as it is.
+    /// Write the keys of the first layout into the config file, and checkpoint.every where it has none; everything else in it stays as it is.
     #[arg(long)]
     write: bool,
     /// How many layouts to show.
@@ -154,18 +155,23 @@ pub fn run(args: Args) -> Result<()> {
     }
     let why = args.why.as_deref().map(|text| reasons::why(&asked, text)).transpose()?;
     let saves = result.best.first().map(|best| saves::Saves::new(&config, &best.evaluated, &found, gpus));
+    let notes = notes::of(&asked, &result.best);
     let ranking = ranking::Ranking::new(result, &found, gpus, tokens, args.price);
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {
             let mut value = ranking.as_json();
-            value["checkpoint"] = json!(saves.map(|saves| saves.as_json()));
+            value["checkpoint"] = json!(saves.as_ref().map(saves::Saves::as_json));
+            value["notes"] = json!(notes);
             value["why"] = json!(why.as_ref().map(|other| ranking.layout_json(other)));
             writeln!(out, "{value:#}")?;
         }
         Format::Text => {
             write!(out, "{}", ranking.as_text())?;
-            write!(out, "{}", saves.map_or(String::new(), |saves| wrapped(&saves.as_text(), "  ")))?;
+            for note in &notes {
+                write!(out, "\n{}", wrapped(note, "  "))?;
+            }
+            write!(out, "{}", saves.as_ref().map_or(String::new(), |saves| wrapped(&saves.as_text(), "  ")))?;
             if let (Some(other), Some(best)) = (&why, ranking.best()) {
                 write!(out, "{}", reasons::compared(best, other, &room, gpus))?;
             }
@@ -179,7 +185,7 @@ pub fn run(args: Args) -> Result<()> {
         }
     }
     if let (true, Some(best)) = (args.write, ranking.best()) {
-        write::keys(&config_args, &config, best)?;
+        write::keys(&config_args, &config, best, saves.as_ref().map(saves::Saves::steps))?;
     }
     Ok(())
 }

@@ -11,8 +11,8 @@ use crate::table::{table, wrapped};
 use lockstep_exec::cpu;
 use lockstep_ir::units;
 use lockstep_plan::published::{
-    Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit, predict, proposals,
-    quantile,
+    Assumption, Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit,
+    predict, proposals, quantile,
 };
 use lockstep_sim::Constants;
 use serde_json::json;
@@ -39,7 +39,7 @@ pub struct Args {
     /// Fit the constants to the clean rows, write the table to this file, and report with it.
     #[arg(long, value_name = "FILE.TOML")]
     fit: Option<PathBuf>,
-    /// Fit without the rows of this framework, GPU family, file or source, and report on them alone.
+    /// Fit without the rows of this framework, GPU family, file or source, or of a model on a GPU (MODEL@GPU), and report on them alone.
     #[arg(long, value_name = "NAME", requires = "fit")]
     leave_out: Option<String>,
     /// Rounds of the fit.
@@ -140,6 +140,7 @@ pub fn run(args: Args) -> Result<()> {
             let document = json!({
                 "summary": report.summary,
                 "rows": report.rows,
+                "assumed": report.assumed,
                 "not_represented": refused,
                 "search": proposed.as_deref().map(proposed::as_json),
                 "calibrated": learned.iter().map(|((source, gpu), factor)| json!({ "source": source, "gpu": gpu, "factor": factor })).collect::<Vec<_>>(),
@@ -170,6 +171,7 @@ pub fn run(args: Args) -> Result<()> {
             if let Some(fitted) = fitted {
                 write!(out, "{}", wrapped(&fitted, "  "))?;
             }
+            write!(out, "{}", assumptions(&report))?;
             write!(out, "{}", refusals(&refused, &names))?;
         }
     }
@@ -278,13 +280,13 @@ fn as_text(report: &Report, rows: bool) -> String {
     }
     let share = |x: f64| format!("{:.1}%", 100.0 * x);
     let line = |name: &str, s: &Summary| {
-        let with_runs = s.memory.is_some() || s.oom.failed_right < 1.0;
+        let with_runs = s.memory.is_some() || s.oom.failed_right.is_some_and(|right| right < 1.0);
         vec![
             name.to_owned(),
             s.rows.to_string(),
             percent(&s.step_time),
             percent(&s.memory),
-            if with_runs { share(s.oom.right) } else { "-".into() },
+            s.oom.right.filter(|_| with_runs).map_or("-".into(), share),
             s.spearman.map_or("-".into(), |x| format!("{x:.3}")),
             s.regret.map_or("-".into(), |r| format!("{} / {} / {}", share(r.median), share(r.mean), share(r.of_five))),
         ]
@@ -341,6 +343,18 @@ fn row_table(rows: &[RowReport]) -> String {
         "~predicted memory",
     ];
     table(&header, &rows.iter().map(line).collect::<Vec<_>>())
+}
+
+/// What rows do not say, once for each reason.
+fn assumptions(report: &Report) -> String {
+    if report.assumed.is_empty() {
+        return String::new();
+    }
+    let mut text = format!("\n{}\n", heading("Assumed where rows do not say it, or not modelled"));
+    for Assumption { what, rows, first } in &report.assumed {
+        text += &wrapped(&format!("{what}: {}, the first {first}", units::counted(*rows, "row")), "  ");
+    }
+    text
 }
 
 /// Rows that are not represented, by line.

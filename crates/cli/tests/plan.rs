@@ -220,11 +220,33 @@ fn the_first_layout_is_written_into_the_config_and_its_comments_stay() {
     assert!(text.contains("fixed by the config: parallel.tp") && text.contains("wrote to run.toml: "), "{text}");
     let written = std::fs::read_to_string(place.path("run.toml")).unwrap();
     assert!(written.starts_with("# a run\n") && written.contains("tp = 2  # as agreed\n"), "{written}");
+    // The interval of the last line.
+    let shown = text.split("checkpoint.every = ").nth(1).and_then(|rest| rest.split(':').next()).unwrap();
+    assert!(written.contains(&format!("[checkpoint]\nevery = {}\n", shown.replace(',', ""))), "{shown}: {written}");
     let explained: Value =
         serde_json::from_str(&place.ok(&["explain", "run.toml", "--gpu", "h100", "--format", "json"])).unwrap();
     assert_eq!(explained["layout"]["ranks"], 8);
     let again = json(&place, &["--gpu", "h100", "--gpus", "8"]);
     assert_eq!(again["layouts"][0]["forecast"]["step_s"], explained["forecast"]["step_s"]);
+}
+
+#[test]
+fn a_plan_says_its_precision_and_what_fewer_gpus_or_the_network_would_change() {
+    let place = Place::new();
+    place.config(&SMALL.replace("[precision]\npolicy = \"bf16\"\n", ""));
+    let notes = |args: &[&str]| {
+        let found = json(&place, args);
+        found["notes"].as_array().unwrap().iter().map(|note| note.as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    let fp32 = notes(&["--gpu", "h100", "--gpus", "8"]);
+    let said =
+        "precision.policy is not set: this is a plan in fp32; with --set precision.policy=bf16 the first layout takes ";
+    assert!(fp32[0].starts_with(said), "{fp32:?}");
+    let bf16 = ["--set", "precision.policy=\"bf16\""];
+    let wide = notes(&[&["--cluster", "leonardo", "--gpus", "8", "--set", "parallel.tp=8"][..], &bf16].concat());
+    assert!(wide[0].starts_with("tp = 8 goes beyond the 4 GPUs of a node"), "{wide:?}");
+    let odd = notes(&[&["--gpu", "h100", "--gpus", "10", "--set", "train.global_batch=720"][..], &bf16].concat());
+    assert!(odd.iter().all(|note| !note.contains("fp32") && !note.contains("goes beyond")), "{odd:?}");
 }
 
 #[test]

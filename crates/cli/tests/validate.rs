@@ -118,6 +118,34 @@ fn the_fit_is_the_same_every_time_and_does_not_make_errors_larger() {
 }
 
 #[test]
+fn with_no_rows_left_nothing_is_said_to_be_right_and_assumptions_stand_once() {
+    let place = place();
+    let found = json(&place, &["--fit", "d.toml", "--rounds", "1", "--leave-out", "nobody@h100"]);
+    let clean = &found["summary"]["clean"];
+    assert_eq!((&clean["rows"], &clean["step_time"], &clean["regret"]), (&Value::from(0), &Value::Null, &Value::Null));
+    for share in ["right", "ran_right", "failed_right"] {
+        assert_eq!(clean["oom"][share], Value::Null, "{share}");
+    }
+    assert_eq!(found["assumed"].as_array().unwrap().len(), 0);
+    let sources = "source,model,layers,hidden,heads,seq,gpus,gpu,tp,pp,dp,cp,ep,zero,microbatch,global_batch,precision,step_time_s,notes\n\
+                   dgxc,Llama3.1-8b,,,,8192,8,DGX-H100,1,1,4,2,,1,1,128,BF16,12.27,VP=NA\n\
+                   dgxc,Llama3.1-8b,,,,8192,16,8xH100,1,1,8,2,n/a,1,1,256,BF16,12.3,VP=NA\n\
+                   Megatron-Bridge,Qwen3_30B_a3B,,,,4096,16,DGX-H100,1,2,8,1,8,1,1,1024,FP8,28.941,VP=12\n";
+    std::fs::write(place.path("written.csv"), sources).unwrap();
+    let found: Value = serde_json::from_str(&place.ok(&["validate", "written.csv", "--format", "json"])).unwrap();
+    assert_eq!(found["not_represented"], Value::Array(Vec::new()));
+    let rows = found["rows"].as_array().unwrap();
+    assert!(rows.iter().all(|row| row["framework"].as_str().unwrap().starts_with("megatron-core")), "{rows:?}");
+    assert!(rows[..2].iter().all(|row| row["error"].as_f64().unwrap() < 0.05), "{rows:?}");
+    assert_eq!(rows[2]["layout"], "pp=2 dp=8 ep=8 zero=1 mb=1");
+    let assumed = found["assumed"].as_array().unwrap();
+    let shape = assumed.iter().find(|one| one["what"] == "the shape of llama-3.1-8b").unwrap();
+    assert_eq!((&shape["rows"], &shape["first"]), (&Value::from(2), &Value::from("written.csv:2")));
+    let text = place.ok(&["validate", "written.csv"]);
+    assert!(text.contains("the shape of llama-3.1-8b: 2 rows, the first written.csv:2"), "{text}");
+}
+
+#[test]
 fn pictures_have_a_point_for_every_row() {
     let place = place();
     place.ok(&["validate", "rows.csv", "--plot", "plots"]);

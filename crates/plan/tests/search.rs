@@ -222,3 +222,22 @@ fn an_impossible_request_is_refused_with_the_nearest_that_works() {
     );
     assert!(text.contains("layouts of 8 GPUs fits 78.5 GiB on an H100 80GB") && text.contains("too many)"), "{text}");
 }
+
+/// Most of the model is its table, which embedding and output head share.
+#[test]
+fn a_tied_model_is_found_in_the_memory_that_its_program_needs() {
+    let config = config(
+        "[model]\nvocab_size = 16384\nlayers = 2\ndim = 256\nheads = 4\nkv_heads = 4\nffn = 256\ntied_embeddings = true\n[train]\nseq = 256\n\
+         global_batch = 1\nmicro_batch = 1\n[recompute]\npolicy = \"none\"\n",
+    );
+    let hardware = hardware("h100");
+    let bytes = evaluate(&Gpus, &config, Rates::Catalogue(&hardware)).unwrap().memory().total_bytes;
+    let room = Room { bytes, ..Room::of(&hardware.gpu) };
+    assert_eq!(found(&request(&config, 1, &hardware, &room)).best.len(), 1);
+    let less = Room { bytes: bytes - 1, ..room };
+    let refused = search(&request(&config, 1, &hardware, &less), &|_, _| {}).unwrap_err();
+    let PlanError::NoLayout(why) = refused else { panic!("{refused}") };
+    let layout = why.nearest.unwrap();
+    let exact = evaluate(&Gpus, &layout.config(&config), Rates::Catalogue(&hardware)).unwrap();
+    assert_eq!(exact.memory().total_bytes, bytes);
+}

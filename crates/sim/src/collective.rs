@@ -3,6 +3,9 @@
 use crate::{Hardware, Terms};
 use lockstep_ir::{Axes, Collective, Coordinates, Mesh, MeshAxis};
 
+/// Buckets are as large as with so many ranks, at least.
+const LEAST_BUCKET_RANKS: f64 = 40.0;
+
 /// A group of ranks on nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
@@ -33,10 +36,42 @@ impl Group {
         Self { ranks: ranks.len(), on_a_node: most, nodes }
     }
 
+    /// So many ranks that lie on nodes one after the other.
+    pub fn of_neighbours(ranks: usize, gpus_per_node: usize) -> Self {
+        Self { ranks, on_a_node: ranks.min(gpus_per_node), nodes: ranks.div_ceil(gpus_per_node) }
+    }
+
     /// The first of its neighbours that share a part: groups of so many along the innermost axis.
     pub fn sharers(self, sharers: usize) -> Self {
         let on_a_node = self.on_a_node.min(sharers);
         Self { ranks: sharers, on_a_node, nodes: sharers.div_ceil(on_a_node.max(1)) }
+    }
+}
+
+/// Whose ranks take part in a collective, where constants differ by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ranks {
+    /// Those that split matrices alone.
+    Tensor,
+    /// Those that have experts, among others.
+    Experts,
+    /// Those that share gradients and parameters.
+    Data,
+    /// All others.
+    Other,
+}
+
+impl Ranks {
+    fn of(over: Axes) -> Self {
+        if over == MeshAxis::Tp.into() {
+            Ranks::Tensor
+        } else if over == MeshAxis::Ep.into() {
+            Ranks::Experts
+        } else if [MeshAxis::DpShard, MeshAxis::DpReplicate].into_iter().any(|axis| over.contains(axis)) {
+            Ranks::Data
+        } else {
+            Ranks::Other
+        }
     }
 }
 
@@ -45,6 +80,8 @@ impl Group {
 pub struct PlacedCollective {
     pattern: Collective,
     group: Group,
+    ranks: Ranks,
+    bytes: f64,
     /// Seconds of the whole tensors at the rate of a GPU's link.
     link_s: f64,
     /// Seconds of them at the rate of the adapters that the group has on a node.
@@ -52,12 +89,14 @@ pub struct PlacedCollective {
 }
 
 impl PlacedCollective {
-    /// Of tensors of so many bytes in whole.
-    pub fn new(pattern: Collective, group: Group, bytes: u64, hardware: &Hardware) -> Self {
+    /// Of tensors of so many bytes in whole, over these axes.
+    pub fn new(pattern: Collective, over: Axes, group: Group, bytes: u64, hardware: &Hardware) -> Self {
         let adapters = hardware.cluster.node_bytes_per_s / hardware.cluster.gpus_per_node as f64;
         Self {
             pattern,
             group,
+            ranks: Ranks::of(over),
+            bytes: bytes as f64,
             link_s: bytes as f64 / hardware.link_bytes_per_s(),
             fabric_s: bytes as f64 / (adapters * group.on_a_node as f64),
         }
@@ -66,6 +105,17 @@ impl PlacedCollective {
     /// How many ranks take part; those on other nodes than the first count a fifth more for each node.
     pub fn crowd(&self) -> f64 {
         self.group.ranks as f64 * (1.0 + (self.group.nodes as f64 - 1.0) / 5.0)
+    }
+
+    /// Whether it carries tokens to their experts or back.
+    pub fn is_dispatch(&self) -> bool {
+        self.pattern == Collective::AllToAll && self.ranks == Ranks::Experts
+    }
+
+    /// The share of its latency that it has: gradients and parameters wait for a bucket of others, which grows with the ranks.
+    fn of_a_bucket(&self, terms: &Terms) -> f64 {
+        let bucket = terms.bucket_bytes * (self.group.ranks as f64).max(LEAST_BUCKET_RANKS);
+        if self.ranks == Ranks::Data && bucket > 0.0 { (self.bytes / bucket).min(1.0) } else { 1.0 }
     }
 
     /// Whether it leaves the node.
@@ -94,6 +144,8 @@ impl PlacedCollective {
             true => (link.max(self.fabric_s / terms.fabric_efficiency), terms.fabric_hop),
             false => (link, terms.link_hop),
         };
+        let shared = self.of_a_bucket(terms);
+        let hop = hop * shared;
         // A ring passes a part on n − 1 times.
         let pass = whole * (n - 1.0) / n;
         let ring = pass + hop * (n - 1.0);
@@ -109,7 +161,8 @@ impl PlacedCollective {
             }
             Collective::AllReduce => 2.0 * (pass / terms.link_all_reduce + hop * (n - 1.0)),
         };
-        terms.collective_launch + time
+        let exposed = if self.ranks == Ranks::Tensor { terms.tp_exposed } else { 1.0 };
+        terms.collective_launch * shared + exposed * time
     }
 }
 
@@ -139,7 +192,7 @@ mod tests {
         let terms = Constants::builtin().terms(&Framework::named("lockstep").unwrap(), &hardware);
         let time = |pattern, bytes: u64, dp: usize, tp: usize, axis: MeshAxis| {
             let group = Group::of(&mesh(dp, tp, 1), axis.into(), 0, 8);
-            PlacedCollective::new(pattern, group, bytes, &hardware).seconds(&terms)
+            PlacedCollective::new(pattern, axis.into(), group, bytes, &hardware).seconds(&terms)
         };
         for pattern in [Collective::AllReduce, Collective::AllGather, Collective::ReduceScatter, Collective::AllToAll] {
             let inside = time(pattern, 1 << 28, 1, 8, MeshAxis::Tp);

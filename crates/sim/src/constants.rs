@@ -38,6 +38,11 @@ impl Constant {
         if self.of.is_empty() { self.term.clone() } else { format!("{} of {}", self.term, self.of) }
     }
 
+    /// Whether it matters to nothing but programs whose ranks have experts.
+    pub fn is_of_experts(&self) -> bool {
+        self.term == "host.dispatch"
+    }
+
     /// Whether it matters to nothing but programs in fp8.
     pub fn is_of_fp8(&self) -> bool {
         ["matmul.fp8", "quantise.passes"].contains(&self.term.as_str())
@@ -125,6 +130,8 @@ terms! {
     host_collective = "host.collective", 0.0;
     /// Seconds of the host per collective and rank of it, where a pipeline goes over several nodes.
     host_crowd = "host.crowd", 0.0;
+    /// Seconds of the host per all-to-all to experts and back: it waits to hear how many rows there are.
+    host_dispatch = "host.dispatch", 0.0;
     /// Seconds of the host per message between stages.
     host_message = "host.message", 0.0;
     /// Seconds of a step that nothing else explains: data, logging, launching the optimizer.
@@ -145,6 +152,10 @@ terms! {
     fabric_hop = "fabric.hop", 0.0;
     /// Share of the rate that messages between stages reach.
     message_efficiency = "message.efficiency", 1.0;
+    /// Share of the time of collectives among tensor-parallel ranks that matmuls which run with them do not hide.
+    tp_exposed = "tp.exposed", 1.0;
+    /// Bytes per rank of the bucket that gradients and parameters wait for before they are reduced or gathered.
+    bucket_bytes = "bucket.bytes", 0.0;
     /// Of time in which collectives overlap with kernels, the share by which both together take longer.
     overlap_cost = "overlap.cost", 0.0;
     /// Bytes beside those of parameters, per byte of them.

@@ -16,6 +16,9 @@ pub struct Framework {
     pub overlaps_reductions: bool,
     /// Whether it does as one what the program joins to groups.
     pub fuses_groups: bool,
+    /// Whether ranks of experts are neighbours, whatever else ranks split: they are those of tensor and context parallelism too.
+    #[serde(default)]
+    pub folds_experts: bool,
     /// Where it comes from and what is known of it.
     pub source: String,
 }

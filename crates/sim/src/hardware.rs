@@ -35,6 +35,9 @@ pub struct GpuSpec {
     pub units: usize,
     /// Bytes per second that it sends to the other GPUs of its node together, in one direction.
     pub link_bytes_per_s: f64,
+    /// How many of them one NVLink domain joins, where that is more than a node: 72 in a rack of GB200.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub domain: Option<usize>,
     /// Bytes per second that it sends to the memory of its host, in one direction, where known.
     pub host_bytes_per_s: Option<f64>,
     /// Bytes per second that a node of eight sends to the others over Ethernet, in one direction, where no cluster is named; none for
@@ -99,6 +102,7 @@ struct GpuEntry {
     memory_tb_per_s: f64,
     units: usize,
     link_gb_per_s: f64,
+    domain: Option<usize>,
     host_gb_per_s: Option<f64>,
     node_gbit_per_s: Option<f64>,
     source: String,
@@ -247,6 +251,7 @@ impl GpuEntry {
             ("memory_tb_per_s", self.memory_tb_per_s),
             ("units", self.units as f64),
             ("link_gb_per_s", self.link_gb_per_s),
+            ("domain", self.domain.unwrap_or(1) as f64),
             ("host_gb_per_s", self.host_gb_per_s.unwrap_or(1.0)),
             ("node_gbit_per_s", self.node_gbit_per_s.unwrap_or(1.0)),
         ];
@@ -275,6 +280,7 @@ impl GpuEntry {
             bytes_per_s: self.memory_tb_per_s * 1e12,
             units: self.units,
             link_bytes_per_s: self.link_gb_per_s * 1e9,
+            domain: self.domain,
             host_bytes_per_s: self.host_gb_per_s.map(|gigabytes| gigabytes * 1e9),
             node_bytes_per_s: self.node_gbit_per_s.map(|gigabits| gigabits * 1e9 / 8.0),
             source,
@@ -349,17 +355,17 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// GPUs of one kind where nothing is known of the nodes: eight on each, and for every GPU a network adapter of 400 Gb/s, or for all of
+    /// GPUs of one kind where nothing is known of the nodes: eight on each, or as many as NVLink joins, and for every GPU a network adapter of 400 Gb/s, or for all of
     /// a node the Ethernet that the catalogue gives for the GPU.
     pub fn assumed(gpu: &GpuSpec) -> Self {
-        let gpus_per_node = 8;
+        let gpus_per_node = gpu.domain.unwrap_or(8);
         let (node_bytes_per_s, network, fabric) = match gpu.node_bytes_per_s {
             Some(bytes) => (bytes, format!("{} Gb/s for each node", (bytes * 8e-8).round() / 10.0), "ethernet"),
             None => (gpus_per_node as f64 * 50e9, "400 Gb/s each".to_owned(), "infiniband"),
         };
         let cluster = ClusterSpec {
             name: "assumed".into(),
-            label: format!("nodes of {gpus_per_node}, {network}"),
+            label: format!("{} of {gpus_per_node}, {network}", gpu.domain.map_or("nodes", |_| "NVLink domains")),
             gpu: gpu.name.clone(),
             gpus_per_node,
             nodes: None,

@@ -223,6 +223,7 @@ impl Setting {
             bytes_per_s: self.bytes_per_s,
             units: self.units,
             link_bytes_per_s: self.bytes_per_s,
+            domain: None,
             host_bytes_per_s: None,
             node_bytes_per_s: None,
             source: source.clone(),

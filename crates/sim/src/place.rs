@@ -55,7 +55,7 @@ impl Workload {
     /// The work on some hardware.
     pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
         let at_peak = |role: &RoleWork| {
-            let site = Site { hardware, mesh: &self.mesh, stage: role.stage };
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, folds_experts: framework.folds_experts };
             role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
         };
         let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;
@@ -175,6 +175,9 @@ impl<'a> Placed<'a> {
                 Kind::Gather | Kind::Reduce | Kind::Exchange => {
                     plain = false;
                     host += terms.host_collective;
+                    if let AtPeak::Collective(collective) = &self.roles[role][step.demand] {
+                        host += if collective.is_dispatch() { terms.host_dispatch } else { 0.0 };
+                    }
                 }
                 Kind::Fetch | Kind::Offload => {
                     plain = false;

@@ -12,6 +12,8 @@ pub struct Site<'a> {
     pub hardware: &'a Hardware,
     pub mesh: &'a Mesh,
     pub stage: usize,
+    /// Whether ranks of experts are neighbours.
+    pub folds_experts: bool,
 }
 
 /// A demand in seconds at the hardware's peak rates: what is left to price are the constants.
@@ -70,7 +72,7 @@ pub enum AtPeak {
 
 impl AtPeak {
     pub fn new(demand: &Demand, site: Site) -> Self {
-        let Site { hardware, mesh, stage } = site;
+        let Site { hardware, mesh, stage, folds_experts } = site;
         let gpu = &hardware.gpu;
         let bytes_s = |bytes: u64| bytes as f64 / gpu.bytes_per_s;
         match *demand {
@@ -99,9 +101,13 @@ impl AtPeak {
             Demand::Optimizer { bytes } => AtPeak::Optimizer { bytes_s: bytes_s(bytes) },
             Demand::HostCopy { bytes } => AtPeak::HostCopy { bytes_s: bytes as f64 / gpu.host_rate() },
             Demand::Collective { pattern, over, sharers, bytes } => {
-                let group = Group::of(mesh, over, stage, hardware.cluster.gpus_per_node);
+                let per_node = hardware.cluster.gpus_per_node;
+                let group = match folds_experts && over == MeshAxis::Ep.into() {
+                    true => Group::of_neighbours(mesh.size(over), per_node),
+                    false => Group::of(mesh, over, stage, per_node),
+                };
                 let group = sharers.map_or(group, |n| group.sharers(n));
-                AtPeak::Collective(PlacedCollective::new(pattern, group, bytes, hardware))
+                AtPeak::Collective(PlacedCollective::new(pattern, over, group, bytes, hardware))
             }
             Demand::Send { stage: to, bytes, .. } => {
                 let per_node = hardware.cluster.gpus_per_node;

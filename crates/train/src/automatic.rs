@@ -154,6 +154,7 @@ fn processor_of(cores: f64) -> Hardware {
         bytes_per_s: 10e9 * cores,
         units: (cores.ceil() as usize).max(1),
         link_bytes_per_s: 5e9 * cores,
+        domain: None,
         host_bytes_per_s: None,
         node_bytes_per_s: None,
         source: "round figures".into(),

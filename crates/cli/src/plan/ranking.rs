@@ -9,6 +9,9 @@ use lockstep_plan::{RankedLayout, SearchResult};
 use lockstep_sim::Hardware;
 use serde_json::{Value, json};
 
+const STOPPED: &str = "The search ended early, with the best so far: bounds cannot tell the rest apart. Keys that the config gives make it smaller; \
+                       --rejected says what is left.";
+
 /// What is shown of a search.
 pub(super) struct Ranking {
     result: SearchResult,
@@ -105,6 +108,9 @@ impl Ranking {
             ),
             "  ",
         ));
+        if counts.stopped {
+            text.push_str(&wrapped(STOPPED, "  "));
+        }
         if !self.result.fixed.is_empty() {
             text.push_str(&wrapped(&format!("fixed by the config: {}", self.result.fixed.join(", ")), "  "));
         }

@@ -21,12 +21,19 @@ impl Saves {
     /// Of a run of a config whose steps were evaluated.
     pub(super) fn new(config: &Config, evaluated: &Evaluated, hardware: &Hardware, gpus: usize) -> Self {
         let rate = FailureRate::builtin();
-        let nodes = gpus.div_ceil(hardware.cluster.gpus_per_node);
+        // Of an NVLink domain, trays of four fail by themselves.
+        let each = hardware.gpu.domain.map_or(hardware.cluster.gpus_per_node, |_| 4);
+        let nodes = gpus.div_ceil(each);
         let bytes = checkpoint_bytes(config, evaluated.parameters);
         let interval = rate.interval(nodes, rate.save_s(bytes, nodes));
         let step_s = evaluated.forecast.step_s;
         let (steps, lost) = interval.steps(step_s);
         Self { rate, interval, nodes, bytes, steps, seconds: steps as f64 * step_s, lost }
+    }
+
+    /// Steps from one checkpoint to the next.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps
     }
 
     pub(super) fn as_json(&self) -> Value {

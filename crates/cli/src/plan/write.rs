@@ -7,8 +7,8 @@ use lockstep_config::Config;
 use lockstep_plan::{LayoutChoice, RankedLayout};
 use std::io::Write;
 
-/// Writes the keys that differ from the config's own.
-pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) -> Result<()> {
+/// Writes the keys that differ from the config's own, and the steps between checkpoints where the config says none.
+pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout, save_every: Option<u64>) -> Result<()> {
     let path = &args.config;
     let failed = |e: std::io::Error| {
         Failure::run(format!("cannot write {}: {e}", path.display()), "check the file and its folder")
@@ -17,6 +17,11 @@ pub(super) fn keys(args: &ConfigArgs, config: &Config, layout: &RankedLayout) ->
     let differ: Vec<(&str, String)> = ranking::keys(layout)
         .into_iter()
         .map(|(key, value)| (key, value.to_string()))
+        .chain(
+            save_every
+                .filter(|_| !config.is_given("checkpoint.every"))
+                .map(|steps| ("checkpoint.every", steps.to_string())),
+        )
         .filter(|(key, value)| config.value(key) != *value)
         .collect();
     let after = differ.iter().fold(before, |text, (key, value)| with_key(&text, key, value));

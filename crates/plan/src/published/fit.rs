@@ -17,7 +17,7 @@ const CAP: f64 = 0.25;
 /// What a fit may not look at.
 #[derive(Clone, Debug, Default)]
 pub struct Without {
-    /// Frameworks, files or parts of sources.
+    /// A framework, a family of GPUs, a file or a part of a source; `MODEL@GPU` are the rows of one model on one GPU.
     pub named: Option<String>,
 }
 
@@ -25,6 +25,9 @@ impl Without {
     /// Whether a row of this file is left out.
     pub fn leaves_out(&self, case: &Case, file: &str) -> bool {
         let Some(name) = self.named.as_ref().map(|name| name.to_lowercase()) else { return false };
+        if let Some((model, gpu)) = name.split_once('@') {
+            return case.row.model.to_lowercase().starts_with(model) && case.hardware.gpu.name == gpu;
+        }
         case.peer.name() == name
             || file.to_lowercase().contains(&name)
             || case.row.source.to_lowercase().contains(&name)
@@ -60,10 +63,16 @@ impl Target<'_> {
 /// scale per tensor: what that lacks is not to be made up for by a constant.
 fn concerns(constant: &Constant, case: &Case) -> bool {
     let of = constant.of.as_str();
+    // What experts cost the host does not depend on the format.
+    if constant.is_of_experts() {
+        return case.row.split.ep > 1 && (of.is_empty() || of == case.framework.name);
+    }
     if constant.is_of_fp8() != case.row.is_fp8() || (constant.is_of_fp8() && case.row.is_mxfp8()) {
         return false;
     }
-    of.is_empty() || of == case.framework.name || of == case.hardware.gpu.family || of == case.hardware.cluster.fabric
+    let (framework, family) = (case.framework.name.as_str(), case.hardware.gpu.family.as_str());
+    let both = of.split_once('/').is_some_and(|parts| parts == (framework, family));
+    of.is_empty() || both || [framework, family, &case.hardware.cluster.fabric].contains(&of)
 }
 
 /// What came of a fit.

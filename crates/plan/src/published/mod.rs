@@ -2,6 +2,7 @@
 //!
 //! A row is read ([`read`]), described in keys of our own with the habits of its framework ([`describe`]), and compiled as any config is.
 
+mod conventions;
 mod csv;
 mod fit;
 mod hardware;
@@ -13,6 +14,7 @@ mod program;
 mod propose;
 mod report;
 mod row;
+mod shapes;
 mod stats;
 
 pub use fit::{Fitted, Without, fit};
@@ -22,6 +24,7 @@ pub use peer::{Described, Description, Peer, describe};
 pub use predict::{Case, Cases, File, Prediction, Work, predict};
 pub use program::{PeerMachine, compile};
 pub use propose::{Proposal, ProposedCell, proposals, regret_of_search};
-pub use report::{Oom, Regret, Report, RowReport, Summaries, Summary};
-pub use row::{Measured, PublishedShape, Refused, Row, Split, read};
+pub use report::{Assumption, Oom, Regret, Report, RowReport, Summaries, Summary};
+pub use row::{FlopRate, Measured, PublishedShape, Refused, Row, Split, read};
+pub use shapes::KnownModel;
 pub use stats::{Errors, quantile, regret, spearman};

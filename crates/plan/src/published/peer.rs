@@ -168,11 +168,9 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         format!("source {:?} names no framework that is known: give --framework {}", row.source, names.join(", "))
     };
     let peer = framework.or_else(|| Peer::of(row)).ok_or_else(unknown)?;
-    let mut assumed = Vec::new();
-    let model = row.model.to_lowercase();
+    let mut assumed = row.assumed.clone();
     let PublishedShape { layers, hidden, heads, seq, .. } = row.shape;
-    let gpt = ["gpt", "mpt", "opt", "bloom", "mt-nlg"].iter().any(|name| model.contains(name))
-        || (!model.contains("llama") && row.shape.ffn == Some(4 * hidden));
+    let gpt = row.is_gpt();
     let kv_heads = row.shape.kv_heads.unwrap_or(heads);
     let ffn = row.shape.ffn.or(gpt.then_some(4 * hidden)).ok_or("ffn is not given")?;
     let vocab = row.shape.vocab.or_else(|| {
@@ -180,6 +178,8 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         gpt.then_some(GPT_VOCAB)
     });
     let vocab = vocab.ok_or("vocab is not given")?;
+    // Two matmuls of a width are as many FLOPs as three of two thirds of it.
+    let (gpt, ffn) = if row.is_ungated() { (false, 2 * ffn / 3) } else { (gpt, ffn) };
     let split = &row.split;
     let notes = row.notes.to_lowercase();
     let mut stages = match peer.stages(&row.shape, ffn, vocab, split.pp) {
@@ -212,15 +212,16 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     let mut line = |text: std::fmt::Arguments| {
         let _ = writeln!(toml, "{text}");
     };
-    line(format_args!("[model]\narchitecture = \"{}\"", if gpt { "gpt2" } else { "llama" }));
-    line(format_args!("vocab_size = {vocab}\nlayers = {layers}\ndim = {hidden}\nheads = {heads}\nffn = {ffn}"));
-    if gpt {
-        if kv_heads != heads {
-            return Err(format!("a GPT of {heads} heads and {kv_heads} key heads"));
-        }
-        line(format_args!("positions = {seq}"));
+    line(format_args!("[model]"));
+    if let Some(keys) = row.known.as_ref().and_then(|known| known.keys.as_ref()) {
+        line(format_args!("{keys}\nlayers = {layers}"));
     } else {
-        line(format_args!("kv_heads = {kv_heads}\ntied_embeddings = {tied}"));
+        line(format_args!("architecture = \"{}\"", if gpt { "gpt2" } else { "llama" }));
+        line(format_args!("vocab_size = {vocab}\nlayers = {layers}\ndim = {hidden}\nheads = {heads}\nffn = {ffn}"));
+        match gpt {
+            true => line(format_args!("positions = {seq}")),
+            false => line(format_args!("kv_heads = {kv_heads}\ntied_embeddings = {tied}")),
+        }
     }
     let naive = peer == Peer::Megatron2021;
     if naive {
@@ -231,6 +232,8 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"{policy}\""));
     if row.is_rowwise() {
         line(format_args!("fp8_recipe = \"rowwise\""));
+    } else if row.is_delayed() {
+        line(format_args!("fp8_recipe = \"delayed\""));
     }
     let half_gradients = match peer {
         Peer::LlmFoundry => notes.contains("mixed_precision=pure"),
@@ -242,19 +245,32 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     let zero = if split.dp * split.cp > 1 { split.zero } else { 0 };
     line(format_args!(
         "[parallel]\ntp = {}\npp = {}\ndp = {}\ncp = {}\nzero = {zero}",
-        split.tp, pp, split.dp, split.cp
+        split.tp,
+        pp,
+        split.dp / split.ep,
+        split.cp
     ));
+    if split.ep > 1 {
+        line(format_args!("ep = {}\nep_bound = 1.0", split.ep));
+        assumed.push("experts get as many tokens each".into());
+    }
     let recompute = row.recompute.to_lowercase();
     // Those since 2022 have it unless the row says otherwise.
     let usual = peer != Peer::Megatron2021 || recompute.contains("sequence parallel");
     let sequence_parallel = split.tp > 1 && usual && !recompute.contains("no sequence");
     line(format_args!("sequence_parallel = {sequence_parallel}"));
     if split.pp > 1 {
-        let chunks = chunks(&notes, layers, split.pp, &mut assumed);
-        if chunks > 1 {
-            line(format_args!("schedule = \"interleaved\"\nvirtual = {chunks}"));
+        let Order { schedule, chunks } = Order::of(&notes, layers, split.pp, &mut assumed)?;
+        if let Some(schedule) = schedule {
+            line(format_args!("schedule = \"{schedule}\""));
         }
-        if let Some(stages) = stages {
+        if chunks > 1 {
+            line(format_args!("virtual = {chunks}"));
+        }
+        let ends_count = peer == Peer::Megatron;
+        if let Some(stages) =
+            stages.or_else(|| ends_count.then(|| cut_with_ends(layers, split.pp * chunks, &mut assumed)).flatten())
+        {
             line(format_args!("stages = {stages:?}"));
         }
     }
@@ -285,27 +301,119 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     Ok(Description::Config(Box::new(Described { toml, peer, assumed, recomputed_matmuls, idle_stages: idle })))
 }
 
-/// Chunks of layers per rank, from notes: `interleave v=3`, or `interleaved` alone.
-fn chunks(notes: &str, layers: usize, pp: usize, assumed: &mut Vec<String>) -> usize {
-    let given = |mark: &str| {
-        let digits: String = notes.split(mark).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse::<usize>().ok()
-    };
-    if let Some(given) = ["interleave v=", "vpp=", "virtual="].into_iter().find_map(given) {
-        return given;
+/// In which order stages compute.
+struct Order {
+    /// The schedule; the usual one where notes say nothing.
+    schedule: Option<&'static str>,
+    /// Chunks of layers per rank that have to be given.
+    chunks: usize,
+}
+
+/// Schedules by the names that papers have for them.
+const SCHEDULES: [(&str, &str); 10] = [
+    ("1f1b", "1f1b"),
+    ("gpipe", "gpipe"),
+    ("afab", "gpipe"),
+    ("zb-1p", "zb-h1"),
+    ("zb-h1", "zb-h1"),
+    ("zb1p", "zb-h1"),
+    ("zb-v", "zb-v"),
+    ("zbv", "zb-v"),
+    ("dualpipe-v", "zb-v"),
+    ("dualpipev", "zb-v"),
+];
+
+impl Order {
+    /// From notes: `interleave v=3`, `VP=8`, `interleaved` alone, `schedule=ZB-V`.
+    fn of(notes: &str, layers: usize, pp: usize, assumed: &mut Vec<String>) -> Result<Self, String> {
+        let said = |mark: &str| {
+            let (before, after) = notes.split_once(mark)?;
+            (!before.ends_with(|c: char| c.is_alphanumeric())).then_some(after)
+        };
+        let digits =
+            |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<usize>().ok();
+        let given = ["interleave v=", "vpp=", "vp=", "virtual=", "virtual stages="]
+            .into_iter()
+            .find_map(|mark| said(mark).and_then(digits))
+            .filter(|chunks| *chunks > 0);
+        if let Some(name) = said("schedule=").or_else(|| said("schedule:")).map(str::trim_start) {
+            let name: String = name.chars().take_while(|c| c.is_alphanumeric() || "-_ ".contains(*c)).collect();
+            let name = name.trim().replace(['_', ' '], "-");
+            let known = SCHEDULES.iter().find(|(theirs, _)| name == *theirs || name.starts_with(&format!("{theirs}-")));
+            match known {
+                Some((_, schedule)) => return Ok(Self { schedule: Some(schedule), chunks: 1 }),
+                None if name.starts_with("interleave") => {}
+                None if name == "zb-2p" || name == "zb-h2" => {
+                    assumed.push("the schedule ZB-2P as ZB-V, whose bubble is as small in the memory of 1F1B".into());
+                    return Ok(Self { schedule: Some("zb-v"), chunks: 1 });
+                }
+                None => {
+                    let names: Vec<&str> = SCHEDULES.iter().map(|(theirs, _)| *theirs).collect();
+                    return Err(format!("schedule = {name:?} is not known: interleaved, zb-2p, {}", names.join(", ")));
+                }
+            }
+        }
+        let chunks = match given {
+            Some(chunks) => chunks,
+            None if !notes.contains("interleaved") => 1,
+            None => {
+                let each = layers / pp;
+                let chunks = (2..=each).find(|n| each.is_multiple_of(*n) && layers.is_multiple_of(pp)).unwrap_or(1);
+                assumed.push(format!("{chunks} chunks of layers per rank"));
+                chunks
+            }
+        };
+        // Some frameworks let a virtual stage have the embedding or the head alone, and no layer.
+        let most = (layers / pp).max(1);
+        if chunks > most {
+            assumed.push(format!("{most} chunks of layers per rank for {chunks}, so that each has a layer"));
+        }
+        let chunks = chunks.min(most);
+        Ok(Self { schedule: (chunks > 1).then_some("interleaved"), chunks })
     }
-    if !notes.contains("interleaved") {
-        return 1;
+}
+
+/// Layers of virtual stages where the embedding and the head count as a layer each, as Megatron can cut: 62 layers in 32 stages.
+fn cut_with_ends(layers: usize, stages: usize, assumed: &mut Vec<String>) -> Option<Vec<usize>> {
+    let each = (layers + 2) / stages;
+    if layers.is_multiple_of(stages) || !(layers + 2).is_multiple_of(stages) || each < 2 {
+        return None;
     }
-    let each = layers / pp;
-    let chunks = (2..=each).find(|n| each.is_multiple_of(*n) && layers.is_multiple_of(pp)).unwrap_or(1);
-    assumed.push(format!("{chunks} chunks of layers per rank"));
-    chunks
+    assumed.push("the embedding and the head count as a layer each where stages are cut".into());
+    let mut cut = vec![each; stages];
+    cut[0] -= 1;
+    cut[stages - 1] -= 1;
+    Some(cut)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn schedules_are_read_as_papers_name_them() {
+        let of = |notes: &str| Order::of(notes, 32, 4, &mut Vec::new()).map(|order| (order.schedule, order.chunks));
+        assert_eq!(of(""), Ok((None, 1)));
+        assert_eq!(of("vp=n/a; vpx"), Ok((None, 1)));
+        for notes in ["vp=4; more", "interleave v=4", "vpp=4", "schedule=interleaved; vp=4"] {
+            assert_eq!(of(notes), Ok((Some("interleaved"), 4)), "{notes}");
+        }
+        // Every chunk has a layer.
+        assert_eq!(of("vp=9"), Ok((Some("interleaved"), 8)));
+        assert_eq!(of("interleaved schedule"), Ok((Some("interleaved"), 2)));
+        assert_eq!(of("schedule=zb-1p"), Ok((Some("zb-h1"), 1)));
+        assert_eq!((of("schedule=zb-v; x"), of("schedule=zb-2p")), (Ok((Some("zb-v"), 1)), Ok((Some("zb-v"), 1))));
+        assert!(of("schedule=wave").is_err_and(|reason| reason.contains("wave")));
+    }
+
+    #[test]
+    fn embedding_and_head_may_count_as_layers() {
+        let mut assumed = Vec::new();
+        let cut = cut_with_ends(62, 32, &mut assumed).unwrap();
+        assert_eq!((cut.iter().sum::<usize>(), cut[0], cut[1], cut[31], assumed.len()), (62, 1, 2, 1, 1));
+        assert_eq!((cut_with_ends(30, 32, &mut assumed), cut_with_ends(32, 8, &mut assumed)), (None, None));
+        assert_eq!(cut_with_ends(31, 8, &mut assumed), None);
+    }
 
     #[test]
     fn nanotron_fills_stages_by_parameters_and_crashes_on_an_empty_one() {

@@ -1,5 +1,6 @@
 //! Rows with their programs, and what is predicted of them.
 
+use super::conventions;
 use super::hardware::hardware;
 use super::memory::StageMemory;
 use super::peer::{Described, Description, Peer, describe};
@@ -87,12 +88,13 @@ impl Cases {
             let (mut rows, bad) = read(text);
             refused.extend(bad.into_iter().map(|r| (file, r)));
             say_interleaving(&mut rows);
-            for row in rows {
-                let refuse = |reason: String| (file, Refused { line: row.line, model: row.model.clone(), reason });
+            for mut row in rows {
                 let described = hardware(catalogue, &row).and_then(|hardware| {
+                    conventions::give_time(&mut row, framework, &hardware.gpu)?;
                     possible::check(&row, &hardware.gpu)?;
                     Ok((hardware, describe(&row, framework)?))
                 });
+                let refuse = |reason: String| (file, Refused { line: row.line, model: row.model.clone(), reason });
                 let (hardware, description) = match described {
                     Ok(both) => both,
                     Err(reason) => {

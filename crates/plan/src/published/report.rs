@@ -67,12 +67,12 @@ pub struct RowReport {
 pub struct Oom {
     /// Rows that say whether they ran.
     pub rows: usize,
-    /// Share of them that were predicted right.
-    pub right: f64,
+    /// Share of them that were predicted right; none where there are none.
+    pub right: Option<f64>,
     /// Share of those that ran.
-    pub ran_right: f64,
+    pub ran_right: Option<f64>,
     /// Share of those that failed.
-    pub failed_right: f64,
+    pub failed_right: Option<f64>,
 }
 
 /// How much longer the best by prediction took than the best measured, over cells.
@@ -105,11 +105,24 @@ pub struct Summary {
     pub regret: Option<Regret>,
 }
 
+/// What rows do not say, and what is taken for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Assumption {
+    /// What is taken.
+    pub what: String,
+    /// Of how many rows.
+    pub rows: usize,
+    /// The first of them.
+    pub first: String,
+}
+
 /// Everything that is reported.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// In sum.
     pub summary: Summaries,
+    /// What is assumed, once for each reason, and what is said and not modelled.
+    pub assumed: Vec<Assumption>,
     /// By row.
     pub rows: Vec<RowReport>,
 }
@@ -154,7 +167,7 @@ impl RowReport {
         let error = |predicted: Option<f64>, measured: Option<f64>| Some((predicted? / measured? - 1.0).abs());
         let memory = Some(prediction.memory_bytes).filter(|bytes| *bytes > 0.0);
         let split = &row.split;
-        let sizes = [("tp", split.tp), ("pp", split.pp), ("dp", split.dp), ("cp", split.cp)];
+        let sizes = [("tp", split.tp), ("pp", split.pp), ("dp", split.dp), ("cp", split.cp), ("ep", split.ep)];
         let mut layout: Vec<String> =
             sizes.iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!("{name}={n}")).collect();
         layout.extend((split.zero > 0).then(|| format!("zero={}", split.zero)));
@@ -225,7 +238,7 @@ fn oom<'a>(rows: impl Iterator<Item = &'a RowReport> + Clone) -> Oom {
     let share = |wanted: &dyn Fn(&RowReport) -> bool| {
         let chosen: Vec<_> = told.iter().filter(|row| wanted(row)).collect();
         let right = chosen.iter().filter(|row| row.runs != row.failed).count();
-        if chosen.is_empty() { 1.0 } else { right as f64 / chosen.len() as f64 }
+        (!chosen.is_empty()).then(|| right as f64 / chosen.len() as f64)
     };
     Oom {
         rows: told.len(),
@@ -254,6 +267,22 @@ impl Report {
             by_file: by(&RowReport::of_file),
             by_nodes: by(&|row| if row.nodes > 1 { "several nodes".into() } else { "one node".into() }),
         };
-        Self { summary, rows }
+        let assumed = assumptions(&rows);
+        Self { summary, assumed, rows }
     }
+}
+
+/// What is assumed of rows, or is not in their programs, by how many there are.
+fn assumptions(rows: &[RowReport]) -> Vec<Assumption> {
+    let mut all: BTreeMap<&str, Assumption> = BTreeMap::new();
+    for row in rows {
+        for what in row.assumed.iter().map(String::as_str).chain(row.not_modelled.iter().copied()) {
+            let first = format!("{}.csv:{}", row.file, row.line);
+            let of = all.entry(what).or_insert_with(|| Assumption { what: what.to_owned(), rows: 0, first });
+            of.rows += 1;
+        }
+    }
+    let mut all: Vec<Assumption> = all.into_values().collect();
+    all.sort_by(|a, b| b.rows.cmp(&a.rows).then_with(|| a.what.cmp(&b.what)));
+    all
 }

@@ -29,6 +29,11 @@ const LARGEST_ALIKE: usize = 4;
 /// Choices that are looked at more closely together: threads share them.
 const ROUND: usize = 8;
 
+/// Whole programs that a search compiles at most where it has found as many layouts as are wanted, and those for each of them besides.
+/// The most that a search with its end by bounds has taken is 55.
+const MOST_WHOLE: u64 = 160;
+const WHOLE_EACH: u64 = 8;
+
 /// Choices with the same kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
@@ -283,6 +288,15 @@ impl<'a> Search<'a> {
     fn is_done(&self, entry: &Entry) -> bool {
         let last = self.best.get(self.request.wanted - 1);
         last.is_some_and(|last| entry.least() > last.evaluated.forecast.step_s)
+    }
+
+    /// Whether as many programs were compiled as may be, and as many layouts found as are wanted: what is left could still be faster.
+    pub fn is_spent(&mut self) -> bool {
+        let most = MOST_WHOLE + WHOLE_EACH * self.request.wanted as u64;
+        let spent = self.tally.counts.compiled >= most && self.best.len() >= self.request.wanted;
+        let left = self.queue.peek().filter(|entry| spent && !self.is_done(entry)).map(Entry::least);
+        self.tally.stopped_at(left);
+        left.is_some()
     }
 
     /// Looks more closely at what may be the fastest; false where nothing is left to do.

@@ -39,7 +39,7 @@ impl DataCollectives {
         const BYTES: u64 = 1 << 30;
         let rate = |pattern: Collective, over: Axes| {
             let group = Group::of(&layout.mesh, over, 0, hardware.cluster.gpus_per_node);
-            let seconds = |bytes: u64| PlacedCollective::new(pattern, group, bytes, hardware).seconds(terms);
+            let seconds = |bytes: u64| PlacedCollective::new(pattern, over, group, bytes, hardware).seconds(terms);
             let least = seconds(0);
             Rate { least, per_byte: (seconds(BYTES) - least).max(0.0) / BYTES as f64 }
         };
@@ -119,6 +119,7 @@ impl Layers {
             + cost.each * self.layers
             + extra(self.embedding, cost.first)
             + extra(self.head, cost.last)
+            - extra(self.embedding && self.head, cost.shared)
     }
 
     /// The same without embedding and head.

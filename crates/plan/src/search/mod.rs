@@ -8,6 +8,8 @@
 //! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
 //! ([`budget`]). The order does not depend on threads.
 //!
+//! Where bounds cannot tell choices apart, as on slow networks, the search ends after so many programs with the best so far, and says so.
+//!
 //! Which values divide is asked of `lockstep_config::legal`, and stages are cut by the compiler's own function.
 //! Another framework is a `Trainer`. A test holds the results against an exhaustive search.
 
@@ -36,7 +38,7 @@ use best_first::Search;
 pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<SearchResult> {
     let mut search = Search::new(request);
     search.begin(progress)?;
-    while search.round(progress)? {}
+    while !search.is_spent() && search.round(progress)? {}
     search.under_budgets(progress)?;
     search.end()
 }

@@ -27,23 +27,37 @@ pub(super) struct Linear {
     pub first: f64,
     /// Of the output head.
     pub last: f64,
+    /// Of the embedding and the output head together, less than of each: where they are one table.
+    pub shared: f64,
 }
 
 impl Linear {
     /// Through those of the stages of a small program. What a stage has less than one in the middle, such as what that receives, is
     /// negative.
     fn through([first, one, two, last]: [f64; 4]) -> Self {
-        Self { base: 2.0 * one - two, each: two - one, first: first - one, last: last - one }
+        Self { base: 2.0 * one - two, each: two - one, first: first - one, last: last - one, shared: 0.0 }
     }
 
     /// The same where nothing is less than in the middle: times, of which some are too short to tell.
     fn rising([first, one, two, last]: [f64; 4]) -> Self {
         let each = (two - one).max(0.0);
-        Self { base: (one - each).max(0.0), each, first: (first - one).max(0.0), last: (last - one).max(0.0) }
+        let (first, last) = ((first - one).max(0.0), (last - one).max(0.0));
+        Self { base: (one - each).max(0.0), each, first, last, shared: 0.0 }
+    }
+
+    /// The same where embedding and output head are one table, which is all that the embedding has.
+    fn tied(self, tied: bool) -> Self {
+        Self { shared: if tied { self.first.min(self.last).max(0.0) } else { 0.0 }, ..self }
+    }
+
+    /// The same where embedding and output head send each other what one table needs, and nothing where they are on one stage.
+    fn sent_if_tied(self, tied: bool) -> Self {
+        Self { shared: if tied { self.first.max(0.0) + self.last.max(0.0) } else { 0.0 }, ..self }
     }
 
     pub fn scaled(&self, by: f64) -> Self {
-        Self { base: self.base * by, each: self.each * by, first: self.first * by, last: self.last * by }
+        let Self { base, each, first, last, shared } = *self;
+        Self { base: base * by, each: each * by, first: first * by, last: last * by, shared: shared * by }
     }
 
     pub fn plus(&self, other: &Self) -> Self {
@@ -52,6 +66,7 @@ impl Linear {
             each: self.each + other.each,
             first: self.first + other.first,
             last: self.last + other.last,
+            shared: self.shared + other.shared,
         }
     }
 }
@@ -125,6 +140,7 @@ pub(super) fn layer_costs(
         p.regions.iter().filter(|r| r.lifetime == lifetime).map(|r| r.slot_bytes).sum()
     };
     let flops = estimator.layer_flops()?;
+    let tied = config.model.tied_embeddings;
     let backward = seconds(&["backward", "input_grad", "weight_grad"]);
     let last = seconds(&["backward_last", "input_grad_last", "weight_grad_last"]);
     let more = |last: f64, usual: f64| (last - usual).max(0.0);
@@ -137,13 +153,16 @@ pub(super) fn layer_costs(
             each: more(last.each, backward.each),
             first: more(last.first, backward.first),
             last: more(last.last, backward.last),
-        },
-        update: seconds(&["update"]),
-        parameters: bytes(&|p| state(p, Class::Parameters)),
-        gradients: bytes(&|p| state(p, Class::Gradients)),
-        optimizer: bytes(&|p| state(p, Class::Optimizer)),
+            shared: 0.0,
+        }
+        .tied(tied),
+        update: seconds(&["update"]).tied(tied),
+        parameters: bytes(&|p| state(p, Class::Parameters)).tied(tied),
+        gradients: bytes(&|p| state(p, Class::Gradients)).tied(tied),
+        optimizer: bytes(&|p| state(p, Class::Optimizer)).tied(tied),
         saved: Saved::ALL.map(|lifetime| bytes(&|p| of_lifetime(p, Lifetime::Saved(lifetime)))),
-        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>()),
+        held: bytes(&|p| of_lifetime(p, Lifetime::Run) - STATE.iter().map(|class| state(p, *class)).sum::<u64>())
+            .sent_if_tied(tied),
         inputs: bytes(&|p| of_lifetime(p, Lifetime::MicroBatch)),
         frames: [0, 1, 2, 3].map(|s| of_lifetime(&programs[s], Lifetime::Frame) as f64),
         flops: [flops[1], flops[flops.len() - 1]],

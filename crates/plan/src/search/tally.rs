@@ -19,6 +19,8 @@ pub struct SearchCounts {
     pub small: u64,
     /// Choices that were compiled whole and simulated.
     pub compiled: u64,
+    /// Whether it ended before bounds had settled all choices: what was not looked at could be faster.
+    pub stopped: bool,
 }
 
 /// Choices that were left out for one reason.
@@ -38,11 +40,13 @@ pub(super) struct Tally {
     least: Option<(u64, LayoutChoice)>,
     simulated: u64,
     next: Option<(f64, LayoutChoice)>,
+    /// The least that a choice takes by its bound which was not looked at, where the search ended before.
+    left_s: Option<f64>,
 }
 
 impl Tally {
     pub fn new(room: u64) -> Self {
-        Self { room, counts: SearchCounts::default(), least: None, simulated: 0, next: None }
+        Self { room, counts: SearchCounts::default(), least: None, simulated: 0, next: None, left_s: None }
     }
 
     pub fn too_large(&mut self, choice: LayoutChoice, bytes: u64) {
@@ -50,6 +54,11 @@ impl Tally {
         if self.least.is_none_or(|(least, _)| bytes < least) {
             self.least = Some((bytes, choice));
         }
+    }
+
+    /// The search ends here, and a choice that is left takes so long at least; none where it goes on.
+    pub fn stopped_at(&mut self, left_s: Option<f64>) {
+        (self.left_s, self.counts.stopped) = (left_s, left_s.is_some());
     }
 
     pub fn slower(&mut self, choice: LayoutChoice, seconds: f64) {
@@ -101,7 +110,13 @@ impl Tally {
         let slowest = best.iter().map(|l| l.evaluated.forecast.step_s).fold(0.0, f64::max);
         if counts.too_slow > 0 {
             all.push(Rejection {
-                reason: format!("a bound on the step time is above the {:.4} s of the last that is shown", slowest),
+                reason: match self.left_s {
+                    None => format!("a bound on the step time is above the {slowest:.4} s of the last that is shown"),
+                    Some(left_s) => format!(
+                        "the search ended after {} whole programs: bounds tell only that these take {left_s:.4} s or more",
+                        counts.compiled
+                    ),
+                },
                 layouts: counts.too_slow,
                 nearest: None,
             });
