@@ -4,6 +4,7 @@
 //! as a [`Layout`](lockstep_ir::Layout). The same inputs give the byte-identical program.
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod budget;
 mod estimate;
 mod forward;
@@ -157,7 +158,7 @@ fn evaluated(stored: &Graph, context: &Context) -> Result<Graph, CompileError> {
 
 /// What was lowered, with what the device does as one and where every buffer stands.
 fn placed(lowered: lower::Unplaced, context: &Context) -> StepProgram {
-    memory::place(join::join(lowered, &context.device), context)
+    ahead::ahead(memory::place(join::join(lowered, &context.device), context), &context.device)
 }
 
 /// Runs a pass and checks what it has made.
