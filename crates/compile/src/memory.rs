@@ -1,5 +1,5 @@
 //! Memory: gives every buffer its offset. The last pass: what it says is what the executor allocates (where state comes from the host,
-//! [`ahead`](crate::ahead) moves buffers of the update within the same arena).
+//! `ahead` moves buffers of the update within the same arena).
 //!
 //! Persistent, host and saved buffers stand side by side; all chunks of a rank share the copies of a saved region, each has what it
 //! saves from the start of a copy on. Temporary buffers of a segment share the frame: largest

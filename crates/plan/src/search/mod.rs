@@ -6,7 +6,7 @@
 //! every pipeline of it; then the schedule of a pipeline is run with these costs, and each of its choices adds the collectives of its data
 //! parallelism and its bytes ([`bound`]). Then a small program of the choice itself is composed to an estimate. What is still among the
 //! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
-//! ([`budget`]). The order does not depend on threads.
+//! ([`budget`]), and those that do not fit have as little optimizer state in the memory of the host as lets them ([`offload`]). The order does not depend on threads.
 //!
 //! Which values divide is asked of `lockstep_config::legal`, and stages are cut by the compiler's own function.
 //! Another framework is a `Trainer`. A test holds the results against an exhaustive search.
@@ -15,6 +15,7 @@ mod best_first;
 mod bound;
 mod budget;
 mod choice;
+mod offload;
 mod proxy;
 mod queue;
 mod request;
@@ -38,5 +39,6 @@ pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     search.begin(progress)?;
     while search.round(progress)? {}
     search.under_budgets(progress)?;
+    search.offloaded(progress)?;
     search.end()
 }
