@@ -37,7 +37,7 @@ struct Block {
 
 /// Where a copy from the host goes that comes early.
 #[derive(Clone, Copy)]
-struct Place {
+struct EarlyCopy {
     /// The instruction before which it starts.
     before: usize,
     buffer: BufferId,
@@ -98,7 +98,7 @@ impl<'a> StepEnd<'a> {
     }
 
     /// The first copies from the host, each at the end of the first layer after which there is room for it.
-    fn places(&self) -> Vec<Place> {
+    fn places(&self) -> Vec<EarlyCopy> {
         let whole = &self.whole;
         let boundary = |at: &usize| {
             let between = *at == 0 || whole.instrs[at - 1].layer != whole.instrs[*at].layer;
@@ -107,9 +107,9 @@ impl<'a> StepEnd<'a> {
         let mut boundaries = (0..self.works).filter(boundary).chain([self.works]);
         let blocks = self.blocks(whole);
         let (begin, end) = (self.program.regions[self.overlay].offset, self.program.arena_bytes);
-        let mut places: Vec<Place> = Vec::new();
+        let mut places: Vec<EarlyCopy> = Vec::new();
         let Some(mut before) = boundaries.next() else { return places };
-        let taken = |places: &[Place], before: usize| {
+        let taken = |places: &[EarlyCopy], before: usize| {
             let busy = blocks.iter().filter(|b| b.last >= before).map(|b| (b.start - begin, b.end - begin));
             let here = places.iter().map(|p| (p.address - begin, p.address - begin + self.size(p.buffer)));
             busy.chain(here).collect::<Vec<_>>()
@@ -128,13 +128,13 @@ impl<'a> StepEnd<'a> {
                 busy = taken(&places, before);
             };
             busy.push((address - begin, address - begin + size));
-            places.push(Place { before, buffer, address });
+            places.push(EarlyCopy { before, buffer, address });
         }
         places
     }
 
     /// The program with its first copies at their places, if there is room for the rest of the update beside them.
-    fn with(&self, places: &[Place]) -> Option<StepProgram> {
+    fn with(&self, places: &[EarlyCopy]) -> Option<StepProgram> {
         let whole = moved(&self.whole, self.works, places);
         let mut blocks = self.blocks(&whole);
         let overlay = &self.program.regions[self.overlay];
@@ -195,7 +195,7 @@ fn together(work: &Segment, update: &Segment) -> Segment {
 }
 
 /// The segment with its first copies from the host moved up to their places.
-fn moved(whole: &Segment, works: usize, places: &[Place]) -> Segment {
+fn moved(whole: &Segment, works: usize, places: &[EarlyCopy]) -> Segment {
     let copies = (works..whole.instrs.len()).filter(|i| whole.instrs[*i].op == Op::Fetch);
     let mut early = copies.zip(places).map(|(copy, place)| (place.before, copy)).peekable();
     let mut order: Vec<usize> = Vec::with_capacity(whole.instrs.len());

@@ -79,7 +79,9 @@ impl Search<'_> {
         let mut config = choice.config(self.request.config);
         config.offload.optimizer = OffloadSize::Auto;
         let config = with_fitting_offload(self.request.machine, config, self.request.room)?;
-        let choice = LayoutChoice { offload: config.offload.optimizer.most_bytes(), ..*choice };
+        // A whole number of MiB, as a person would write it.
+        let offload = config.offload.optimizer.most_bytes().next_multiple_of(1 << 20);
+        let choice = LayoutChoice { offload, ..*choice };
         Ok(RankedLayout { choice, evaluated: exact(self.request, &choice)? })
     }
 }
