@@ -50,6 +50,7 @@ row 32b-bf16-int8 $b32 $all $int8 --recompute full --set offload.optimizer=auto
 row 8b --preset llama-3.1-8b $all --gradients bf16
 row 8b-80GiB --preset llama-3.1-8b $all $bf16 --recompute budget=79.4GiB
 row 8b-offload --preset llama-3.1-8b $all --gradients bf16 --set offload.optimizer=true
+row 8b-offload-micro-2 --preset llama-3.1-8b --seq 4096 --batch 8 --micro-batch 2 --gradients bf16 --set offload.optimizer=true
 row 8b-offload-40GiB --preset llama-3.1-8b $all --gradients bf16 --set "offload.optimizer=40 GiB"
 row 8b-half-offload --preset llama-3.1-8b $all --gradients bf16 --set "offload.optimizer=45 GiB"
 row 8b-batch1 --preset llama-3.1-8b --seq 4096 --batch 1 --gradients bf16

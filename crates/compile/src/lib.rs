@@ -4,6 +4,7 @@
 //! as a [`Layout`](lockstep_ir::Layout). The same inputs give the byte-identical program.
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod budget;
 mod estimate;
 mod forward;
@@ -165,7 +166,7 @@ fn of_one_loss(mut graph: Graph) -> Graph {
 
 /// What was lowered, with what the device does as one and where every buffer stands.
 fn placed(lowered: lower::Unplaced, context: &Context) -> StepProgram {
-    memory::place(join::join(lowered, &context.device), context)
+    ahead::ahead(memory::place(join::join(lowered, &context.device), context), &context.device)
 }
 
 /// Runs a pass and checks what it has made.

@@ -1,4 +1,5 @@
-//! Memory: gives every buffer its offset. The last pass: what it says is what the executor allocates.
+//! Memory: gives every buffer its offset. The last pass: what it says is what the executor allocates (where state comes from the host,
+//! `ahead` moves buffers of the update within the same arena).
 //!
 //! Persistent, host and saved buffers stand side by side; all chunks of a rank share the copies of a saved region, each has what it
 //! saves from the start of a copy on. Temporary buffers of a segment share the frame: largest
@@ -79,18 +80,24 @@ fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64])
             .filter(|o| o.first <= life.last && life.first <= o.last)
             .map(|o| (offsets[o.buffer.0], offsets[o.buffer.0] + sizes[o.buffer.0]))
             .collect();
-        blocks.sort_unstable();
-        let mut at = 0;
-        for (start, stop) in blocks {
-            if start >= at + sizes[life.buffer.0] {
-                break;
-            }
-            at = at.max(stop);
-        }
+        let at = lowest(&mut blocks, sizes[life.buffer.0]);
         offsets[life.buffer.0] = at;
         frame = frame.max(at + sizes[life.buffer.0]);
     }
     frame
+}
+
+/// The lowest offset at which `bytes` stand apart from all blocks.
+pub(crate) fn lowest(blocks: &mut [(u64, u64)], bytes: u64) -> u64 {
+    blocks.sort_unstable();
+    let mut at = 0;
+    for &mut (start, stop) in blocks {
+        if start >= at + bytes {
+            break;
+        }
+        at = at.max(stop);
+    }
+    at
 }
 
 #[cfg(test)]

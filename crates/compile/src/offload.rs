@@ -2,7 +2,8 @@
 //!
 //! A state that is offloaded is read by a copy from the host alone, and its next value is written by a copy back. Copies run beside
 //! kernels, those from the host ahead of the update that reads them: while one parameter is updated, the state of the next ones comes and
-//! that of the last ones goes. They begin with the update's own work, since no parameter moves before the norm of all gradients is known.
+//! that of the last ones goes. Here they begin with the update's own work, since no parameter moves before the norm of all gradients is known;
+//! `ahead` then moves the first of those from the host up into the last backward pass.
 //!
 //! How far ahead state comes, and how long it may be on its way back, is counted in bytes: as many as a large update has. With that both
 //! directions of the link are busy all the time, whatever the order of large and small parameters is.

@@ -71,7 +71,8 @@ pub enum Lifetime {
     Saved(Saved),
     /// Inside one segment: one copy, shared by all segments.
     Frame,
-    /// As `Frame`, for segments that save nothing and read nothing saved: overlays the saved region and the frame.
+    /// As `Frame`, for segments that save nothing and read nothing saved, and for what comes from the host once that has been read: overlays
+    /// the saved region and the frame.
     Overlay,
     /// As `Run`, in the second memory: that of the host beside a device.
     Host,
@@ -320,6 +321,11 @@ pub struct Life {
 }
 
 impl Segment {
+    /// The last backward pass of a step and its update as one, where state that is offloaded comes back beside both.
+    pub const BACKWARD_AND_UPDATE: &'static str = "backward_and_update";
+    /// The same where the schedule ends with weight gradients.
+    pub const WEIGHT_GRAD_AND_UPDATE: &'static str = "weight_grad_and_update";
+
     /// The lives of the buffers that it touches, in order of first use.
     pub fn lives(&self, counts: impl Fn(BufferId) -> bool) -> Vec<Life> {
         let mut lives: Vec<Life> = Vec::new();

@@ -161,6 +161,35 @@ fn a_layout_that_almost_fits_recomputes_as_little_as_lets_it() {
     }
 }
 
+/// Where not even what recomputes everything fits, as little state as lets it waits in the memory of the host.
+#[test]
+fn what_does_not_fit_otherwise_has_optimizer_state_in_the_memory_of_the_host() {
+    let text = "[model]\nvocab_size = 1024\nlayers = 8\ndim = 1024\nheads = 8\nffn = 4096\n[train]\nseq = 1024\nglobal_batch = 8\n\
+                [precision]\npolicy = \"bf16\"\ngradients = \"fp32\"\n";
+    let (free, hardware) = (config(text), hardware("h100"));
+    let whole = Room::of(&hardware.gpu);
+    let bytes = |choice: &LayoutChoice| {
+        let evaluated = evaluate(&Gpus, &choice.config(&free), Rates::Catalogue(&hardware)).unwrap();
+        evaluated.memory().total_bytes
+    };
+    let least = every_choice(&request(&free, 1, &hardware, &whole)).iter().map(bytes).min().unwrap();
+    let missing = 64 << 20;
+    let room = Room { bytes: least - missing, ..whole };
+    let stays = config(&format!("{text}[offload]\noptimizer = false\n"));
+    let refused = search(&request(&stays, 1, &hardware, &room), &|_, _| {});
+    assert!(matches!(refused, Err(PlanError::NoLayout(_))));
+    let auto = config(&format!("{text}[offload]\noptimizer = \"auto\"\n"));
+    for config in [&free, &auto] {
+        let found = found(&request(config, 1, &hardware, &room));
+        let RankedLayout { choice, evaluated } = &found.best[0];
+        let memory = evaluated.memory();
+        assert!(memory.total_bytes <= room.bytes && choice.offload >= missing, "{choice}");
+        assert!((missing..=choice.offload).contains(&memory.host_bytes), "{} bytes", memory.host_bytes);
+        let planned = plan(&Gpus, &choice.config(config)).unwrap();
+        assert_eq!((planned.memory.total_bytes, planned.memory.host_bytes), (memory.total_bytes, memory.host_bytes));
+    }
+}
+
 #[test]
 fn the_same_answer_comes_every_time_and_its_bytes_are_those_of_the_plan() {
     let config = config(

@@ -1,7 +1,7 @@
 //! `parallel.layout = "auto"`: the layout that a run begins with is searched for, and stays while there are as many ranks.
 
 use crate::{Result, TrainError};
-use lockstep_config::{Bytes, Config, DeviceChoice, PLANNED, RecomputePolicy, legal};
+use lockstep_config::{Bytes, Config, DeviceChoice, OffloadSize, PLANNED, RecomputePolicy, legal};
 use lockstep_exec::cpu;
 use lockstep_host::{Devices, catalogue};
 use lockstep_ir::{Layout, Mesh, MeshAxis, units};
@@ -19,6 +19,8 @@ struct Found {
     micro_batch: usize,
     recompute: String,
     budget: Option<u64>,
+    /// Most bytes in the memory of the host, where the config leaves that open and they have been searched for.
+    offload: Option<u64>,
     how: String,
 }
 
@@ -47,13 +49,19 @@ pub(crate) fn with_layout(
     let recompute = RecomputePolicy::ALL.iter().copied().find(|policy| policy.word() == found.recompute);
     // It was written by this very build.
     let Some(recompute) = recompute else { unreachable!("a layout that was found is one") };
-    Ok(config.with_planned_layout(&layout, found.micro_batch, (recompute, found.budget.map(Bytes)), &found.how))
+    let planned =
+        config.with_planned_layout(&layout, found.micro_batch, (recompute, found.budget.map(Bytes)), &found.how);
+    Ok(match found.offload {
+        Some(bytes) => planned.with_offload(bytes, &found.how),
+        None => planned,
+    })
 }
 
 impl Found {
     fn new(choice: &LayoutChoice, how: String) -> Self {
         let LayoutChoice { layout, micro_batch, recompute, budget, .. } = *choice;
-        Self { layout: layout.to_string(), micro_batch, recompute: recompute.to_string(), budget, how }
+        let (layout, recompute) = (layout.to_string(), recompute.to_string());
+        Self { layout, micro_batch, recompute, budget, offload: None, how }
     }
 }
 
@@ -75,6 +83,7 @@ fn searched(devices: &Devices, config: &Config, ranks: usize, heard: &mut dyn Fn
     let hardware = hardware(devices, target, ranks)?;
     let room = devices.room(&config);
     let room = room.unwrap_or_else(|| Room { bytes: u64::MAX, shared: true, place: "on this machine".into() });
+    let offload = config.offload.optimizer == OffloadSize::Auto;
     let request = SearchRequest {
         machine: devices,
         config: &config,
@@ -82,8 +91,8 @@ fn searched(devices: &Devices, config: &Config, ranks: usize, heard: &mut dyn Fn
         hardware: &hardware,
         room: &room,
         free: false,
-        // What changes the losses is not a layout's to decide.
-        fixed: &["precision.gradients"],
+        // What changes the losses is not a layout's to decide, nor what takes memory of the host without being asked for.
+        fixed: if offload { &["precision.gradients"] } else { &["precision.gradients", "offload.optimizer"] },
         trainer: None,
         wanted: 5,
         threads: cpu::cores(),
@@ -106,7 +115,9 @@ fn searched(devices: &Devices, config: &Config, ranks: usize, heard: &mut dyn Fn
         unreachable!("a search without an error has a result")
     };
     let (legal, s) = (units::thousands(result.counts.legal), if ranks == 1 { "" } else { "s" });
-    Ok(Found::new(choice, format!("the fastest of {legal} layouts of {ranks} rank{s}")))
+    let found = Found::new(choice, format!("the fastest of {legal} layouts of {ranks} rank{s}"));
+    // Where all fits without, the least that fits is found when the layout is known.
+    Ok(Found { offload: (choice.offload > 0).then_some(choice.offload).filter(|_| offload), ..found })
 }
 
 /// The device that ranks run on, and the config with it named: layouts that are compared have other numbers of ranks.

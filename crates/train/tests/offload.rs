@@ -7,7 +7,8 @@ use lockstep_checkpoint::open;
 use lockstep_config::{Bytes, Config, OffloadSize};
 use lockstep_host::Devices;
 use lockstep_ir::Op;
-use lockstep_ir::program::{Lifetime, Stream};
+use lockstep_ir::graph::Phase;
+use lockstep_ir::program::{Lifetime, Segment, Stream};
 use lockstep_plan::{Room, plan, with_fitting_offload};
 use lockstep_train::{StepMetrics, settled};
 use std::path::Path;
@@ -46,7 +47,8 @@ const FORMATS: [&[&str]; 4] = [
 ];
 
 const LAYOUTS: [&[&str]; 8] = [
-    &[],
+    // More activations: most state comes while backward runs.
+    &["train.seq=64"],
     &["parallel.dp=2", "parallel.zero=1"],
     &["parallel.dp=2", "parallel.zero=2"],
     &["parallel.dp=2", "parallel.zero=3"],
@@ -95,7 +97,7 @@ fn a_run_may_be_resumed_with_and_without() {
 }
 
 #[test]
-fn the_device_keeps_what_the_host_does_not_and_copies_run_beside_the_update() {
+fn the_device_keeps_what_the_host_does_not_and_copies_run_beside_backward_and_update() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     let planned = |offload: &str| plan(&Devices::new(), &config(dir.path(), &[offload])).unwrap();
@@ -109,19 +111,20 @@ fn the_device_keeps_what_the_host_does_not_and_copies_run_beside_the_update() {
     assert!(goes.memory.total_bytes < stays.memory.total_bytes);
     assert!((2 << 20..=3 << 20).contains(&part.memory.host_bytes), "{}", part.memory.host_bytes);
     let program = goes.program();
-    let update = program.segments.iter().find(|s| s.name == "update").unwrap();
-    let at = |op: Op| (0..update.instrs.len()).filter(move |i| update.instrs[*i].op == op).collect::<Vec<_>>();
+    let end = program.segments.iter().find(|s| s.name == Segment::BACKWARD_AND_UPDATE).unwrap();
+    let at = |op: Op| (0..end.instrs.len()).filter(move |i| end.instrs[*i].op == op).collect::<Vec<_>>();
     let (fetches, offloads) = (at(Op::Fetch), at(Op::Offload));
     assert_eq!(fetches.len(), offloads.len());
     let hosted = program.tensors.iter().filter(|t| program.lifetime(t.buffer) == Lifetime::Host).count();
     assert_eq!(fetches.len(), hosted);
-    assert!(fetches.iter().all(|i| update.instrs[*i].stream == Stream::Fetch));
-    // The first copies come before anything else, the others two updates ahead of who reads them.
-    assert_eq!(fetches[0], 0);
-    let updates: Vec<usize> = (0..update.instrs.len()).filter(|i| update.instrs[*i].op.name() == "adamw").collect();
+    assert!(fetches.iter().all(|i| end.instrs[*i].stream == Stream::Fetch));
+    // The first copies come while backward still runs, the others two updates ahead of who reads them.
+    let backward = (0..end.instrs.len()).rfind(|i| end.instrs[*i].phase == Phase::WeightGrad).unwrap();
+    assert!(fetches.iter().filter(|i| **i < backward).count() >= 2, "{fetches:?}, backward ends at {backward}");
+    let updates: Vec<usize> = (0..end.instrs.len()).filter(|i| end.instrs[*i].op.name() == "adamw").collect();
     for (k, pair) in updates.windows(3).enumerate() {
-        let read = |i: usize| update.instrs[i].inputs.iter().map(|a| a.buffer).collect::<Vec<_>>();
-        let comes = |i: &&usize| update.instrs[**i].outputs.iter().flatten().any(|o| read(pair[2]).contains(&o.buffer));
+        let read = |i: usize| end.instrs[i].inputs.iter().map(|a| a.buffer).collect::<Vec<_>>();
+        let comes = |i: &&usize| end.instrs[**i].outputs.iter().flatten().any(|o| read(pair[2]).contains(&o.buffer));
         assert!(fetches.iter().filter(comes).all(|i| *i < pair[0]), "update {k}");
     }
 }

@@ -5,7 +5,7 @@ use crate::table::{beside, table, wrapped};
 use crate::timeline::write_file;
 use lockstep_config::Config;
 use lockstep_host::{Devices, machine_profile};
-use lockstep_ir::program::{Arg, Class, Instr, Stream};
+use lockstep_ir::program::{Arg, Class, Instr, Segment, Stream};
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands, trace_span};
 use lockstep_ir::{Axes, StepProgram};
@@ -148,9 +148,9 @@ impl Predicted {
         let slot = |i: &Interval| {
             let work = match i.segment {
                 "forward" | "forward_last" => Work::Forward,
-                "backward" | "backward_last" => Work::Backward,
+                "backward" | "backward_last" | Segment::BACKWARD_AND_UPDATE => Work::Backward,
                 "input_grad" | "input_grad_last" => Work::InputGrad,
-                "weight_grad" | "weight_grad_last" => Work::WeightGrad,
+                "weight_grad" | "weight_grad_last" | Segment::WEIGHT_GRAD_AND_UPDATE => Work::WeightGrad,
                 _ => return None,
             };
             Some((PipeSlot { chunk: i.chunk, work, micro_batch: i.micro_batch }, i.start_s, i.end_s))

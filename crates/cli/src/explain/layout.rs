@@ -4,7 +4,8 @@ use super::memory;
 use crate::table::{columns, table, wrapped};
 use lockstep_ir::account::{self, Communication};
 use lockstep_ir::blocks::{BLOCK, attention_blocks};
-use lockstep_ir::program::Segment;
+use lockstep_ir::graph::Phase;
+use lockstep_ir::program::Instr;
 use lockstep_ir::schedule::Timeline;
 use lockstep_ir::{Axes, StepProgram, units};
 use lockstep_plan::{Plan, pipeline_timeline};
@@ -44,9 +45,9 @@ impl Role<'_> {
     fn layers(&self) -> Vec<(usize, usize)> {
         let mut chunks: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
         // What is no micro-batch's is of all chunks.
-        let works = |s: &&Segment| s.name != "update" && s.name != "probe";
-        for segment in self.program.segments.iter().filter(works) {
-            for layer in segment.instrs.iter().filter_map(|i| i.layer) {
+        let works = |i: &&Instr| !matches!(i.phase, Phase::Update | Phase::Probe);
+        for segment in &self.program.segments {
+            for layer in segment.instrs.iter().filter(works).filter_map(|i| i.layer) {
                 let (first, last) = chunks.entry(segment.chunk).or_insert((layer, layer));
                 (*first, *last) = ((*first).min(layer), (*last).max(layer));
             }

@@ -199,5 +199,11 @@ pub(super) fn keys(layout: &RankedLayout) -> Vec<(&'static str, Value)> {
         ("recompute.policy", json!(choice.recompute)),
     ];
     keys.extend(choice.budget.map(|bytes| ("recompute.budget", json!(format!("{} MiB", bytes >> 20)))));
+    let offload = match choice.offload {
+        0 => None,
+        u64::MAX => Some(json!(true)),
+        bytes => Some(json!(format!("{} MiB", bytes >> 20))),
+    };
+    keys.extend(offload.map(|size| ("offload.optimizer", size)));
     keys
 }

@@ -4,7 +4,7 @@
 use super::{Unsound, unsound};
 use crate::Axes;
 use crate::graph::{Phase, State};
-use crate::program::{Arg, Buffer, BufferId, Entry, Instr, Lifetime, Role, Slot, StepProgram, Stream, Sum};
+use crate::program::{Arg, Buffer, BufferId, Entry, Instr, Lifetime, Role, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::{ByteRange, Distinct, Event, Walk};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -20,15 +20,18 @@ pub(super) fn check(program: &StepProgram) -> Result<(), Unsound> {
         let first = Walk::first(program);
         let walk = Walk { here: first.here.with_index(parts, &program.mesh, index), ..first };
         let cells = Cells::new(walk);
-        (0..program.segments.len()).try_for_each(|segment| check_segment(walk, &cells, segment))?;
+        // Where a segment uses the overlay and what lies under it, copies of what is saved matter: each of its slots is looked at.
+        let alike = |segment: &usize| !both_over_and_under(program, &program.segments[*segment]);
+        let alone = (0..program.segments.len()).filter(alike);
+        alone.map(|segment| Slot::new(segment, 0)).try_for_each(|slot| check_slot(walk, &cells, slot))?;
         program.entries.iter().try_for_each(|entry| check_entry(walk, &cells, entry))
     })
 }
 
-/// What a segment does with the frame is the same in every slot: nothing is in there when it begins.
-fn check_segment(walk: Walk, cells: &Cells, segment: usize) -> Result<(), Unsound> {
+/// What a segment does with the frame, which is empty when it begins.
+fn check_slot(walk: Walk, cells: &Cells, slot: Slot) -> Result<(), Unsound> {
     let (mut frame, mut pending) = (Memory::new(cells), Vec::new());
-    for event in walk.slot(Slot::new(segment, 0)) {
+    for event in walk.slot(slot) {
         let result = keep_apart(&event, &mut pending).and_then(|()| check_overlap(&event));
         result.and_then(|()| frame.run(&event, Kind::Frame)).map_err(|reason| unsound(event.to_string(), reason))?;
     }
@@ -44,14 +47,11 @@ fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
     let mut used: BTreeSet<Lifetime> = BTreeSet::new();
     for segment in entry.schedule.iter().map(|s| s.segment).collect::<BTreeSet<_>>() {
         let segment = &program.segments[segment];
-        let buffers = segment.instrs.iter().flat_map(|i| i.buffers());
-        let here: BTreeSet<Lifetime> = buffers.map(|b| program.lifetime(b)).collect();
-        let under = |l: &Lifetime| matches!(l, Lifetime::Saved(_) | Lifetime::Frame);
-        if here.contains(&Lifetime::Overlay) && here.iter().any(under) {
+        if both_over_and_under(program, segment) && segment.instrs.iter().all(|i| i.stream != Stream::Fetch) {
             let at = format!("entry {}, {segment}", entry.name);
             return Err(unsound(at, "uses the overlay and what lies under it"));
         }
-        used.extend(here);
+        used.extend(lifetimes(program, segment));
     }
     let mut seen = BTreeSet::new();
     for slot in &entry.schedule {
@@ -67,12 +67,26 @@ fn check_schedule(program: &StepProgram, entry: &Entry) -> Result<(), Unsound> {
     Ok(())
 }
 
+fn lifetimes(program: &StepProgram, segment: &Segment) -> BTreeSet<Lifetime> {
+    segment.instrs.iter().flat_map(|i| i.buffers()).map(|b| program.lifetime(b)).collect()
+}
+
+/// Whether a segment uses the overlay and what lies under it: only what comes from the host moves in while activations are still read.
+fn both_over_and_under(program: &StepProgram, segment: &Segment) -> bool {
+    let here = lifetimes(program, segment);
+    let under = |l: &Lifetime| matches!(l, Lifetime::Saved(_) | Lifetime::Frame);
+    here.contains(&Lifetime::Overlay) && here.iter().any(under)
+}
+
 fn check_entry(walk: Walk, cells: &Cells, entry: &Entry) -> Result<(), Unsound> {
     let program = walk.program;
     let shown = Distinct::of(program, entry);
     let micro_batches = shown.schedule.iter().map(|s| s.micro_batch + 1).max().unwrap_or(0);
     let mut memory = Memory::at_start(program, cells, micro_batches)?;
     for (slot, &micro_batch) in shown.schedule.iter().zip(&shown.micro_batches) {
+        if both_over_and_under(program, &program.segments[slot.segment]) {
+            check_slot(walk, cells, *slot)?;
+        }
         for event in walk.slot(*slot) {
             memory.run(&event, Kind::Lasting { micro_batches }).map_err(|reason| {
                 let event = walk.event(Slot { micro_batch, ..*slot }, event.index);

@@ -83,7 +83,7 @@ pub(super) struct Search<'a> {
     in_flight_by_rank: Remembered<(PipeKey, usize), Arc<Vec<InFlight>>>,
     /// Of small programs that have been compiled for choices.
     known: Remembered<(Key, Data), LayerCosts>,
-    /// Choices that recompute nothing and do not fit, with the least time of each and their bytes.
+    /// Choices that recompute the least that the config allows and do not fit, with the least time of each and their bytes.
     pub(super) tight: Vec<(Bound, LayoutChoice)>,
     pub(super) tally: Tally,
 }
@@ -352,10 +352,10 @@ impl<'a> Search<'a> {
         unknown || bytes * (1.0 - margin) <= self.request.room.bytes as f64
     }
 
-    /// Leaves out what does not fit, and remembers what would if a part of it were recomputed.
+    /// Leaves out what does not fit, and remembers what would if a part of it were recomputed, or waited in the memory of the host.
     fn too_large(&mut self, choice: LayoutChoice, bound: Bound) {
         self.tally.too_large(choice, bound.bytes as u64);
-        if choice.recompute == RecomputePolicy::None {
+        if self.space.policies().first() == Some(&choice.recompute) {
             self.tight.push((bound, choice));
             if self.tight.len() >= 2 * MOST_TIGHT {
                 self.nearest();

@@ -1,6 +1,6 @@
 //! One choice of a search.
 
-use lockstep_config::{Bytes, Config, GradientPrecision, RecomputePolicy};
+use lockstep_config::{Bytes, Config, GradientPrecision, OffloadSize, RecomputePolicy};
 use lockstep_ir::{Layout, units};
 
 /// One choice of everything that a search decides. Prints as `dp=64 zero=1 tp=8 sp, micro-batch 2, recompute full`.
@@ -16,6 +16,8 @@ pub struct LayoutChoice {
     pub budget: Option<u64>,
     /// What gradients are accumulated in.
     pub gradients: GradientPrecision,
+    /// Most bytes of a rank's optimizer state that wait in the memory of the host.
+    pub offload: u64,
 }
 
 impl LayoutChoice {
@@ -27,6 +29,7 @@ impl LayoutChoice {
             recompute: config.recompute.policy,
             budget: config.recompute.budget.map(|Bytes(bytes)| bytes),
             gradients: config.precision.gradients,
+            offload: config.offload.optimizer.most_bytes(),
         }
     }
 
@@ -36,6 +39,9 @@ impl LayoutChoice {
         config.train.micro_batch = self.micro_batch;
         (config.recompute.policy, config.recompute.budget) = (self.recompute, self.budget.map(Bytes));
         config.precision.gradients = self.gradients;
+        if self.offload != config.offload.optimizer.most_bytes() {
+            config.offload.optimizer = OffloadSize::Most(Bytes(self.offload));
+        }
         config
     }
 }
@@ -47,8 +53,13 @@ impl std::fmt::Display for LayoutChoice {
             write!(f, " of {}", units::bytes(bytes))?;
         }
         match self.gradients {
-            GradientPrecision::Fp32 => Ok(()),
-            GradientPrecision::Bf16 => f.write_str(", bf16 gradients"),
+            GradientPrecision::Fp32 => {}
+            GradientPrecision::Bf16 => f.write_str(", bf16 gradients")?,
+        }
+        match self.offload {
+            0 => Ok(()),
+            u64::MAX => f.write_str(", all optimizer state offloaded"),
+            bytes => write!(f, ", {} of optimizer state offloaded", units::bytes(bytes)),
         }
     }
 }

@@ -6,7 +6,7 @@
 //! every pipeline of it; then the schedule of a pipeline is run with these costs, and each of its choices adds the collectives of its data
 //! parallelism and its bytes ([`bound`]). Then a small program of the choice itself is composed to an estimate. What is still among the
 //! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
-//! ([`budget`]). The order does not depend on threads.
+//! ([`budget`]), and those that do not fit have as little optimizer state in the memory of the host as lets them ([`offload`]). The order does not depend on threads.
 //!
 //! Where bounds cannot tell choices apart, as on slow networks, the search ends after so many programs with the best so far, and says so.
 //!
@@ -17,6 +17,7 @@ mod best_first;
 mod bound;
 mod budget;
 mod choice;
+mod offload;
 mod proxy;
 mod queue;
 mod request;
@@ -40,5 +41,6 @@ pub fn search(request: &SearchRequest, progress: &(dyn Fn(u64, u64) + Sync)) -> 
     search.begin(progress)?;
     while !search.is_spent() && search.round(progress)? {}
     search.under_budgets(progress)?;
+    search.offloaded(progress)?;
     search.end()
 }

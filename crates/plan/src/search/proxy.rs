@@ -7,7 +7,7 @@ use crate::{Result, SearchRequest};
 use lockstep_compile::Estimator;
 use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::Schedule;
-use lockstep_ir::program::{Class, Lifetime, Saved, StepProgram};
+use lockstep_ir::program::{Class, Lifetime, Saved, Segment, StepProgram};
 use lockstep_sim::{Framework, Terms, Workload};
 
 /// Layers of the stages of a small program: with the embedding, alone, twice as many, with the head.
@@ -131,6 +131,13 @@ pub(super) fn layer_costs(
         };
         Linear::rising([0, 1, 2, 3].map(|stage| of(&segments[stage])))
     };
+    // Where state comes from the host beside the last backward pass, what that and the update take more than the pass alone.
+    let update = Linear::rising([0, 1, 2, 3].map(|stage| {
+        let of = |wanted: &str| segments[stage].iter().filter(|(name, _)| *name == wanted).map(|(_, s)| s).sum::<f64>();
+        let behind = |whole: &str, work: &str| (of(whole) - of(work)).max(0.0);
+        let backward = behind(Segment::BACKWARD_AND_UPDATE, "backward");
+        of("update") + backward + behind(Segment::WEIGHT_GRAD_AND_UPDATE, "weight_grad")
+    }));
     let bytes = |of: &dyn Fn(&StepProgram) -> u64| Linear::through([0, 1, 2, 3].map(|s| of(&programs[s]) as f64));
     let state = |program: &StepProgram, class: Class| -> u64 {
         let held = program.buffers.iter().filter(|b| b.class == class);
@@ -156,7 +163,7 @@ pub(super) fn layer_costs(
             shared: 0.0,
         }
         .tied(tied),
-        update: seconds(&["update"]).tied(tied),
+        update: update.tied(tied),
         parameters: bytes(&|p| state(p, Class::Parameters)).tied(tied),
         gradients: bytes(&|p| state(p, Class::Gradients)).tied(tied),
         optimizer: bytes(&|p| state(p, Class::Optimizer)).tied(tied),

@@ -36,5 +36,6 @@ fn complexity(choice: &LayoutChoice) -> usize {
         GradientPrecision::Fp32 => 0,
         GradientPrecision::Bf16 => 3,
     };
-    pipeline + context + tensor + experts + replicas + sharding + recompute + gradients
+    let offload = 2 * usize::from(choice.offload > 0);
+    pipeline + context + tensor + experts + replicas + sharding + recompute + gradients + offload
 }

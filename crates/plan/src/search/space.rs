@@ -287,7 +287,8 @@ impl<'a> Space<'a> {
         let layout = Layout { schedule: pipe.schedule, chunks: pipe.chunks, ..layout };
         // Of policies that a search tries none has one.
         let budget = self.config.recompute.budget.filter(|_| recompute == RecomputePolicy::Budget).map(|Bytes(n)| n);
-        LayoutChoice { layout, micro_batch, recompute, budget, gradients }
+        let offload = self.config.offload.optimizer.most_bytes();
+        LayoutChoice { layout, micro_batch, recompute, budget, gradients, offload }
     }
 }
 
