@@ -277,7 +277,7 @@ fn what_cannot_be_met_is_refused_with_the_gpus_that_would_do() {
     let late = format!("{:.1}d", days * 2.0);
     place.ok(&[&wanted[..], &[late.as_str()]].concat());
     assert!(place.fails(2, &[&wanted[..], &["soon"]].concat()).contains("--deadline soon is not a time"));
-    place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 512\nglobal_batch = 16\nmicro_batch = 1\n[parallel]\ntp = 1\npp = 1\ncp = 1\n");
+    place.config("[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 512\nglobal_batch = 16\nmicro_batch = 1\n[parallel]\ntp = 1\npp = 1\ncp = 1\n[offload]\noptimizer = false\n");
     let error = place.fails(2, &["plan", "run.toml", "--gpu", "a100-40gb", "--gpus", "2"]);
     assert!(error.contains("layouts of 2 GPUs fits") && error.contains("give --gpus 4: dp=4 zero="), "{error}");
 }
@@ -381,7 +381,7 @@ fn where_nothing_fits_the_cheapest_changes_are_named() {
     let place = Place::new();
     place.config(
         "[model]\npreset = \"llama-3-8b\"\n[train]\nseq = 4096\nglobal_batch = 8\nmicro_batch = 1\n[precision]\npolicy = \"bf16\"\n\
-         [parallel]\ntp = 1\npp = 1\ncp = 1\nzero = 0\n",
+         [parallel]\ntp = 1\npp = 1\ncp = 1\nzero = 0\n[offload]\noptimizer = false\n",
     );
     let error = place.fails(2, &["plan", "run.toml", "--gpu", "h100", "--gpus", "8"]);
     for wanted in

@@ -17,7 +17,7 @@ mod profiles;
 mod text;
 
 use common::{losses, write_corpus};
-use lockstep_config::{Bytes, Config, DeviceChoice, PrecisionPolicy};
+use lockstep_config::{Bytes, Config, DeviceChoice, FrozenPrecision, PrecisionPolicy};
 use lockstep_exec::cpu::Simd;
 use lockstep_ir::{StepProgram, counter};
 use lockstep_plan::{GenerationShape, PlanError, cache_plan, generation_program, plan};
@@ -287,18 +287,26 @@ fn programs_are_those_of_the_corpus() {
             }
             count += 1;
         }
-        let config = config(dir.path(), keys, "");
-        let generate = |machine, config: &Config| {
-            let cache = cache_plan(machine, config, &GenerationShape { texts: 2, ..GenerationShape::one(16) })?;
-            generation_program(machine, config, &cache)
-        };
-        let (program, _) = generate(&first, &config).unwrap();
-        corpus += &describe(&format!("{model}-generate"), &[program], dump.as_deref());
-        for (device, machine) in &machines {
-            let program = generate(machine, &on(&config, device));
-            corpus += &summary(device, program.map(|(program, _)| vec![program]));
+        for (way, tp, frozen) in [
+            ("generate", 1, FrozenPrecision::Policy),
+            ("generate-tp2", 2, FrozenPrecision::Policy),
+            ("generate-int8", 1, FrozenPrecision::Int8),
+        ] {
+            let mut config = config(dir.path(), keys, "");
+            config.precision.frozen = frozen;
+            let generate = |machine, config: &Config| {
+                let shape = GenerationShape { texts: 2, tp, ..GenerationShape::one(16) };
+                let cache = cache_plan(machine, config, &shape)?;
+                generation_program(machine, config, &cache)
+            };
+            let (program, _) = generate(&first, &config).unwrap();
+            corpus += &describe(&format!("{model}-{way}"), &[program], dump.as_deref());
+            for (device, machine) in &machines {
+                let program = generate(machine, &on(&config, device));
+                corpus += &summary(device, program.map(|(program, _)| vec![program]));
+            }
+            count += 1;
         }
-        count += 1;
     }
     assert!(count >= 150, "{count} configs");
     compare("corpus.txt", &corpus, include_str!("replay/corpus.txt"));
