@@ -59,7 +59,7 @@ mod tests {
 
     fn bytes(g: &Graph, context: &crate::Context) -> String {
         let g = super::super::precision::precision(g, context).unwrap();
-        lines(&super::bytes(&g, context).unwrap(), &["linear", "unit "], false)
+        lines(&super::bytes(&g, context).unwrap(), &["linear", "unit "], true)
     }
 
     #[test]
