@@ -267,8 +267,11 @@ impl Small<'_> {
         }
         list.prove("export", || {
             let out = self.work.join("hf");
-            let exported = export(&run, &out, ExportOptions::default(), &mut |_, _| ())?;
-            Ok((format!("Hugging Face folder of step {}", exported.step), ()))
+            // The weights beside adapters are not those of the real run: merging shows nothing.
+            let adapter = self.config.lora.rank.is_some();
+            let exported = export(&run, &out, ExportOptions { adapter, ..ExportOptions::default() }, &mut |_, _| ())?;
+            let what = if adapter { "PEFT folder of adapters" } else { "Hugging Face folder" };
+            Ok((format!("{what} of step {}", exported.step), ()))
         })?;
         Ok(())
     }

@@ -7,7 +7,7 @@
 //!
 //! This works on a program that is placed: where there is room at which moment is a matter of addresses.
 
-use crate::memory::lowest;
+use crate::room::lowest;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{BufferId, Instr, Life, Lifetime, Segment, Slot, StepProgram, Stream};
 use lockstep_ir::{DeviceProfile, FusedGroup, Op};

@@ -15,6 +15,7 @@ mod lower;
 mod memory;
 mod offload;
 mod passes;
+mod room;
 mod rule;
 mod settings;
 mod slots;

@@ -9,6 +9,7 @@
 
 use crate::Context;
 use crate::lower::Unplaced;
+use crate::room::lowest;
 use lockstep_ir::StepProgram;
 use lockstep_ir::program::{Buffer, Lifetime, Region, Segment};
 
@@ -85,19 +86,6 @@ fn pack(segment: &Segment, members: &[bool], sizes: &[u64], offsets: &mut [u64])
         frame = frame.max(at + sizes[life.buffer.0]);
     }
     frame
-}
-
-/// The lowest offset at which `bytes` stand apart from all blocks.
-pub(crate) fn lowest(blocks: &mut [(u64, u64)], bytes: u64) -> u64 {
-    blocks.sort_unstable();
-    let mut at = 0;
-    for &mut (start, stop) in blocks {
-        if start >= at + bytes {
-            break;
-        }
-        at = at.max(stop);
-    }
-    at
 }
 
 #[cfg(test)]

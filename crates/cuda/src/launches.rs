@@ -167,8 +167,18 @@ fn steps(gpu: &Arc<Gpu>, precision: Precision, deterministic: bool) {
 /// Steps of decoding, of as many rows and with matmuls of as many inputs and outputs as kernels have variants for.
 fn decoding(gpu: &Arc<Gpu>, precision: Precision) {
     let cache = CacheShape { slots: 32, blocks: 32, page: 96, pages: 32, window_pages: 1, apart: true };
-    for (dim, ffn, vocab) in [(128, 256, 16384), (128, 64, 8192), (8192, 64, 256)] {
-        let model = format!("vocab_size = {vocab}\nlayers = 2\ndim = {dim}\nheads = 2\nffn = {ffn}");
+    // The norm before a wide matmul is of the head, or of an MLP whose activation is no part of the matmul.
+    let sizes = [
+        (128, 256, 16384, "silu"),
+        (128, 64, 8192, "silu"),
+        (8192, 64, 256, "silu"),
+        (128, 2304, 256, "gelu"),
+        (128, 8192, 256, "gelu"),
+    ];
+    for (dim, ffn, vocab, activation) in sizes {
+        let model = format!(
+            "vocab_size = {vocab}\nlayers = 2\ndim = {dim}\nheads = 2\nffn = {ffn}\nactivation = \"{activation}\""
+        );
         let config = Config::parse(&format!("[model]\n{model}\n[data]\npaths = [\".\"]\n"), "run.toml", &[]).unwrap();
         let model = ModelConfig { head_dim: 64, ..config.model };
         let context = context(Rule::AdamW(ADAMW), precision, false);
