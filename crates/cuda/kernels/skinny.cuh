@@ -213,7 +213,7 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
     SKINNY(T, W, NAME, 2, glu, 4, 8, 4, true, __launch_bounds__(256))                                                  \
     SKINNY(T, W, NAME, 4, narrow, 1, 8, 4, false, __launch_bounds__(256))                                              \
     SKINNY(T, W, NAME, 4, deep, 1, 16, 4, false, __launch_bounds__(512))                                               \
-    SKINNY(T, W, NAME, 4, wide, 8, 8, 4, false, __launch_bounds__(256))                                                \
+    SKINNY(T, W, NAME, 4, wide, 8, 8, 4, false, __launch_bounds__(256, 2))                                             \
     SKINNY(T, W, NAME, 4, glu, 4, 8, 4, true, __launch_bounds__(256))                                                  \
     SKINNY_NORM(T, W, NAME, narrow, 2, 4, 1, false)                                                                    \
     SKINNY_NORM(T, W, NAME, middle, 2, 2, 2, false)                                                                    \

@@ -257,7 +257,7 @@ fn an_impossible_request_is_refused_with_the_nearest_that_works() {
 fn a_tied_model_is_found_in_the_memory_that_its_program_needs() {
     let config = config(
         "[model]\nvocab_size = 16384\nlayers = 2\ndim = 256\nheads = 4\nkv_heads = 4\nffn = 256\ntied_embeddings = true\n[train]\nseq = 256\n\
-         global_batch = 1\nmicro_batch = 1\n[recompute]\npolicy = \"none\"\n",
+         global_batch = 1\nmicro_batch = 1\n[recompute]\npolicy = \"none\"\n[offload]\noptimizer = false\n",
     );
     let hardware = hardware("h100");
     let bytes = evaluate(&Gpus, &config, Rates::Catalogue(&hardware)).unwrap().memory().total_bytes;
