@@ -97,3 +97,65 @@ impl Executor for Alone {
         self.executor.notes()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::Mesh;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Counts what is passed on the device.
+    struct Device(Arc<AtomicUsize>);
+
+    impl Executor for Device {
+        fn arena_bytes(&self) -> u64 {
+            0
+        }
+
+        fn host_bytes(&self) -> u64 {
+            0
+        }
+
+        fn write(&mut self, _: &str, _: usize, _: &[u8]) -> Result<(), ExecError> {
+            Err(ExecError::Internal("the host writes".into()))
+        }
+
+        fn read(&self, _: &str, _: usize) -> Result<Cow<'_, [u8]>, ExecError> {
+            Err(ExecError::Internal("the host reads".into()))
+        }
+
+        fn run(&mut self, _: &str) -> Result<(), ExecError> {
+            Ok(())
+        }
+
+        fn pass(&mut self, _: &str, _: &str) -> Result<(), ExecError> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+
+        fn profile(&mut self, _: &str) -> Result<Vec<Timing>, ExecError> {
+            Ok(Vec::new())
+        }
+    }
+
+    #[test]
+    fn what_an_executor_passes_on_its_device_does_not_come_by_way_of_the_host() {
+        let passed = Arc::new(AtomicUsize::new(0));
+        let program = StepProgram {
+            mesh: Mesh::ONE,
+            stage: 0,
+            arena_bytes: 0,
+            host_bytes: 0,
+            regions: vec![],
+            buffers: vec![],
+            values: vec![],
+            tensors: vec![],
+            segments: vec![],
+            entries: vec![],
+        };
+        let mut alone = Alone::new(Box::new(Device(passed.clone())), program);
+        alone.pass("next_token", "tokens").unwrap();
+        assert_eq!(passed.load(Ordering::Relaxed), 1);
+    }
+}
