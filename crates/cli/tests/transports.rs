@@ -6,8 +6,10 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Every so many of the mixtures: some of every config. `bench/records` has runs of all.
-const EVERY: &str = "72";
+/// Every so many of the mixtures: some of every config. `bench/records` has runs of all. Over the strict NCCL, which computes nothing, more
+/// than 150 layouts; those that compute are held to their bits by other tests too.
+const STRICT: &str = "8";
+const SOCKETS: &str = "72";
 
 /// Eight ranks at a time are enough: beside as many others, one may get no core for so long that it counts as gone.
 static ONE: Mutex<()> = Mutex::new(());
@@ -30,12 +32,12 @@ fn layouts(every: &str, transport: &str) -> usize {
 
 #[test]
 fn layouts_ask_a_strict_nccl_for_what_fits_together() {
-    let kept = layouts(EVERY, "strict-nccl");
-    assert!(kept >= 12, "{kept}");
+    let kept = layouts(STRICT, "strict-nccl");
+    assert!(kept >= 150, "{kept}");
 }
 
 #[test]
 fn layouts_over_sockets_compute_what_one_rank_computes() {
-    let kept = layouts(EVERY, "sockets");
-    assert!(kept >= 12, "{kept}");
+    let kept = layouts(SOCKETS, "sockets");
+    assert!(kept >= 20, "{kept}");
 }
