@@ -405,8 +405,8 @@ impl Membership {
     fn agree(&mut self, mine: &Registered, waiting: &Waiting) -> Result<Epoch, HostError> {
         let (mut mine, mut written) = (mine.clone(), None);
         let begun = Instant::now();
+        let mut number = self.next();
         loop {
-            let number = self.next();
             if written != Some(number) {
                 // One that waits to join follows the run from epoch to epoch.
                 self.write_registration(number, &mine)?;
@@ -420,6 +420,7 @@ impl Membership {
                     return Ok(epoch);
                 }
                 self.newest = epoch.epoch;
+                number = self.next().max(number + 1);
                 continue;
             }
             if self.folder.join(ENDED).exists() {
