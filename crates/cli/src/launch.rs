@@ -7,12 +7,13 @@ use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{JobSecret, host};
-use lockstep_host::{HostError, SHARES_GPUS};
+use lockstep_host::{HostError, SHARES_GPUS, has_begun};
 use lockstep_ir::Hint;
 use std::ffi::OsString;
 use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -93,7 +94,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let signals = train::on_interrupt()?;
     if train::elastic_bounds(&config)?.is_some() {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts).wait(&signals)?;
+        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts, args.train.run_dir()).wait(&signals)?;
         if let Some(failure) = &end.failed {
             tell(&format!("error: {}", failure.with_hint()));
         }
@@ -154,15 +155,17 @@ struct StartOfRank {
     arguments: Vec<OsString>,
     ranks: usize,
     port: u16,
-    secret: String,
+    secret: JobSecret,
     share_gpus: bool,
+    /// Where an elastic run says that it has begun.
+    run_dir: PathBuf,
 }
 
 impl StartOfRank {
     /// Starts one; `late` if the others have begun without it.
     fn spawn(&self, rank: usize, late: bool) -> Result<Child> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(&self.arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, &self.secret);
+        command.args(&self.arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, self.secret.to_hex());
         // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
         command.process_group(0);
         for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", self.ranks)] {
@@ -203,9 +206,9 @@ impl Team {
     fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self> {
         // Free now; should somebody else take it before rank 0 does, that tells the others of another.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let secret = JobSecret::random()?.to_hex();
+        let secret = JobSecret::random()?;
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
-        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus };
+        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
         let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
             team.children.push(team.start.spawn(rank, false)?);
@@ -214,8 +217,9 @@ impl Team {
     }
 
     /// The others go on when some are lost; up to so many are started again, to join them.
-    fn elastic(mut self, restarts: u32) -> Self {
+    fn elastic(mut self, restarts: u32, run_dir: PathBuf) -> Self {
         self.elastic = Some(restarts);
+        self.start.run_dir = run_dir;
         self
     }
 
@@ -234,7 +238,8 @@ impl Team {
                     |signal| format!("was killed by signal {signal}"),
                 );
                 tell(&format!("rank {rank} {how}: another process is started to join the run, {} left", left - 1));
-                self.children[rank] = self.start.spawn(rank, true)?;
+                let late = has_begun(&self.start.run_dir, &self.start.secret);
+                self.children[rank] = self.start.spawn(rank, late)?;
                 (self.ended[rank], self.elastic) = (None, Some(left - 1));
             }
         }

@@ -24,6 +24,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -214,6 +216,16 @@ const FOLDER: &str = ".elastic";
 /// The file that says that the run has ended.
 const ENDED: &str = "ended";
 
+/// Whether the run of a job has begun: processes that come now join it later.
+pub fn has_begun(run_dir: &Path, secret: &JobSecret) -> bool {
+    job_folder(run_dir, secret).join("epoch-0.json").exists()
+}
+
+/// Whoever does not know the secret does not find the folder of the job among those of others.
+fn job_folder(run_dir: &Path, secret: &JobSecret) -> PathBuf {
+    run_dir.join(FOLDER).join(format!("{:016x}", xxh3_64(secret.to_hex().as_bytes())))
+}
+
 impl Membership {
     /// This process in the world that was started, which is epoch 0. Rank 0 clears the folder of what earlier jobs have left.
     pub fn first(
@@ -248,10 +260,8 @@ impl Membership {
     }
 
     fn new(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
-        // Whoever does not know the secret does not find the folder of the job among those of others.
-        let job = xxh3_64(secret.to_hex().as_bytes());
         Self {
-            folder: run_dir.join(FOLDER).join(format!("{job:016x}")),
+            folder: job_folder(run_dir, &secret),
             me: Seat::of_this_process(),
             ip: own_address(&start.address),
             last: None,
@@ -298,8 +308,7 @@ impl Membership {
                 (self.newest, self.last) = (agreed.epoch, None);
                 continue;
             };
-            let start = self.start(rank, &agreed, waiting);
-            let joined = if rank == 0 { host_at(&start, listener) } else { join_others(&start) };
+            let joined = self.connect(rank, &agreed, Some(listener), waiting);
             let before = self.last.replace(agreed.clone());
             match joined {
                 Ok(comm) => {
@@ -342,18 +351,21 @@ impl Membership {
             (self.newest, self.last) = (epoch.epoch, None);
             return Ok(None);
         }
-        let start = self.start(rank, &epoch, waiting);
+        let joined = self.connect(rank, &epoch, listener.map(|(listener, _)| listener), waiting);
         self.last = Some(epoch);
-        let joined = match listener {
-            Some((listener, _)) => host_at(&start, listener),
-            None => join_others(&start),
-        };
         Ok(Some(joined?))
     }
 
-    /// How this process joins the others of an epoch.
-    fn start(&self, rank: usize, epoch: &Epoch, waiting: &Waiting) -> Start {
-        Start {
+    /// Joins the others of an epoch, as long as none of them is proven dead. The first has the listener that they come to.
+    fn connect(
+        &self,
+        rank: usize,
+        epoch: &Epoch,
+        listener: Option<TcpListener>,
+        waiting: &Waiting,
+    ) -> Result<ProcessCommunicator, JoinError> {
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let start = Start {
             rank,
             ranks: epoch.members.len(),
             address: epoch.address.clone(),
@@ -362,8 +374,27 @@ impl Membership {
             mpi: None,
             secret: Some(self.secret.clone()),
             board: None,
-            waiting: waiting.clone(),
-        }
+            waiting: Waiting { abandoned: Some(abandoned.clone()), ..waiting.clone() },
+        };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // Where there is no thread for it, those that are gone are waited for until the time is up.
+            let watch = std::thread::Builder::new().name("lockstep-dead".into());
+            let _ = watch.spawn_scoped(scope, || {
+                while !done.load(Ordering::Acquire) {
+                    if epoch.members.iter().any(|seat| seat.is_proven_dead(&self.me)) {
+                        abandoned.store(true, Ordering::Release);
+                    }
+                    std::thread::sleep(LOOK_EVERY);
+                }
+            });
+            let joined = match listener {
+                Some(listener) if rank == 0 => host_at(&start, listener),
+                _ => join_others(&start),
+            };
+            done.store(true, Ordering::Release);
+            joined
+        })
     }
 
     fn listen(&self) -> Result<(TcpListener, SocketAddr), HostError> {
@@ -426,16 +457,17 @@ impl Membership {
             if self.folder.join(ENDED).exists() {
                 return Err(ElasticError::Ended.into());
             }
-            if waiting.stop.as_ref().is_some_and(|stop| stop.load(std::sync::atomic::Ordering::SeqCst)) {
+            if waiting.stop.as_ref().is_some_and(|stop| stop.load(Ordering::SeqCst)) {
                 return Err(ElasticError::Stopped.into());
             }
             let others = self.registered(number);
             if self.reach(&mut mine, &others) {
                 self.write_registration(number, &mine)?;
             }
-            if let Some(rank) = mine.rank
-                && let Some(last) = self.last.clone()
-                && let Some(members) = self.proposal((rank, &last), &mine, &others, begun)?
+            // Those that wait to join begin by themselves where all that they could join are gone.
+            let last = self.last.clone().or_else(|| self.read_epoch(number - 1).filter(|last| self.is_gone(last)));
+            if let Some(last) = last
+                && let Some(members) = self.proposal(&last, &mine, &others, begun)?
             {
                 let epoch = Epoch { epoch: number, members, address: mine.listens.to_string() };
                 self.publish(&epoch)?;
@@ -451,7 +483,7 @@ impl Membership {
     /// The members of the next epoch, if it is this process that proposes them and nobody is waited for any more.
     fn proposal(
         &self,
-        (rank, last): (usize, &Epoch),
+        last: &Epoch,
         mine: &Registered,
         others: &[Registered],
         begun: Instant,
@@ -482,8 +514,12 @@ impl Membership {
             }
         }
         members.sort_by_key(|member| (member.rank.unwrap_or(usize::MAX), member.seat.id.clone()));
-        // The lowest rank that is reached proposes.
-        if members[0].rank != Some(rank) && !begun.elapsed().gt(&(2 * SETTLES_WITHIN)) {
+        // The lowest rank that is reached proposes; where that does not happen, the next.
+        if members[0].seat.id != self.me.id && begun.elapsed() <= 2 * SETTLES_WITHIN {
+            return Ok(None);
+        }
+        // Where all are gone, those that come are given time.
+        if alive.is_empty() && (!settled || members.len() < self.bounds.least) {
             return Ok(None);
         }
         let old = members.iter().filter(|member| member.rank.is_some()).count();
@@ -499,6 +535,11 @@ impl Membership {
             return Err(ElasticError::TooFew { here, before, least }.into());
         }
         Ok(Some(members.into_iter().map(|member| member.seat.clone()).collect()))
+    }
+
+    /// Whether all members of an epoch are proven dead.
+    fn is_gone(&self, epoch: &Epoch) -> bool {
+        epoch.members.iter().all(|seat| seat.is_proven_dead(&self.me))
     }
 
     /// Tries to reach those that were not tried yet. Says whether there is news.

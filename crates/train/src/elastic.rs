@@ -17,7 +17,7 @@ use lockstep_checkpoint::{Loaded, list};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::CommError;
-use lockstep_exec::comm::processes::{ProcessCommunicator, Start, join};
+use lockstep_exec::comm::processes::{JoinError, ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_host::{Devices, Elastic, HostError, Membership, Processes, Rejoined};
 use lockstep_ir::units;
@@ -209,6 +209,14 @@ fn is_loss(error: &TrainError) -> bool {
             ExecError::Rank(CommError::Failed { host, .. }) => host.is_some(),
             _ => false,
         },
+        // Somebody was lost while the ranks met.
+        HostError::Join(error) => {
+            use JoinError::{Abandoned, Early, Missing, NoAnswer, Refused, Unconnected};
+            matches!(
+                error,
+                Abandoned { .. } | Early { .. } | Missing { .. } | NoAnswer { .. } | Refused(_) | Unconnected { .. }
+            )
+        }
         _ => false,
     }
 }
