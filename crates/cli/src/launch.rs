@@ -293,8 +293,11 @@ impl Team {
 
     fn end(&self, asked_to_stop: bool) -> End {
         // What was lost on the way does not matter where others have finished the run.
-        if self.elastic.is_some() && self.ended.iter().flatten().any(ExitStatus::success) {
-            return End { code: 0, recurs: false, failed: None, asked_to_stop };
+        if self.elastic.is_some() {
+            let any = |code: u8| self.ended.iter().flatten().any(|status| status.code() == Some(i32::from(code)));
+            if let Some(code) = [0, INTERRUPTED].into_iter().find(|code| any(*code)) {
+                return End { code, recurs: false, failed: None, asked_to_stop };
+            }
         }
         let ends = || self.ended.iter().enumerate().filter_map(|(rank, status)| Some((rank, (*status)?)));
         let failures: Vec<_> = ends().filter(|(_, status)| failed(*status)).collect();

@@ -99,6 +99,16 @@ pub struct Epoch {
     pub members: Vec<Seat>,
     /// Where rank 0 listens.
     address: String,
+    /// What all have in common.
+    common: Common,
+}
+
+/// What the processes of a run must have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Common {
+    build: String,
+    /// A checksum of the config.
+    config: String,
 }
 
 /// What a process says when it registers.
@@ -107,7 +117,7 @@ struct Registered {
     seat: Seat,
     /// Its rank in the last epoch, if it was in it.
     rank: Option<usize>,
-    build: String,
+    common: Common,
     listens: SocketAddr,
     /// Names of those that it has reached, of those it has tried.
     reached: BTreeSet<String>,
@@ -124,7 +134,7 @@ pub struct Membership {
     /// The process may not have been in the epoch that is there: it waits for the next.
     newest: u64,
     timeout: Duration,
-    build: String,
+    common: Common,
     secret: JobSecret,
     /// When the folder was last looked at for those that want to join.
     looked: Instant,
@@ -189,6 +199,10 @@ pub enum ElasticError {
         /// This one's.
         ours: String,
     },
+    /// The process has another config.
+    #[error("the run was started with another config than this process: it cannot join")]
+    #[hint("start all ranks with the same config file and options; the run has its own in run.toml of the run directory")]
+    OtherConfig,
     /// The folder cannot be used.
     #[error("cannot {action} {}: {cause}", path.display())]
     #[hint("the run directory must be one that all hosts can read and write")]
@@ -230,11 +244,11 @@ impl Membership {
     /// This process in the world that was started, which is epoch 0. Rank 0 clears the folder of what earlier jobs have left.
     pub fn first(
         run_dir: &Path,
-        bounds: Elastic,
+        (bounds, config): (Elastic, &str),
         start: &Start,
         comm: &ProcessCommunicator,
     ) -> Result<Self, HostError> {
-        let mut this = Self::new(run_dir, bounds, start, comm.secret().clone());
+        let mut this = Self::new(run_dir, (bounds, config), start, comm.secret().clone());
         if comm.rank() == 0 {
             let root = run_dir.join(FOLDER);
             // What is left of earlier jobs is of no use; where it cannot be removed it does no harm.
@@ -245,7 +259,7 @@ impl Membership {
             .exchange(ProgramPlace::outside("elastic"), &seat)
             .map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
-        let epoch = Epoch { epoch: 0, members, address: String::new() };
+        let epoch = Epoch { epoch: 0, members, address: String::new(), common: this.common.clone() };
         if comm.rank() == 0 {
             this.make_folder()?;
             this.publish(&epoch)?;
@@ -255,11 +269,11 @@ impl Membership {
     }
 
     /// This process, which wants to join a run that is under way.
-    pub fn late(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
-        Self::new(run_dir, bounds, start, secret)
+    pub fn late(run_dir: &Path, of: (Elastic, &str), start: &Start, secret: JobSecret) -> Self {
+        Self::new(run_dir, of, start, secret)
     }
 
-    fn new(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
+    fn new(run_dir: &Path, (bounds, config): (Elastic, &str), start: &Start, secret: JobSecret) -> Self {
         Self {
             folder: job_folder(run_dir, &secret),
             me: Seat::of_this_process(),
@@ -268,7 +282,7 @@ impl Membership {
             bounds,
             newest: 0,
             timeout: start.timeout,
-            build: start.build.clone(),
+            common: Common { build: start.build.clone(), config: format!("{:016x}", xxh3_64(config.as_bytes())) },
             secret,
             looked: Instant::now(),
         }
@@ -289,7 +303,7 @@ impl Membership {
         if last.members.len() >= self.bounds.most {
             return false;
         }
-        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.build == self.build)
+        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.common == self.common)
     }
 
     /// Says that the run has ended, to whoever waits to join it.
@@ -342,7 +356,8 @@ impl Membership {
         let address = listener.as_ref().map_or_else(String::new, |(_, address)| address.to_string());
         let told = comm.exchange(ProgramPlace::outside("elastic"), address.as_bytes()).map_err(ExecError::from)?;
         let address = String::from_utf8_lossy(&told[0]).into_owned();
-        let epoch = Epoch { epoch: last.epoch + 1, members: last.members[..used].to_vec(), address };
+        let (members, common) = (last.members[..used].to_vec(), self.common.clone());
+        let epoch = Epoch { epoch: last.epoch + 1, members, address, common };
         if rank == 0 {
             self.publish(&epoch)?;
         }
@@ -370,7 +385,7 @@ impl Membership {
             ranks: epoch.members.len(),
             address: epoch.address.clone(),
             timeout: self.timeout,
-            build: self.build.clone(),
+            build: self.common.build.clone(),
             mpi: None,
             secret: Some(self.secret.clone()),
             board: None,
@@ -424,7 +439,7 @@ impl Membership {
         let mine = Registered {
             seat: self.me.clone(),
             rank,
-            build: self.build.clone(),
+            common: self.common.clone(),
             listens,
             reached: BTreeSet::new(),
             tried: BTreeSet::new(),
@@ -438,15 +453,17 @@ impl Membership {
         let begun = Instant::now();
         let mut number = self.next();
         loop {
+            if mine.rank.is_none()
+                && let Some(epoch) = self.read_epoch(number - 1)
+            {
+                self.may_join(&epoch)?;
+            }
             if written != Some(number) {
                 // One that waits to join follows the run from epoch to epoch.
                 self.write_registration(number, &mine)?;
                 written = Some(number);
             }
             if let Some(epoch) = self.read_epoch(number) {
-                if let Some(other) = self.other_build(number) {
-                    return Err(ElasticError::OtherBuild { theirs: other, ours: self.build.clone() }.into());
-                }
                 if mine.rank.is_some() || epoch.members.iter().any(|seat| seat.id == self.me.id) {
                     return Ok(epoch);
                 }
@@ -469,7 +486,7 @@ impl Membership {
             if let Some(last) = last
                 && let Some(members) = self.proposal(&last, &mine, &others, begun)?
             {
-                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string() };
+                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string(), common: self.common.clone() };
                 self.publish(&epoch)?;
                 continue;
             }
@@ -489,7 +506,7 @@ impl Membership {
         begun: Instant,
     ) -> Result<Option<Vec<Seat>>, HostError> {
         let settled = begun.elapsed() > SETTLES_WITHIN;
-        let there: Vec<&Registered> = others.iter().filter(|other| other.build == self.build).collect();
+        let there: Vec<&Registered> = others.iter().filter(|other| other.common == self.common).collect();
         let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
         let alive: Vec<&Seat> = last.members.iter().filter(|seat| !seat.is_proven_dead(&self.me)).collect();
         if !settled && !alive.iter().all(|seat| is_there(seat)) {
@@ -570,10 +587,13 @@ impl Membership {
         all
     }
 
-    /// The build of those that have agreed on an epoch, if it is not this one's.
-    fn other_build(&self, number: u64) -> Option<String> {
-        let others = self.registered(number);
-        others.into_iter().find(|other| other.rank.is_some() && other.build != self.build).map(|other| other.build)
+    /// Refuses to join a run of another build or config.
+    fn may_join(&self, epoch: &Epoch) -> Result<(), ElasticError> {
+        let Common { build, config } = &epoch.common;
+        if *build != self.common.build {
+            return Err(ElasticError::OtherBuild { theirs: build.clone(), ours: self.common.build.clone() });
+        }
+        if *config != self.common.config { Err(ElasticError::OtherConfig) } else { Ok(()) }
     }
 
     fn write_registration(&self, number: u64, mine: &Registered) -> Result<(), HostError> {
