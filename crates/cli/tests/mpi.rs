@@ -109,12 +109,14 @@ fn mpi_conforms_and_is_measured_and_another_library_than_the_one_that_started_th
         let of = |name: &'static str| links.iter().map(move |link| link[name].as_f64().unwrap());
         assert!(of("bytes_per_s").all(|x| x > 1e6) && of("clock_ahead_s").all(|x| x.abs() < 1.0), "{said}");
     }
-    let output = mpirun(&place, mpi, 2, &["doctor", "--world"]).output().unwrap();
+    let output = mpirun(&place, mpi, 2, &["doctor", "--world"]).env("TERM", "xterm").output().unwrap();
     let (said, shown) = texts(&output);
     assert!(
         output.status.success() && said.contains("all ranks reach each other; the slowest link is "),
         "{said}{shown}"
     );
+    // Titles of tables are bold on a terminal, and mpirun's output goes to a pipe here.
+    assert!(!said.contains('\u{1b}'), "{said:?}");
     let alone = place.fails(2, &["doctor", "--world"]);
     assert!(alone.contains("no other processes were started with this one\nhint: "), "{alone}");
     let check = |library: &str, expected: &str| {
