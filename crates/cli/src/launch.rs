@@ -94,7 +94,9 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let signals = train::on_interrupt()?;
     if train::elastic_bounds(&config)?.is_some() {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts, args.train.run_dir()).wait(&signals)?;
+        let end = Team::start(&arguments, ranks, args.share_gpus)?
+            .elastic(args.restarts, args.train.run_dir())
+            .wait(&signals)?;
         if let Some(failure) = &end.failed {
             tell(&format!("error: {}", failure.with_hint()));
         }
@@ -208,7 +210,8 @@ impl Team {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let secret = JobSecret::random()?;
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
-        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
+        let start =
+            StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
         let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
             team.children.push(team.start.spawn(rank, false)?);

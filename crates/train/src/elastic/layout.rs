@@ -31,8 +31,7 @@ fn with_data_parallel(config: &Config, layout: &Layout, ranks: usize) -> Option<
     (1..=most).rev().find_map(|copies| {
         // Replicas stay where they divide what is there.
         let replicas = if copies % replicas == 0 { replicas } else { 1 };
-        let mesh =
-            layout.mesh.with(MeshAxis::DpReplicate, replicas).with(MeshAxis::DpShard, copies / replicas);
+        let mesh = layout.mesh.with(MeshAxis::DpReplicate, replicas).with(MeshAxis::DpShard, copies / replicas);
         let at = with_layout(config, &Layout { mesh, ..*layout })?;
         Some((at, copies * of_one))
     })
