@@ -12,10 +12,18 @@
 //!
 //! Whoever is not in an epoch that has appeared registers for the one after it, and waits.
 
+mod error;
+mod seat;
+#[cfg(test)]
+mod tests;
+
+pub use error::ElasticError;
+pub use seat::Seat;
+
 use crate::HostError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{
-    JobSecret, JoinError, ProcessCommunicator, Start, Waiting, host, host_at, join as join_others,
+    JobSecret, JoinError, ProcessCommunicator, Start, Waiting, host_at, join as join_others,
 };
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use serde::{Deserialize, Serialize};
@@ -45,49 +53,6 @@ impl Elastic {
         let (least, most) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
         (1 <= least && least <= most).then_some(Self { least, most })
     }
-}
-
-/// A process, as it is told from all others that there ever were.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Seat {
-    /// Its name: host, number and when it began.
-    pub id: String,
-    /// Its host.
-    pub host: String,
-    /// Its number there.
-    pub pid: u32,
-    /// In which space of numbers: containers of one host have their own.
-    pub pids: String,
-    /// When it began, as the system counts.
-    pub began: u64,
-}
-
-impl Seat {
-    fn of_this_process() -> Self {
-        let (host, pid) = (host(), std::process::id());
-        let began = began(pid).unwrap_or(0);
-        let pids = fs::read_link("/proc/self/ns/pid").map_or_else(|_| String::new(), |p| p.display().to_string());
-        Self { id: format!("{host}-{pid}-{began}"), host, pid, pids, began }
-    }
-
-    /// Whether this process can tell that the other has ended: it ran here.
-    fn is_proven_dead(&self, me: &Seat) -> bool {
-        let here = self.host == me.host && self.pids == me.pids && !me.pids.is_empty();
-        here && self.id != me.id && began(self.pid) != Some(self.began)
-    }
-}
-
-/// When a process began, in ticks since the start of the system; none where there is no such process, or it has ended and only its parent does not know
-/// yet.
-fn began(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Its name, in parentheses, may hold anything.
-    let rest = stat.rsplit_once(") ")?.1;
-    let mut fields = rest.split(' ');
-    if matches!(fields.next(), Some("Z" | "X")) {
-        return None;
-    }
-    fields.nth(18)?.parse().ok()
 }
 
 /// A world that was agreed on.
@@ -150,72 +115,6 @@ pub struct Rejoined {
     pub gone: Vec<usize>,
     /// Processes that were not in the last epoch.
     pub joined: usize,
-}
-
-/// Why processes cannot go on together.
-#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
-pub enum ElasticError {
-    /// Those that are left are too few.
-    #[error("{here} of {before} ranks are left, and cluster.elastic asks for {least} at least")]
-    #[hint("the same command again goes on from the last checkpoint")]
-    TooFew {
-        /// How many are left.
-        here: usize,
-        /// How many there were.
-        before: usize,
-        /// How many it takes.
-        least: usize,
-    },
-    /// The others may go on elsewhere.
-    #[error(
-        "{here} of {before} ranks reach each other, which is not more than half: the others may go on, so these ranks end"
-    )]
-    #[hint("look at the network between the hosts; the same command again goes on from the last checkpoint")]
-    NoMajority {
-        /// How many reach each other.
-        here: usize,
-        /// How many there were.
-        before: usize,
-    },
-    /// The run has ended while this process waited.
-    #[error("the run has ended while this process waited to join it")]
-    Ended,
-    /// This process is asked to stop while it waits.
-    #[error("interrupted while waiting for the others")]
-    Stopped,
-    /// No epoch has come.
-    #[error("no other rank has agreed on a world with this one within {} s", within.as_secs())]
-    #[hint("look at the messages of the other ranks; the same command again goes on from the last checkpoint")]
-    Alone {
-        /// How long it waited.
-        within: Duration,
-    },
-    /// The process is of another build.
-    #[error("the run is Lockstep {theirs}, and this process is Lockstep {ours}: it cannot join")]
-    #[hint("start all ranks from the same binary")]
-    OtherBuild {
-        /// The run's.
-        theirs: String,
-        /// This one's.
-        ours: String,
-    },
-    /// The process has another config.
-    #[error("the run was started with another config than this process: it cannot join")]
-    #[hint(
-        "start all ranks with the same config file and options; the run has its own in run.toml of the run directory"
-    )]
-    OtherConfig,
-    /// The folder cannot be used.
-    #[error("cannot {action} {}: {cause}", path.display())]
-    #[hint("the run directory must be one that all hosts can read and write")]
-    Folder {
-        /// What was tried.
-        action: &'static str,
-        /// Where.
-        path: PathBuf,
-        /// What the system said.
-        cause: io::Error,
-    },
 }
 
 /// How long those that are left wait for others of which nothing proves that they are gone.
