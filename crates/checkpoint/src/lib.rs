@@ -54,4 +54,6 @@ pub use load::{Loaded, TensorView, open};
 pub use mirror::{free_bytes, mirror, require_space};
 pub use save::{About, TensorGroup, TensorRef, looks_whole, save};
 pub use slice::Slice;
-pub use weights::{Interleaved, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder, export, save_copies};
+pub use weights::{
+    HeldTensors, Interleaved, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder, export, save_copies,
+};

@@ -2,6 +2,7 @@
 
 mod adapter;
 mod byte_tokenizer;
+mod experts;
 mod export;
 mod import;
 mod kept;
