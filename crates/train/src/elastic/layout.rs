@@ -60,7 +60,7 @@ fn smaller(layout: &Layout) -> Option<lockstep_ir::Mesh> {
     let axes = [MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp, MeshAxis::Pp];
     let axis = axes.into_iter().find(|axis| layout.mesh.size(*axis) > 1)?;
     let size = layout.mesh.size(axis);
-    let divisor = (2..=size).find(|divisor| size % divisor == 0)?;
+    let divisor = (2..=size).find(|divisor| size.is_multiple_of(*divisor))?;
     Some(layout.mesh.with(axis, size / divisor))
 }
 
