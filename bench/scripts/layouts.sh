@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Every way to split a step, held against one rank: all mixtures of HSDP, ZeRO, context, expert, tensor, sequence and pipeline
 # parallelism on 2 to 8 ranks. Prints a line per layout; fails where one breaks its promise.
-# usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST]]] > bench/records/layouts.txt
+# usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST [CASES]]]] > bench/records/layouts.txt
 #   EVERY      every n-th of the mixtures (1)
 #   TRANSPORT  what ranks are: threads (the default), sockets, mpi, nccl (processes that share the GPUs of this machine), or strict-nccl
 #              (the library of crates/cli/tests/fake_cuda, which computes nothing and sees to it that ranks ask for what fits together)
 #   MOST       the most ranks of a layout (8)
+#   CASES      a pattern of the names of cases (*): "*-lora*", say
 set -euo pipefail
-lockstep=$(realpath "${1:?usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST]]]}")
+lockstep=$(realpath "${1:?usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST [CASES]]]]}")
 every=${2:-1}
 transport=${3:-threads}
 most=${4:-8}
+cases=${5:-*}
 export COLUMNS=120
 fake=$(realpath "$(dirname "$0")/../../crates/cli/tests/fake_cuda")
 folder=$(mktemp -d)
@@ -57,6 +59,8 @@ mix
 check() {
     local name=$1 step=$(($2 * every)) all=() sizes=(2 4 8)
     cat > "$name.toml"
+    # shellcheck disable=SC2254
+    case $name in $cases) ;; *) return ;; esac
     for ((i = 0; i < ${#mixtures[@]}; i += step)); do all+=("${mixtures[i]}"); done
     echo "## $name: ${#all[@]} layouts"
     # mpirun starts as many processes as layouts have ranks.
@@ -130,6 +134,23 @@ architecture = \"qwen3\"
 $sizes
 kv_heads = 2
 $train"
+# Adapters beside frozen weights, and dropout of what they read.
+check llama-lora 3 <<< "[model]
+$sizes
+kv_heads = 2
+$train
+[lora]
+rank = 4
+dropout = 0.1"
+check gpt2-lora-bf16 7 <<< "[model]
+architecture = \"gpt2\"
+$sizes
+$train
+[precision]
+policy = \"bf16\"
+[lora]
+rank = 4
+targets = [\"c_attn\", \"mlp.c_proj\"]"
 # In fp8 parts of ranks are multiples of 16.
 fp8=$'[precision]\npolicy = "fp8"\nfp8_weights = 0'
 bytes=$'vocab_size = 131\nlayers = 8\ndim = 64\nheads = 4\nffn = 96'
@@ -199,6 +220,19 @@ $sizes
 kv_heads = 2
 experts = 4
 $train"
+# Adapters of experts are on ranks of one kind: tensor-parallel or expert-parallel.
+tensor=("1:")
+mix
+check mixtral-lora 1 <<< "[model]
+architecture = \"mixtral\"
+$sizes
+kv_heads = 2
+experts = 4
+$train
+[lora]
+rank = 4"
+tensor=("1:" "2:tp=2" "2:tp=2,sp")
+mix
 check qwen3-moe-bound-recompute 3 <<< "[model]
 architecture = \"qwen3_moe\"
 $sizes

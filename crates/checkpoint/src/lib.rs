@@ -56,4 +56,6 @@ pub use memory::MemoryFile;
 pub use mirror::{free_bytes, mirror, require_space};
 pub use save::{About, TensorGroup, TensorRef, looks_whole, save};
 pub use slice::Slice;
-pub use weights::{Interleaved, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder, export, save_copies};
+pub use weights::{
+    HeldTensors, Interleaved, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder, export, save_copies,
+};

@@ -6,7 +6,7 @@ pub(crate) use tasks::texts;
 
 use crate::Format;
 use crate::failure::{Failure, Result};
-use crate::options::WeightArgs;
+use crate::options::{WeightArgs, text_paths};
 use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
@@ -22,7 +22,7 @@ pub struct Args {
     /// Hugging Face Hub.
     #[arg(value_name = "RUN|CHECKPOINT|HF_FOLDER")]
     from: PathBuf,
-    /// Text files, or folders to search for them.
+    /// Text files, folders to search for them, or hf:datasets/OWNER/NAME[/PATH] for a dataset on the Hugging Face Hub.
     #[arg(long, value_name = "PATH", num_args = 1.., required_unless_present_any = ["validation", "tasks"])]
     data: Vec<PathBuf>,
     /// The run's own validation text: the sequences that its validation reads.
@@ -53,7 +53,10 @@ pub fn run(args: Args) -> Result<()> {
     if !args.tasks.is_empty() {
         return tasks::run(&args, &trained);
     }
-    let text = if args.validation { Text::Validation } else { Text::Paths(args.data) };
+    let text = match args.validation {
+        true => Text::Validation,
+        false => Text::Paths(text_paths(&args.data, &trained.config.data.extensions)?),
+    };
     let mut progress = Progress::new(0);
     let result =
         evaluate(

@@ -116,6 +116,14 @@ pub fn model_folder(from: &Path) -> Result<PathBuf> {
     Ok(folder?)
 }
 
+/// The text that a command is given: paths, or names of datasets on the hub, which are downloaded.
+pub fn text_paths(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathBuf>> {
+    let mut progress = Progress::new(0);
+    let found = lockstep_infer::text_paths(&Hub::from_env(), paths, extensions, &mut |at| progress.downloading(at));
+    progress.clear();
+    Ok(found?)
+}
+
 /// Says on stderr what the user should know of a config.
 pub fn warn(warnings: &[String]) {
     for warning in warnings {

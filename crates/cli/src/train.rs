@@ -9,7 +9,7 @@ use crate::shell::shell_quoted;
 use crate::terminal::printable;
 use crate::{ConfigArgs, remedies, style, warn};
 use lockstep_checkpoint::list;
-use lockstep_config::Config;
+use lockstep_config::{Config, DataFormat};
 use lockstep_exec::comm::processes::Waiting;
 use lockstep_host::{Devices, Elastic, Processes};
 use lockstep_infer::HubNeed;
@@ -399,12 +399,16 @@ fn afterwards(outcome: &Outcome, config: &Config, dir: &Path) -> String {
         );
         prompt = first_words(&sample.prompt).or(prompt);
     }
+    // What a chat begins with is written by its template.
+    let is_chat = config.data.format == DataFormat::Chat;
+    let how = if is_chat { "--chat --prompt" } else { "--prompt" };
+    let prompt = prompt.map(|prompt| if is_chat { "Hello".to_owned() } else { prompt });
     // As it was called, so that the lines can be copied.
     let lockstep = shell_quoted(&std::env::args().next().unwrap_or_else(|| "lockstep".to_owned()));
     let quoted = |path: &Path| shell_quoted(&path.display().to_string());
     text += "\ntry next:\n";
     if let Some(prompt) = prompt {
-        text += &format!("  {lockstep} generate {} --prompt {}\n", quoted(dir), shell_quoted(&prompt));
+        text += &format!("  {lockstep} generate {} {how} {}\n", quoted(dir), shell_quoted(&prompt));
     }
     if outcome.last_val_loss.is_some() {
         text += &format!("  {lockstep} eval {} --validation\n", quoted(dir));

@@ -140,7 +140,10 @@ fn a_chat_is_answered_and_ends_with_its_turn() {
     let chat =
         "paths = [\"chats.jsonl\"]\nformat = \"chat\"\ntokenizer = \"tokenizer.json\"\nchat_template = \"mine.jinja\"";
     place.config(&CONFIG.replace("paths = [\"corpus\"]", chat).replace("vocab_size = 256", "vocab_size = 384"));
-    place.ok(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=40", "--set", "optimizer.lr=1e-2"]);
+    let output =
+        place.run(&["train", "run.toml", "--run-dir", "run", "--set", "train.steps=40", "--set", "optimizer.lr=1e-2"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success() && said.contains(" generate run --chat --prompt Hello\n"), "{said}");
     let asked = ["generate", "run", "--chat", "--system", "Be brief.", "--prompt", "Who?", "--temperature", "0"];
     let output = place.run(&asked);
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "Me.\n");

@@ -166,6 +166,18 @@ fn data_come_from_a_dataset() {
     assert_eq!(test.heard().len(), 9);
     assert_eq!(test.place.trajectory("run"), test.place.trajectory("local"));
     assert!(test.read("run/run.toml").contains(&format!("paths = [\"hf:datasets/org/name@{COMMIT}/data\"]")));
+    // The same text is evaluated on, by the same names.
+    let score = |data: &str| test.ok(&["eval", "local", "--data", data, "--format", "json"]);
+    let loss = |text: String| serde_json::from_str::<Value>(&text).unwrap()["loss"].clone();
+    let whole = loss(score("hf:datasets/org/name/data"));
+    assert_eq!((test.heard().len(), &whole), (0, &loss(score("corpus"))));
+    assert_eq!(loss(score("hf:datasets/org/name/data/3.txt")), loss(score("corpus/3.txt")));
+    test.heard();
+    let error = test.fails(&["eval", "local", "--data", "hf:datasets/org/name/none"], &[]);
+    assert!(error.contains("hf:datasets/org/name") && error.contains("none"), "{error}");
+    let error = test.fails(&["eval", "local", "--data", "org/nothing"], &[]);
+    assert!(error.contains("org/nothing: no such file or folder, and hf:"), "{error}");
+    test.heard();
     // It goes on with the tokens that it has.
     std::fs::remove_dir_all(test.place.path("home/hub/datasets--org--name")).unwrap();
     test.ok(&["train", "run.toml", "--run-dir", "run", "--set", set, "--change", "train.steps=6"]);

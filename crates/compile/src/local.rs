@@ -124,7 +124,15 @@ impl<'a> Local<'a> {
 
     /// Where the parts of ranks start, for an op that must know.
     pub(crate) fn offsets(&self, node: &Node) -> Option<Offsets> {
-        let (input, at, dim) = node.op.numbered(node.inputs.len())?;
+        self.starts(node, node.op.numbered(node.inputs.len())?)
+    }
+
+    /// The same of the second dimension that it numbers.
+    pub(crate) fn counted(&self, node: &Node) -> Option<Offsets> {
+        self.starts(node, node.op.counted(node.inputs.len())?)
+    }
+
+    fn starts(&self, node: &Node, (input, at, dim): (bool, usize, usize)) -> Option<Offsets> {
         let v = if input { node.inputs[at] } else { node.outputs[at]? };
         Offsets::new(self.graph.ty(v), &self.sharding(v), dim, &self.mesh)
     }

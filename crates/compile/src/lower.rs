@@ -369,7 +369,7 @@ impl Lowering<'_> {
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, parts[s].temporary)?;
             let Node { phase, layer, tf32, .. } = *node;
-            let (stream, offsets) = (stream(node), local.offsets(node));
+            let (stream, offsets, counted) = (stream(node), local.offsets(node), local.counted(node));
             segments[s].instrs.push(Instr {
                 op,
                 inputs,
@@ -381,6 +381,7 @@ impl Lowering<'_> {
                 waits: vec![],
                 tf32,
                 offsets,
+                counted,
             });
         }
         segments.iter_mut().for_each(wait);

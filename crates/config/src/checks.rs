@@ -51,7 +51,6 @@ pub(crate) const CHECKS: &[fn(&Values) -> Option<Conflict>] = &[
     rules::weights_in_bytes_are_frozen,
     rules::fp8_goes_with_the_rest,
     rules::adapters_have_a_rank,
-    rules::experts_read_without_dropout,
     parameters_can_be_counted,
     activations_can_be_counted,
     tokens_can_be_counted,
@@ -239,7 +238,6 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
         noise_scale: values.switch("train.noise_scale").unwrap_or(false),
         adapters: values.get("lora.rank").is_some(),
-        adapter_dropout: rules::adapters_drop(values),
     };
     Some((layout, extents))
 }

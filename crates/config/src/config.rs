@@ -462,7 +462,6 @@ impl Config {
             naive_attention: model.attention == AttentionMethod::Naive,
             noise_scale: train.noise_scale,
             adapters: self.lora.rank.is_some(),
-            adapter_dropout: self.lora.rank.is_some() && self.lora.dropout > 0.0,
         }
     }
 }

@@ -35,8 +35,6 @@ pub struct Extents {
     pub naive_attention: bool,
     /// Whether the gradient noise scale is measured, which expert-parallel ranks cannot do.
     pub noise_scale: bool,
-    /// Whether adapters have dropout, whose mask counts heads and hidden units from the first.
-    pub adapter_dropout: bool,
     /// Whether there are adapters: those of experts are not on tensor-parallel and on expert-parallel ranks at once.
     pub adapters: bool,
 }
@@ -108,7 +106,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 9] {
+fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 8] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
     let dense_ffn = extents.dense_ffn.unwrap_or(0);
     let cp = layout.mesh.size(MeshAxis::Cp);
@@ -134,11 +132,6 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             tp == 1 || !extents.adapters || layout.mesh.size(MeshAxis::Ep) == 1,
             &["parallel.ep", "lora.rank"],
             format!("parallel.tp = {tp} and parallel.ep both split what adapters of experts read"),
-        ),
-        (
-            tp == 1 || !extents.adapter_dropout,
-            &["lora.dropout"],
-            format!("parallel.tp = {tp} splits what adapters read, and lora.dropout draws a mask of the whole"),
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
         (

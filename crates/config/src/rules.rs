@@ -139,21 +139,6 @@ pub(crate) fn weights_in_bytes_are_frozen(values: &Values) -> Option<Conflict> {
     )
 }
 
-/// Whether there are adapters with dropout.
-pub(crate) fn adapters_drop(values: &Values) -> bool {
-    let drops = matches!(values.get("lora.dropout"), Some(Value::Float(rate)) if *rate > 0.0);
-    drops && values.get("lora.rank").is_some()
-}
-
-pub(crate) fn experts_read_without_dropout(values: &Values) -> Option<Conflict> {
-    Conflict::when(
-        adapters_drop(values) && values.count("model.experts").is_some(),
-        &["lora.dropout", "model.experts"],
-        "lora.dropout is given, and what experts read has none".to_owned(),
-        "remove lora.dropout".to_owned(),
-    )
-}
-
 pub(crate) fn adapters_have_a_rank(values: &Values) -> Option<Conflict> {
     if values.get("lora.rank").is_some() {
         return None;

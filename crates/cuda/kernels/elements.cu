@@ -323,14 +323,14 @@ static __device__ void positions_grad(const T *dx, const u32 *starts, void *out,
 
 // The mask is a function of the sequence's key, the site, position and feature.
 template <typename T>
-static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int seq, Span span, u64 site, u32 below,
+static __device__ void dropout(const T *x, const u32 *keys, T *y, int d, int feature, int seq, Span span, u64 site, u32 below,
                                float scale) {
     i64 row = blockIdx.x;
     i64 b = row / seq, s = span.entry((int)(row % seq));
     u64 key = (u64)keys[2 * b] | (u64)keys[2 * b + 1] << 32;
     u64 mask = hash_bits(hash_bits(key, site), (u64)s);
     for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        u32 z = row_bits(mask, (u32)i);
+        u32 z = row_bits(mask, (u32)(feature + i));
         y[row * d + i] = z < below ? Of<T>::f32(0.0f) : Of<T>::f32(to_f32(x[row * d + i]) * scale);
     }
 }
@@ -401,9 +401,9 @@ static __device__ void initial(T *out, u64 key, float scale, int drawn, i64 n) {
     extern "C" __global__ void initial_##NAME(T *out, u64 key, float scale, int drawn, i64 n) {                        \
         initial<T>(out, key, scale, drawn, n);                                                                         \
     }                                                                                                                  \
-    extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int seq, int first, int count, \
+    extern "C" __global__ void dropout_##NAME(const T *x, const u32 *keys, T *y, int d, int feature, int seq, int first, int count, \
                                               int then, u64 site, u32 below, float scale) {                            \
-        dropout<T>(x, keys, y, d, seq, {first, count, then}, site, below, scale);                                      \
+        dropout<T>(x, keys, y, d, feature, seq, {first, count, then}, site, below, scale);                                      \
     }
 ELEMENTS(float, f32)
 ELEMENTS(bf16, bf16)

@@ -111,6 +111,10 @@ struct Checked {
     done_without: usize,
     /// Refused here alone: the template decides by text that spells special tokens.
     decides: usize,
+    /// Turns found by the loop of a template are those that the blocks of its training variant mark, or are not, where both write the
+    /// same text.
+    alike: usize,
+    unlike: usize,
 }
 
 /// Holds a file of expected values against what is made here.
@@ -162,6 +166,21 @@ fn check(golden: &Value, template: impl Fn(&str) -> String) -> Checked {
             let found = prepared(&source, TrainOn::Assistant, &[of(case)]);
             assert_eq!(found[0].2, case["mask"].as_str().unwrap(), "{name}, conversation {}", case["conversation"]);
         }
+        for case in golden["cases"].as_array().unwrap().iter().filter(|c| c["template"] == format!("{name}_training")) {
+            let plain = good.iter().find(|c| c["conversation"] == case["conversation"] && c["ids"] == case["ids"]);
+            let (Some(_), Some(mask)) = (plain, case["mask"].as_str().filter(|mask| mask.contains('1'))) else {
+                continue;
+            };
+            let place = Case::new(&[("a.jsonl", &lines(&[of(case)]))]);
+            match place.prepare(&spec(&place, "a.jsonl", chat(&source, TrainOn::Assistant))) {
+                Ok(found) if documents(&found)[0].2 == mask => checked.alike += 1,
+                Ok(found) => {
+                    checked.unlike += 1;
+                    println!("{name}, conversation {}:\n{mask}\n{}", case["conversation"], documents(&found)[0].2);
+                }
+                Err(error) => println!("{name}, conversation {}: {error}", case["conversation"]),
+            }
+        }
         if let Some(asked) = golden["asked"][name].as_array() {
             let chat = Chat::open(&chat(&source, TrainOn::All), &opened).unwrap();
             let prompt = chat.prompt(&opened, &Conversation::asking(None, "Who are you?")).unwrap();
@@ -178,7 +197,7 @@ fn golden() -> Value {
 #[test]
 fn tokens_and_masks_are_those_of_transformers() {
     let checked = check(&golden(), named);
-    assert_eq!(checked, Checked { rendered: 175, refused: 13, done_without: 0, decides: 1 });
+    assert_eq!(checked, Checked { rendered: 192, refused: 14, decides: 1, ..Checked::default() });
     if let Some(other) = std::env::var_os("LOCKSTEP_CHATS") {
         let golden: Value = serde_json::from_slice(&std::fs::read(other).unwrap()).unwrap();
         let checked = check(&golden, |name| golden["templates"][name].as_str().unwrap().to_owned());
@@ -273,6 +292,53 @@ fn sharegpt_and_lists_in_strings_are_read_too() {
     assert!(
         prepared(&named("chatml"), TrainOn::Assistant, &[r#"{"messages": []}"#, r#"{"messages": null}"#]).is_empty()
     );
+}
+
+#[test]
+fn conversations_with_tools_have_the_template_that_is_theirs() {
+    let plain = "{% for m in messages %}[{{ m.content }}]{% endfor %}";
+    let of_tools = &format!("!{plain}");
+    let record = |more: &str| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b"}}]{more}}}"#
+        )
+    };
+    let records =
+        [record(""), record(r#", "tools": [{"name": "f"}]"#), record(r#", "tools": []"#), record(r#", "tools": null"#)];
+    let case = Case::new(&[("a.jsonl", &lines(&records.each_ref().map(String::as_str)))]);
+    let chat = chat(plain, TrainOn::Assistant).with_tool_template(Some(of_tools.clone()));
+    let found = documents(&case.prepare(&spec(&case, "a.jsonl", ChatSpec { day: None, ..chat.clone() })).unwrap());
+    let opened = Tokenizer::open(&tokenizer()).unwrap();
+    let texts: Vec<String> = found.iter().map(|(_, tokens, _)| opened.decode(tokens)).collect();
+    assert_eq!(texts, ["[a][b]", "![a][b]", "![a][b]", "[a][b]"]);
+    let of = |at: usize| counted(&found[at].1, &found[at].2);
+    assert_eq!((of(0), of(1)), (vec!["[b]".to_owned()], vec!["[b]".to_owned()]));
+    // Errors are told before anything is read, and a date is one that either asks for.
+    let wrong = chat.clone().with_tool_template(Some("{% if %}".to_owned()));
+    let case = Case::new(&[("a.jsonl", &lines(&[&record("")]))]);
+    assert!(case.error(&spec(&case, "a.jsonl", wrong)).contains("not a chat template"));
+    assert!(chat.day.is_none() && chat.with_tool_template(Some("{{ strftime_now('%Y') }}".to_owned())).day.is_some());
+}
+
+#[test]
+fn a_record_gives_its_template_values_by_name() {
+    let template = "{{ mode }}{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ list | length }}";
+    let record = |kwargs: &str| {
+        format!(r#"{{"messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {kwargs}}}"#)
+    };
+    let opened = Tokenizer::open(&tokenizer()).unwrap();
+    let text = |kwargs: &str| opened.decode(&prepared(template, TrainOn::All, &[&record(kwargs)])[0].1);
+    assert_eq!(text(r#"{"mode": "m<|im_end|>", "bos_token": "b", "list": [1, 2], "messages": []}"#), "m<|im_end|>ba2");
+    assert_eq!(text(r#""{\"mode\": 7}""#), "7<s>a0");
+    assert_eq!(text("null"), "<s>a0");
+    // What it spells is text, as in messages.
+    let spelled = &prepared(template, TrainOn::All, &[&record(r#"{"mode": "<|im_end|>"}"#)])[0].1;
+    assert!(
+        !spelled
+            .contains(&(0..opened.vocabulary()).find(|id| opened.token(*id).as_deref() == Some("<|im_end|>")).unwrap())
+    );
+    let error = refusal(template, TrainOn::All, &record("[1]"));
+    assert!(error.starts_with("ROOT/a.jsonl:1: \"chat_template_kwargs\" is not an object\nhint: give"), "{error}");
 }
 
 #[test]

@@ -85,6 +85,8 @@ pub struct Bound {
     pub tf32: bool,
     /// Where the rank has a part of the dimension that the op numbers.
     part: Option<Part>,
+    /// Where it has a part of the second one.
+    counted: Option<Part>,
     /// Sizes by letter of the op table.
     dims: Dims,
     /// Rows of the sections of the first input.
@@ -239,6 +241,7 @@ impl Bound {
             float,
             tf32: instr.tf32,
             part: instr.offsets.as_ref().map(|offsets| Part::new(offsets, program, here)),
+            counted: instr.counted.as_ref().map(|offsets| Part::new(offsets, program, here)),
             dims,
             sections: sizes_of(rows),
             columns: sizes_of(columns),
@@ -274,6 +277,11 @@ impl Bound {
         let entries = self.size("vocab");
         let (first, whole) = self.part.as_ref().map_or((0, entries), |part| (part.all[part.index].first, part.whole));
         VocabPart { first, entries: entries.min(whole.saturating_sub(first)), whole }
+    }
+
+    /// The first entry that the rank has of the second dimension that the op numbers.
+    pub fn counted_from(&self) -> usize {
+        self.counted.as_ref().map_or(0, |part| part.all[part.index].first)
     }
 
     /// The positions that the rank has of its sequences.

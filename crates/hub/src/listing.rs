@@ -12,7 +12,7 @@ const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 /// What is small and stands beside the weights of a model.
-const BESIDE: [&str; 8] = [
+const BESIDE: [&str; 9] = [
     CONFIG,
     "generation_config.json",
     TOKENIZER,
@@ -20,6 +20,7 @@ const BESIDE: [&str; 8] = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.json",
 ];
 

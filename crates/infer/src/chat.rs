@@ -1,7 +1,7 @@
 //! Where the chat template of a tokenizer is found, and the special tokens that it names.
 
 use crate::Result;
-use crate::hf::{CHAT_TEMPLATE, Kept, text_of};
+use crate::hf::{CHAT_TEMPLATE, Kept, TOOL_TEMPLATE, text_of};
 use lockstep_config::{Config, DataFormat, TrainOnTurns};
 use lockstep_data::{ChatSpec, DataError, TrainOn};
 use std::collections::BTreeMap;
@@ -41,11 +41,26 @@ pub(crate) fn beside_tokenizer(config: &Config) -> Result<Option<ChatSpec>> {
     let found = match config.chat_template_path() {
         Some(path) => {
             let text = std::fs::read_to_string(&path);
-            Some((path.clone(), text.map_err(|cause| DataError::Unreadable { path, cause })?))
+            let text = text.map_err(|cause| DataError::Unreadable { path: path.clone(), cause })?;
+            Some(Found { path, text, of_tools: None })
         }
         None => template(&folder, &files),
     };
-    Ok(found.map(|(path, text)| ChatSpec::new(&path, text, tokens(config, &files), train_on(config))))
+    Ok(found.map(|found| found.spec(config, &files)))
+}
+
+/// Templates, and the file that they were found in.
+struct Found {
+    path: PathBuf,
+    text: String,
+    of_tools: Option<String>,
+}
+
+impl Found {
+    fn spec(self, config: &Config, files: &Kept) -> ChatSpec {
+        let Found { path, text, of_tools } = self;
+        ChatSpec::new(&path, text, tokens(config, files), train_on(config)).with_tool_template(of_tools)
+    }
 }
 
 /// The folder of the tokenizer that a config names.
@@ -56,21 +71,21 @@ fn tokenizer_folder(config: &Config) -> PathBuf {
 
 /// How conversations become text by the files of a folder; none where these have no template.
 pub(crate) fn chat_of_files(config: &Config, folder: &Path, files: &Kept) -> Option<ChatSpec> {
-    let (path, text) = template(folder, files)?;
-    Some(ChatSpec::new(&path, text, tokens(config, files), train_on(config)))
+    template(folder, files).map(|found| found.spec(config, files))
 }
 
-/// The template in the files of a folder, and which of them has it.
-fn template(folder: &Path, files: &Kept) -> Option<(PathBuf, String)> {
+/// The templates in the files of a folder, as transformers takes them.
+fn template(folder: &Path, files: &Kept) -> Option<Found> {
     if let Some(text) = files.file(CHAT_TEMPLATE) {
-        return Some((folder.join(CHAT_TEMPLATE), text.to_owned()));
+        let of_tools = files.file(TOOL_TEMPLATE).map(str::to_owned);
+        return Some(Found { path: folder.join(CHAT_TEMPLATE), text: text.to_owned(), of_tools });
     }
     let name = "tokenizer_config.json";
     let found = &files.json(name)["chat_template"];
     // Several have names.
-    let named = || found.as_array()?.iter().find(|one| one["name"] == "default")?["template"].as_str();
-    let text = found.as_str().or_else(named)?;
-    Some((folder.join(name), text.to_owned()))
+    let named = |name: &str| found.as_array()?.iter().find(|one| one["name"] == name)?["template"].as_str();
+    let text = found.as_str().or_else(|| named("default"))?;
+    Some(Found { path: folder.join(name), text: text.to_owned(), of_tools: named("tool_use").map(str::to_owned) })
 }
 
 /// The tokens that the config names; where it names none, those that files do.

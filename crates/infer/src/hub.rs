@@ -65,12 +65,12 @@ impl<'a> HubOpener<'a> {
     /// The name that a text is, where it is one.
     fn name(&self, named: &NamedFiles<'_>) -> Result<Option<HubName>, HubError> {
         let NamedFiles { key, text, base_dir, extensions } = *named;
-        let is_file = match key {
+        let is_path = match key {
             "data.tokenizer" => text == "bytes" || text.ends_with(".json"),
             "train.init_from" => false,
-            _ => extensions.iter().any(|extension| text.ends_with(&format!(".{}", extension.trim_start_matches('.')))),
+            _ => is_file(text, extensions),
         };
-        if !text.starts_with(PREFIX) && (is_file || !is_bare_name(text, base_dir)) {
+        if !text.starts_with(PREFIX) && (is_path || !is_bare_name(text, base_dir)) {
             return Ok(None);
         }
         let name = name_by_key(key, text)?;
@@ -145,14 +145,42 @@ pub fn model_folder(hub: &Hub, path: &Path, show: ShowHub<'_>) -> Result<PathBuf
         return Ok(path.to_owned());
     };
     let name = HubName::model(text)?;
-    hub.fetch(&name, &HubFiles::Model, show).map(|fetched| fetched.folder).map_err(|error| {
-        match text.starts_with(PREFIX) {
-            true => error.into(),
-            false => {
-                InferError::Unusable { problem: format!("{text}: no such folder, and {error}"), hint: error.hint() }
-            }
-        }
-    })
+    hub.fetch(&name, &HubFiles::Model, show)
+        .map(|fetched| fetched.folder)
+        .map_err(|error| not_there(text, "folder", error))
+}
+
+/// The files and folders of text that a command names: paths, and names of datasets on the hub, of which files with one of the
+/// extensions are taken.
+pub fn text_paths(hub: &Hub, paths: &[PathBuf], extensions: &[String], show: ShowHub<'_>) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for path in paths {
+        let is_name =
+            |text: &&str| text.starts_with(PREFIX) || is_bare_name(text, Path::new("")) && !is_file(text, extensions);
+        let Some(text) = path.to_str().filter(is_name) else {
+            found.push(path.clone());
+            continue;
+        };
+        let files = HubFiles::Data(extensions.to_vec());
+        let fetched = hub
+            .fetch(&HubName::dataset(text)?, &files, show)
+            .map_err(|error| not_there(text, "file or folder", error))?;
+        found.extend(fetched.files.keys().map(|file| fetched.folder.join(file)));
+    }
+    Ok(found)
+}
+
+/// Why neither the hub nor this machine has the file or folder that a text names.
+fn not_there(text: &str, what: &str, error: HubError) -> InferError {
+    match text.starts_with(PREFIX) {
+        true => error.into(),
+        false => InferError::Unusable { problem: format!("{text}: no such {what}, and {error}"), hint: error.hint() },
+    }
+}
+
+/// Whether a text has one of the extensions of files.
+fn is_file(text: &str, extensions: &[String]) -> bool {
+    extensions.iter().any(|extension| text.ends_with(&format!(".{}", extension.trim_start_matches('.'))))
 }
 
 /// Whether a text without the prefix is a name: an owner and a name, where neither is there as a path.

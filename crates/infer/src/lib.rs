@@ -30,7 +30,7 @@ pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ATTACHMENT, AdapterFolder, ExportOptions, Exported, Imported, Kept, export, export_problem, import};
-pub use hub::{HubNeed, HubOpener, ShowHub, model_folder};
+pub use hub::{HubNeed, HubOpener, ShowHub, model_folder, text_paths};
 pub use inherited::inherited;
 pub use initial::{BASE, InitialWeights};
 pub use prompts::{PromptOptions, PromptProgress, PromptSummary, write_prompts};

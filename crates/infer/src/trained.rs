@@ -163,7 +163,7 @@ impl Trained {
             && let Some(chat) = data.chat()
         {
             // As of today, where the template asks.
-            return Ok(Some(ChatSpec::new(&chat.path, chat.template.clone(), chat.tokens.clone(), chat.train_on)));
+            return Ok(Some(chat.clone().as_of_today()));
         }
         if let Some(chat) = chat_of_files(config, self.path(), &self.kept()?) {
             return Ok(Some(chat));

@@ -200,6 +200,8 @@ pub struct Instr {
     pub tf32: bool,
     /// Where ranks split the dimension whose entries the op numbers: which entries each has.
     pub offsets: Option<Offsets>,
+    /// The same of the second dimension that it numbers.
+    pub counted: Option<Offsets>,
 }
 
 /// Which entries of a dimension each part has: of a vocabulary, positions of a sequence.
@@ -573,6 +575,9 @@ impl std::fmt::Display for StepProgram {
                 }
                 if let Some(Offsets { over, parts, whole }) = &i.offsets {
                     write!(f, " from {parts:?}[{over}.index] of {whole}")?;
+                }
+                if let Some(Offsets { over, parts, whole }) = &i.counted {
+                    write!(f, " counted from {parts:?}[{over}.index] of {whole}")?;
                 }
                 if !i.waits.is_empty() {
                     write!(f, " after {:?}", i.waits)?;

@@ -6,7 +6,7 @@ use crate::fusion::FusedGroup;
 use crate::graph::{Graph, Node, Phase, Source, State};
 use crate::op::{Elem, Operand, Transfer};
 use crate::placements::Placed;
-use crate::program::{Arg, BufferId, Instr, Lifetime, Segment, Slot, StepProgram, Stream, Sum};
+use crate::program::{Arg, BufferId, Instr, Lifetime, Offsets, Segment, Slot, StepProgram, Stream, Sum};
 use crate::walk::Walk;
 use crate::{Axes, DType, Dim, Op, Placement, TensorType, ValueId, gathered, placements};
 
@@ -251,15 +251,26 @@ fn check_group(program: &StepProgram, segment: &Segment, group: &FusedGroup) -> 
 
 /// Where parts start: the op must know it of a dimension that ranks split, over the axes that do, and the parts make up the whole.
 fn check_offsets(program: &StepProgram, instr: &Instr) -> Result<(), String> {
+    let given = instr.inputs.len();
+    check_starts(program, instr, &instr.offsets, instr.op.numbered(given))?;
+    check_starts(program, instr, &instr.counted, instr.op.counted(given))
+}
+
+fn check_starts(
+    program: &StepProgram,
+    instr: &Instr,
+    offsets: &Option<Offsets>,
+    numbered: Option<(bool, usize, usize)>,
+) -> Result<(), String> {
     let name = instr.op.name();
     let refuse = |reason: String| Err(format!("{name}: {reason}"));
-    let split = instr.op.numbered(instr.inputs.len()).and_then(|(input, at, dim)| {
+    let split = numbered.and_then(|(input, at, dim)| {
         let arg = if input { instr.inputs.get(at) } else { instr.outputs[at].as_ref() };
         arg.map(|arg| (arg, dim))
     });
     let over = split.map_or(Axes::NONE, |(arg, dim)| arg.sharding.axes(Placement::Split(dim)));
-    let (Some(offsets), Some((arg, dim))) = (&instr.offsets, split) else {
-        return match (&instr.offsets, over.is_empty()) {
+    let (Some(offsets), Some((arg, dim))) = (offsets, split) else {
+        return match (offsets, over.is_empty()) {
             (None, true) => Ok(()),
             (None, false) => refuse(format!("does not know where parts over {over} start")),
             (Some(_), _) => refuse("numbers nothing".into()),

@@ -20,6 +20,13 @@ pub enum AdapterProblem {
         /// What there is, with `*` for numbers.
         modules: Vec<String>,
     },
+    /// Dropout before adapters of experts.
+    DropsBeforeExperts {
+        /// A target that is a module of experts.
+        target: String,
+        /// One of these modules, with `*` for numbers.
+        module: String,
+    },
 }
 
 impl From<TypeError> for AdapterProblem {
@@ -42,6 +49,14 @@ pub fn adapt(mut g: Graph, lora: &LoraConfig) -> Result<Graph, AdapterProblem> {
             let mut modules = names_without_numbers(modules.iter().map(String::as_str));
             modules.sort();
             return Err(AdapterProblem::NoTarget { target: target.clone(), modules });
+        }
+    }
+    // A mask is of positions; experts read choices of tokens. PEFT refuses it too.
+    if lora.dropout > 0.0 {
+        let hit = |target: &&String| modules.iter().find(|m| m.contains(".experts.") && is_target(target, m));
+        if let Some((target, module)) = lora.targets.iter().find_map(|target| Some((target, hit(&target)?))) {
+            let module = names_without_numbers([module.as_str()].into_iter()).concat();
+            return Err(AdapterProblem::DropsBeforeExperts { target: target.clone(), module });
         }
     }
     for value in &mut g.values {

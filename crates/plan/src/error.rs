@@ -127,6 +127,15 @@ pub enum PlanError {
         /// What there is, with `*` for numbers.
         modules: Vec<String>,
     },
+    /// Dropout before adapters of experts.
+    #[error("lora.dropout: \"{target}\" of lora.targets is {module} too, and what experts read has no dropout")]
+    #[hint("remove lora.dropout, or give lora.targets modules without experts, such as [\"q_proj\", \"v_proj\"]")]
+    DropsBeforeExperts {
+        /// A target that is a module of experts.
+        target: String,
+        /// One of these modules, with `*` for numbers.
+        module: String,
+    },
     /// Two groups want parts of one stored tensor.
     #[error("optimizer.groups: {first} and {second} are stored as one tensor and must be in the same group")]
     #[hint("give a pattern that matches all of {}", names.join(", "))]
@@ -225,6 +234,7 @@ impl From<AdapterProblem> for PlanError {
         match problem {
             AdapterProblem::Type(error) => error.into(),
             AdapterProblem::NoTarget { target, modules } => PlanError::NoTarget { target, modules },
+            AdapterProblem::DropsBeforeExperts { target, module } => PlanError::DropsBeforeExperts { target, module },
         }
     }
 }

@@ -111,7 +111,7 @@ pub fn forward_threads(machine: &dyn Machine, config: &Config) -> (usize, Matmul
 
 /// Refuses more ranks than the heads, hidden units or vocabulary of a model can be split over.
 fn check_ranks(config: &Config, layout: &Layout) -> Result<()> {
-    let extents = Extents { global_batch: 1, micro_batch: 1, adapter_dropout: false, ..config.extents() };
+    let extents = Extents { global_batch: 1, micro_batch: 1, ..config.extents() };
     match legal::check(layout, &extents).into_iter().next() {
         Some(refusal) => Err(PlanError::GenerationRanks(Box::new(refusal))),
         None => Ok(()),

@@ -134,3 +134,36 @@ fn a_chat_goes_out_with_the_eos_token_that_its_template_wrote() {
         assert_eq!(serde_json::from_slice::<serde_json::Value>(&written).unwrap()["eos_token"], eos, "{name}");
     }
 }
+
+#[test]
+fn a_template_for_tools_is_found_beside_the_default_one_and_goes_out() {
+    let dir = tempfile::tempdir().unwrap();
+    config(dir.path(), "steps = 1");
+    let beside = dir.path().join("tokenizer_config.json");
+    let mut file: serde_json::Value = serde_json::from_str(&fs::read_to_string(&beside).unwrap()).unwrap();
+    let plain = file["chat_template"].as_str().unwrap().to_owned();
+    let of_tools = format!("{{{{ tools | length }}}}{plain}");
+    file["chat_template"] = serde_json::json!([
+        { "name": "tool_use", "template": of_tools },
+        { "name": "default", "template": plain },
+    ]);
+    fs::write(&beside, file.to_string()).unwrap();
+    let config = Config::load(&dir.path().join("run.toml"), &[]).unwrap();
+    run_to(&config, &dir.path().join("run"), 1);
+    export(&dir.path().join("run"), &dir.path().join("hf"), ExportOptions::default(), &mut |_, _| {}).unwrap();
+    let written = |name: &str| fs::read_to_string(dir.path().join("hf").join(name)).unwrap();
+    assert_eq!(written("chat_template.jinja"), plain);
+    assert_eq!(written("additional_chat_templates/tool_use.jinja"), of_tools);
+    // The export is read as the folder was, and so is the run.
+    let question = r#"{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}"#;
+    for place in ["run", "hf"] {
+        let trained = Trained::open(&dir.path().join(place)).unwrap();
+        let tokenizer = trained.tokenizer().unwrap();
+        let prompt = |text: &str| {
+            let conversation = Conversation::from_json(text).unwrap();
+            tokenizer.decode(&trained.chat(&tokenizer).unwrap().prompt(&tokenizer, &conversation).unwrap())
+        };
+        assert!(prompt(question).starts_with("1<s>"), "{place}: {}", prompt(question));
+        assert!(prompt(&question.replace("[{\"name\": \"f\"}]", "null")).starts_with("<s>"), "{place}");
+    }
+}

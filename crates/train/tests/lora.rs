@@ -103,7 +103,7 @@ fn killed_and_taken_up_again_in_another_layout_adapters_end_with_the_same_bits()
     let config = place.lora(LLAMA, &["lora.dropout=0.1"]);
     let parts = [2, 4].map(|last| run_to(&config, &place.at("parts"), last).steps).concat();
     assert_eq!(parts.iter().map(|m| m.loss).collect::<Vec<_>>(), whole.iter().map(|m| m.0).collect::<Vec<_>>());
-    let layouts = ["parallel.pp=2", "parallel.dp=2", "parallel.cp=2"];
+    let layouts = ["parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.cp=2"];
     for (first, second) in layouts.iter().zip(layouts.iter().skip(1)) {
         let dir = place.at(&format!("{first}-{second}"));
         run_to(&place.lora(LLAMA, &["lora.dropout=0.1", first]), &dir, 2);
@@ -118,7 +118,10 @@ fn killed_and_taken_up_again_in_another_layout_adapters_end_with_the_same_bits()
 fn layouts_compute_what_one_rank_computes() {
     let place = Place::new(LLAMA);
     let dropped = place.lora(LLAMA, &["lora.dropout=0.1"]);
-    check_layouts(&dropped, &["dp=2,zero=2", "pp=2,cp=2"]);
+    check_layouts(
+        &dropped,
+        &["dp=2,zero=2", "pp=2,cp=2", "tp=2", "tp=2,sp", "cp=2,tp=2", "dp=2,tp=2,sp,zero=3", "pp=2,tp=2"],
+    );
     for set in [&["precision.policy=fp32"][..], &["precision.policy=bf16", "recompute.policy=full"]] {
         let config = place.lora(LLAMA, set);
         check_layouts(
@@ -137,6 +140,11 @@ fn layouts_compute_what_one_rank_computes() {
         );
     }
     let mixture = Place::new(MIXTRAL);
+    let dropped = ["lora.dropout=0.1", "lora.targets=[\"q_proj\", \"o_proj\"]"];
+    check_layouts(&mixture.lora(MIXTRAL, &dropped), &["ep=2", "ep=2,zero=3", "tp=2,sp", "pp=2,ep=2"]);
+    let error = refused(&mixture.lora(MIXTRAL, &["lora.dropout=0.1"]), &mixture.at("dropped"));
+    let says = "lora.dropout: \"*\" of lora.targets is model.layers.*.block_sparse_moe.experts.*.w1 too";
+    assert!(error.contains(says) && error.contains("\nhint: remove lora.dropout, or give lora.targets"), "{error}");
     check_layouts(&mixture.lora(MIXTRAL, &[]), &["dp=2", "ep=2", "ep=2,zero=3", "tp=2,sp", "pp=2,ep=2"]);
 }
 
@@ -161,7 +169,7 @@ fn frozen_weights_have_no_gradients_and_cost_four_flops_a_parameter() {
 
 #[test]
 fn a_folder_that_peft_loads_goes_out_and_comes_in() {
-    for (model, modules) in [(LLAMA, 7), (GPT2, 4)] {
+    for (model, modules) in [(LLAMA, 7), (GPT2, 4), (MIXTRAL, 4 + 4 * 3)] {
         let place = Place::new(model);
         run_to(&place.lora(model, &[]), &place.at("run"), 4);
         place.export("run", "adapter", true).unwrap();
@@ -178,9 +186,171 @@ fn a_folder_that_peft_loads_goes_out_and_comes_in() {
         let error = refused(&wrong, &place.at("wrong"));
         assert!(error.contains("r is 4\nhint: set lora.rank = 4"), "{error}");
         let target = if model == GPT2 { "c_fc" } else { "o_proj" };
+        assert_eq!(config["lora_dropout"], 0.0);
         let other = place.lora(model, &["lora.init_from=adapter", &format!("lora.targets=[\"{target}\"]")]);
         let error = refused(&other, &place.at("other"));
         assert!(error.contains(" tensors are not part of the model: ") && error.contains("target_modules"), "{error}");
+    }
+}
+
+/// Adapters of a folder with a module per expert in the form of PEFT with transformers 5: gate and up together, as `gate_up` makes them of
+/// both, and all experts of a layer in a tensor.
+fn packed(place: &Place, name: &str, gate_up: impl Fn(&Matrices) -> [Matrix; 2], pattern: serde_json::Value) {
+    const EXPERTS: usize = 4;
+    let bytes = std::fs::read(place.at("adapter/adapter_model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let read = |name: &str| {
+        let view = file.tensor(name).unwrap();
+        let elements: Vec<f32> = view.data().as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+        (view.shape().to_vec(), elements)
+    };
+    let mut tensors: Vec<(String, Vec<usize>, Vec<f32>)> = file
+        .names()
+        .into_iter()
+        .filter(|name| !name.contains(".experts."))
+        .map(|name| (name.to_owned(), read(name).0, read(name).1))
+        .collect();
+    for layer in 0..2 {
+        let block = |block: &str| format!("base_model.model.model.layers.{layer}.{block}.experts");
+        let of = |expert: usize, module: &str| {
+            let name = |end: &str| format!("{}.{expert}.{module}.lora_{end}.weight", block("block_sparse_moe"));
+            [read(&name("A")), read(&name("B"))]
+        };
+        let down: Vec<_> = (0..EXPERTS).map(|expert| of(expert, "w2")).collect();
+        let both: Vec<_> = (0..EXPERTS).map(|expert| gate_up(&[of(expert, "w1"), of(expert, "w3")])).collect();
+        for (inner, experts) in [("", down), (".base_layer", both)] {
+            let [(a, _), (b, _)] = &experts[0];
+            let all_a = experts.iter().flat_map(|[(_, a), _]| a.clone()).collect();
+            let columns = b[1];
+            let all_b = (0..b[0] * columns).flat_map(|at| experts.iter().map(move |[_, (_, b)]| b[at])).collect();
+            tensors.push((format!("{}{inner}.lora_A.weight", block("mlp")), vec![EXPERTS * a[0], a[1]], all_a));
+            tensors.push((format!("{}{inner}.lora_B.weight", block("mlp")), vec![b[0], columns * EXPERTS], all_b));
+        }
+    }
+    let text = std::fs::read_to_string(place.at("adapter/adapter_config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    config["target_modules"] = serde_json::json!(["q_proj", "k_proj", "v_proj", "o_proj"]);
+    config["target_parameters"] = serde_json::json!(["mlp.experts.gate_up_proj", "down_proj"]);
+    for (field, plain) in [("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")] {
+        let twice = config[plain].as_f64().unwrap() * 2.0;
+        config[field] = pattern.as_str().map_or(serde_json::json!({}), |key| serde_json::json!({ key: twice }));
+    }
+    std::fs::create_dir(place.at(name)).unwrap();
+    std::fs::write(place.at(&format!("{name}/adapter_config.json")), config.to_string()).unwrap();
+    let raw: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .into_iter()
+        .map(|(name, shape, x)| (name, shape, x.into_iter().flat_map(f32::to_le_bytes).collect()))
+        .collect();
+    let views = raw.iter().map(|(name, shape, bytes)| {
+        (name, safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    std::fs::write(
+        place.at(&format!("{name}/adapter_model.safetensors")),
+        safetensors::serialize(views, None).unwrap(),
+    )
+    .unwrap();
+}
+
+/// Dims and elements.
+type Matrix = (Vec<usize>, Vec<f32>);
+
+/// A and B of gate, and of up.
+type Matrices = [[Matrix; 2]; 2];
+
+/// One A, which both have, and their Bs one below the other.
+fn with_one_a([gate, up]: &Matrices) -> [Matrix; 2] {
+    let rows = gate[1].0[0] + up[1].0[0];
+    [gate[0].clone(), (vec![rows, gate[1].0[1]], [gate[1].1.clone(), up[1].1.clone()].concat())]
+}
+
+/// Both As one below the other, and both Bs as blocks.
+fn as_blocks([gate, up]: &Matrices) -> [Matrix; 2] {
+    let ([a, inputs], [b, rank]) = ([gate[0].0[0], gate[0].0[1]], [gate[1].0[0], gate[1].0[1]]);
+    let empty = vec![0.0; rank];
+    let left = gate[1].1.chunks(rank).flat_map(|row| [row, &empty].concat());
+    let right = up[1].1.chunks(rank).flat_map(|row| [&empty, row].concat());
+    [
+        (vec![2 * a, inputs], [gate[0].1.clone(), up[0].1.clone()].concat()),
+        (vec![2 * b, 2 * rank], left.chain(right).collect()),
+    ]
+}
+
+#[test]
+fn adapters_of_all_experts_in_one_tensor_come_in() {
+    let place = Place::new(MIXTRAL);
+    run_to(&place.lora(MIXTRAL, &[]), &place.at("run"), 4);
+    place.export("run", "adapter", true).unwrap();
+    let begins = |adapter: &str| {
+        let config = place.lora(MIXTRAL, &[&format!("lora.init_from={adapter}")]);
+        let outcome = run_with(&config, &place.at(&format!("from-{adapter}")), &mut |_| {});
+        outcome.map(|outcome| outcome.first_val_loss.unwrap()).map_err(|e| e.with_hint())
+    };
+    let expected = begins("adapter").unwrap();
+    assert!((expected - loss(&place.at("run"))).abs() < 1e-6);
+    let twice = serde_json::json!(".*\\.gate_up_proj");
+    packed(&place, "blocks", as_blocks, twice.clone());
+    assert_eq!(begins("blocks").unwrap(), expected);
+    // Gate and up of one A: a module each of ours that has the same.
+    packed(&place, "one", with_one_a, serde_json::Value::Null);
+    let one = begins("one").unwrap();
+    assert!(one.is_finite() && one != expected);
+    // Exported again, every expert has its own, and PEFT's form of these is the same model.
+    place.export("from-one", "adapter-of-one", true).unwrap();
+    let full = |m: &Matrices| {
+        let [a, (shape, mut b)] = as_blocks(m);
+        b[shape[1] - 1] = 1.0;
+        [a, (shape, b)]
+    };
+    packed(&place, "full", full, twice);
+    let error = begins("full").unwrap_err();
+    assert!(error.contains("gate and up read both halves of its rank"), "{error}");
+    packed(&place, "wide", as_blocks, serde_json::Value::Null);
+    let error = begins("wide").unwrap_err();
+    assert!(error.contains("which is not rank 4 for each of 4 experts\nhint: "), "{error}");
+}
+
+#[test]
+fn adapters_that_peft_with_transformers_5_cannot_load_go_out_with_a_warning() {
+    let place = Place::new(MIXTRAL);
+    let warnings = |targets: &str, out: &str| {
+        let config = place.lora(MIXTRAL, &[&format!("lora.targets={targets}"), "train.steps=1"]);
+        run_to(&config, &place.at(&format!("run-{out}")), 1);
+        let options = ExportOptions { adapter: true, ..ExportOptions::default() };
+        export(&place.at(&format!("run-{out}")), &place.at(out), options, &mut |_, _| {}).unwrap().warnings
+    };
+    assert_eq!(warnings("[\"w1\", \"w2\", \"w3\"]", "all"), [""; 0]);
+    assert_eq!(warnings("[\"w2\"]", "down"), [""; 0]);
+    for (targets, out) in [("[\"w1\"]", "gate"), ("[\"w1\", \"w3\"]", "both")] {
+        let alone = warnings(targets, out);
+        assert!(
+            alone[0].contains("reads adapters of w1 and w3 of experts only where w1, w3 and w2 have some"),
+            "{alone:?}"
+        );
+    }
+}
+
+#[test]
+fn adapters_that_change_more_than_they_say_are_refused() {
+    let place = Place::new(LLAMA);
+    run_to(&place.lora(LLAMA, &["train.steps=1"]), &place.at("run"), 1);
+    place.export("run", "adapter", true).unwrap();
+    let path = place.at("adapter/adapter_config.json");
+    let plain: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    for (field, value, says) in [
+        (
+            "init_lora_weights",
+            serde_json::json!("pissa_niter_16"),
+            "init_lora_weights is \"pissa_niter_16\", which has changed the",
+        ),
+        ("target_parameters", serde_json::json!(["router.weight"]), "target_parameters has \"router.weight\""),
+        ("rank_pattern", serde_json::json!({"q_proj": 8}), "rank_pattern gives modules ranks of their own"),
+        ("use_dora", serde_json::json!(true), "use_dora is true"),
+    ] {
+        let mut config = plain.clone();
+        config[field] = value;
+        std::fs::write(&path, config.to_string()).unwrap();
+        let error = refused(&place.lora(LLAMA, &["lora.init_from=adapter"]), &place.at(field));
+        assert!(error.contains(says) && error.contains("\nhint: "), "{error}");
     }
 }
 
@@ -216,13 +386,6 @@ fn what_does_not_go_together_is_refused_and_said() {
     assert!(place.export("drawn", "out", true).is_ok());
     let error = place.export("moved", "none", true).unwrap_err();
     assert!(error.contains("there are no adapters"), "{error}");
-    let mixture = Place::new(MIXTRAL);
-    run_to(&mixture.lora(MIXTRAL, &[]), &mixture.at("run"), 4);
-    let error = mixture.export("run", "adapter", true).unwrap_err();
-    assert!(
-        error.contains("PEFT adapts experts all at once\nhint: export the model with its adapters merged"),
-        "{error}"
-    );
 }
 
 #[test]

@@ -7,12 +7,14 @@
 mod convert;
 mod folder;
 mod fp8;
+mod held;
 mod mxfp4;
 mod new_folder;
 mod stream;
 mod write;
 
 pub use folder::WeightsFolder;
+pub use held::HeldTensors;
 pub use new_folder::NewFolder;
 pub use write::{export, save_copies};
 
@@ -37,6 +39,8 @@ pub enum TensorSource<'a> {
     },
     /// A folder that another program wrote.
     Folder(&'a WeightsFolder),
+    /// Tensors in memory.
+    Held(&'a HeldTensors),
     /// Tensors of another source, to some of which a product is added.
     Sum {
         /// The other source.
@@ -143,6 +147,7 @@ impl<'a> TensorSource<'a> {
         match self {
             TensorSource::Checkpoint { loaded, .. } => &loaded.path,
             TensorSource::Folder(folder) => folder.path(),
+            TensorSource::Held(held) => held.path(),
             TensorSource::Sum { base, .. } => base.path(),
         }
     }
@@ -152,6 +157,7 @@ impl<'a> TensorSource<'a> {
         match self {
             TensorSource::Checkpoint { loaded, group } => loaded.names(group),
             TensorSource::Folder(folder) => Ok(folder.names().collect()),
+            TensorSource::Held(held) => Ok(held.names().collect()),
             TensorSource::Sum { base, .. } => base.names(),
         }
     }
@@ -173,6 +179,7 @@ impl<'a> TensorSource<'a> {
                 let (dtype, float, shape) = folder.find(name)?;
                 Some((dtype.to_string(), float, shape))
             }
+            TensorSource::Held(held) => Some((DType::F32.to_string(), Some(Float::F32), held.shape(name)?)),
             TensorSource::Sum { base, .. } => base.find(name),
         }
     }
@@ -185,6 +192,7 @@ impl<'a> TensorSource<'a> {
                 Ok(())
             }
             TensorSource::Folder(folder) => folder.read(name, start, bytes),
+            TensorSource::Held(held) => held.read(name, start, bytes),
             TensorSource::Sum { base, .. } => base.read(name, start, bytes),
         }
     }
@@ -210,6 +218,18 @@ impl<'a> TensorSource<'a> {
             }
         }
         Ok(())
+    }
+
+    /// A tensor of floating-point numbers, whole: its dims and its elements.
+    pub fn whole(&self, name: &str) -> Result<Option<(Vec<usize>, Vec<f32>)>> {
+        let Some((_, Some(_), shape)) = self.find(name) else { return Ok(None) };
+        let copy = TensorCopy::plain(name.into(), name.into(), shape.to_vec());
+        let mut elements = Vec::with_capacity(copy.elements().unwrap_or(0));
+        self.stream(&copy, DType::F32, &mut |chunk| {
+            elements.extend(chunk.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)));
+            Ok(())
+        })?;
+        Ok(Some((copy.shape, elements)))
     }
 
     /// A number that tells other tensors from these: of the first elements of each.

@@ -38,9 +38,13 @@ impl NewFolder {
         &self.temporary
     }
 
-    /// Writes a file of it.
+    /// Writes a file of it, or of a folder in it.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        write_synced(&self.temporary.join(name), |to| to.write_all(bytes))
+        let path = self.temporary.join(name);
+        if let Some(folder) = path.parent().filter(|folder| *folder != self.temporary) {
+            fs::create_dir_all(folder).at("create", folder)?;
+        }
+        write_synced(&path, |to| to.write_all(bytes))
     }
 
     /// Gives the folder its name.

@@ -15,7 +15,6 @@ const LLAMA: Extents = Extents {
     gathered_head: None,
     naive_attention: false,
     noise_scale: false,
-    adapter_dropout: false,
     adapters: false,
 };
 

@@ -179,7 +179,8 @@ pub unsafe fn dropout(call: Call, rate: f32, site: u64) -> Result<(), CudaError>
     let [first, count, then] = call.span();
     let (below, scale) = (counter::threshold(rate) as usize, 1.0 / (1.0 - rate));
     let (x, keys, d, seq) = (call.input(0), call.input(1), call.size("features"), call.size("seq"));
-    let args = args![x, keys, y, d, seq, first, count, then, Value::Long(site), below, scale];
+    let feature = call.bound.counted_from();
+    let args = args![x, keys, y, d, feature, seq, first, count, then, Value::Long(site), below, scale];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("elements", "dropout"), [call.rows(), 1, 1], THREADS, args) }
 }

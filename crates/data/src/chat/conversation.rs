@@ -26,21 +26,34 @@ const FORM: DataHint = DataHint::of(
     DataSetting::TextField,
 );
 
+/// The fields beside the messages.
+const TOOLS: &str = "tools";
+const TEMPLATE_KWARGS: &str = "chat_template_kwargs";
+
+/// The fields of a record that are read beside its messages.
+pub(crate) const BESIDE: [&str; 2] = [TOOLS, TEMPLATE_KWARGS];
+
 /// Messages in order, and the tools that they may call.
 #[derive(Clone, Debug)]
 pub struct Conversation {
     messages: Vec<Value>,
     roles: Vec<String>,
     tools: Value,
+    /// What the record gives its template beside these, by name; none where it gives nothing.
+    variables: Value,
 }
 
 impl Conversation {
     /// A question to be answered.
     pub fn asking(system: Option<&str>, question: &str) -> Self {
         let said = system.map(|text| ("system", text)).into_iter().chain([("user", question)]);
-        let mut this = Conversation { messages: Vec::new(), roles: Vec::new(), tools: Value::from(()) };
+        let mut this = Self::empty(Value::from(()), Value::from(()));
         said.for_each(|(role, text)| this.say(role, text));
         this
+    }
+
+    fn empty(tools: Value, variables: Value) -> Self {
+        Conversation { messages: Vec::new(), roles: Vec::new(), tools, variables }
     }
 
     /// Adds a message.
@@ -73,8 +86,12 @@ impl Conversation {
                 .ok_or_else(|| (format!("the object has no field {MESSAGES:?}, nor {CONVERSATIONS:?}"), FORM))?,
             None => return Err((format!("the object has no field {field:?}"), FORM)),
         };
-        let tools = get("tools").map_or(Ok(Value::from(())), |tools| decoded(tools, "tools"))?;
-        let mut this = Conversation { messages: Vec::new(), roles: Vec::new(), tools };
+        let beside = |name: &str| get(name).map_or(Ok(Value::from(())), |value| decoded(value, name));
+        let mut this = Self::empty(beside(TOOLS)?, beside(TEMPLATE_KWARGS)?);
+        if !matches!(this.variables.kind(), ValueKind::None | ValueKind::Map) {
+            let hint = "give it an object of names and values, or leave it out";
+            return Err((format!("{TEMPLATE_KWARGS:?} is not an object"), hint.into()));
+        }
         let messages = decoded(messages, field)?;
         if messages.is_none() {
             return Ok(this);
@@ -109,6 +126,17 @@ impl Conversation {
         &self.tools
     }
 
+    /// What the record gives its template by name (`chat_template_kwargs`).
+    pub(super) fn variables(&self) -> impl Iterator<Item = (String, Value)> {
+        let names = self.variables.try_iter().into_iter().flatten();
+        names.filter_map(|name| Some((name.as_str()?.to_owned(), self.variables.get_item(&name).ok()?)))
+    }
+
+    /// All values that a template may write.
+    pub(super) fn values(&self) -> impl Iterator<Item = &Value> {
+        self.messages.iter().chain([&self.tools, &self.variables])
+    }
+
     /// The messages of the assistant.
     pub(super) fn of_assistant(&self) -> impl Iterator<Item = usize> {
         self.roles.iter().enumerate().filter(|(_, role)| *role == "assistant").map(|(index, _)| index)
@@ -120,14 +148,15 @@ impl Conversation {
             messages: self.messages[..end].to_vec(),
             roles: self.roles[..end].to_vec(),
             tools: self.tools.clone(),
+            variables: self.variables.clone(),
         }
     }
 
     /// The same with other values, none where all are as they were.
     pub(super) fn changed(&self, change: impl Fn(&Value) -> Option<Value>) -> Option<Self> {
         let changed: Vec<Option<Value>> = self.messages.iter().map(&change).collect();
-        let tools = change(&self.tools);
-        if tools.is_none() && changed.iter().all(Option::is_none) {
+        let (tools, variables) = (change(&self.tools), change(&self.variables));
+        if tools.is_none() && variables.is_none() && changed.iter().all(Option::is_none) {
             return None;
         }
         let pairs = self.messages.iter().zip(changed);
@@ -135,6 +164,7 @@ impl Conversation {
             messages: pairs.map(|(old, new)| new.unwrap_or_else(|| old.clone())).collect(),
             roles: self.roles.clone(),
             tools: tools.unwrap_or_else(|| self.tools.clone()),
+            variables: variables.unwrap_or_else(|| self.variables.clone()),
         })
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! The tag is Hugging Face's own. It becomes tags that minijinja knows: a scope, as Jinja has one there, and a filter.
 
+use std::borrow::Cow;
+
 /// The filter that sees the text of a block.
 pub(super) const FILTER: &str = "__generation";
 
@@ -34,11 +36,41 @@ pub(super) fn rewrite(source: &str) -> (String, bool) {
                 text.push_str(&rest[..end]);
                 rest = &rest[end..];
             }
-            _ => text.push_str(tag),
+            _ if tag.starts_with("{#") => text.push_str(tag),
+            _ => text.push_str(&joined(tag)),
         }
     }
     text.push_str(rest);
     (text, found)
+}
+
+/// A tag whose strings go on where a line ends with a backslash, as in Python. The lines stay as many: their ends move behind the string.
+fn joined(tag: &str) -> Cow<'_, str> {
+    const CONTINUED: &str = "\\\n";
+    if !tag.contains(CONTINUED) {
+        return Cow::Borrowed(tag);
+    }
+    let (mut text, mut quote, mut lines) = (String::with_capacity(tag.len()), None, 0);
+    let mut letters = tag.chars();
+    while let Some(c) = letters.next() {
+        match (quote, c) {
+            (Some(_), '\\') => match letters.next() {
+                Some('\n') => lines += 1,
+                next => text.extend([Some(c), next].into_iter().flatten()),
+            },
+            (Some(open), _) if c == open => {
+                text.push(c);
+                text.extend(std::iter::repeat_n('\n', std::mem::take(&mut lines)));
+                quote = None;
+            }
+            (None, '"' | '\'') => {
+                text.push(c);
+                quote = Some(c);
+            }
+            _ => text.push(c),
+        }
+    }
+    Cow::Owned(text)
 }
 
 /// A `{% tag %}` of one word, with its whitespace control.
@@ -106,6 +138,13 @@ mod tests {
             rewritten("{%+generation%}é{%-  endgeneration -%}"),
             "{%+ with %}{% filter __generation %}é{%- endfilter %}{% endwith -%}"
         );
+    }
+
+    #[test]
+    fn strings_go_on_behind_a_backslash_at_the_end_of_a_line() {
+        let source = "{% set x = \"a \\\nb\\\\\" %}\n{{ 'it\\'s \\\n\\\nso' ~ \"\\n\" }}";
+        let expected = "{% set x = \"a b\\\\\"\n %}\n{{ 'it\\'s so'\n\n ~ \"\\n\" }}";
+        assert_eq!(rewrite(source), (expected.to_owned(), false));
     }
 
     #[test]

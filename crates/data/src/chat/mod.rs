@@ -18,7 +18,7 @@ mod template;
 mod turns;
 
 pub use conversation::Conversation;
-pub(crate) use conversation::{CONVERSATIONS, MESSAGES, Problem};
+pub(crate) use conversation::{BESIDE, CONVERSATIONS, MESSAGES, Problem};
 pub(crate) use encode::Turn;
 
 use std::collections::BTreeMap;
@@ -39,6 +39,9 @@ pub struct ChatSpec {
     pub path: PathBuf,
     /// The template, in Jinja.
     pub template: String,
+    /// The template of conversations with tools, where they have one of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_template: Option<String>,
     /// Special tokens by the names that templates know them by: `bos_token`, `eos_token` …
     pub tokens: BTreeMap<String, String>,
     /// What counts.
@@ -63,9 +66,21 @@ pub enum TrainOn {
 impl ChatSpec {
     /// A template that was read from `path`, as of today.
     pub fn new(path: &Path, template: String, tokens: BTreeMap<String, String>, train_on: TrainOn) -> Self {
+        let spec = ChatSpec { path: path.to_owned(), template, tool_template: None, tokens, train_on, day: None };
+        spec.as_of_today()
+    }
+
+    /// The same with a template of its own for conversations with tools.
+    pub fn with_tool_template(self, tool_template: Option<String>) -> Self {
+        ChatSpec { tool_template, ..self }.as_of_today()
+    }
+
+    /// The same with the date of today, where a template asks for one.
+    pub fn as_of_today(self) -> Self {
         let today = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400) as i64;
-        let day = template.contains("strftime_now").then(today);
-        ChatSpec { path: path.to_owned(), template, tokens, train_on, day }
+        let asks = |template: &String| template.contains("strftime_now");
+        let day = (asks(&self.template) || self.tool_template.as_ref().is_some_and(asks)).then(today);
+        ChatSpec { day, ..self }
     }
 
     /// The same, wherever and whenever it was read.
@@ -83,6 +98,8 @@ impl ChatSpec {
 pub struct Chat {
     path: PathBuf,
     template: Template,
+    /// The template of conversations with tools, where they have one of their own.
+    tool_template: Option<Template>,
     train_on: TrainOn,
     spellings: Spellings,
 }
@@ -114,14 +131,26 @@ impl Chat {
             let hint = DataHint::of("name a tokenizer.json in {}", DataSetting::Tokenizer);
             return Err(DataError::template(&spec.path, problem, hint));
         }
-        let template = Template::compile(&spec.path, &spec.template, &spec.tokens, spec.day.unwrap_or(0))?;
+        let compile = |text: &String| Template::compile(&spec.path, text, &spec.tokens, spec.day.unwrap_or(0));
         let special = tokenizer.special_tokens().into_iter().map(|(_, token)| token).collect();
-        Ok(Chat { path: spec.path.clone(), template, train_on: spec.train_on, spellings: Spellings::new(special) })
+        Ok(Chat {
+            path: spec.path.clone(),
+            template: compile(&spec.template)?,
+            tool_template: spec.tool_template.as_ref().map(compile).transpose()?,
+            train_on: spec.train_on,
+            spellings: Spellings::new(special),
+        })
+    }
+
+    /// The template of a conversation.
+    fn template(&self, conversation: &Conversation) -> &Template {
+        self.tool_template.as_ref().filter(|_| !conversation.tools().is_none()).unwrap_or(&self.template)
     }
 
     /// The tokens of a conversation up to where the assistant answers.
     pub fn prompt(&self, tokenizer: &Tokenizer, conversation: &Conversation) -> Result<Vec<u32>> {
-        let (text, _) = self.template.render(Way::Plain, conversation, true).map_err(|p| self.refused(p))?;
+        let template = self.template(conversation);
+        let (text, _) = template.render(Way::Plain, conversation, true).map_err(|p| self.refused(p))?;
         let marked = self.marked(conversation, &text, false, true).map_err(|p| self.refused(p))?;
         let rendered = Rendered { text, trained: None, spelled: marked.map_or(Vec::new(), |marked| marked.spelled) };
         let (tokens, _) = rendered.encode(tokenizer)?;
@@ -152,7 +181,8 @@ impl Chat {
     /// A conversation as text, with what counts in the loss.
     pub(crate) fn render(&self, conversation: &Conversation) -> Result<Rendered, Problem> {
         let train_on = self.train_on;
-        let (text, log) = self.template.render(Way::Plain, conversation, false)?;
+        let template = self.template(conversation);
+        let (text, log) = template.render(Way::Plain, conversation, false)?;
         let marked = self.marked(conversation, &text, train_on != TrainOn::All, false)?;
         let (generated, spelled) = marked.map_or_else(Default::default, |marked| (marked.generated, marked.spelled));
         if train_on == TrainOn::All {
@@ -167,14 +197,14 @@ impl Chat {
         let outside = |what: &str| {
             (format!("the chat template has {{% generation %}}, and nothing of {what} is in such a block"), TELL)
         };
-        let mut trained = match self.template.has_generation() {
+        let mut trained = match template.has_generation() {
             true if generated.is_empty() => return Err(outside("the conversation")),
             true => generated,
             false => self.turns(conversation, &text, &visits)?,
         };
         if train_on == TrainOn::Last {
             // A turn may have several blocks. Where the loop is ahead of its text, which of them are the turn's is not known.
-            let from = match self.template.looks_ahead() {
+            let from = match template.looks_ahead() {
                 true => trained.last().map(|range| range.start),
                 false => visits.iter().find(|visit| visit.message == last).map(|visit| visit.bytes.start),
             };
@@ -194,11 +224,11 @@ impl Chat {
         blocks: bool,
         generation_prompt: bool,
     ) -> Result<Option<Marked>, Problem> {
-        let mut texts = Vec::new();
-        conversation.messages().iter().chain([conversation.tools()]).for_each(|value| marks::texts(value, &mut texts));
+        let (template, mut texts) = (self.template(conversation), Vec::new());
+        conversation.values().for_each(|value| marks::texts(value, &mut texts));
         let changed = conversation.changed(|value| self.spellings.mark(value, &texts));
         let spells = changed.is_some();
-        if !(spells || blocks && self.template.has_generation()) {
+        if !(spells || blocks && template.has_generation()) {
             return Ok(None);
         }
         if texts.iter().any(|text| marks::has_mark(text)) {
@@ -206,7 +236,7 @@ impl Chat {
             return Err((problem.to_owned(), "remove it".into()));
         }
         let changed = changed.unwrap_or_else(|| conversation.clone());
-        let (marked, _) = self.template.render(Way::Marked, &changed, generation_prompt)?;
+        let (marked, _) = template.render(Way::Marked, &changed, generation_prompt)?;
         match Marked::read(&marked, &self.spellings).filter(|marked| marked.text == text) {
             Some(marked) => Ok(Some(marked)),
             None if spells => {
@@ -231,7 +261,8 @@ impl Chat {
         let unknown = |reason: String| {
             (format!("what the assistant writes cannot be told from the rest in this chat template: {reason}"), TELL)
         };
-        if self.template.looks_ahead() {
+        let template = self.template(conversation);
+        if template.looks_ahead() {
             return Err(unknown("it reads the next message (`nextitem`) while it writes one".to_owned()));
         }
         if visits.windows(2).any(|pair| pair[0].bytes.end > pair[1].bytes.start) {
@@ -239,8 +270,8 @@ impl Chat {
         }
         let first = conversation.of_assistant().next().unwrap_or(0);
         let asked = conversation.up_to(first);
-        let (before, _) = self.template.render(Way::Plain, &asked, false)?;
-        let (with_prompt, _) = self.template.render(Way::Plain, &asked, true)?;
+        let (before, _) = template.render(Way::Plain, &asked, false)?;
+        let (with_prompt, _) = template.render(Way::Plain, &asked, true)?;
         let prompt = with_prompt.strip_prefix(&before).ok_or_else(|| {
             unknown("with a generation prompt it also writes what comes before that otherwise".to_owned())
         })?;

@@ -254,6 +254,15 @@ pub(super) fn trim(value: &Value, letters: Option<String>) -> String {
     }
 }
 
+/// The filter `length`: what is undefined has none.
+pub(super) fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() {
+        return Ok(0);
+    }
+    let none = || Error::new(ErrorKind::InvalidOperation, format!("a value of type {} has no length", value.kind()));
+    value.len().ok_or_else(none)
+}
+
 /// Whether a value is a sequence to Jinja: something with a length and items, which strings and dictionaries are too.
 pub(super) fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable | ValueKind::String | ValueKind::Map)

@@ -81,6 +81,7 @@ impl Template {
         let log = Arc::new(Log::default());
         let environment = if way == Way::Plain { &self.plain } else { &self.marked };
         let context: Value = (self.tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))))
+            .chain(conversation.variables())
             .chain([
                 ("messages".to_owned(), Messages::value(conversation.messages(), log.clone())),
                 ("tools".to_owned(), conversation.tools().clone()),
@@ -124,6 +125,8 @@ fn environment(day: i64) -> Environment<'static> {
     environment.add_filter("tojson", python::tojson);
     environment.add_filter("string", |value: &Value| python::shown(value));
     environment.add_filter("trim", python::trim);
+    environment.add_filter("length", python::length);
+    environment.add_filter("count", python::length);
     environment.add_test("sequence", python::is_sequence);
     environment.add_test("iterable", python::is_iterable);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {

@@ -12,14 +12,11 @@ use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type};
 use super::pages::Pages;
 use super::rows::{damaged, damaged_row, guarded, open_file, refuse_codecs, skip_groups};
 use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
-use crate::chat::{CONVERSATIONS, MESSAGES};
+use crate::chat::{BESIDE, CONVERSATIONS, MESSAGES};
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
 use crate::{DataError, DataHint, DataSetting, Result};
-
-/// Columns that are read beside the messages, where a file has them.
-const BESIDE: [&str; 1] = ["tools"];
 
 /// Deeper values are refused.
 const MOST_DEPTH: usize = 64;

@@ -103,7 +103,19 @@ pub(super) fn single_op(
     let (stream, phase) = (Stream::Compute, Phase::Forward);
     let (op, waits) = (*op, Vec::new());
     let (mesh, offsets) = part.map_or((Mesh::ONE, None), |(part, offsets)| (part.mesh, Some(offsets)));
-    let instr = Instr { op, inputs: args, outputs, workspace, phase, layer: None, stream, waits, tf32: false, offsets };
+    let instr = Instr {
+        op,
+        inputs: args,
+        outputs,
+        workspace,
+        phase,
+        layer: None,
+        stream,
+        waits,
+        tf32: false,
+        offsets,
+        counted: None,
+    };
     let micro_batches = if let Way::Summed(_) = way { 2 } else { 1 };
     let slot = |micro_batch| Slot::new(0, micro_batch);
     Ok(StepProgram {

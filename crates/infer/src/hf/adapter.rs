@@ -1,16 +1,19 @@
 //! Adapters as PEFT keeps them: `adapter_config.json` and `adapter_model.safetensors`.
 
+use super::experts::{self, Together};
 use super::{model_parts, unfit};
 use crate::state::MODEL;
 use crate::{Part, Result, Trained, parts};
-use lockstep_checkpoint::{CheckpointError, Loaded, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder};
+use lockstep_checkpoint::{
+    CheckpointError, HeldTensors, Loaded, LowRank, NewFolder, TensorCopy, TensorSource, WeightsFolder,
+};
 use lockstep_config::{Config, LoraConfig};
 use lockstep_ir::DType;
 use lockstep_model::adapters::{A, B, adapt, module, scale};
 use lockstep_model::hf;
 use lockstep_plan::PlanError;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 const CONFIG: &str = "adapter_config.json";
@@ -20,7 +23,7 @@ const WEIGHTS: &str = "adapter_model";
 const PREFIX: &str = "base_model.model.";
 
 /// Fields that change what adapters compute, and what they must be.
-const PLAIN: [(&str, &[Value]); 9] = [
+const PLAIN: [(&str, &[Value]); 13] = [
     ("use_dora", &[Value::Null, Value::Bool(false)]),
     ("use_rslora", &[Value::Null, Value::Bool(false)]),
     ("lora_bias", &[Value::Null, Value::Bool(false)]),
@@ -28,9 +31,16 @@ const PLAIN: [(&str, &[Value]); 9] = [
     ("alora_invocation_tokens", &[Value::Null]),
     ("trainable_token_indices", &[Value::Null]),
     ("layer_replication", &[Value::Null]),
-    ("target_parameters", &[Value::Null]),
     ("arrow_config", &[Value::Null]),
+    ("use_qalora", &[Value::Null, Value::Bool(false)]),
+    ("use_bdlora", &[Value::Null, Value::Bool(false)]),
+    ("kasa_config", &[Value::Null]),
+    ("velora_config", &[Value::Null]),
+    ("monteclora_config", &[Value::Null]),
 ];
+
+/// Ways to begin that change the weights beside the adapters, which PEFT does again when it loads them.
+const CHANGE_WEIGHTS: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
 /// The matrices of the adapters of a config.
 pub(crate) fn adapter_parts(config: &Config) -> Result<Vec<Part>> {
@@ -45,6 +55,8 @@ pub(crate) fn adapter_parts(config: &Config) -> Result<Vec<Part>> {
 #[derive(Debug)]
 pub struct AdapterFolder {
     weights: WeightsFolder,
+    /// Those of a folder in which experts stand together, one by one.
+    apart: Option<HeldTensors>,
     copies: Vec<TensorCopy>,
 }
 
@@ -56,22 +68,27 @@ impl AdapterFolder {
             let hint = "name a folder that PEFT has written, with adapter_model.safetensors beside it";
             return Err(unfit(&path, format!("no {CONFIG}"), hint.into()).into());
         }
-        check(&WeightsFolder::json(&path, CONFIG)?, &config.lora)
+        let together = check(&WeightsFolder::json(&path, CONFIG)?, &config.lora)
             .map_err(|(cause, hint)| unfit(&path.join(CONFIG), cause, hint))?;
         let weights = WeightsFolder::open_named(&path, WEIGHTS)?;
-        let copy = |part: Part| TensorCopy::plain(format!("{PREFIX}{}", part.name), part.name, part.shape);
-        let copies: Vec<TensorCopy> = adapter_parts(config)?.into_iter().map(copy).collect();
-        let source = TensorSource::Folder(&weights);
         let hint = "they are adapters of another model, or of other modules: give lora.targets those of target_modules";
-        source.check(&copies, hint)?;
-        let others = weights.names().filter(|name| !copies.iter().any(|copy| copy.from == *name));
-        super::refuse_others(&path, others, hint)?;
-        Ok(Some(Self { weights, copies }))
+        let parts = adapter_parts(config)?;
+        let apart = together.map(|form| form.unpack(&weights, PREFIX, config, &parts, hint)).transpose()?;
+        let copy = |part: Part| TensorCopy::plain(format!("{PREFIX}{}", part.name), part.name, part.shape);
+        let copies: Vec<TensorCopy> = parts.into_iter().map(copy).collect();
+        let this = Self { weights, apart, copies };
+        this.source().0.check(&this.copies, hint)?;
+        if this.apart.is_none() {
+            let known: BTreeSet<&str> = this.copies.iter().map(|copy| copy.from.as_str()).collect();
+            super::refuse_others(&path, this.weights.names().filter(|name| !known.contains(name)), hint)?;
+        }
+        Ok(Some(this))
     }
 
     /// The adapters, and which of them.
     pub fn source(&self) -> (TensorSource<'_>, &[TensorCopy]) {
-        (TensorSource::Folder(&self.weights), &self.copies)
+        let source = self.apart.as_ref().map_or(TensorSource::Folder(&self.weights), TensorSource::Held);
+        (source, &self.copies)
     }
 
     /// The folder, for messages.
@@ -80,8 +97,8 @@ impl AdapterFolder {
     }
 }
 
-/// Why adapters are not those of a config, and what to do.
-fn check(theirs: &Value, lora: &LoraConfig) -> Result<(), (String, String)> {
+/// How a folder keeps its adapters, where not a module at a time; or why they are not those of a config, and what to do.
+fn check(theirs: &Value, lora: &LoraConfig) -> Result<Option<Together>, (String, String)> {
     let refuse = |cause: String, hint: String| Err((cause, hint));
     if theirs["peft_type"] != "LORA" {
         let hint = "only LoRA can be read".into();
@@ -92,10 +109,14 @@ fn check(theirs: &Value, lora: &LoraConfig) -> Result<(), (String, String)> {
             return refuse(format!("{field} is {}", theirs[field]), "such adapters cannot be read".into());
         }
     }
-    for field in ["rank_pattern", "alpha_pattern"] {
-        if theirs[field].as_object().is_some_and(|pattern| !pattern.is_empty()) {
-            return refuse(format!("{field} gives modules ranks of their own"), "such adapters cannot be read".into());
-        }
+    let begun = theirs["init_lora_weights"].as_str().unwrap_or_default();
+    if CHANGE_WEIGHTS.iter().any(|way| begun.starts_with(way)) {
+        let hint =
+            "save them with path_initial_model_for_weight_conversion in PEFT, which makes plain adapters of them";
+        return refuse(
+            format!("init_lora_weights is {begun:?}, which has changed the weights beside them"),
+            hint.into(),
+        );
     }
     if !matches!(theirs["bias"].as_str(), None | Some("none")) {
         return refuse(
@@ -110,18 +131,18 @@ fn check(theirs: &Value, lora: &LoraConfig) -> Result<(), (String, String)> {
         let alpha = &theirs["lora_alpha"];
         return refuse(format!("lora_alpha is {alpha}"), format!("set lora.alpha = {alpha}"));
     }
-    Ok(())
+    Together::read(theirs, lora).map_err(|cause| (cause, "such adapters cannot be read".into()))
 }
 
-/// Writes the adapters of a checkpoint to a folder that PEFT loads.
-pub(super) fn export_adapter(trained: &Trained, checkpoint: &Loaded, out: &Path, dtype: DType) -> Result<u64> {
+/// Writes the adapters of a checkpoint to a folder that PEFT loads. Gives the number of their elements, and what PEFT cannot do with them.
+pub(super) fn export_adapter(
+    trained: &Trained,
+    checkpoint: &Loaded,
+    out: &Path,
+    dtype: DType,
+) -> Result<(u64, Vec<String>)> {
     let (config, lora) = (&trained.config, &trained.config.lora);
     let parts = adapter_parts(config)?;
-    if let Some(part) = parts.iter().find(|part| part.name.contains(".experts.")) {
-        let cause = format!("`{}` is of one expert, and PEFT adapts experts all at once", part.name);
-        let hint = "export the model with its adapters merged into the weights";
-        return Err(unfit(&checkpoint.path, cause, hint.into()).into());
-    }
     let copy = |part: Part| {
         let to = format!("{PREFIX}{}", part.name);
         TensorCopy::plain(part.name, to, part.shape)
@@ -132,13 +153,15 @@ pub(super) fn export_adapter(trained: &Trained, checkpoint: &Loaded, out: &Path,
     let mut targets: Vec<&str> = copies.iter().filter_map(|copy| copy.from.strip_suffix(A)).collect();
     targets.sort_unstable();
     let fan_in_fan_out = targets.iter().any(|target| hf::is_transposed(&config.model, &format!("{target}.weight")));
+    // PEFT refuses dropout beside weights of all experts together.
+    let of_experts = targets.iter().any(|target| target.contains(".experts."));
     let described = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.init_from(),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": if of_experts { 0.0 } else { lora.dropout },
         "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
@@ -148,7 +171,8 @@ pub(super) fn export_adapter(trained: &Trained, checkpoint: &Loaded, out: &Path,
     new.write(CONFIG, format!("{described:#}\n").as_bytes())?;
     lockstep_checkpoint::export(new.contents(), (source, WEIGHTS), &copies, dtype, u64::MAX, &mut |_, _| {})?;
     new.publish()?;
-    Ok(copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum())
+    let elements = copies.iter().map(|copy| copy.shape.iter().product::<usize>() as u64).sum();
+    Ok((elements, experts::warnings(config, &targets)))
 }
 
 /// What the adapters of a checkpoint add to the weights of a model, by the names of these, as Hugging Face turns them.

@@ -67,8 +67,9 @@ pub fn export(from: &Path, out: &Path, options: ExportOptions, progress: &mut dy
             let hint = "all weights of this model were trained: export it as a model";
             return Err(unfit(from, "there are no adapters".into(), hint.into()).into());
         }
-        let parameters = export_adapter(&trained, checkpoint, out, dtype)?;
-        return Ok(Exported { step: checkpoint.step, parameters, dtype, warnings: trained.warnings });
+        let (parameters, warnings) = export_adapter(&trained, checkpoint, out, dtype)?;
+        let warnings = [trained.warnings.clone(), warnings].concat();
+        return Ok(Exported { step: checkpoint.step, parameters, dtype, warnings });
     }
     let imported = checkpoint.state["imported"]["context"].as_u64().and_then(|context| usize::try_from(context).ok());
     let original = hf::read_config(&kept.json(CONFIG)).ok();

@@ -16,9 +16,20 @@ const MOST_BYTES: u64 = 16 << 20;
 /// The file of a chat template.
 pub(crate) const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
+/// The file of a template for conversations with tools, where there is one beside [`CHAT_TEMPLATE`].
+pub(crate) const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
+
 /// What is kept: which tokens begin, end and pad, how to draw tokens, how a chat is written.
-const FILES: [&str; 7] =
-    [CONFIG, GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", CHAT_TEMPLATE, "chat_template.json"];
+const FILES: [&str; 8] = [
+    CONFIG,
+    GENERATION,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS,
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+    TOOL_TEMPLATE,
+    "chat_template.json",
+];
 
 /// Fields of `config.json` that the files beside it decide.
 const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
@@ -59,6 +70,10 @@ impl Kept {
     /// These files for a model that was trained on conversations in a template, which names special tokens.
     pub fn with_chat(mut self, chat: &ChatSpec) -> Self {
         self.0.insert(CHAT_TEMPLATE.to_owned(), chat.template.clone());
+        match &chat.tool_template {
+            Some(template) => self.0.insert(TOOL_TEMPLATE.to_owned(), template.clone()),
+            None => self.0.remove(TOOL_TEMPLATE),
+        };
         let named = self.0.contains_key(TOKENIZER_CONFIG) || self.0.contains_key(SPECIAL_TOKENS);
         if !named && !chat.tokens.is_empty() {
             let tokens = Value::from_iter(chat.tokens.clone());

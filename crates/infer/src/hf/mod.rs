@@ -2,6 +2,7 @@
 
 mod adapter;
 mod byte_tokenizer;
+mod experts;
 mod export;
 mod import;
 mod kept;
@@ -11,8 +12,8 @@ pub use adapter::AdapterFolder;
 pub use export::{ExportOptions, Exported, export, export_problem};
 pub(crate) use import::{FolderModel, is_foreign, keys, quoted, read_folder, special_warnings, tokenizer_bytes};
 pub use import::{Imported, import};
-pub(crate) use kept::CHAT_TEMPLATE;
 pub use kept::{ATTACHMENT, Kept};
+pub(crate) use kept::{CHAT_TEMPLATE, TOOL_TEMPLATE};
 pub(crate) use special::text_of;
 
 use crate::{Part, Result, parts};

@@ -136,9 +136,17 @@ impl Op {
     /// The operand and dimension whose entries the op numbers: (whether it is an input, its index,
     /// the dimension). Inputs come first.
     pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {
+        self.operand_with(inputs, self.spec().numbers?)
+    }
+
+    /// The same of the second dimension whose entries it numbers.
+    pub fn counted(&self, inputs: usize) -> Option<(bool, usize, usize)> {
+        self.operand_with(inputs, self.spec().counts?)
+    }
+
+    fn operand_with(&self, inputs: usize, dim: &str) -> Option<(bool, usize, usize)> {
         let spec = self.spec();
-        let numbered = spec.numbers?;
-        let find = |dims: &'static str| names(dims).position(|name| name == numbered);
+        let find = |dims: &'static str| names(dims).position(|name| name == dim);
         let input = (0..inputs).find_map(|i| Some((true, i, find(self.input(i, inputs).dims)?)));
         input.or_else(|| (0..spec.outputs.len()).find_map(|o| Some((false, o, find(spec.outputs[o].dims)?))))
     }

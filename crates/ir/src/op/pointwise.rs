@@ -101,8 +101,9 @@ pub(super) static DROPOUT: Spec = row(
 )
 .in_place(&[(0, 0)])
 .gradient(&[Input(1)])
-.splits(&["batch", "seq"])
+.splits(&["batch", "seq", "features"])
 .numbers("seq")
+.counts("features")
 .shape(|op, _, dims| {
     attributes!(op, Op::Dropout { seq, .. });
     let (part, words) = (dims.size("seq"), dims.size("words"));

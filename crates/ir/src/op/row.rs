@@ -123,6 +123,8 @@ pub struct Spec {
     pub same_over_tp: &'static [&'static str],
     /// The dimension whose entries the op tells apart by number: where ranks split it, it must know where their parts start.
     pub numbers: Option<&'static str>,
+    /// A second dimension whose entries it numbers, which ranks split over other axes: it is told where its part starts.
+    pub counts: Option<&'static str>,
     /// Outputs that a rank has for itself where the op is split along a dimension that they lack: no partial sums.
     pub own: &'static [usize],
     /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
@@ -231,6 +233,7 @@ pub(super) const fn row(
         splits: &[],
         same_over_tp: &[],
         numbers: None,
+        counts: None,
         own: &[],
         keeps_partial: false,
         chunks: false,
@@ -366,6 +369,10 @@ impl Spec {
 
     pub(super) const fn numbers(self, name: &'static str) -> Spec {
         Spec { numbers: Some(name), ..self }
+    }
+
+    pub(super) const fn counts(self, name: &'static str) -> Spec {
+        Spec { counts: Some(name), ..self }
     }
 
     pub(super) const fn own(self, own: &'static [usize]) -> Spec {

@@ -8,76 +8,99 @@ torch 2.15.0, transformers 5.23.0 and peft 0.21.2. Each file holds
     grad.<name>    float32, the gradients before the first
     after.<name>   float32, the adapters after the last
 
-PEFT adapts all experts of a layer at once, and gate and up as one. Ours have an adapter each, so theirs are written out here: a
-parametrisation of the weights.
+The mixture's adapters are read from a folder that has a module per expert, as transformers 4 did and as we write it. With transformers 5,
+which keeps the matrices of all experts in one tensor and gate and up as one, PEFT makes one adapter of twice the rank of those of gate and
+up, as blocks: what is beside the blocks is no weight of any module, and is kept at zero here.
 """
 
+import copy
 import re
+import tempfile
 from pathlib import Path
 
 import experts
 import gpt2
 import llama
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parametrize
 
 RANK, ALPHA, STEPS = 3, 5.0, 20
 
 CASES = {
     "llama_gqa_tied": (llama, ["q_proj", "v_proj", "down_proj"]),
-    "mixtral": (experts, ["k_proj", "o_proj", "experts"]),
+    "mixtral": (experts, ["k_proj", "o_proj", "w1", "w2", "w3"]),
     "gpt2": (gpt2, ["c_attn", "c_proj", "c_fc"]),
 }
 
 
-class OfExperts(torch.nn.Module):
-    """Adds B·A to the matrices of every expert, section by section."""
+PREFIX = "base_model.model."
 
-    def __init__(self, weight, sections, rng):
-        super().__init__()
-        count, outputs, inputs = weight.shape
-        new = lambda *shape: torch.nn.Parameter(0.2 * torch.randn(*shape, generator=rng, dtype=torch.float64).float().double())
-        self.a = torch.nn.ParameterList([new(count, RANK, inputs) for _ in sections])
-        self.b = torch.nn.ParameterList([new(count, outputs // len(sections), RANK) for _ in sections])
-        self.sections = sections
 
-    def forward(self, weight):
-        return weight + ALPHA / RANK * torch.cat([b @ a for a, b in zip(self.a, self.b)], dim=1)
+def draw(rng, *shape):
+    return 0.2 * torch.randn(*shape, generator=rng, dtype=torch.float64).float()
 
-    def named(self, module):
-        for section, a, b in zip(self.sections, self.a, self.b):
-            for expert in range(a.shape[0]):
-                yield f"{module}.{expert}.{section}.lora_A.weight", lambda x, e=expert: x[e], a
-                yield f"{module}.{expert}.{section}.lora_B.weight", lambda x, e=expert: x[e], b
+
+def of_experts(model, rng):
+    """The matrices of every expert's adapters, by the names that files have for them."""
+    drawn = {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for weight, sections in [("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"])]:
+            count, outputs, inputs = getattr(module, weight).shape
+            shapes = [("A", (count, RANK, inputs)), ("B", (count, outputs // len(sections), RANK))]
+            for kind, shape in shapes:
+                for section in sections:
+                    for expert, matrix in enumerate(draw(rng, *shape)):
+                        of = name.replace(".mlp.", ".block_sparse_moe.")
+                        drawn[f"{of}.{expert}.{section}.lora_{kind}.weight"] = matrix.contiguous()
+    return drawn
+
+
+def parts_of_experts(name, module):
+    """(name, part of a tensor, tensor) of the adapters of a layer's experts, which PEFT has in two modules, one inside of the other."""
+    of = name.replace(".mlp.", ".block_sparse_moe.").removesuffix(".base_layer")
+    sections = ["w1", "w3"] if module.parameter_name == "gate_up_proj" else ["w2"]
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    count, n = module.num_experts, len(sections)
+    outputs, inputs = b.shape[0] // n, a.shape[1]
+    blocks = torch.block_diag(*[torch.ones(outputs, RANK)] * n)[:, :, None].expand(-1, -1, count).flatten(1)
+    b.register_hook(lambda grad: grad * blocks)
+    for i, section in enumerate(sections):
+        for expert in range(count):
+            rows = lambda x, i=i, e=expert: x.reshape(count, n, RANK, inputs)[e, i]
+            columns = lambda x, i=i, e=expert: x.reshape(n, outputs, n, RANK, count)[i, :, i, :, e]
+            yield f"{of}.{expert}.{section}.lora_A.weight", rows, a
+            yield f"{of}.{expert}.{section}.lora_B.weight", columns, b
 
 
 def adapt(model, targets, rng):
     """(name, part of a tensor, tensor) of all adapters."""
+    mixture = "w1" in targets
+    drawn = of_experts(model, rng) if mixture else {}
+    config = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=[t for t in targets if not re.fullmatch("w[123]", t)],
+        fan_in_fan_out="c_attn" in targets, lora_dropout=0.0,
+    )
+    plain = lambda name: name.removeprefix(PREFIX).replace(".default.weight", ".weight")
+    for name, parameter in get_peft_model(copy.deepcopy(model), config).named_parameters():
+        if "lora_" in name:
+            drawn[plain(name)] = draw(rng, *parameter.shape)
+    config.target_modules = targets
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file({PREFIX + name: x for name, x in drawn.items()}, f"{folder}/adapter_model.safetensors")
+        model = PeftModel.from_pretrained(model, folder, is_trainable=True, autocast_adapter_dtype=False).double()
     named = []
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    if "experts" in targets:
-        for name, module in model.named_modules():
-            if name.endswith(".experts"):
-                for weight, sections in [("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"])]:
-                    added = OfExperts(getattr(module, weight), sections, rng)
-                    parametrize.register_parametrization(module, weight, added)
-                    # As files have it.
-                    named += added.named(name.replace(".mlp.", ".block_sparse_moe."))
-    modules = [t for t in targets if t != "experts"]
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules, fan_in_fan_out="c_attn" in targets, lora_dropout=0.0)
-    model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    for name, parameter in model.named_parameters():
-        if ".parametrizations." in name:
-            parameter.requires_grad_(not name.endswith("original"))
-        elif "lora_" in name:
-            with torch.no_grad():
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=rng, dtype=torch.float64).float())
-            name = re.sub(r"^base_model\.model\.", "", name).replace(".default.weight", ".weight")
-            named.append((name, lambda x: x, parameter))
-    return model.double(), named
+    for name, module in model.named_modules():
+        if hasattr(module, "parameter_name"):
+            named += parts_of_experts(name.removeprefix(PREFIX), module)
+    known = {id(tensor) for _, _, tensor in named}
+    named += [(plain(name), lambda x: x, p) for name, p in model.named_parameters() if "lora_" in name and id(p) not in known]
+    assert {name: part(tensor).float().equal(drawn[name]) for name, part, tensor in named} == dict.fromkeys(drawn, True)
+    return model, named
 
 
 def store(name, module, targets):
