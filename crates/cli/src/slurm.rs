@@ -18,7 +18,7 @@ pub struct Args {
     /// stands in `[cluster]`; --dry-run prints the script.
     #[arg(long, conflicts_with_all = ["restarts", "fresh", "resume_from", "change"])]
     pub slurm: bool,
-    /// Submit so many jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
+    /// Submit N jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
     /// sites that do not allow that. Those that are left when the run is done are cancelled.
     #[arg(long, value_name = "N", requires = "slurm", value_parser = clap::value_parser!(u32).range(1..=100))]
     chain: Option<u32>,
@@ -104,13 +104,13 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
     Ok(())
 }
 
-/// What sbatch is told of a job behind these: only if none of them has come to the end; a job whose turn never comes is cancelled.
+/// What sbatch is told of a job after these: only if none of them has come to the end; a job whose turn never comes is cancelled.
 fn after(jobs: &[String]) -> [String; 2] {
     let before: Vec<String> = jobs.iter().map(|job| format!("afternotok:{job}")).collect();
     [format!("--dependency={}", before.join(",")), "--kill-on-invalid-dep=yes".to_owned()]
 }
 
-/// How the jobs of a chain would be submitted, as comments behind the script.
+/// How the jobs of a chain would be submitted, as comments after the script.
 fn chain(jobs: u32, script: &Path) -> String {
     let script = shell_quoted(&script.display().to_string());
     let mut text = format!("\n# Submitted {jobs} times:\n");
@@ -139,7 +139,7 @@ fn submitted(command: &mut Command) -> Result<String> {
             "[cluster] says what it asks for; `sinfo` shows what there is, --dry-run the script",
         ));
     }
-    // With a cluster's name behind it, where there are several.
+    // With a cluster's name after it, where there are several.
     Ok(text(&output.stdout).split(';').next().unwrap_or_default().to_owned())
 }
 
@@ -151,7 +151,7 @@ fn job_log(dir: &Path, job: &str) -> PathBuf {
     dir.join(format!("slurm-{job}.log"))
 }
 
-/// Nodes of a job of so many ranks, if they can be spread evenly.
+/// Nodes of a job of this many ranks, if they can be spread evenly.
 pub fn nodes(cluster: &ClusterConfig, ranks: usize) -> usize {
     match (cluster.nodes, cluster.gpus_per_node) {
         (Some(nodes), _) => nodes,
@@ -228,7 +228,7 @@ impl<'a> Job<'a> {
             ranks,
             time,
             command,
-            // Slurm reads names behind a percent sign.
+            // Slurm replaces names after a percent sign.
             log: job_log(&PathBuf::from(dir.display().to_string().replace('%', "%%")), "%j").display().to_string(),
             requeue,
         })

@@ -206,7 +206,7 @@ fn starts_at(headers: &header::HeaderMap, from: u64) -> bool {
     range.is_some_and(|range| range.trim_start_matches("bytes ").split('-').next() == Some(&from.to_string()))
 }
 
-/// The checksum of a file in so many hexadecimal digits: its SHA-256, or the SHA-1 of the git object that it is.
+/// The checksum of a file in this many hexadecimal digits: its SHA-256, or the SHA-1 of the git object that it is.
 fn checksum(path: &Path, digits: usize) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

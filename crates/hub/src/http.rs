@@ -142,7 +142,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// For so many failures in a row.
+    /// For this many failures in a row.
     pub fn new(most: u32, pause: Duration) -> Self {
         Self { most, failed: 0, pause }
     }

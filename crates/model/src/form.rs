@@ -32,7 +32,7 @@ pub enum Form {
         /// Tokens that may be taken, of the vocabulary.
         known: usize,
     },
-    /// The loss of given tokens behind some new tokens of some texts, with the same cache.
+    /// The loss of given tokens after some new tokens of some texts, with the same cache.
     Score {
         /// Runs of new tokens. Several may be of one text: all keys and values are in the cache before any position looks at them.
         batch: usize,
@@ -107,10 +107,10 @@ pub enum Side {
     },
 }
 
-/// What is asked of the logits behind new tokens.
+/// What is asked of the logits after new tokens.
 #[derive(Clone, Copy, Debug)]
 pub enum AskedLogits {
-    /// Those behind the last, and the most probable of so many tokens.
+    /// Those after the last, and the most probable of this many tokens.
     Last {
         /// Tokens that may be taken.
         known: usize,

@@ -9,7 +9,7 @@ use crate::parameters::matrix;
 use lockstep_ir::graph::Loss;
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
 
-/// Adds the modules of a model behind `n`, the normed result of its layers. Their losses count `mtp_loss` together.
+/// Adds the modules of a model after `n`, the normed result of its layers. Their losses count `mtp_loss` together.
 pub(crate) fn further_tokens(
     g: &mut Graph,
     decoder: &Decoder,
