@@ -54,12 +54,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 pub fn run(mut args: Args) -> Result<ExitCode> {
     let given = args.train.config.set.clone();
     // What is given with --set wins over what a cluster of this name has.
-    args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
+    args.train.config.set.splice(0..0, args.slurm.cluster_overrides(&args.train.config.file())?);
     args.train.config.set.extend(args.slurm.overrides());
     // What is on the hub is downloaded here: compute nodes may reach nothing.
     let (config, _) = args.train.load(false)?;
     if args.slurm.slurm {
         warn(config.warnings());
+        if let Some(site) = args.slurm.site()? {
+            warn(&site.warnings(config.cluster.account.as_deref()));
+        }
     }
     // The job takes them from its script.
     args.train.config.set = given;

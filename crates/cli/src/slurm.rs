@@ -5,6 +5,7 @@
 
 use crate::failure::{Failure, INTERRUPTED, Result};
 use crate::shell::shell_quoted;
+use crate::sites::{self, Site};
 use crate::{hardware, train};
 use lockstep_config::{ClusterConfig, Config};
 use std::io::Write;
@@ -34,14 +35,24 @@ pub struct Args {
     /// Account that the job is charged to, as cluster.account.
     #[arg(long, value_name = "NAME", requires = "slurm")]
     account: Option<String>,
-    /// The cluster of the catalogue that the job runs on (any wrong name lists them): its GPUs per node, as cluster.gpus_per_node.
+    /// The site that the job runs at (any wrong name lists them): its partition, GPUs per node, cores per rank and what else is known,
+    /// where `[cluster]` does not say. Of other clusters of the catalogue: their GPUs per node.
     #[arg(long, value_name = "NAME", requires = "slurm")]
     cluster: Option<String>,
 }
 
 impl Args {
-    /// What the named cluster has, as an override of the config file.
-    pub fn cluster_overrides(&self) -> Result<Vec<String>> {
+    /// The site that was named, if one was that is known.
+    pub fn site(&self) -> Result<Option<Site>> {
+        self.cluster.as_deref().map_or(Ok(None), sites::named)
+    }
+
+    /// What the named site or cluster has, as overrides of the config file.
+    pub fn cluster_overrides(&self, config: &Path) -> Result<Vec<String>> {
+        if let Some(site) = self.site()? {
+            return Ok(site.overrides(config));
+        }
+        sites::require_known(self.cluster.as_deref())?;
         let found = hardware::named(None, self.cluster.as_deref(), None)?;
         Ok(found.iter().map(|found| format!("cluster.gpus_per_node={}", found.cluster.gpus_per_node)).collect())
     }
