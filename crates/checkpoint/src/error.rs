@@ -85,6 +85,18 @@ pub enum CheckpointError {
         hint: String,
     },
 
+    /// What ranks hold of a checkpoint in memory does not make one up.
+    #[error("the part of group `{group}` that is in the memory of rank {rank} cannot be used: {cause}")]
+    #[hint("the run goes on from its last checkpoint on the disk")]
+    Memory {
+        /// The group.
+        group: String,
+        /// The rank.
+        rank: usize,
+        /// What is wrong.
+        cause: String,
+    },
+
     /// The disk has no room for a checkpoint; nothing was written.
     #[error(
         "No space left on device for a checkpoint in {}: it takes {}, {} are free",

@@ -4,7 +4,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use lockstep_ir::DType;
 use memmap2::Mmap;
@@ -16,7 +18,7 @@ use crate::manifest::{self, FileEntry, Manifest, checksum, damaged, open_regular
 use crate::stored::{self, Piece, Stored};
 use crate::tensor_file::{self, TensorPlace};
 
-/// A verified checkpoint, its tensors mapped from disk. It stays readable if the folder is removed meanwhile.
+/// A verified checkpoint, its tensors mapped from disk, or held in memory. It stays readable if the folder is removed meanwhile.
 #[derive(Debug)]
 pub struct Loaded {
     /// The step it was saved at.
@@ -25,8 +27,8 @@ pub struct Loaded {
     pub path: PathBuf,
     /// The state that its writer gave.
     pub state: serde_json::Value,
-    files: Vec<MappedFile>,
-    attachments: Vec<MappedFile>,
+    files: Vec<FileBytes>,
+    attachments: Vec<FileBytes>,
     groups: BTreeMap<String, BTreeMap<String, Stored>>,
 }
 
@@ -38,13 +40,32 @@ pub struct TensorView<'a> {
     /// Its dims, outermost first.
     pub shape: &'a [usize],
     pieces: &'a [Piece],
-    files: &'a [MappedFile],
+    files: &'a [FileBytes],
 }
 
+/// A file of a checkpoint.
 #[derive(Debug)]
-struct MappedFile {
-    name: String,
-    map: Mmap,
+pub(crate) struct FileBytes {
+    pub(crate) name: String,
+    pub(crate) bytes: Bytes,
+}
+
+/// Where the bytes of a file are.
+#[derive(Debug)]
+pub(crate) enum Bytes {
+    Mapped(Mmap),
+    Held(Arc<Vec<u8>>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::Mapped(map) => map,
+            Bytes::Held(bytes) => bytes,
+        }
+    }
 }
 
 impl<'a> TensorView<'a> {
@@ -106,11 +127,27 @@ impl<'a> TensorView<'a> {
     }
 
     fn of(&self, piece: &Piece) -> &'a [u8] {
-        &self.files[piece.file].map[piece.range.clone()]
+        &self.files[piece.file].bytes[piece.range.clone()]
     }
 }
 
 impl Loaded {
+    /// A checkpoint of these files and attachments, whose tensors were found to be whole.
+    pub(crate) fn assembled(
+        step: u64,
+        path: PathBuf,
+        state: serde_json::Value,
+        (files, attachments): (Vec<FileBytes>, Vec<FileBytes>),
+        groups: BTreeMap<String, BTreeMap<String, Stored>>,
+    ) -> Loaded {
+        Loaded { step, path, state, files, attachments, groups }
+    }
+
+    /// Whether it is no folder: its files are in memory.
+    pub fn is_in_memory(&self) -> bool {
+        self.files.iter().any(|file| matches!(file.bytes, Bytes::Held(_)))
+    }
+
     /// The tensor `name` of `group`.
     pub fn tensor(&self, group: &str, name: &str) -> Result<TensorView<'_>> {
         let tensors = self.group(group)?;
@@ -128,7 +165,7 @@ impl Loaded {
 
     /// The bytes of a file that was saved with it, if it has one of this name.
     pub fn attachment(&self, name: &str) -> Option<&[u8]> {
-        self.attachments.iter().find(|file| file.name == name).map(|file| &file.map[..])
+        self.attachments.iter().find(|file| file.name == name).map(|file| &file.bytes[..])
     }
 
     /// The names of the tensors of `group`, ascending.
@@ -168,17 +205,17 @@ pub fn open(path: &Path) -> Result<Loaded> {
     }
     let attachments = manifest.attachments.iter().map(|entry| open_mapped(path, entry)).collect::<Result<_, _>>()?;
     let groups = stored::join(contents).map_err(|(file, cause)| damaged(path, &files[file].name, cause))?;
-    Ok(Loaded { step: manifest.step, path: path.to_owned(), state: manifest.state, files, attachments, groups })
+    Ok(Loaded::assembled(manifest.step, path.to_owned(), manifest.state, (files, attachments), groups))
 }
 
-fn open_file(folder: &Path, entry: &FileEntry) -> Result<(MappedFile, BTreeMap<String, TensorPlace>)> {
+fn open_file(folder: &Path, entry: &FileEntry) -> Result<(FileBytes, BTreeMap<String, TensorPlace>)> {
     let file = open_mapped(folder, entry)?;
-    let places = tensor_file::read_header(&file.map).map_err(|cause| damaged(folder, &entry.name, cause))?;
+    let places = tensor_file::read_header(&file.bytes).map_err(|cause| damaged(folder, &entry.name, cause))?;
     Ok((file, places))
 }
 
 /// A file whose length and checksum are those of its entry.
-fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile> {
+fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<FileBytes> {
     let (mut file, bytes) = open_regular(folder, &entry.name)?;
     let wrong = |cause: String| damaged(folder, &entry.name, cause);
     if bytes != entry.bytes {
@@ -189,7 +226,7 @@ fn open_mapped(folder: &Path, entry: &FileEntry) -> Result<MappedFile> {
         return Err(wrong("checksum differs".to_owned()));
     }
     let map = map(&file).at("map", &path)?;
-    Ok(MappedFile { name: entry.name.clone(), map })
+    Ok(FileBytes { name: entry.name.clone(), bytes: Bytes::Mapped(map) })
 }
 
 /// Reads rather than maps: a disk error is then an error, not a signal.

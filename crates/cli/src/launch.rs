@@ -1,7 +1,7 @@
 //! `lockstep launch`: the ranks of a run as processes of this machine.
 
 use crate::failure::{Failure, INTERRUPTED, RECURS, Result};
-use crate::processes::{ABANDONED, LAUNCHED, SECRET, STOP};
+use crate::processes::{ABANDONED, LATE, LAUNCHED, SECRET, STOP};
 use crate::{slurm, style, train, warn};
 use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
@@ -30,6 +30,10 @@ pub struct Args {
     /// When a rank fails, start all again from the last checkpoint, up to so many times.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
+    /// Go on with fewer ranks when some are lost, and with more when some join: the fewest and the most that may train, such as 2..4.
+    /// Sets cluster.elastic. With --restarts, ranks that are lost are started again, and join.
+    #[arg(long, value_name = "LEAST..MOST")]
+    elastic: Option<String>,
     /// Let ranks share GPUs where there are fewer: to check a layout, slowly.
     #[arg(long, conflicts_with = "slurm")]
     share_gpus: bool,
@@ -52,6 +56,9 @@ const CHANGE: &str =
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
+    if let Some(bounds) = &args.elastic {
+        args.train.config.set.push(format!("cluster.elastic={bounds:?}"));
+    }
     let given = args.train.config.set.clone();
     // What is given with --set wins over what a cluster of this name has.
     args.train.config.set.splice(0..0, args.slurm.cluster_overrides(&args.train.config.file())?);
@@ -87,6 +94,14 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         tell("warning: ranks share GPUs: good to check a layout, slower to train than one rank per GPU");
     }
     let signals = train::on_interrupt()?;
+    if train::elastic_bounds(&config)?.is_some() {
+        let arguments = [vec!["train".into()], args.train.arguments()].concat();
+        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts).wait(&signals)?;
+        if let Some(failure) = &end.failed {
+            tell(&format!("error: {}", failure.with_hint()));
+        }
+        return Ok(ExitCode::from(end.code));
+    }
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
         let end = Team::start(&arguments, ranks, args.share_gpus)?.wait(&signals)?;
@@ -132,6 +147,39 @@ struct Team {
     killed: Vec<Option<Killed>>,
     /// Since when each is stopped by a signal while others have ended.
     stopped: Vec<Option<Instant>>,
+    start: StartOfRank,
+    /// Where the others go on without ranks that are lost: how many more may be started for those.
+    elastic: Option<u32>,
+}
+
+/// How each process is started.
+struct StartOfRank {
+    arguments: Vec<OsString>,
+    ranks: usize,
+    port: u16,
+    secret: String,
+    share_gpus: bool,
+}
+
+impl StartOfRank {
+    /// Starts one; `late` if the others have begun without it.
+    fn spawn(&self, rank: usize, late: bool) -> Result<Child> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(&self.arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, &self.secret);
+        // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
+        command.process_group(0);
+        for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", self.ranks)] {
+            command.env(name, value.to_string());
+        }
+        if self.share_gpus {
+            command.env(SHARES_GPUS, format!("lockstep-{}-{rank}", std::process::id()));
+        }
+        if late {
+            command.env(LATE, "1");
+        }
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", self.port.to_string());
+        Ok(command.spawn()?)
+    }
 }
 
 /// Why a process had to be killed when others had failed.
@@ -160,22 +208,40 @@ impl Team {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let secret = JobSecret::random()?.to_hex();
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
-        let mut team = Self { children: Vec::new(), ended, killed, stopped };
+        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus };
+        let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
-            let mut command = Command::new(std::env::current_exe()?);
-            command.args(arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, &secret);
-            // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
-            command.process_group(0);
-            for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", ranks)] {
-                command.env(name, value.to_string());
-            }
-            if share_gpus {
-                command.env(SHARES_GPUS, format!("lockstep-{}-{rank}", std::process::id()));
-            }
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-            team.children.push(command.spawn()?);
+            team.children.push(team.start.spawn(rank, false)?);
         }
         Ok(team)
+    }
+
+    /// The others go on when some are lost; up to so many are started again, to join them.
+    fn elastic(mut self, restarts: u32) -> Self {
+        self.elastic = Some(restarts);
+        self
+    }
+
+    /// Starts a process in the place of each that was lost, as long as others go on and some may be started.
+    fn start_again(&mut self, asked_to_stop: bool) -> Result<()> {
+        let lost = |status: &ExitStatus| status.signal().is_some() || status.code() == Some(1);
+        let done = self.ended.iter().flatten().any(|status| !lost(status));
+        if asked_to_stop || done || self.ended.iter().all(Option::is_some) {
+            return Ok(());
+        }
+        for rank in 0..self.children.len() {
+            let Some(left @ 1..) = self.elastic else { return Ok(()) };
+            if let Some(status) = self.ended[rank] {
+                let how = status.signal().map_or_else(
+                    || format!("ended with exit code {}", status.code().unwrap_or(1)),
+                    |signal| format!("was killed by signal {signal}"),
+                );
+                tell(&format!("rank {rank} {how}: another process is started to join the run, {} left", left - 1));
+                self.children[rank] = self.start.spawn(rank, true)?;
+                (self.ended[rank], self.elastic) = (None, Some(left - 1));
+            }
+        }
+        Ok(())
     }
 
     /// Waits for all. A signal is passed on to them: they stop after the same step.
@@ -192,7 +258,12 @@ impl Team {
                     *ended = child.try_wait()?;
                 }
             }
-            if deadline.is_none() && self.ended.iter().flatten().any(|status| failed(*status)) {
+            if self.elastic.is_some() {
+                self.start_again(asked_to_stop)?;
+            }
+            // Of an elastic run, those that are left end by themselves, or go on.
+            let lost = self.ended.iter().flatten().any(|status| failed(*status));
+            if deadline.is_none() && lost && self.elastic.is_none() {
                 deadline = Some(Instant::now() + ENDS_WITHIN);
                 // Those that still wait for all to come wait for nothing.
                 self.tell_all(ABANDONED);
@@ -200,10 +271,11 @@ impl Team {
             if let Some(deadline) = deadline {
                 self.clear_away_failed(Instant::now() > deadline);
             }
-            if first_ended.is_none() && self.ended[0].is_some() {
+            let well = |status: &ExitStatus| self.elastic.is_none() || status.success();
+            if first_ended.is_none() && self.ended.iter().take(self.first()).flatten().any(well) {
                 first_ended = Some(Instant::now());
             }
-            if self.ended.iter().any(Option::is_some) {
+            if self.ended.iter().any(Option::is_some) && (self.elastic.is_none() || first_ended.is_some()) {
                 self.clear_away_stopped();
                 self.clear_away(first_ended.is_some_and(|since| since.elapsed() > LAST_WITHIN));
             }
@@ -212,7 +284,16 @@ impl Team {
         Ok(self.end(asked_to_stop))
     }
 
+    /// How many processes may be the first: all, where others may take its place.
+    fn first(&self) -> usize {
+        if self.elastic.is_some() { self.ended.len() } else { 1 }
+    }
+
     fn end(&self, asked_to_stop: bool) -> End {
+        // What was lost on the way does not matter where others have finished the run.
+        if self.elastic.is_some() && self.ended.iter().flatten().any(ExitStatus::success) {
+            return End { code: 0, recurs: false, failed: None, asked_to_stop };
+        }
         let ends = || self.ended.iter().enumerate().filter_map(|(rank, status)| Some((rank, (*status)?)));
         let failures: Vec<_> = ends().filter(|(_, status)| failed(*status)).collect();
         // One that was killed is the cause, then one that was stopped: the others only follow.

@@ -16,6 +16,9 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 /// Set for processes that `lockstep launch` started: their standard input is a pipe, on which they hear that they are to stop.
 pub const LAUNCHED: &str = "LOCKSTEP_LAUNCHED";
 
+/// Set for processes that come to an elastic run which has begun without them.
+pub const LATE: &str = "LOCKSTEP_JOINS_LATE";
+
 /// Names the MPI library, where it is not found by itself or another one is; `none` for no MPI.
 const LIBRARY: &str = "LOCKSTEP_MPI_LIBRARY";
 
@@ -229,6 +232,11 @@ pub fn stop_with_launcher(stop: &Arc<AtomicBool>) -> Result<Waiting> {
         stop.store(true, Ordering::SeqCst);
     })?;
     Ok(Waiting { abandoned: Some(abandoned), ..waiting })
+}
+
+/// Whether the run has begun without this process.
+pub fn joins_late() -> bool {
+    std::env::var_os(LATE).is_some()
 }
 
 /// Whether Lockstep itself started this process for one of several ranks.

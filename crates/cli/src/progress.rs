@@ -59,8 +59,13 @@ impl Progress {
             Event::Undone { change, goes_back } => self.warn(&remedies::undone(change, goes_back)),
             Event::Overruled(overruled) => self.warn(&remedies::overruled(overruled)),
             Event::Skipped(skipped) => self.warn(&format!("step {}: {skipped}, update skipped", skipped.step)),
+            Event::WorldChanged(change) => {
+                let line = change.to_string();
+                self.warn(&change.cause.as_ref().map_or(line.clone(), |cause| format!("{cause}\n{line}")));
+            }
             Event::RolledBack(roll_back) => self.warn(&format!("rolled back {roll_back}")),
             _ if self.quiet => {}
+            Event::InWorld { .. } => {}
             Event::Preparing(p) => self.preparing("data", p),
             // Most data are checked in no time: nobody needs to hear of it.
             Event::Checking { done, total } => self.long_work("checking data", done, total, units::bytes),

@@ -10,11 +10,12 @@ use crate::terminal::printable;
 use crate::{ConfigArgs, remedies, style, warn};
 use lockstep_checkpoint::list;
 use lockstep_config::Config;
-use lockstep_host::{Devices, Processes};
+use lockstep_exec::comm::processes::Waiting;
+use lockstep_host::{Devices, Elastic, Processes};
 use lockstep_infer::HubNeed;
 use lockstep_ir::units;
 use lockstep_rundir::{StartedBy, TakenFromHub, read_config};
-use lockstep_train::{DryData, DryRun, Event, Outcome, RunOptions, dry_run};
+use lockstep_train::{DryData, DryRun, ElasticStart, Event, Outcome, RunOptions, dry_run};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::Write;
@@ -197,6 +198,11 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
     }
     let stop = on_interrupt()?;
     let waiting = processes::stop_with_launcher(&stop)?;
+    if let (Some(place), Some(bounds)) = (&place, elastic_bounds(&config)?)
+        && !args.dry_run
+    {
+        return run_elastic(&args, place, &config, taken, (bounds, waiting), &stop);
+    }
     let devices = match &place {
         Some(place) => {
             let timeout = Duration::from_secs_f64(config.parallel.timeout);
@@ -205,18 +211,7 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
         }
         None => Devices::of(&config),
     };
-    let rewinds = args.resume_from.is_some();
-    let options = RunOptions {
-        dir: dir.clone(),
-        fresh: args.fresh,
-        resume_from: args.resume_from,
-        change: args.change.clone(),
-        sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
-        profile_steps: args.profile_steps.clone(),
-        debug_nans: args.debug_nans,
-        given: given_options(&args),
-        started_by: if first { started_by(&args.config.file(), taken) } else { StartedBy::default() },
-    };
+    let options = run_options(&args, if first { started_by(&args.config.file(), taken) } else { StartedBy::default() });
     if args.dry_run {
         let dry = dry_run(&devices, &config, &options, &stop)?;
         warn(&dry.warnings);
@@ -231,18 +226,96 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
     let mut progress = if args.quiet { Progress::new(steps).quiet() } else { Progress::new(steps) };
     let result = lockstep_train::run(&devices, &config, &options, &stop, &mut |event| progress.show(event));
     progress.clear();
-    let outcome = result?;
-    if let Some(steps) = &args.profile_steps {
-        show_profile(steps, &outcome, &dir)?;
+    finish(&args, &config, &result?)
+}
+
+fn run_options(args: &Args, started_by: StartedBy) -> RunOptions {
+    RunOptions {
+        dir: args.run_dir(),
+        fresh: args.fresh,
+        resume_from: args.resume_from,
+        change: args.change.clone(),
+        sample_tokens: if args.quiet { 0 } else { SAMPLE_TOKENS },
+        profile_steps: args.profile_steps.clone(),
+        debug_nans: args.debug_nans,
+        given: given_options(args),
+        started_by,
     }
-    let (details, last) = summary(&outcome, &config, &dir);
+}
+
+/// How many ranks may train, where that may change.
+pub fn elastic_bounds(config: &Config) -> Result<Option<Elastic>> {
+    let Some(text) = &config.cluster.elastic else { return Ok(None) };
+    let bounds = Elastic::parse(text).ok_or_else(|| {
+        Failure::request(
+            format!("cluster.elastic = {text:?} is not two numbers of ranks"),
+            "write the fewest and the most ranks that may train, such as \"2..4\"",
+        )
+    })?;
+    match config.ranks() {
+        Some(ranks) if ranks > bounds.most => Err(Failure::request(
+            format!("cluster.elastic = {text:?} allows at most {} ranks, and the layout has {ranks}", bounds.most),
+            format!("set cluster.elastic = \"{}..{ranks}\", or a smaller layout", bounds.least.min(ranks)),
+        )),
+        _ => Ok(Some(bounds)),
+    }
+}
+
+/// One rank of a run whose ranks come and go. Whoever is the first at a time shows how it gets on.
+fn run_elastic(
+    args: &Args,
+    place: &ProcessPlace,
+    config: &Config,
+    taken: Vec<TakenFromHub>,
+    (bounds, waiting): (Elastic, Waiting),
+    stop: &AtomicBool,
+) -> Result<ExitCode> {
+    let dir = args.run_dir();
+    let start = place.start(Duration::from_secs_f64(config.parallel.timeout), Some(&dir), waiting)?;
+    let late = processes::joins_late();
+    let process = ElasticStart { start: &start, local: place.local, bounds, late };
+    let options = run_options(args, started_by(&args.config.file(), taken));
+    let mut progress = Progress::new(config.train.steps);
+    if args.quiet {
+        progress = progress.quiet();
+    }
+    let mut is_first = place.rank == 0 && !late;
+    let result = lockstep_train::run_elastic(&process, config, &options, stop, &mut |event| {
+        if let Event::InWorld { rank, .. } = event {
+            is_first = rank == 0;
+        }
+        if is_first {
+            progress.show(event);
+        }
+    });
+    progress.clear();
+    match result {
+        // It came for nothing, and nothing is wrong.
+        Err(error) if error.has_ended_meanwhile() => Ok(ExitCode::SUCCESS),
+        result => {
+            let outcome = result?;
+            match is_first {
+                true => finish(args, config, &outcome),
+                false => Ok(if outcome.finished { ExitCode::SUCCESS } else { ExitCode::from(INTERRUPTED) }),
+            }
+        }
+    }
+}
+
+/// Says how a run ended.
+fn finish(args: &Args, config: &Config, outcome: &Outcome) -> Result<ExitCode> {
+    let dir = args.run_dir();
+    if let Some(steps) = &args.profile_steps {
+        show_profile(steps, outcome, &dir)?;
+    }
+    let (details, last) = summary(outcome, config, &dir);
     let mut out = std::io::stdout();
     if !args.quiet {
         write!(out, "{details}")?;
     }
     writeln!(out, "{last}")?;
     if !outcome.finished {
-        let without = if rewinds { " without --resume-from" } else { "" };
+        let without = if args.resume_from.is_some() { " without --resume-from" } else { "" };
         let what = if outcome.checkpoint.is_some() { "resumes" } else { "starts the run" };
         if !args.quiet {
             writeln!(out, "the same command again{without} {what}")?;
@@ -250,7 +323,7 @@ fn run_rank(args: Args, place: Option<ProcessPlace>) -> Result<ExitCode> {
         return Ok(ExitCode::from(INTERRUPTED));
     }
     if !args.quiet {
-        let _ = write!(std::io::stderr(), "{}", afterwards(&outcome, &config, &dir));
+        let _ = write!(std::io::stderr(), "{}", afterwards(outcome, config, &dir));
     }
     Ok(ExitCode::SUCCESS)
 }

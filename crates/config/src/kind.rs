@@ -93,6 +93,8 @@ pub(crate) const TIME_LIMIT: Word = Word {
     text: "time limit",
     rule: "write hours, minutes and seconds, such as \"12:00:00\", or with days before them, such as \"1-12:00:00\"",
 };
+pub(crate) const ELASTIC: Word =
+    Word { text: "two numbers", rule: "write the fewest and the most ranks that may train, such as \"2..4\"" };
 pub(crate) const SITE_NAME: Word = Word { text: "name", rule: "write the name that it has at your site" };
 pub(crate) const CONTAINER: Word = Word {
     text: "command",

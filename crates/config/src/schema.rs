@@ -15,7 +15,7 @@ use crate::kind::Kind::{
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH, MODULES,
     NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS, TARGETS,
-    TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    ELASTIC, TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::latent;
 use crate::optimizers::{self, OptimizerName};
@@ -654,8 +654,14 @@ tables! {
         csv: bool = Bool, Fixed("false"), Conduct, finds ["CSV", "CSVLogger", "spreadsheet"];
     }
 
-    /// What a Slurm job asks for: `lockstep launch --slurm`.
+    /// What a Slurm job asks for (`lockstep launch --slurm`), and what becomes of a run that loses ranks.
     cluster: ClusterConfig {
+        /// The fewest and the most ranks that may train: "2..4". If ranks are lost, those that are left go on with a layout for as many as
+        /// there are, from snapshots in memory; others may join later. If not set, a lost rank ends the run. Not over MPI.
+        elastic: Option<String> = Text(ELASTIC), Unset, Conduct,
+            finds ["elastic", "torchelastic", "torchft", "fault tolerance", "node failure"];
+        /// With cluster.elastic, steps from one snapshot in memory to the next: at most so many are done again after a loss.
+        snapshot_every: u64 = Count(1, STEPS), Fixed("10"), Conduct, finds ["in-memory checkpoint", "Gemini"];
         /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.
         time: Option<String> = Text(TIME_LIMIT), Unset, Conduct, finds ["time limit", "walltime", "Slurm", "sbatch"];
         /// Nodes of a job, each of which has as many ranks. If not set, as many as cluster.gpus_per_node makes necessary, or one.

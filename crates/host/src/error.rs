@@ -1,3 +1,4 @@
+use crate::elastic::ElasticError;
 use lockstep_exec::comm::processes::JoinError;
 use lockstep_exec::{ExecError, Remedy};
 use lockstep_ir::Hint;
@@ -31,6 +32,10 @@ pub enum HostError {
     #[error("{0}")]
     #[hint(_0.hint())]
     Join(#[from] JoinError),
+    /// Processes that have lost some of their number cannot go on together.
+    #[error("{0}")]
+    #[hint(_0.hint())]
+    Elastic(#[from] ElasticError),
     /// There are more or fewer processes than ranks.
     #[error(
         "the config has {ranks} rank{} ({layout}), and {processes} processes were started",
@@ -142,7 +147,7 @@ impl HostError {
             HostError::Plan(error) => error.is_request(),
             HostError::Dir(error) => error.is_request(),
             HostError::Hardware(error) => matches!(error, SimError::File { .. }),
-            HostError::Exec(_) | HostError::Join(_) | HostError::NoGpu { .. } => false,
+            HostError::Exec(_) | HostError::Join(_) | HostError::NoGpu { .. } | HostError::Elastic(_) => false,
             HostError::OtherRanks { .. } | HostError::FewGpus { .. } | HostError::Disagree { .. } => true,
             HostError::NotShared { .. } | HostError::ToldOtherwise { .. } => true,
         }

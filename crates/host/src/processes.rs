@@ -39,7 +39,11 @@ impl Processes {
         if ranks != processes {
             return Err(HostError::OtherRanks { layout: layout.to_string(), ranks, processes });
         }
-        let comm = Arc::new(join(start)?);
+        Self::of(Arc::new(join(start)?), config, local)
+    }
+
+    /// Processes that have found each other.
+    pub fn of(comm: Arc<ProcessCommunicator>, config: &Config, local: Option<usize>) -> Result<Self> {
         let gpu = gpus::seats(&comm, config, local)?;
         Ok(Self { comm, gpu })
     }
@@ -330,21 +334,37 @@ pub struct StopSignal<'a> {
     asked: &'a AtomicBool,
     agreed: AtomicBool,
     team: Team<'a>,
+    /// Whether the first process wants the world to end, for another one.
+    changes: Option<&'a dyn Fn() -> bool>,
+    changing: AtomicBool,
 }
 
 impl<'a> StopSignal<'a> {
     /// Of a run of these processes, of which this one is asked by a flag.
     pub fn new(asked: &'a AtomicBool, team: Team<'a>) -> Self {
-        Self { asked, agreed: AtomicBool::new(false), team }
+        Self { asked, agreed: AtomicBool::new(false), team, changes: None, changing: AtomicBool::new(false) }
+    }
+
+    /// The same, where the first process also says when the world is to end, for another one.
+    pub fn or_change(self, changes: Option<&'a dyn Fn() -> bool>) -> Self {
+        Self { changes, ..self }
+    }
+
+    /// Whether the world is to end, as it was found when all last looked.
+    pub fn changes(&self) -> bool {
+        self.changing.load(Ordering::SeqCst)
     }
 
     /// Looks whether any process was asked to stop. All must look at the same points.
     pub fn look(&self) -> Result<bool> {
         let Some(processes) = self.team.0 else { return Ok(self.asked.load(Ordering::SeqCst)) };
         if !self.agreed.load(Ordering::SeqCst) {
-            let mine = u8::from(self.asked.load(Ordering::SeqCst));
-            let any = processes.exchange("stop", &[mine])?.iter().any(|asked| asked[..] != [0]);
-            self.agreed.store(any, Ordering::SeqCst);
+            let changes = self.team.is_first() && self.changes.is_some_and(|changes| changes());
+            let mine = u8::from(self.asked.load(Ordering::SeqCst)) | u8::from(changes) << 1;
+            let all = processes.exchange("stop", &[mine])?;
+            let any = |bit: u8| all.iter().any(|asked| asked.first().is_none_or(|asked| asked & bit != 0));
+            self.agreed.store(any(1), Ordering::SeqCst);
+            self.changing.store(any(2), Ordering::SeqCst);
         }
         Ok(self.agreed.load(Ordering::SeqCst))
     }

@@ -10,3 +10,4 @@ pub(crate) use background::Saver;
 pub use background::{SaveEnd, SaveFailure, SaveRequest};
 pub use bench::{CheckpointBench, bench_checkpoint};
 pub(crate) use interval::with_checkpoint_interval;
+pub(crate) use snapshot::Snapshot;

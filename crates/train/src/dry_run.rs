@@ -60,7 +60,7 @@ pub enum DryData {
 pub fn dry_run(devices: &Devices, config: &Config, options: &RunOptions, stop: &AtomicBool) -> Result<DryRun> {
     config.require_data()?;
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut |_, _| {})?;
-    let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options)?;
+    let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options, None)?;
     warnings.extend(course.warnings);
     let config = course.config;
     let plan = plan(devices, &config)?;

@@ -4,7 +4,7 @@ use lockstep_config::ConfigError;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::JoinError;
-use lockstep_host::{HostError, from_below};
+use lockstep_host::{ElasticError, HostError, from_below};
 use lockstep_infer::InferError;
 use lockstep_ir::units;
 use lockstep_plan::PlanError;
@@ -113,6 +113,26 @@ pub enum TrainError {
         /// The config's.
         bound: f64,
     },
+    /// The world of an elastic run ends, for another one.
+    #[error("the ranks of the run change")]
+    WorldChanges,
+    /// MPI ends all processes together.
+    #[error("cluster.elastic does not go with MPI: mpirun ends the whole job when a rank is lost")]
+    #[hint("start the ranks with `lockstep launch` or srun, or set LOCKSTEP_MPI_LIBRARY=none and have mpirun keep the job")]
+    ElasticMpi,
+    /// A process cannot join a run whose secret it does not know.
+    #[error("a process that joins a run later needs the secret of the job")]
+    #[hint("set LOCKSTEP_JOB_SECRET to what the other ranks have")]
+    NoJobSecret,
+    /// No layout fits those that are there.
+    #[error("no layout fits {ranks} ranks with the batch of this run, and cluster.elastic asks for {least} at least")]
+    #[hint("choose a train.global_batch that more numbers of ranks divide, or a lower cluster.elastic")]
+    NoLayout {
+        /// Ranks that are there.
+        ranks: usize,
+        /// The fewest that may train.
+        least: usize,
+    },
     /// What determinism costs was asked for where it costs nothing.
     #[error("runs on the CPU always give the same bits: there is nothing to compare")]
     AlwaysDeterministic,
@@ -153,8 +173,13 @@ impl TrainError {
         matches!(
             self,
             TrainError::Infer(InferError::Data(DataError::Interrupted))
-                | TrainError::Host(HostError::Join(JoinError::Stopped))
+                | TrainError::Host(HostError::Join(JoinError::Stopped) | HostError::Elastic(ElasticError::Stopped))
         )
+    }
+
+    /// Whether the process waited to join a run that has ended meanwhile.
+    pub fn has_ended_meanwhile(&self) -> bool {
+        matches!(self, TrainError::Host(HostError::Elastic(ElasticError::Ended)))
     }
 
     /// Whether the same command again would end the same way, from the last checkpoint too: what it computes has failed, not what it
@@ -162,7 +187,7 @@ impl TrainError {
     pub fn recurs(&self) -> bool {
         match self {
             TrainError::Host(error) => error.recurs() || error.is_request(),
-            TrainError::NotSaved { .. } | TrainError::Rehearsal { .. } => false,
+            TrainError::NotSaved { .. } | TrainError::Rehearsal { .. } | TrainError::WorldChanges => false,
             TrainError::Infer(InferError::EvaluationBound { .. }) => true,
             TrainError::Infer(error) => error.is_request(),
             _ => true,
@@ -176,6 +201,7 @@ impl TrainError {
             TrainError::Infer(error) => error.is_request(),
             TrainError::Unmeasured { .. } | TrainError::NoSuchStep { .. } => true,
             TrainError::AlwaysDeterministic | TrainError::Imported { .. } => true,
+            TrainError::ElasticMpi | TrainError::NoJobSecret => true,
             _ => false,
         }
     }

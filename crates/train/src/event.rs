@@ -1,6 +1,7 @@
 //! What happens in a run, for whoever shows it.
 
 use crate::TrainError;
+use crate::elastic::WorldChange;
 use crate::metrics::StepMetrics;
 use crate::spikes::{RollBack, SkippedStep};
 use lockstep_config::Change;
@@ -110,6 +111,15 @@ pub enum Event<'a> {
         /// Where the run's files are.
         dir: &'a Path,
     },
+    /// The world that this process is in, of a run whose ranks come and go.
+    InWorld {
+        /// Its rank.
+        rank: usize,
+        /// How many there are.
+        ranks: usize,
+    },
+    /// Ranks were lost or have joined, and the run goes on.
+    WorldChanged(&'a WorldChange),
     /// A validation is under way.
     Validating {
         /// Tokens done.

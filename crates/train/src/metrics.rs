@@ -44,6 +44,9 @@ pub struct StepMetrics {
     /// The rank that computed longest, where ranks are processes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slowest_rank: Option<usize>,
+    /// Of an elastic run (`cluster.elastic`): seconds of steps that counted, as a share of all seconds since this rank began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goodput: Option<f64>,
     /// What the GPU did, where one trains.
     #[serde(flatten)]
     pub gpu: GpuMetrics,

@@ -18,6 +18,7 @@ use self::evaluate::Evaluations;
 use self::status::RunStatus;
 use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
+use crate::elastic::{ElasticRun, Keeper};
 use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
 use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
@@ -33,13 +34,13 @@ use lockstep_host::{Devices, Peak, StopSignal};
 use lockstep_infer::{InferError, RunTokenizer};
 use lockstep_ir::units;
 use lockstep_plan::{LayoutChoice, Plan, plan};
-use lockstep_rundir::{RunDir, StartedBy};
+use lockstep_rundir::{RunDir, RunDirError, StartedBy};
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// How a run is started.
 #[derive(Clone, Debug, Default)]
@@ -111,9 +112,25 @@ const LOOK_EVERY: u64 = 16;
 /// Where ranks are processes, all of them call this with the same config and options. They stop after the same step, whichever of
 /// them is asked to; the first writes the run directory.
 pub fn run(devices: &Devices, config: &Config, options: &RunOptions, stop: &AtomicBool, show: Show) -> Result<Outcome> {
-    run_here(devices, config, options, stop, show).inspect_err(|error| {
+    run_in(devices, config, options, None, stop, show)
+}
+
+/// The same, in a world of an elastic run.
+pub(crate) fn run_in(
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+    elastic: Option<&ElasticRun<'_>>,
+    stop: &AtomicBool,
+    show: Show,
+) -> Result<Outcome> {
+    run_here(devices, config, (options, elastic), stop, show).inspect_err(|error| {
         // What all find out by themselves needs no telling.
-        if !matches!(error, TrainError::Host(error) if error.is_known_to_all()) {
+        let known = match error {
+            TrainError::Host(error) => error.is_known_to_all(),
+            error => matches!(error, TrainError::WorldChanges),
+        };
+        if !known {
             devices.team().fail(&error.to_string());
         }
     })
@@ -122,7 +139,7 @@ pub fn run(devices: &Devices, config: &Config, options: &RunOptions, stop: &Atom
 fn run_here(
     devices: &Devices,
     config: &Config,
-    options: &RunOptions,
+    (options, elastic): (&RunOptions, Option<&ElasticRun<'_>>),
     stop: &AtomicBool,
     show: Show,
 ) -> Result<Outcome> {
@@ -140,10 +157,11 @@ fn run_here(
     }
     // What can be refused without touching the directory is refused first.
     let unchanged = plan(devices, config)?;
-    let dir = if team.is_first() { RunDir::open(&options.dir)? } else { RunDir::follow(&options.dir) };
+    let dir = if team.is_first() { open_dir(devices, config, options, elastic)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
-    let (found, mut course) = resume(devices, config, options)?;
+    let in_memory = elastic.and_then(ElasticRun::take_found);
+    let (found, mut course) = resume(devices, config, options, in_memory)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
@@ -156,8 +174,9 @@ fn run_here(
     }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
-    let stop = &StopSignal::new(stop, team);
-    let error = match start::start(&course, (&plan, devices), dir, found, options, stop, show) {
+    let somebody_waits = || elastic.is_some_and(ElasticRun::somebody_waits);
+    let stop = &StopSignal::new(stop, team).or_change(elastic.map(|_| &somebody_waits as &dyn Fn() -> bool));
+    let error = match start::start(&course, (&plan, devices), dir, found, (options, elastic), stop, show) {
         Ok(mut run) => {
             if run.debug_nans && !run.session.executor().check_numbers() {
                 return Err(ExecError::Internal("this executor does not look at numbers".into()).into());
@@ -177,6 +196,31 @@ fn run_here(
     }
 }
 
+/// Opens the run directory. In a run whose ranks come and go, one that was taken for lost may still have it, until it ends.
+fn open_dir(
+    devices: &Devices,
+    config: &Config,
+    options: &RunOptions,
+    elastic: Option<&ElasticRun<'_>>,
+) -> Result<RunDir> {
+    let until = Instant::now() + Duration::from_secs_f64(config.parallel.timeout);
+    let open = || loop {
+        match RunDir::open(&options.dir) {
+            Err(RunDirError::Locked { .. }) if elastic.is_some() && Instant::now() < until => {
+                std::thread::sleep(LOCKED_FOR);
+            }
+            opened => return opened,
+        }
+    };
+    Ok(match devices.team().0 {
+        Some(processes) => processes.busy("open the run directory", open)?,
+        None => open()?,
+    })
+}
+
+/// How often a run directory is tried again that another process has.
+const LOCKED_FOR: Duration = Duration::from_millis(200);
+
 struct Run<'a> {
     devices: &'a Devices,
     config: &'a Config,
@@ -194,6 +238,10 @@ struct Run<'a> {
     outcome: Outcome,
     profiling: Profiling,
     debug_nans: bool,
+    /// Where ranks come and go: what is known beyond this world, and what takes snapshots in memory.
+    elastic: Option<(&'a ElasticRun<'a>, Keeper)>,
+    /// Whether the state of the last step is on the disk.
+    is_saved: bool,
     /// Whether it was said that a step had prompts only.
     warned_of_prompts: bool,
 }
@@ -221,7 +269,13 @@ struct Profiling {
 impl Run<'_> {
     fn go(mut self, stop: &StopSignal<'_>, show: Show) -> Result<Outcome> {
         let steps = self.config.train.steps;
-        if !self.outcome.finished || self.status.pending.is_some() {
+        if !self.is_saved {
+            // The world before has its snapshot; this one holds its own from its first step on.
+            self.remember()?;
+        }
+        // In a run whose ranks come and go, a loss before the first step would be the last one again.
+        let later_world = self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.epoch() > 0);
+        if self.status.pending.is_some() || (!self.outcome.finished && !later_world) {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
         if let Some(mut line) = self.status.pending.take() {
@@ -232,16 +286,16 @@ impl Run<'_> {
                 false => self.status.pending = Some(line),
             }
         }
-        let mut saved = self.outcome.step;
+        let mut saved = self.is_saved.then_some(self.outcome.step);
         let mut ahead: Option<Queued> = None;
-        while ahead.is_some() || (self.outcome.step < steps && !stop.look()?) {
+        while ahead.is_some() || (self.outcome.step < steps && !stop.look()? && !stop.changes()) {
             let current = match ahead.take() {
                 Some(queued) => queued,
                 None => self.queue(self.outcome.step, false)?,
             };
             self.look_at_time(current.step)?;
             // A device that is given its next step before this one is done never waits for the host.
-            if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? {
+            if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? && !stop.changes() {
                 ahead = Some(self.queue(current.step, true)?);
             }
             let prompts_alone = current.prompts_alone;
@@ -267,7 +321,7 @@ impl Run<'_> {
                     self.session.finish(queued.work)?;
                 }
                 self.roll_back(show)?;
-                saved = self.outcome.step;
+                saved = Some(self.outcome.step);
                 continue;
             }
             if self.validates(step) {
@@ -293,11 +347,17 @@ impl Run<'_> {
             let due = self.save_due(step) || (self.checkpoints.again && ahead.is_none());
             if due && self.status.spikes.skipped.is_empty() {
                 self.save(show)?;
-                saved = step;
+                saved = Some(step);
+            }
+            if self.remembers(step) && ahead.is_none() && self.status.spikes.skipped.is_empty() {
+                self.remember()?;
             }
         }
         self.await_save(show)?;
-        if saved != self.outcome.step || self.checkpoints.again {
+        if stop.changes() && self.outcome.step < steps && !stop.flag().load(Ordering::SeqCst) {
+            return self.end_world(show);
+        }
+        if saved != Some(self.outcome.step) || self.checkpoints.again {
             self.save_now(show)?;
         }
         self.outcome.finished = self.outcome.step >= steps;
@@ -329,6 +389,33 @@ impl Run<'_> {
             self.outcome.profile = Some(profile(self.plan.program(), &self.profiling.taken, &peaks)?);
         }
         Ok(self.outcome)
+    }
+
+    /// Whether a snapshot is taken after this step, in memory.
+    fn remembers(&self, step: u64) -> bool {
+        self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.is_due(step))
+    }
+
+    /// Begins a snapshot of the last step in the memory of all ranks.
+    fn remember(&mut self) -> Result<()> {
+        let about = self.snapshot_state();
+        let Some((_, keeper)) = &mut self.elastic else { return Ok(()) };
+        keeper.take(self.devices.team(), self.session.world(), about)
+    }
+
+    /// Ends this world with the state of its last step in memory: another world goes on from there.
+    fn end_world(mut self, show: Show) -> Result<Outcome> {
+        self.await_save(show)?;
+        let about = self.snapshot_state();
+        if let Some((_, keeper)) = &mut self.elastic {
+            // The one before must be done, or this one would be left out.
+            keeper.wait()?;
+            self.devices.team().meet("snapshot")?;
+            keeper.take(self.devices.team(), self.session.world(), about)?;
+            keeper.wait()?;
+            self.devices.team().meet("snapshot")?;
+        }
+        Err(TrainError::WorldChanges)
     }
 
     /// Writes a line of metrics. A sink that fails is none any more, and that is said once.

@@ -251,6 +251,11 @@ impl Session {
         &self.tensors
     }
 
+    /// All ranks.
+    pub(crate) fn world(&self) -> &dyn World {
+        self.executor.as_ref()
+    }
+
     /// The executor, for whoever reads or writes tensors by name.
     pub fn executor(&mut self) -> &mut dyn Executor {
         self.executor.as_mut()

@@ -5,7 +5,9 @@
 
 use super::rank_parts::{RankPart, of_each, of_rank};
 use crate::{Result, TrainError};
-use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, PartRef, TensorBytes, TensorGroup, TensorRef, save};
+use lockstep_checkpoint::{
+    About, CheckpointError, Draft, Keep, MemoryFile, PartRef, TensorBytes, TensorGroup, TensorRef, save,
+};
 use lockstep_exec::{ExecError, Executor, HostBytes, World, cpu};
 use lockstep_infer::state::GROUPS;
 use lockstep_ir::Coordinates;
@@ -112,6 +114,20 @@ impl Snapshot {
                 draft.publish(about, keep.clone())
             }
         }
+    }
+
+    /// What this process's ranks would write, as files in memory.
+    pub(crate) fn files(&self) -> Result<Vec<MemoryFile>, CheckpointError> {
+        let wanted = Writing::default();
+        let mut files = Vec::new();
+        for rank in &self.ranks {
+            for (group, parts) in &rank.parts {
+                let parts: Vec<PartRef<'_>> =
+                    parts.iter().map(|(part, start)| part.with(vec![rank.data(part, *start, &wanted)])).collect();
+                files.extend(MemoryFile::of(group, rank.rank, &parts)?);
+            }
+        }
+        Ok(files)
     }
 
     /// Writes the parts of this process's ranks, all at once.

@@ -3,6 +3,7 @@
 
 use super::{Run, RunOptions};
 use crate::checkpoint::{SaveEnd, SaveFailure, SaveRequest};
+use crate::elastic::SnapshotState;
 use crate::event::{Event, Show};
 use crate::{Result, TrainError};
 use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
@@ -125,6 +126,15 @@ impl Run<'_> {
         let keep = Keep { last, every: rules.keep_every, best };
         let (dir, mirror) = (self.checkpoints.places[0].clone(), self.checkpoints.places.get(1).cloned());
         SaveRequest { dir, step, state, attachments, keep, mirror }
+    }
+
+    /// What a snapshot of the last step in memory holds besides tensors: what a checkpoint of it would.
+    pub(super) fn snapshot_state(&mut self) -> SnapshotState {
+        let best = self.status.best;
+        let SaveRequest { step, state, attachments, .. } = self.request();
+        // A snapshot is no checkpoint that could be the best one.
+        self.status.best = best;
+        SnapshotState { step, state, attachments }
     }
 
     /// Saves the last step. Where there is a snapshot, steps wait for that one alone, and for the save before it.

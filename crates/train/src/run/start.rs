@@ -5,12 +5,13 @@ use super::evaluate::Evaluations;
 use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
+use crate::elastic::ElasticRun;
 use crate::event::{Event, Show};
 use crate::fp8::nothing_in_fp8;
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::{Result, TrainError, learning_rate, settled, spikes};
-use lockstep_checkpoint::{LatestCheckpoint, latest_of, list, open};
+use lockstep_checkpoint::{LatestCheckpoint, Loaded, latest_of, list, open};
 use lockstep_config::Config;
 use lockstep_cuda::Gpu;
 use lockstep_data::Sampler;
@@ -33,9 +34,12 @@ pub(crate) fn resume(
     devices: &Devices,
     config: &Config,
     options: &RunOptions,
+    in_memory: Option<Loaded>,
 ) -> Result<(LatestCheckpoint, ResumePlan)> {
     let places = checkpoint::places(config, &options.dir);
     let found = match options.resume_from {
+        // It was found to be newer than what is on the disk.
+        _ if in_memory.is_some() => LatestCheckpoint { loaded: in_memory, warnings: Vec::new() },
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
         None => latest_of(&places)?,
         Some(step) => {
@@ -73,7 +77,7 @@ pub(super) fn start<'a>(
     (plan, devices): (&'a Plan, &'a Devices),
     mut dir: RunDir,
     found: LatestCheckpoint,
-    options: &RunOptions,
+    (options, elastic): (&RunOptions, Option<&'a ElasticRun<'a>>),
     stop: &StopSignal<'_>,
     show: Show,
 ) -> Result<Run<'a>> {
@@ -150,6 +154,19 @@ pub(super) fn start<'a>(
     });
     dir.event("start", begun)?;
 
+    let from_memory = found.loaded.as_ref().is_some_and(Loaded::is_in_memory);
+    if let Some(change) = elastic.and_then(|elastic| elastic.take_change(step, from_memory)) {
+        dir.event("world", json!(change))?;
+        show(Event::WorldChanged(&change));
+    }
+    let keeper = match (elastic, team.0) {
+        (Some(elastic), Some(_)) => {
+            let world = program.session.world();
+            let keeper = elastic.memory.keeper(&elastic.comm, elastic.epoch(), (world, program.session.tensors()))?;
+            Some((elastic, keeper))
+        }
+        _ => None,
+    };
     let most = config.train.validation_sequences as u64;
     let samples = match most {
         0 => None,
@@ -163,7 +180,12 @@ pub(super) fn start<'a>(
         step,
         finished: step >= config.train.steps,
         steps: config.train.steps,
-        checkpoint: found.loaded.map(|loaded| loaded.path),
+        // What is in memory is no path; the last that is on the disk is one.
+        checkpoint: match found.loaded.filter(|loaded| !loaded.is_in_memory()) {
+            Some(loaded) => Some(loaded.path),
+            None if from_memory => list(&places[0]).unwrap_or_default().pop().map(|(_, path)| path),
+            None => None,
+        },
         ..Outcome::default()
     };
     let mesh = plan.layout.mesh;
@@ -200,6 +222,8 @@ pub(super) fn start<'a>(
             observed: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
         },
         debug_nans: options.debug_nans,
+        elastic: keeper,
+        is_saved: !from_memory,
         warned_of_prompts: false,
     })
 }

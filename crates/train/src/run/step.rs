@@ -62,6 +62,7 @@ impl Run<'_> {
             || self.scores_tasks(step)
             || self.checkpoints.again
             || self.save_due(step)
+            || self.remembers(step)
     }
 
     pub(super) fn profiles(&self, step: u64) -> bool {
@@ -160,6 +161,7 @@ impl Run<'_> {
         let line = StepMetrics {
             rank_busy_s: listed.iter().map(|seconds| (seconds * 1e6).round() / 1e6).collect(),
             slowest_rank: slowest,
+            goodput: self.elastic.as_ref().map(|(elastic, _)| elastic.goodput(step, step_s)),
             step,
             tokens: self.tokens_before(step),
             loss: result.loss,

@@ -132,7 +132,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let asked = StopSignal::new(&stop, devices.team());
     let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
-    let (found, course) = resume(&devices, config, &options).unwrap();
+    let (found, course) = resume(&devices, config, &options, None).unwrap();
     let mut run =
         start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, &options, &asked, &mut show)
             .unwrap();

@@ -20,6 +20,8 @@ impl Stream {
     pub const EXCHANGE: Stream = Stream(1);
     /// The rank ends because the run has ended, with what ended it: it is not missed for itself.
     pub const ENDED: Stream = Stream(2);
+    /// Copies of state that a rank leaves with another.
+    pub const COPY: Stream = Stream(3);
     const KIND: u32 = 62;
 
     /// Messages with a tag.

@@ -17,6 +17,7 @@ mod board;
 mod collective;
 mod conformance;
 mod control;
+mod copies;
 mod inbox;
 mod join;
 mod measure;

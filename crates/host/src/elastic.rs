@@ -1,0 +1,593 @@
+//! Elastic worlds: processes that have lost some of their number meet again, and those that come later join them.
+//!
+//! A world is an *epoch*: its members, by rank. The first is the one that was started. All others are agreed on in a folder of the run
+//! directory, which all hosts share:
+//!
+//! 1. Whoever is left of an epoch, and whoever wants to join, registers for the next: who it is, where it listens. Then it tries to
+//!    reach the others that have registered, and adds whom it reaches.
+//! 2. The lowest rank that is left proposes: those that reach each other, if they are more than half of the last epoch without the processes that
+//!    are proven dead. A host that cannot be reached may go on by itself, so half is not enough.
+//! 3. The file of an epoch appears in one piece and only once (a link that must not exist yet): of two sides that both think that they may go on,
+//!    one does.
+//!
+//! Whoever is not in an epoch that has appeared registers for the one after it, and waits.
+
+use crate::HostError;
+use lockstep_exec::ExecError;
+use lockstep_exec::comm::processes::{
+    JobSecret, JoinError, ProcessCommunicator, Start, Waiting, host, host_at, join as join_others,
+};
+use lockstep_exec::comm::{Communicator, ProgramPlace};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Write};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// How many processes may train together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Elastic {
+    /// With fewer the run ends.
+    pub least: usize,
+    /// More wait as spares.
+    pub most: usize,
+}
+
+impl Elastic {
+    /// `2..4`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (least, most) = text.split_once("..")?;
+        let (least, most) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
+        (1 <= least && least <= most).then_some(Self { least, most })
+    }
+}
+
+/// A process, as it is told from all others that there ever were.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seat {
+    /// Its name: host, number and when it began.
+    pub id: String,
+    /// Its host.
+    pub host: String,
+    /// Its number there.
+    pub pid: u32,
+    /// In which space of numbers: containers of one host have their own.
+    pub pids: String,
+    /// When it began, as the system counts.
+    pub began: u64,
+}
+
+impl Seat {
+    fn of_this_process() -> Self {
+        let (host, pid) = (host(), std::process::id());
+        let began = began(pid).unwrap_or(0);
+        let pids = fs::read_link("/proc/self/ns/pid").map_or_else(|_| String::new(), |p| p.display().to_string());
+        Self { id: format!("{host}-{pid}-{began}"), host, pid, pids, began }
+    }
+
+    /// Whether this process can tell that the other has ended: it ran here.
+    fn is_proven_dead(&self, me: &Seat) -> bool {
+        let here = self.host == me.host && self.pids == me.pids && !me.pids.is_empty();
+        here && self.id != me.id && began(self.pid) != Some(self.began)
+    }
+}
+
+/// When a process began, in ticks since the start of the system; none where there is no such process, or it has ended and only its parent does not know
+/// yet.
+fn began(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // Its name, in parentheses, may hold anything.
+    let rest = stat.rsplit_once(") ")?.1;
+    let mut fields = rest.split(' ');
+    if matches!(fields.next(), Some("Z" | "X")) {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+/// A world that was agreed on.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Epoch {
+    /// Its number.
+    pub epoch: u64,
+    /// Its members, by rank.
+    pub members: Vec<Seat>,
+    /// Where rank 0 listens.
+    address: String,
+}
+
+/// What a process says when it registers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Registered {
+    seat: Seat,
+    /// Its rank in the last epoch, if it was in it.
+    rank: Option<usize>,
+    build: String,
+    listens: SocketAddr,
+    /// Names of those that it has reached, of those it has tried.
+    reached: BTreeSet<String>,
+    tried: BTreeSet<String>,
+}
+
+/// This process among those that come and go.
+pub struct Membership {
+    folder: PathBuf,
+    me: Seat,
+    ip: IpAddr,
+    last: Option<Epoch>,
+    bounds: Elastic,
+    /// The process may not have been in the epoch that is there: it waits for the next.
+    newest: u64,
+    timeout: Duration,
+    build: String,
+    secret: JobSecret,
+    /// When the folder was last looked at for those that want to join.
+    looked: Instant,
+}
+
+/// A world that has been joined again.
+pub struct Rejoined {
+    /// Its communicator.
+    pub comm: ProcessCommunicator,
+    /// Its number.
+    pub epoch: u64,
+    /// Ranks of the last epoch that are not in this one; none where this process was not in it.
+    pub gone: Vec<usize>,
+    /// Processes that were not in the last epoch.
+    pub joined: usize,
+}
+
+/// Why processes cannot go on together.
+#[derive(Debug, thiserror::Error, lockstep_ir::Hint)]
+pub enum ElasticError {
+    /// Those that are left are too few.
+    #[error("{here} of {before} ranks are left, and cluster.elastic asks for {least} at least")]
+    #[hint("the same command again goes on from the last checkpoint")]
+    TooFew {
+        /// How many are left.
+        here: usize,
+        /// How many there were.
+        before: usize,
+        /// How many it takes.
+        least: usize,
+    },
+    /// The others may go on elsewhere.
+    #[error(
+        "{here} of {before} ranks reach each other, which is not more than half: the others may go on, so these ranks end"
+    )]
+    #[hint("look at the network between the hosts; the same command again goes on from the last checkpoint")]
+    NoMajority {
+        /// How many reach each other.
+        here: usize,
+        /// How many there were.
+        before: usize,
+    },
+    /// The run has ended while this process waited.
+    #[error("the run has ended while this process waited to join it")]
+    Ended,
+    /// This process is asked to stop while it waits.
+    #[error("interrupted while waiting for the others")]
+    Stopped,
+    /// No epoch has come.
+    #[error("no other rank has agreed on a world with this one within {} s", within.as_secs())]
+    #[hint("look at the messages of the other ranks; the same command again goes on from the last checkpoint")]
+    Alone {
+        /// How long it waited.
+        within: Duration,
+    },
+    /// The process is of another build.
+    #[error("the run is Lockstep {theirs}, and this process is Lockstep {ours}: it cannot join")]
+    #[hint("start all ranks from the same binary")]
+    OtherBuild {
+        /// The run's.
+        theirs: String,
+        /// This one's.
+        ours: String,
+    },
+    /// The folder cannot be used.
+    #[error("cannot {action} {}: {cause}", path.display())]
+    #[hint("the run directory must be one that all hosts can read and write")]
+    Folder {
+        /// What was tried.
+        action: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        cause: io::Error,
+    },
+}
+
+/// How long those that are left wait for others of which nothing proves that they are gone.
+const SETTLES_WITHIN: Duration = Duration::from_secs(5);
+/// How long a connection may take.
+const REACHED_WITHIN: Duration = Duration::from_secs(2);
+/// How often the folder is looked at by who waits for others.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// And by a run whose steps go on.
+const LOOK_BESIDE_STEPS: Duration = Duration::from_secs(1);
+
+/// The folder of epochs in a run directory.
+const FOLDER: &str = ".elastic";
+/// The file that says that the run has ended.
+const ENDED: &str = "ended";
+
+impl Membership {
+    /// This process in the world that was started, which is epoch 0. Rank 0 clears the folder of what earlier jobs have left.
+    pub fn first(
+        run_dir: &Path,
+        bounds: Elastic,
+        start: &Start,
+        comm: &ProcessCommunicator,
+    ) -> Result<Self, HostError> {
+        let mut this = Self::new(run_dir, bounds, start, comm.secret().clone());
+        if comm.rank() == 0 {
+            let root = run_dir.join(FOLDER);
+            // What is left of earlier jobs is of no use; where it cannot be removed it does no harm.
+            let _ = fs::remove_dir_all(&root);
+        }
+        let seat = serde_json::to_vec(&this.me).unwrap_or_default();
+        let all = comm
+            .exchange(ProgramPlace::outside("elastic"), &seat)
+            .map_err(ExecError::from)?;
+        let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
+        let epoch = Epoch { epoch: 0, members, address: String::new() };
+        if comm.rank() == 0 {
+            this.make_folder()?;
+            this.publish(&epoch)?;
+        }
+        this.last = Some(epoch);
+        Ok(this)
+    }
+
+    /// This process, which wants to join a run that is under way.
+    pub fn late(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
+        Self::new(run_dir, bounds, start, secret)
+    }
+
+    fn new(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
+        // Whoever does not know the secret does not find the folder of the job among those of others.
+        let job = xxh3_64(secret.to_hex().as_bytes());
+        Self {
+            folder: run_dir.join(FOLDER).join(format!("{job:016x}")),
+            me: Seat::of_this_process(),
+            ip: own_address(&start.address),
+            last: None,
+            bounds,
+            newest: 0,
+            timeout: start.timeout,
+            build: start.build.clone(),
+            secret,
+            looked: Instant::now(),
+        }
+    }
+
+    /// The number of the world that this process is in.
+    pub fn epoch(&self) -> u64 {
+        self.last.as_ref().map_or(self.newest, |last| last.epoch)
+    }
+
+    /// Whether somebody waits to join. Looks now and then only.
+    pub fn somebody_waits(&mut self) -> bool {
+        if self.looked.elapsed() < LOOK_BESIDE_STEPS {
+            return false;
+        }
+        self.looked = Instant::now();
+        let Some(last) = &self.last else { return false };
+        if last.members.len() >= self.bounds.most {
+            return false;
+        }
+        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.build == self.build)
+    }
+
+    /// Says that the run has ended, to whoever waits to join it.
+    pub fn end(&self) {
+        // Where it cannot be written, they are ended by whoever started them.
+        let _ = fs::write(self.folder.join(ENDED), []);
+    }
+
+    /// Meets those that are left of the last epoch, and those that want to join.
+    pub fn meet(&mut self, waiting: &Waiting) -> Result<Rejoined, HostError> {
+        loop {
+            let (listener, mine) = self.register()?;
+            let agreed = self.agree(&mine, waiting)?;
+            let Some(rank) = agreed.members.iter().position(|seat| seat.id == self.me.id) else {
+                // It was not waited for, or not reached.
+                (self.newest, self.last) = (agreed.epoch, None);
+                continue;
+            };
+            let start = self.start(rank, &agreed, waiting);
+            let joined = if rank == 0 { host_at(&start, listener) } else { join_others(&start) };
+            let before = self.last.replace(agreed.clone());
+            match joined {
+                Ok(comm) => {
+                    let members = before.map_or_else(Vec::new, |before| before.members);
+                    let is_there = |seat: &Seat, of: &[Seat]| of.iter().any(|other| other.id == seat.id);
+                    let gone = (0..members.len()).filter(|&rank| !is_there(&members[rank], &agreed.members)).collect();
+                    let joined = agreed.members.iter().filter(|seat| !is_there(seat, &members)).count();
+                    self.looked = Instant::now();
+                    return Ok(Rejoined { comm, epoch: agreed.epoch, gone, joined });
+                }
+                Err(JoinError::Stopped) => return Err(ElasticError::Stopped.into()),
+                // Somebody was lost on the way: those that are left meet again.
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// The world of the first `used` ranks of one; none for the others, who wait. All ranks call this together.
+    pub fn narrow(
+        &mut self,
+        comm: ProcessCommunicator,
+        used: usize,
+        waiting: &Waiting,
+    ) -> Result<Option<ProcessCommunicator>, HostError> {
+        let Some(last) = self.last.clone().filter(|_| used < comm.ranks()) else { return Ok(Some(comm)) };
+        let rank = comm.rank();
+        let listener = match rank {
+            0 => Some(self.listen()?),
+            _ => None,
+        };
+        let address = listener.as_ref().map_or_else(String::new, |(_, address)| address.to_string());
+        let told = comm.exchange(ProgramPlace::outside("elastic"), address.as_bytes()).map_err(ExecError::from)?;
+        let address = String::from_utf8_lossy(&told[0]).into_owned();
+        let epoch = Epoch { epoch: last.epoch + 1, members: last.members[..used].to_vec(), address };
+        if rank == 0 {
+            self.publish(&epoch)?;
+        }
+        drop(comm);
+        if rank >= used {
+            (self.newest, self.last) = (epoch.epoch, None);
+            return Ok(None);
+        }
+        let start = self.start(rank, &epoch, waiting);
+        self.last = Some(epoch);
+        let joined = match listener {
+            Some((listener, _)) => host_at(&start, listener),
+            None => join_others(&start),
+        };
+        Ok(Some(joined?))
+    }
+
+    /// How this process joins the others of an epoch.
+    fn start(&self, rank: usize, epoch: &Epoch, waiting: &Waiting) -> Start {
+        Start {
+            rank,
+            ranks: epoch.members.len(),
+            address: epoch.address.clone(),
+            timeout: self.timeout,
+            build: self.build.clone(),
+            mpi: None,
+            secret: Some(self.secret.clone()),
+            board: None,
+            waiting: waiting.clone(),
+        }
+    }
+
+    fn listen(&self) -> Result<(TcpListener, SocketAddr), HostError> {
+        let listener = TcpListener::bind((self.ip, 0)).or_else(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
+        let bound = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
+        let (address, listener) = bound.map_err(|cause| self.failed("listen for", &self.folder, cause))?;
+        Ok((listener, address))
+    }
+
+    /// The number of the next epoch for this process.
+    fn next(&self) -> u64 {
+        self.last.as_ref().map_or_else(|| self.newest_there(), |last| last.epoch) + 1
+    }
+
+    /// The newest epoch that has appeared.
+    fn newest_there(&self) -> u64 {
+        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let number = |name: String| name.strip_prefix("epoch-")?.strip_suffix(".json")?.parse().ok();
+        names.filter_map(|entry| number(entry.file_name().into_string().ok()?)).max().unwrap_or(0)
+    }
+
+    /// Registers for the next epoch, and listens.
+    fn register(&mut self) -> Result<(TcpListener, Registered), HostError> {
+        self.make_folder()?;
+        let (listener, listens) = self.listen()?;
+        let rank = self.last.as_ref().and_then(|last| last.members.iter().position(|seat| seat.id == self.me.id));
+        let mine = Registered {
+            seat: self.me.clone(),
+            rank,
+            build: self.build.clone(),
+            listens,
+            reached: BTreeSet::new(),
+            tried: BTreeSet::new(),
+        };
+        Ok((listener, mine))
+    }
+
+    /// Waits until there is a next epoch; proposes it where that is this process's part.
+    fn agree(&mut self, mine: &Registered, waiting: &Waiting) -> Result<Epoch, HostError> {
+        let (mut mine, mut written) = (mine.clone(), None);
+        let begun = Instant::now();
+        let mut number = self.next();
+        loop {
+            if written != Some(number) {
+                // One that waits to join follows the run from epoch to epoch.
+                self.write_registration(number, &mine)?;
+                written = Some(number);
+            }
+            if let Some(epoch) = self.read_epoch(number) {
+                if let Some(other) = self.other_build(number) {
+                    return Err(ElasticError::OtherBuild { theirs: other, ours: self.build.clone() }.into());
+                }
+                if mine.rank.is_some() || epoch.members.iter().any(|seat| seat.id == self.me.id) {
+                    return Ok(epoch);
+                }
+                self.newest = epoch.epoch;
+                number = self.next().max(number + 1);
+                continue;
+            }
+            if self.folder.join(ENDED).exists() {
+                return Err(ElasticError::Ended.into());
+            }
+            if waiting.stop.as_ref().is_some_and(|stop| stop.load(std::sync::atomic::Ordering::SeqCst)) {
+                return Err(ElasticError::Stopped.into());
+            }
+            let others = self.registered(number);
+            if self.reach(&mut mine, &others) {
+                self.write_registration(number, &mine)?;
+            }
+            if let Some(rank) = mine.rank
+                && let Some(last) = self.last.clone()
+                && let Some(members) = self.proposal((rank, &last), &mine, &others, begun)?
+            {
+                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string() };
+                self.publish(&epoch)?;
+                continue;
+            }
+            if mine.rank.is_some() && begun.elapsed() > self.timeout + 2 * SETTLES_WITHIN {
+                return Err(ElasticError::Alone { within: begun.elapsed() }.into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// The members of the next epoch, if it is this process that proposes them and nobody is waited for any more.
+    fn proposal(
+        &self,
+        (rank, last): (usize, &Epoch),
+        mine: &Registered,
+        others: &[Registered],
+        begun: Instant,
+    ) -> Result<Option<Vec<Seat>>, HostError> {
+        let settled = begun.elapsed() > SETTLES_WITHIN;
+        let there: Vec<&Registered> = others.iter().filter(|other| other.build == self.build).collect();
+        let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
+        let alive: Vec<&Seat> = last.members.iter().filter(|seat| !seat.is_proven_dead(&self.me)).collect();
+        if !settled && !alive.iter().all(|seat| is_there(seat)) {
+            return Ok(None);
+        }
+        // Whom all of those before reach, by rank; those that join come last.
+        let mut sorted: Vec<&Registered> = there;
+        sorted.push(mine);
+        sorted.sort_by_key(|other| (other.rank.unwrap_or(usize::MAX), other.seat.id.clone()));
+        sorted.retain(|other| other.seat.id == self.me.id || !other.seat.is_proven_dead(&self.me));
+        let asked = |a: &Registered, b: &Registered| a.tried.contains(&b.seat.id);
+        let known = |a: &Registered, b: &Registered| asked(a, b) && asked(b, a);
+        let pairs = || sorted.iter().enumerate().flat_map(|(i, a)| sorted[..i].iter().map(move |b| (*a, *b)));
+        if !settled && !pairs().all(|(a, b)| known(a, b)) {
+            return Ok(None);
+        }
+        let reach = |a: &Registered, b: &Registered| a.reached.contains(&b.seat.id) && b.reached.contains(&a.seat.id);
+        let mut members: Vec<&Registered> = vec![mine];
+        for other in sorted {
+            if other.seat.id != self.me.id && members.iter().all(|member| reach(member, other)) {
+                members.push(other);
+            }
+        }
+        members.sort_by_key(|member| (member.rank.unwrap_or(usize::MAX), member.seat.id.clone()));
+        // The lowest rank that is reached proposes.
+        if members[0].rank != Some(rank) && !begun.elapsed().gt(&(2 * SETTLES_WITHIN)) {
+            return Ok(None);
+        }
+        let old = members.iter().filter(|member| member.rank.is_some()).count();
+        if old < alive.len() && 2 * old <= alive.len() {
+            return match begun.elapsed() > self.timeout.min(2 * SETTLES_WITHIN) {
+                true => Err(ElasticError::NoMajority { here: old, before: last.members.len() }.into()),
+                false => Ok(None),
+            };
+        }
+        members.truncate(self.bounds.most);
+        if members.len() < self.bounds.least {
+            let (here, before, least) = (members.len(), last.members.len(), self.bounds.least);
+            return Err(ElasticError::TooFew { here, before, least }.into());
+        }
+        Ok(Some(members.into_iter().map(|member| member.seat.clone()).collect()))
+    }
+
+    /// Tries to reach those that were not tried yet. Says whether there is news.
+    fn reach(&self, mine: &mut Registered, others: &[Registered]) -> bool {
+        let mut news = false;
+        for other in others {
+            if mine.tried.insert(other.seat.id.clone()) {
+                news = true;
+                if TcpStream::connect_timeout(&other.listens, REACHED_WITHIN).is_ok() {
+                    mine.reached.insert(other.seat.id.clone());
+                }
+            }
+        }
+        news
+    }
+
+    /// The others that have registered for an epoch.
+    fn registered(&self, number: u64) -> Vec<Registered> {
+        let prefix = format!("here-{number}-");
+        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let is_one = |name: &str| name.starts_with(&prefix) && name.ends_with(".json");
+        let read = |entry: fs::DirEntry| -> Option<Registered> {
+            entry.file_name().to_str().filter(|name| is_one(name))?;
+            serde_json::from_slice(&fs::read(entry.path()).ok()?).ok()
+        };
+        let mut all: Vec<Registered> = names.filter_map(read).filter(|other| other.seat.id != self.me.id).collect();
+        all.retain(|other| !other.seat.is_proven_dead(&self.me));
+        all
+    }
+
+    /// The build of those that have agreed on an epoch, if it is not this one's.
+    fn other_build(&self, number: u64) -> Option<String> {
+        let others = self.registered(number);
+        others.into_iter().find(|other| other.rank.is_some() && other.build != self.build).map(|other| other.build)
+    }
+
+    fn write_registration(&self, number: u64, mine: &Registered) -> Result<(), HostError> {
+        let path = self.folder.join(format!("here-{number}-{}.json", self.me.id));
+        let text = serde_json::to_vec(mine).unwrap_or_default();
+        let new = self.folder.join(format!(".here-{}", self.me.id));
+        let written = write_private(&new, &text).and_then(|()| fs::rename(&new, &path));
+        written.map_err(|cause| self.failed("write", &path, cause))
+    }
+
+    fn read_epoch(&self, number: u64) -> Option<Epoch> {
+        serde_json::from_slice(&fs::read(self.epoch_path(number)).ok()?).ok()
+    }
+
+    fn epoch_path(&self, number: u64) -> PathBuf {
+        self.folder.join(format!("epoch-{number}.json"))
+    }
+
+    /// Has an epoch appear, in one piece. Where there is one of its number already, that one counts.
+    fn publish(&self, epoch: &Epoch) -> Result<(), HostError> {
+        let (new, path) = (self.folder.join(format!(".epoch-{}", self.me.id)), self.epoch_path(epoch.epoch));
+        let text = serde_json::to_vec(epoch).unwrap_or_default();
+        let linked = write_private(&new, &text).and_then(|()| match fs::hard_link(&new, &path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            linked => linked,
+        });
+        let _ = fs::remove_file(&new);
+        linked.map_err(|cause| self.failed("write", &path, cause))
+    }
+
+    fn make_folder(&self) -> Result<(), HostError> {
+        fs::create_dir_all(&self.folder).map_err(|cause| self.failed("create", &self.folder, cause))
+    }
+
+    fn failed(&self, action: &'static str, path: &Path, cause: io::Error) -> HostError {
+        ElasticError::Folder { action, path: path.to_owned(), cause }.into()
+    }
+}
+
+/// Writes a file anew.
+fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let _ = fs::remove_file(path);
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).open(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// The address by which others reach this host: that from which it reaches where rank 0 was started. Nothing is sent.
+fn own_address(first: &str) -> IpAddr {
+    let of = |to: SocketAddr| {
+        let any: SocketAddr = if to.is_ipv4() { ([0, 0, 0, 0], 0).into() } else { ([0u16; 8], 0).into() };
+        let socket = UdpSocket::bind(any)?;
+        socket.connect(to)?;
+        socket.local_addr().map(|address| address.ip())
+    };
+    let found = first.to_socket_addrs().ok().and_then(|mut all| all.find_map(|to| of(to).ok()));
+    found.unwrap_or(Ipv4Addr::LOCALHOST.into())
+}
