@@ -7,12 +7,13 @@ use lockstep_config::DeviceChoice;
 use lockstep_cuda::{Device, Gpu, check_nccl};
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{JobSecret, host};
-use lockstep_host::{HostError, SHARES_GPUS};
+use lockstep_host::{HostError, SHARES_GPUS, has_begun};
 use lockstep_ir::Hint;
 use std::ffi::OsString;
 use std::io::Write;
 use std::net::TcpListener;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -96,7 +97,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let signals = train::on_interrupt()?;
     if train::elastic_bounds(&config)?.is_some() {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts).wait(&signals)?;
+        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts, args.train.run_dir()).wait(&signals)?;
         if let Some(failure) = &end.failed {
             tell(&format!("error: {}", failure.with_hint()));
         }
@@ -157,15 +158,17 @@ struct StartOfRank {
     arguments: Vec<OsString>,
     ranks: usize,
     port: u16,
-    secret: String,
+    secret: JobSecret,
     share_gpus: bool,
+    /// Where an elastic run says that it has begun.
+    run_dir: PathBuf,
 }
 
 impl StartOfRank {
     /// Starts one; `late` if the others have begun without it.
     fn spawn(&self, rank: usize, late: bool) -> Result<Child> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(&self.arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, &self.secret);
+        command.args(&self.arguments).stdin(Stdio::piped()).env(LAUNCHED, "1").env(SECRET, self.secret.to_hex());
         // Ctrl-C comes here and is passed on once; twice would end them without a checkpoint.
         command.process_group(0);
         for (name, value) in [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", self.ranks)] {
@@ -206,9 +209,9 @@ impl Team {
     fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self> {
         // Free now; should somebody else take it before rank 0 does, that tells the others of another.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let secret = JobSecret::random()?.to_hex();
+        let secret = JobSecret::random()?;
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
-        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus };
+        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
         let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
             team.children.push(team.start.spawn(rank, false)?);
@@ -217,8 +220,9 @@ impl Team {
     }
 
     /// The others go on when some are lost; up to so many are started again, to join them.
-    fn elastic(mut self, restarts: u32) -> Self {
+    fn elastic(mut self, restarts: u32, run_dir: PathBuf) -> Self {
         self.elastic = Some(restarts);
+        self.start.run_dir = run_dir;
         self
     }
 
@@ -237,7 +241,8 @@ impl Team {
                     |signal| format!("was killed by signal {signal}"),
                 );
                 tell(&format!("rank {rank} {how}: another process is started to join the run, {} left", left - 1));
-                self.children[rank] = self.start.spawn(rank, true)?;
+                let late = has_begun(&self.start.run_dir, &self.start.secret);
+                self.children[rank] = self.start.spawn(rank, late)?;
                 (self.ended[rank], self.elastic) = (None, Some(left - 1));
             }
         }
@@ -291,8 +296,11 @@ impl Team {
 
     fn end(&self, asked_to_stop: bool) -> End {
         // What was lost on the way does not matter where others have finished the run.
-        if self.elastic.is_some() && self.ended.iter().flatten().any(ExitStatus::success) {
-            return End { code: 0, recurs: false, failed: None, asked_to_stop };
+        if self.elastic.is_some() {
+            let any = |code: u8| self.ended.iter().flatten().any(|status| status.code() == Some(i32::from(code)));
+            if let Some(code) = [0, INTERRUPTED].into_iter().find(|code| any(*code)) {
+                return End { code, recurs: false, failed: None, asked_to_stop };
+            }
         }
         let ends = || self.ended.iter().enumerate().filter_map(|(rank, status)| Some((rank, (*status)?)));
         let failures: Vec<_> = ends().filter(|(_, status)| failed(*status)).collect();

@@ -24,6 +24,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -97,6 +99,16 @@ pub struct Epoch {
     pub members: Vec<Seat>,
     /// Where rank 0 listens.
     address: String,
+    /// What all have in common.
+    common: Common,
+}
+
+/// What the processes of a run must have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Common {
+    build: String,
+    /// A checksum of the config.
+    config: String,
 }
 
 /// What a process says when it registers.
@@ -105,7 +117,7 @@ struct Registered {
     seat: Seat,
     /// Its rank in the last epoch, if it was in it.
     rank: Option<usize>,
-    build: String,
+    common: Common,
     listens: SocketAddr,
     /// Names of those that it has reached, of those it has tried.
     reached: BTreeSet<String>,
@@ -122,7 +134,7 @@ pub struct Membership {
     /// The process may not have been in the epoch that is there: it waits for the next.
     newest: u64,
     timeout: Duration,
-    build: String,
+    common: Common,
     secret: JobSecret,
     /// When the folder was last looked at for those that want to join.
     looked: Instant,
@@ -187,6 +199,10 @@ pub enum ElasticError {
         /// This one's.
         ours: String,
     },
+    /// The process has another config.
+    #[error("the run was started with another config than this process: it cannot join")]
+    #[hint("start all ranks with the same config file and options; the run has its own in run.toml of the run directory")]
+    OtherConfig,
     /// The folder cannot be used.
     #[error("cannot {action} {}: {cause}", path.display())]
     #[hint("the run directory must be one that all hosts can read and write")]
@@ -214,15 +230,25 @@ const FOLDER: &str = ".elastic";
 /// The file that says that the run has ended.
 const ENDED: &str = "ended";
 
+/// Whether the run of a job has begun: processes that come now join it later.
+pub fn has_begun(run_dir: &Path, secret: &JobSecret) -> bool {
+    job_folder(run_dir, secret).join("epoch-0.json").exists()
+}
+
+/// Whoever does not know the secret does not find the folder of the job among those of others.
+fn job_folder(run_dir: &Path, secret: &JobSecret) -> PathBuf {
+    run_dir.join(FOLDER).join(format!("{:016x}", xxh3_64(secret.to_hex().as_bytes())))
+}
+
 impl Membership {
     /// This process in the world that was started, which is epoch 0. Rank 0 clears the folder of what earlier jobs have left.
     pub fn first(
         run_dir: &Path,
-        bounds: Elastic,
+        (bounds, config): (Elastic, &str),
         start: &Start,
         comm: &ProcessCommunicator,
     ) -> Result<Self, HostError> {
-        let mut this = Self::new(run_dir, bounds, start, comm.secret().clone());
+        let mut this = Self::new(run_dir, (bounds, config), start, comm.secret().clone());
         if comm.rank() == 0 {
             let root = run_dir.join(FOLDER);
             // What is left of earlier jobs is of no use; where it cannot be removed it does no harm.
@@ -233,7 +259,7 @@ impl Membership {
             .exchange(ProgramPlace::outside("elastic"), &seat)
             .map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
-        let epoch = Epoch { epoch: 0, members, address: String::new() };
+        let epoch = Epoch { epoch: 0, members, address: String::new(), common: this.common.clone() };
         if comm.rank() == 0 {
             this.make_folder()?;
             this.publish(&epoch)?;
@@ -243,22 +269,20 @@ impl Membership {
     }
 
     /// This process, which wants to join a run that is under way.
-    pub fn late(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
-        Self::new(run_dir, bounds, start, secret)
+    pub fn late(run_dir: &Path, of: (Elastic, &str), start: &Start, secret: JobSecret) -> Self {
+        Self::new(run_dir, of, start, secret)
     }
 
-    fn new(run_dir: &Path, bounds: Elastic, start: &Start, secret: JobSecret) -> Self {
-        // Whoever does not know the secret does not find the folder of the job among those of others.
-        let job = xxh3_64(secret.to_hex().as_bytes());
+    fn new(run_dir: &Path, (bounds, config): (Elastic, &str), start: &Start, secret: JobSecret) -> Self {
         Self {
-            folder: run_dir.join(FOLDER).join(format!("{job:016x}")),
+            folder: job_folder(run_dir, &secret),
             me: Seat::of_this_process(),
             ip: own_address(&start.address),
             last: None,
             bounds,
             newest: 0,
             timeout: start.timeout,
-            build: start.build.clone(),
+            common: Common { build: start.build.clone(), config: format!("{:016x}", xxh3_64(config.as_bytes())) },
             secret,
             looked: Instant::now(),
         }
@@ -279,7 +303,7 @@ impl Membership {
         if last.members.len() >= self.bounds.most {
             return false;
         }
-        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.build == self.build)
+        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.common == self.common)
     }
 
     /// Says that the run has ended, to whoever waits to join it.
@@ -298,8 +322,7 @@ impl Membership {
                 (self.newest, self.last) = (agreed.epoch, None);
                 continue;
             };
-            let start = self.start(rank, &agreed, waiting);
-            let joined = if rank == 0 { host_at(&start, listener) } else { join_others(&start) };
+            let joined = self.connect(rank, &agreed, Some(listener), waiting);
             let before = self.last.replace(agreed.clone());
             match joined {
                 Ok(comm) => {
@@ -333,7 +356,8 @@ impl Membership {
         let address = listener.as_ref().map_or_else(String::new, |(_, address)| address.to_string());
         let told = comm.exchange(ProgramPlace::outside("elastic"), address.as_bytes()).map_err(ExecError::from)?;
         let address = String::from_utf8_lossy(&told[0]).into_owned();
-        let epoch = Epoch { epoch: last.epoch + 1, members: last.members[..used].to_vec(), address };
+        let (members, common) = (last.members[..used].to_vec(), self.common.clone());
+        let epoch = Epoch { epoch: last.epoch + 1, members, address, common };
         if rank == 0 {
             self.publish(&epoch)?;
         }
@@ -342,28 +366,50 @@ impl Membership {
             (self.newest, self.last) = (epoch.epoch, None);
             return Ok(None);
         }
-        let start = self.start(rank, &epoch, waiting);
+        let joined = self.connect(rank, &epoch, listener.map(|(listener, _)| listener), waiting);
         self.last = Some(epoch);
-        let joined = match listener {
-            Some((listener, _)) => host_at(&start, listener),
-            None => join_others(&start),
-        };
         Ok(Some(joined?))
     }
 
-    /// How this process joins the others of an epoch.
-    fn start(&self, rank: usize, epoch: &Epoch, waiting: &Waiting) -> Start {
-        Start {
+    /// Joins the others of an epoch, as long as none of them is proven dead. The first has the listener that they come to.
+    fn connect(
+        &self,
+        rank: usize,
+        epoch: &Epoch,
+        listener: Option<TcpListener>,
+        waiting: &Waiting,
+    ) -> Result<ProcessCommunicator, JoinError> {
+        let abandoned = Arc::new(AtomicBool::new(false));
+        let start = Start {
             rank,
             ranks: epoch.members.len(),
             address: epoch.address.clone(),
             timeout: self.timeout,
-            build: self.build.clone(),
+            build: self.common.build.clone(),
             mpi: None,
             secret: Some(self.secret.clone()),
             board: None,
-            waiting: waiting.clone(),
-        }
+            waiting: Waiting { abandoned: Some(abandoned.clone()), ..waiting.clone() },
+        };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // Where there is no thread for it, those that are gone are waited for until the time is up.
+            let watch = std::thread::Builder::new().name("lockstep-dead".into());
+            let _ = watch.spawn_scoped(scope, || {
+                while !done.load(Ordering::Acquire) {
+                    if epoch.members.iter().any(|seat| seat.is_proven_dead(&self.me)) {
+                        abandoned.store(true, Ordering::Release);
+                    }
+                    std::thread::sleep(LOOK_EVERY);
+                }
+            });
+            let joined = match listener {
+                Some(listener) if rank == 0 => host_at(&start, listener),
+                _ => join_others(&start),
+            };
+            done.store(true, Ordering::Release);
+            joined
+        })
     }
 
     fn listen(&self) -> Result<(TcpListener, SocketAddr), HostError> {
@@ -393,7 +439,7 @@ impl Membership {
         let mine = Registered {
             seat: self.me.clone(),
             rank,
-            build: self.build.clone(),
+            common: self.common.clone(),
             listens,
             reached: BTreeSet::new(),
             tried: BTreeSet::new(),
@@ -407,15 +453,17 @@ impl Membership {
         let begun = Instant::now();
         let mut number = self.next();
         loop {
+            if mine.rank.is_none()
+                && let Some(epoch) = self.read_epoch(number - 1)
+            {
+                self.may_join(&epoch)?;
+            }
             if written != Some(number) {
                 // One that waits to join follows the run from epoch to epoch.
                 self.write_registration(number, &mine)?;
                 written = Some(number);
             }
             if let Some(epoch) = self.read_epoch(number) {
-                if let Some(other) = self.other_build(number) {
-                    return Err(ElasticError::OtherBuild { theirs: other, ours: self.build.clone() }.into());
-                }
                 if mine.rank.is_some() || epoch.members.iter().any(|seat| seat.id == self.me.id) {
                     return Ok(epoch);
                 }
@@ -426,18 +474,19 @@ impl Membership {
             if self.folder.join(ENDED).exists() {
                 return Err(ElasticError::Ended.into());
             }
-            if waiting.stop.as_ref().is_some_and(|stop| stop.load(std::sync::atomic::Ordering::SeqCst)) {
+            if waiting.stop.as_ref().is_some_and(|stop| stop.load(Ordering::SeqCst)) {
                 return Err(ElasticError::Stopped.into());
             }
             let others = self.registered(number);
             if self.reach(&mut mine, &others) {
                 self.write_registration(number, &mine)?;
             }
-            if let Some(rank) = mine.rank
-                && let Some(last) = self.last.clone()
-                && let Some(members) = self.proposal((rank, &last), &mine, &others, begun)?
+            // Those that wait to join begin by themselves where all that they could join are gone.
+            let last = self.last.clone().or_else(|| self.read_epoch(number - 1).filter(|last| self.is_gone(last)));
+            if let Some(last) = last
+                && let Some(members) = self.proposal(&last, &mine, &others, begun)?
             {
-                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string() };
+                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string(), common: self.common.clone() };
                 self.publish(&epoch)?;
                 continue;
             }
@@ -451,13 +500,13 @@ impl Membership {
     /// The members of the next epoch, if it is this process that proposes them and nobody is waited for any more.
     fn proposal(
         &self,
-        (rank, last): (usize, &Epoch),
+        last: &Epoch,
         mine: &Registered,
         others: &[Registered],
         begun: Instant,
     ) -> Result<Option<Vec<Seat>>, HostError> {
         let settled = begun.elapsed() > SETTLES_WITHIN;
-        let there: Vec<&Registered> = others.iter().filter(|other| other.build == self.build).collect();
+        let there: Vec<&Registered> = others.iter().filter(|other| other.common == self.common).collect();
         let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
         let alive: Vec<&Seat> = last.members.iter().filter(|seat| !seat.is_proven_dead(&self.me)).collect();
         if !settled && !alive.iter().all(|seat| is_there(seat)) {
@@ -482,8 +531,12 @@ impl Membership {
             }
         }
         members.sort_by_key(|member| (member.rank.unwrap_or(usize::MAX), member.seat.id.clone()));
-        // The lowest rank that is reached proposes.
-        if members[0].rank != Some(rank) && !begun.elapsed().gt(&(2 * SETTLES_WITHIN)) {
+        // The lowest rank that is reached proposes; where that does not happen, the next.
+        if members[0].seat.id != self.me.id && begun.elapsed() <= 2 * SETTLES_WITHIN {
+            return Ok(None);
+        }
+        // Where all are gone, those that come are given time.
+        if alive.is_empty() && (!settled || members.len() < self.bounds.least) {
             return Ok(None);
         }
         let old = members.iter().filter(|member| member.rank.is_some()).count();
@@ -499,6 +552,11 @@ impl Membership {
             return Err(ElasticError::TooFew { here, before, least }.into());
         }
         Ok(Some(members.into_iter().map(|member| member.seat.clone()).collect()))
+    }
+
+    /// Whether all members of an epoch are proven dead.
+    fn is_gone(&self, epoch: &Epoch) -> bool {
+        epoch.members.iter().all(|seat| seat.is_proven_dead(&self.me))
     }
 
     /// Tries to reach those that were not tried yet. Says whether there is news.
@@ -529,10 +587,13 @@ impl Membership {
         all
     }
 
-    /// The build of those that have agreed on an epoch, if it is not this one's.
-    fn other_build(&self, number: u64) -> Option<String> {
-        let others = self.registered(number);
-        others.into_iter().find(|other| other.rank.is_some() && other.build != self.build).map(|other| other.build)
+    /// Refuses to join a run of another build or config.
+    fn may_join(&self, epoch: &Epoch) -> Result<(), ElasticError> {
+        let Common { build, config } = &epoch.common;
+        if *build != self.common.build {
+            return Err(ElasticError::OtherBuild { theirs: build.clone(), ours: self.common.build.clone() });
+        }
+        if *config != self.common.config { Err(ElasticError::OtherConfig) } else { Ok(()) }
     }
 
     fn write_registration(&self, number: u64, mine: &Registered) -> Result<(), HostError> {

@@ -17,7 +17,7 @@ use lockstep_checkpoint::{Loaded, list};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::CommError;
-use lockstep_exec::comm::processes::{ProcessCommunicator, Start, join};
+use lockstep_exec::comm::processes::{JoinError, ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_host::{Devices, Elastic, HostError, Membership, Processes, Rejoined};
 use lockstep_ir::units;
@@ -156,12 +156,13 @@ pub fn run_elastic(
     let mut memory = Memory::default();
     let mut ended: Option<(Instant, Option<String>)> = None;
     let mut options = options.clone();
+    let text = config.resolved_toml();
     let (mut membership, mut world) = if *late {
         let secret = start.secret.clone().ok_or(TrainError::NoJobSecret)?;
-        (Membership::late(&options.dir, *bounds, start, secret), None)
+        (Membership::late(&options.dir, (*bounds, &text), start, secret), None)
     } else {
         let comm = join(start).map_err(HostError::from)?;
-        let membership = Membership::first(&options.dir, *bounds, start, &comm)?;
+        let membership = Membership::first(&options.dir, (*bounds, &text), start, &comm)?;
         (membership, Some(Rejoined { comm, epoch: 0, gone: Vec::new(), joined: 0 }))
     };
     loop {
@@ -209,6 +210,14 @@ fn is_loss(error: &TrainError) -> bool {
             ExecError::Rank(CommError::Failed { host, .. }) => host.is_some(),
             _ => false,
         },
+        // Somebody was lost while the ranks met.
+        HostError::Join(error) => {
+            use JoinError::{Abandoned, Early, Missing, NoAnswer, Refused, Unconnected};
+            matches!(
+                error,
+                Abandoned { .. } | Early { .. } | Missing { .. } | NoAnswer { .. } | Refused(_) | Unconnected { .. }
+            )
+        }
         _ => false,
     }
 }
@@ -321,11 +330,14 @@ impl std::fmt::Display for WorldChange {
             (gone, joined) => write!(f, "{} gone, {joined} joined", units::ranks(gone))?,
         }
         let spares = if *spares > 0 { format!(", {spares} waiting") } else { String::new() };
-        let place = if *from_memory { "in memory" } else { "on the disk" };
-        write!(
-            f,
-            "; {ranks} ranks go on ({layout}{spares}) from step {step} {place}: {lost_steps} steps are done again, {recovery_s:.1} s lost"
-        )?;
+        let from = match (step, from_memory) {
+            (step, true) => format!("from step {step} in memory"),
+            (0, false) => "from the first step".to_owned(),
+            (step, false) => format!("from the checkpoint of step {step}"),
+        };
+        let again = if *lost_steps == 1 { "1 step is".to_owned() } else { format!("{lost_steps} steps are") };
+        let ranks = if *ranks == 1 { "1 rank goes".to_owned() } else { format!("{ranks} ranks go") };
+        write!(f, "; {ranks} on ({layout}{spares}) {from}: {again} done again, {recovery_s:.1} s lost")?;
         match self.changes_bits {
             true => write!(f, "; this layout changes the bits of losses"),
             false => Ok(()),

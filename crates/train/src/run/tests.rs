@@ -134,7 +134,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(&devices, config, &options, None).unwrap();
     let mut run =
-        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, &options, &asked, &mut show)
+        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, (&options, None), &asked, &mut show)
             .unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {

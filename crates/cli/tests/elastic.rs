@@ -1,0 +1,192 @@
+//! Runs that go on when ranks are lost, and when others join, from whole commands. `bench/scripts/elastic.sh` kills 200 times.
+
+mod common;
+mod launched;
+mod layouts;
+
+use common::{HANG, Place, signal, steps, wait_until};
+use launched::{as_rank, comes_to, end, ranks_of, said, spawn};
+use layouts::{command, place};
+use serde_json::Value;
+use std::fs;
+use std::process::{Child, Command};
+
+/// A run of a few steps whose bits no number of data-parallel ranks changes.
+const RUN: [&str; 9] = [
+    "train.steps=120",
+    "train.global_batch=12",
+    "train.reproducible=true",
+    "train.micro_batch=1",
+    "train.validate_every=20",
+    "train.device=cpu",
+    "checkpoint.every=1000",
+    "parallel.dp=4",
+    "parallel.zero=1",
+];
+
+/// What has become of the run's ranks.
+fn worlds(place: &Place, dir: &str) -> Vec<Value> {
+    let text = fs::read_to_string(place.path(dir).join("events.jsonl")).unwrap_or_default();
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["event"] == "world").collect()
+}
+
+fn begin(place: &Place, dir: &str, set: &[&str], more: &[&str]) -> Child {
+    let mut args = command("launch", dir, &[&RUN[..], set].concat());
+    args.extend(more);
+    spawn(place.command(&args))
+}
+
+fn waits_for_worlds(launcher: &mut Child, place: &Place, dir: &str, count: usize) {
+    wait_until(&format!("world {count} of {dir}"), || {
+        launcher.try_wait().unwrap().is_some() || worlds(place, dir).len() >= count
+    });
+    assert!(worlds(place, dir).len() >= count, "the run ended before");
+}
+
+fn ends_well(launcher: Child) -> String {
+    let output = end(launcher, HANG);
+    let text = said(&output);
+    assert!(output.status.success(), "{text}");
+    text
+}
+
+#[test]
+fn ranks_are_lost_and_join_and_no_loss_has_another_bit() {
+    let place = place();
+    place.ok(&command("train", "alone", &RUN[..7]));
+    let set = ["cluster.elastic=2..4", "cluster.snapshot_every=2"];
+    let mut launcher = begin(&place, "run", &set, &["--restarts", "3"]);
+    for (kill, victim) in [0, 2].into_iter().enumerate() {
+        let before = steps(&place, "run");
+        comes_to(&mut launcher, &place, "run", before + 3);
+        signal(ranks_of(&launcher)[victim], libc::SIGKILL);
+        // A world without it, and one with the process in its place.
+        wait_until("the process in its place", || {
+            let joined = worlds(&place, "run").iter().filter(|world| world["joined"] == 1).count();
+            launcher.try_wait().unwrap().is_some() || joined > kill
+        });
+    }
+    let text = ends_well(launcher);
+    assert_eq!(place.trajectory("run"), place.trajectory("alone"));
+    let worlds = worlds(&place, "run");
+    let lost: Vec<&Value> = worlds.iter().filter(|world| world["gone"] != serde_json::json!([])).collect();
+    assert!(!lost.is_empty() && lost.iter().all(|world| world["from_memory"] == true), "{worlds:?}");
+    assert!(lost.iter().all(|world| world["lost_steps"].as_u64().unwrap() <= 3), "{worlds:?}");
+    assert!(worlds.iter().all(|world| world["changes_bits"] == false), "{worlds:?}");
+    assert!(worlds.iter().any(|world| world["joined"] == 1 && world["ranks"] == 4), "{worlds:?}");
+    assert!(text.contains("ranks go on (dp=3 zero=1) from step ") && text.contains(" in memory: "), "{text}");
+    let last = fs::read_to_string(place.path("run").join("metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(last.lines().last().unwrap()).unwrap();
+    let goodput = last["goodput"].as_f64().unwrap();
+    assert!(goodput > 0.0 && goodput < 1.0, "{goodput}");
+}
+
+#[test]
+fn ranks_that_no_layout_has_a_place_for_wait() {
+    let place = place();
+    place.ok(&command("train", "alone", &[&RUN[..7], &["train.global_batch=8"]].concat()));
+    let mut launcher = begin(&place, "run", &["cluster.elastic=1..4", "train.global_batch=8"], &[]);
+    comes_to(&mut launcher, &place, "run", 3);
+    signal(ranks_of(&launcher)[1], libc::SIGKILL);
+    waits_for_worlds(&mut launcher, &place, "run", 1);
+    // Three ranks do not divide eight sequences: two train. When one of these is lost, the third takes its place.
+    let first = worlds(&place, "run")[0].clone();
+    assert_eq!((&first["ranks"], &first["spares"]), (&2.into(), &1.into()), "{first}");
+    let before = steps(&place, "run");
+    comes_to(&mut launcher, &place, "run", before + 2);
+    signal(ranks_of(&launcher)[0], libc::SIGKILL);
+    ends_well(launcher);
+    assert_eq!(place.trajectory("run"), place.trajectory("alone"));
+    let worlds = worlds(&place, "run");
+    assert_eq!(worlds.last().unwrap()["ranks"], 2, "{worlds:?}");
+}
+
+#[test]
+fn too_few_ranks_end_the_run_and_the_same_command_goes_on() {
+    let place = place();
+    let set = ["cluster.elastic=4..4", "checkpoint.every=1"];
+    let mut launcher = begin(&place, "run", &set, &[]);
+    comes_to(&mut launcher, &place, "run", 4);
+    signal(ranks_of(&launcher)[3], libc::SIGKILL);
+    let output = end(launcher, HANG);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("3 of 4 ranks are left, and cluster.elastic asks for 4 at least\nhint: "), "{text}");
+    let text = ends_well(begin(&place, "run", &set, &[]));
+    assert!(text.contains("resuming at step "), "{text}");
+    place.ok(&command("train", "alone", &RUN[..7]));
+    assert_eq!(place.trajectory("run"), place.trajectory("alone"));
+}
+
+#[test]
+fn an_elastic_run_stops_when_it_is_asked_to() {
+    let place = place();
+    let mut launcher = begin(&place, "run", &["cluster.elastic=2..4"], &[]);
+    comes_to(&mut launcher, &place, "run", 3);
+    signal(ranks_of(&launcher)[2], libc::SIGKILL);
+    waits_for_worlds(&mut launcher, &place, "run", 1);
+    signal(launcher.id() as i32, libc::SIGTERM);
+    let output = end(launcher, HANG);
+    assert_eq!(output.status.code(), Some(75), "{}", said(&output));
+}
+
+/// A process as it would come late, with a secret.
+fn late(place: &Place, secret: &str, args: &[&str]) -> Command {
+    let mut command = as_rank(place.command(args), (1, 2), "29555");
+    command.env("LOCKSTEP_JOINS_LATE", "1").env("LOCKSTEP_JOB_SECRET", secret);
+    command
+}
+
+#[test]
+fn who_is_of_another_config_or_job_does_not_join() {
+    let place = place();
+    let secret = "5e".repeat(32);
+    let set = [&RUN[..7], &["cluster.elastic=1..4", "parallel.dp=2", "train.steps=100000"]].concat();
+    let args = command("train", "run", &set);
+    let port = common::free_port();
+    let mut ranks: Vec<Child> = (0..2)
+        .map(|rank| {
+            let mut command = as_rank(place.command(&args), (rank, 2), &port);
+            command.env("LOCKSTEP_JOB_SECRET", &secret);
+            spawn(command)
+        })
+        .collect();
+    comes_to(&mut ranks[0], &place, "run", 2);
+    // Another config, by one key.
+    let other = [&set[..], &["optimizer.lr=0.5"]].concat();
+    let output = end(spawn(late(&place, &secret, &command("train", "run", &other))), HANG);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("was started with another config than this process: it cannot join\nhint: "));
+    // One who does not know the secret finds no run, and the run does not see it.
+    let mut stranger = spawn(late(&place, &"5f".repeat(32), &args));
+    let before = steps(&place, "run");
+    comes_to(&mut ranks[0], &place, "run", before + 3);
+    assert!(stranger.try_wait().unwrap().is_none() && worlds(&place, "run").is_empty());
+    stranger.kill().unwrap();
+    stranger.wait().unwrap();
+    // And one of the job joins.
+    let mut third = spawn(late(&place, &secret, &args));
+    waits_for_worlds(&mut ranks[0], &place, "run", 1);
+    assert_eq!(worlds(&place, "run")[0]["ranks"], 3);
+    signal(third.id() as i32, libc::SIGTERM);
+    for rank in ranks {
+        let output = end(rank, HANG);
+        assert_eq!(output.status.code(), Some(75), "{}", said(&output));
+    }
+    assert_eq!(third.wait().unwrap().code(), Some(75));
+}
+
+#[test]
+fn bounds_that_cannot_be_meant_are_refused() {
+    let place = place();
+    for (bounds, problem) in [
+        ("cluster.elastic=4..2", "cluster.elastic = \"4..2\" is not two numbers of ranks"),
+        ("cluster.elastic=1..2", "cluster.elastic = \"1..2\" allows at most 2 ranks, and the layout has 4"),
+    ] {
+        let output = end(begin(&place, "run", &[bounds], &[]), HANG);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains(problem) && text.contains("\nhint: "), "{text}");
+    }
+}
