@@ -24,7 +24,7 @@ use std::time::Instant;
 /// How many lines may be left out, by reason. More of them is a decision, and so is another reason.
 const NOT_RUN: [(&str, usize); 4] = [("cluster", 12), ("gpu", 30), ("install", 10), ("slow", 25)];
 
-/// All lines that are run must be at least so many.
+/// At least this many lines must be run.
 const RUN: usize = 110;
 
 /// From the folder of the book.
@@ -32,7 +32,7 @@ const README: &str = "../README.md";
 
 /// What stands between a page's fences.
 struct Block {
-    /// Words behind the fence.
+    /// Words after the fence.
     kind: String,
     text: String,
     /// The line before it, if that is the name of a file.

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Every so many of the mixtures: some of every config. `bench/records` has runs of all.
+/// Every n-th of the mixtures: some of every config. `bench/records` has runs of all.
 const EVERY: &str = "72";
 
 /// Eight ranks at a time are enough: beside as many others, one may get no core for so long that it counts as gone.

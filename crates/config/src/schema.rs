@@ -660,7 +660,7 @@ tables! {
         /// there are, from snapshots in memory; others may join later. If not set, a lost rank ends the run. Not over MPI.
         elastic: Option<String> = Text(ELASTIC), Unset, Conduct,
             finds ["elastic", "torchelastic", "torchft", "fault tolerance", "node failure"];
-        /// With cluster.elastic, steps from one snapshot in memory to the next: at most so many are done again after a loss.
+        /// With cluster.elastic, steps from one snapshot in memory to the next: at most this many are repeated after a loss.
         snapshot_every: u64 = Count(1, STEPS), Fixed("10"), Conduct, finds ["in-memory checkpoint", "Gemini"];
         /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.
         time: Option<String> = Text(TIME_LIMIT), Unset, Conduct, finds ["time limit", "walltime", "Slurm", "sbatch"];
