@@ -258,7 +258,8 @@ impl Asked<'_> {
                 .push(Chart::new("micro-batch: memory", "micro-batch (sequences)", "GiB", bytes).linear().limit(room));
         }
         let seq: fn(&Point) -> f64 = |p| p.seq as f64;
-        let long = vec![Series::new("the same number of tokens per step", of(sequence, seq, |p| p.tokens_per_s_per_gpu))];
+        let long =
+            vec![Series::new("the same number of tokens per step", of(sequence, seq, |p| p.tokens_per_s_per_gpu))];
         charts.push(Chart::new("sequence: throughput", "sequence (tokens)", "tokens/s per GPU", long).linear());
         let long = vec![Series::new("the same number of tokens per step", of(sequence, seq, memory))];
         charts.push(Chart::new("sequence: memory", "sequence (tokens)", "GiB", long).linear().limit(room));
