@@ -44,10 +44,11 @@ PY
 }
 
 done_kills=0 runs=0 worst=0
-layouts=("4 dp=4 zero=1" "6 dp=6 zero=3" "4 dp=2 pp=2" "8 dp=8 zero=2" "4 dp=2 tp=2" "8 dp=4 cp=2")
+# With less than a copy of the model, the bits are those of another layout.
+layouts=("1..4 dp=4 zero=1" "1..6 dp=6 zero=3" "1..4 dp=2 pp=2" "1..8 dp=8 zero=2" "2..4 dp=2 tp=2" "2..8 dp=4 cp=2")
 while [ "$done_kills" -lt "$kills" ]; do
-    read -r ranks layout <<<"${layouts[$((runs % ${#layouts[@]}))]}"
-    set=()
+    read -r bounds layout <<<"${layouts[$((runs % ${#layouts[@]}))]}"
+    ranks=${bounds#*..} set=()
     for key in $layout; do set+=(--set "parallel.$key"); done
     # What has the bits of the run is one copy of the model.
     one=()
@@ -64,7 +65,7 @@ while [ "$done_kills" -lt "$kills" ]; do
         fi
     fi
     run=killed-$runs
-    "$lockstep" launch run.toml --quiet --run-dir "$run" "${set[@]}" --elastic "1..$ranks" --restarts 1000 >"$run.out" 2>"$run.err" &
+    "$lockstep" launch run.toml --quiet --run-dir "$run" "${set[@]}" --elastic "$bounds" --restarts 1000 >"$run.out" 2>"$run.err" &
     launcher=$!
     here=0
     while kill -0 $launcher 2>/dev/null && [ "$done_kills" -lt "$kills" ] && [ "$here" -lt 25 ]; do

@@ -95,17 +95,14 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         tell("warning: ranks share GPUs: good to check a layout, slower to train than one rank per GPU");
     }
     let signals = train::on_interrupt()?;
-    if train::elastic_bounds(&config)?.is_some() {
-        let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks, args.share_gpus)?.elastic(args.restarts, args.train.run_dir()).wait(&signals)?;
-        if let Some(failure) = &end.failed {
-            tell(&format!("error: {}", failure.with_hint()));
-        }
-        return Ok(ExitCode::from(end.code));
-    }
+    let elastic = train::elastic_bounds(&config)?.is_some();
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let end = Team::start(&arguments, ranks, args.share_gpus)?.wait(&signals)?;
+        let mut team = Team::start(&arguments, ranks, args.share_gpus)?;
+        if elastic {
+            team.elastic(args.restarts - attempt, args.train.run_dir());
+        }
+        let end = team.wait(&signals)?;
         let again = attempt < args.restarts && !end.recurs && end.failed.is_some() && !end.asked_to_stop;
         if let Some(failure) = &end.failed {
             tell(&format!("error: {}", failure.with_hint()));
@@ -220,17 +217,21 @@ impl Team {
     }
 
     /// The others go on when some are lost; up to this many are started again, to join them.
-    fn elastic(mut self, restarts: u32, run_dir: PathBuf) -> Self {
+    fn elastic(&mut self, restarts: u32, run_dir: PathBuf) {
         self.elastic = Some(restarts);
         self.start.run_dir = run_dir;
-        self
+    }
+
+    /// Whether others go on without a rank that is lost: they have met.
+    fn goes_on(&self) -> bool {
+        self.elastic.is_some() && has_begun(&self.start.run_dir, &self.start.secret)
     }
 
     /// Starts a process in the place of each that was lost, as long as others go on and some may be started.
     fn start_again(&mut self, asked_to_stop: bool) -> Result<()> {
         let lost = |status: &ExitStatus| status.signal().is_some() || status.code() == Some(1);
         let done = self.ended.iter().flatten().any(|status| !lost(status));
-        if asked_to_stop || done || self.ended.iter().all(Option::is_some) {
+        if asked_to_stop || done || self.ended.iter().all(Option::is_some) || self.ended.iter().all(Option::is_none) {
             return Ok(());
         }
         for rank in 0..self.children.len() {
@@ -241,8 +242,7 @@ impl Team {
                     |signal| format!("was killed by signal {signal}"),
                 );
                 tell(&format!("rank {rank} {how}: another process is started to join the run, {} left", left - 1));
-                let late = has_begun(&self.start.run_dir, &self.start.secret);
-                self.children[rank] = self.start.spawn(rank, late)?;
+                self.children[rank] = self.start.spawn(rank, true)?;
                 (self.ended[rank], self.elastic) = (None, Some(left - 1));
             }
         }
@@ -263,12 +263,12 @@ impl Team {
                     *ended = child.try_wait()?;
                 }
             }
-            if self.elastic.is_some() {
+            if deadline.is_none() && self.ended.iter().any(Option::is_some) && self.goes_on() {
                 self.start_again(asked_to_stop)?;
             }
             // Of an elastic run, those that are left end by themselves, or go on.
             let lost = self.ended.iter().flatten().any(|status| failed(*status));
-            if deadline.is_none() && lost && self.elastic.is_none() {
+            if deadline.is_none() && lost && !self.goes_on() {
                 deadline = Some(Instant::now() + ENDS_WITHIN);
                 // Those that still wait for all to come wait for nothing.
                 self.tell_all(ABANDONED);

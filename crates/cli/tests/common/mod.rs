@@ -76,6 +76,8 @@ impl Place {
         command.env("LOCKSTEP_HARDWARE", self.path("hardware")).env("LOCKSTEP_MACHINES", self.path("machines"));
         // Nor libraries of CUDA: with NVRTC among them every `doctor` would compile all kernels, as the tests of lockstep-cuda do once.
         command.env_remove("LOCKSTEP_CUDA_LIBRARIES");
+        // Nor a GPU that the machine has: ranks would look for theirs first, and take their time.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command
     }
 

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Four NCCL processes that share one GPU train an elastic run; a rank is killed, again and again, and started again. The others abort, connect, capture
+# their graphs anew and go on: bench/scripts/elastic-nccl.sh LOCKSTEP [KILLS]
+# Prints the run's history and the losses beside those of an undisturbed run. Fails where the run does not end or losses are further apart than 1%.
+source "$(dirname "$0")/killing.sh"
+kills=${2:-5}
+cat >run.toml <<'TOML'
+[model]
+preset = "llama-15m"
+vocab_size = 256
+[data]
+paths = ["corpus"]
+[train]
+steps = 800
+seq = 256
+global_batch = 24
+micro_batch = 2
+device = "cuda"
+validate_every = 400
+validation_sequences = 8
+[parallel]
+dp = 4
+zero = 1
+[checkpoint]
+every = 400
+[cluster]
+snapshot_every = 10
+TOML
+touch none
+worlds() { cat none killed/events.jsonl 2>/dev/null | grep -c '"world"' || true; }
+lines() { cat none "$1/metrics.jsonl" 2>/dev/null | wc -l; }
+
+"$lockstep" launch run.toml --run-dir killed --elastic 2..4 --restarts 1000 --share-gpus >killed.out 2>killed.err &
+launcher=$!
+for kill in $(seq "$kills"); do
+    # When all four train again, and some steps after that.
+    until [ "$(worlds)" -ge $((2 * kill - 2)) ] && [ "$(lines killed)" -gt 20 ]; do
+        kill -0 $launcher || { tail -30 killed.err && exit 1; }
+        sleep 0.1
+    done
+    sleep 1.5
+    pid=$(rank_of $launcher $((kill % 4)))
+    [ -z "$pid" ] || kill -9 "$pid"
+    until [ "$(worlds)" -ge $((2 * kill - 1)) ]; do
+        kill -0 $launcher || { tail -30 killed.err && exit 1; }
+        sleep 0.1
+    done
+done
+wait $launcher || { tail -30 killed.err && exit 1; }
+grep -E "go on|goes on" killed.err
+"$lockstep" launch run.toml --quiet --run-dir whole --share-gpus >whole.out 2>whole.err || { tail -30 whole.err && exit 1; }
+python3 - <<'PY'
+import json
+read = lambda run: {m["step"]: m for m in map(json.loads, open(f"{run}/metrics.jsonl"))}
+killed, whole = read("killed"), read("whole")
+assert len(killed) == len(whole) == 800, (len(killed), len(whole))
+apart = max(abs(killed[s]["loss"] - whole[s]["loss"]) / whole[s]["loss"] for s in whole)
+same = sum(killed[s]["loss"] == whole[s]["loss"] for s in whole)
+last = killed[800]
+print(f"{same} of {len(whole)} losses have the same bits, the others are {apart:.1e} apart at most; goodput {last['goodput']:.2f}")
+assert apart < 0.01
+PY
