@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Every way to split a step, held against one rank: all mixtures of HSDP, ZeRO, context, expert, tensor, sequence and pipeline
 # parallelism on 2 to 8 ranks. Prints a line per layout; fails where one breaks its promise.
-# usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT]] > bench/records/layouts.txt
+# usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST]]] > bench/records/layouts.txt
 #   EVERY      every n-th of the mixtures (1)
 #   TRANSPORT  what ranks are: threads (the default), sockets, mpi, nccl (processes that share the GPUs of this machine), or strict-nccl
 #              (the library of crates/cli/tests/fake_cuda, which computes nothing and sees to it that ranks ask for what fits together)
+#   MOST       the most ranks of a layout (8)
 set -euo pipefail
-lockstep=$(realpath "${1:?usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT]]}")
+lockstep=$(realpath "${1:?usage: bench/scripts/layouts.sh LOCKSTEP [EVERY [TRANSPORT [MOST]]]}")
 every=${2:-1}
 transport=${3:-threads}
+most=${4:-8}
 export COLUMNS=120
 fake=$(realpath "$(dirname "$0")/../../crates/cli/tests/fake_cuda")
 folder=$(mktemp -d)
@@ -44,7 +46,7 @@ mix() {
     local d c t p ranks
     for d in "${data[@]}"; do for c in "${context[@]}"; do for t in "${tensor[@]}"; do for p in "${stages[@]}"; do
         ranks=$((${d%%:*} * ${c%%:*} * ${t%%:*} * ${p%%:*}))
-        if [ $ranks -ge 2 ] && [ $ranks -le 8 ]; then
+        if [ $ranks -ge 2 ] && [ $ranks -le $most ]; then
             mixtures+=("$ranks:$(printf '%s,' "${d#*:}" "${c#*:}" "${t#*:}" "${p#*:}" | sed 's/,,*/,/g; s/^,//; s/,$//')")
         fi
     done; done; done; done

@@ -259,7 +259,7 @@ fn as_text(
         cache_text(config),
         fp8_text(plan),
         moments_text(config, plan),
-        verdict.map_or(String::new(), |v| format!("{}\n", style::verdict(v.fits, &v.to_string()))),
+        verdict.map_or(String::new(), |v| wrapped(&style::verdict(v.fits, &v.to_string()), "  ")),
         ways.map_or(String::new(), |ways| ways.to_string().lines().map(|line| wrapped(line, "    ")).collect()),
         format!("{}\n", ramp_text(config)),
         match plan.layout.mesh.ranks() {
@@ -412,18 +412,18 @@ fn ramp_text(config: &Config) -> String {
     if batches.stages().len() == 1 {
         return String::new();
     }
-    let line = |s: &BatchStage| {
-        let reached = if s.first_step < config.train.steps { "" } else { ", after the last step" };
-        format!(
-            "  from step {:>9} ({:>8} tokens seen): {} sequences, {} tokens a step{reached}\n",
-            thousands(s.first_step + 1),
+    let row = |s: &BatchStage| {
+        let reached = if s.first_step < config.train.steps { "" } else { " (after the last)" };
+        vec![
+            format!("{}{reached}", thousands(s.first_step + 1)),
             units::count(s.first_sample * seq),
             thousands(s.sequences as u64),
-            units::count(s.sequences as u64 * seq)
-        )
+            units::count(s.sequences as u64 * seq),
+        ]
     };
-    let lines: String = batches.stages().iter().map(line).collect();
-    format!("batch ramp, the step above being the largest:\n{lines}")
+    let rows: Vec<Vec<String>> = batches.stages().iter().map(row).collect();
+    let header = ["from step", "tokens seen", "sequences a step", "tokens a step"];
+    format!("batch ramp, the step above being the largest:\n{}", table(&header, &rows))
 }
 
 /// A rank's memory breakdown, by class and by layer.

@@ -208,7 +208,8 @@ impl Team {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let secret = JobSecret::random()?;
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
-        let start = StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
+        let start =
+            StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
         let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
             team.children.push(team.start.spawn(rank, false)?);

@@ -12,7 +12,9 @@ fn shows(terminal: bool) -> bool {
 
 fn on_stdout() -> bool {
     static SHOWS: OnceLock<bool> = OnceLock::new();
-    *SHOWS.get_or_init(|| shows(std::io::stdout().is_terminal()))
+    // Open MPI gives its ranks a terminal of their own, also where what mpirun passes on goes to a file.
+    let forwarded = || std::env::var_os("OMPI_COMM_WORLD_RANK").is_some();
+    *SHOWS.get_or_init(|| shows(std::io::stdout().is_terminal() && !forwarded()))
 }
 
 fn on_stderr() -> bool {

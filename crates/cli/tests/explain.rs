@@ -471,6 +471,15 @@ fn every_line_fits_80_columns() {
         let set: Vec<&str> = more.split(',').flat_map(|key| ["--set", key]).collect();
         check(&place, &[&set[..], &["--set", "train.micro_batch=2", "--gpu", "h100", "--tokens", "1T"]].concat());
     }
+    // What does not fit on several ranks, and a run whose batch grows.
+    let ramp = "train.batch_ramp=[{ tokens = \"1B\", global_batch = \"8M tokens\" }]";
+    for keys in [
+        &["model.preset=mixtral-8x7b", "parallel.ep=4", "train.micro_batch=1"],
+        &["train.global_batch=512", "train.seq=8192", ramp],
+    ] {
+        let set: Vec<&str> = keys.iter().flat_map(|key| ["--set", key]).collect();
+        check(&place, &[&set[..], &["--gpu", "h100"]].concat());
+    }
     check(&place, &["--sequence-lengths", "128,1024,131072", "--gpu", "h100"]);
     check(&place, &["--fit", "16MiB"]);
     check(&place, &["--inference", "--gpu", "h100"]);

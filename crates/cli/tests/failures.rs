@@ -315,6 +315,7 @@ struct Starts<'a> {
 }
 
 const FOLDER: &str = "a folder of its own";
+const VARIABLE: &str = "another variable that matters";
 
 #[test]
 fn bad_starts_are_one_clear_error_for_all() {
@@ -381,6 +382,12 @@ fn bad_starts_are_one_clear_error_for_all() {
             "were told different things:\n  --change: none against optimizer.lr=0.05\n  --resume-from: none against 6\nhint: ",
         ),
         (
+            VARIABLE,
+            pair(start(1, 2, train("run", &[]))),
+            2,
+            "were told different things:\n  NCCL_ALGO: none against Ring\nhint: ",
+        ),
+        (
             "another binary",
             vec![start(0, 2, train("run", &[])), Starts { binary: Some(&other), ..start(1, 2, train("run", &[])) }],
             1,
@@ -396,6 +403,9 @@ fn bad_starts_are_one_clear_error_for_all() {
                 command.env("LOCKSTEP_JOB_SECRET", "5e".repeat(32));
             }
             command.args(&s.args).current_dir(place.path("")).stdin(Stdio::null());
+            if name == VARIABLE && s.rank == 1 {
+                command.env("NCCL_ALGO", "Ring");
+            }
             spawn(as_rank(command, (s.rank, s.ranks), &port))
         });
         let spawned: Vec<Child> = spawned.collect();

@@ -5,6 +5,7 @@ mod layouts;
 
 use common::{HANG, Place, free_port, signal, wait_for_steps, wait_until};
 use std::fs;
+use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,9 @@ fn texts(output: &Output) -> (String, String) {
 #[test]
 fn mpirun_gives_the_bits_of_threads_in_every_kind_of_layout() {
     let (place, mpis) = (layouts::place(), there());
+    // The port of the job is another process's: the first rank takes another, and says so in the run directory.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
     for (i, layout) in layouts::LAYOUTS.iter().enumerate().filter(|_| !mpis.is_empty()) {
         let set = [&layouts::SHORT[..], layout].concat();
         let threads = format!("threads-{i}");
@@ -71,7 +75,8 @@ fn mpirun_gives_the_bits_of_threads_in_every_kind_of_layout() {
         // Each library has every other one; `bench/scripts/layouts.sh` runs them all.
         for mpi in mpis.iter().skip(i % mpis.len()).step_by(mpis.len()) {
             let dir = format!("{}-{i}", mpi.1);
-            let output = mpirun(&place, mpi, 4, &layouts::command("train", &dir, &set)).output().unwrap();
+            let mut command = mpirun(&place, mpi, 4, &layouts::command("train", &dir, &set));
+            let output = command.env("MASTER_PORT", &port).output().unwrap();
             let (said, shown) = texts(&output);
             assert!(output.status.success(), "{layout:?}: {shown}");
             assert!(said.contains("finished 4 steps; checkpoint "), "{said}");
@@ -104,12 +109,14 @@ fn mpi_conforms_and_is_measured_and_another_library_than_the_one_that_started_th
         let of = |name: &'static str| links.iter().map(move |link| link[name].as_f64().unwrap());
         assert!(of("bytes_per_s").all(|x| x > 1e6) && of("clock_ahead_s").all(|x| x.abs() < 1.0), "{said}");
     }
-    let output = mpirun(&place, mpi, 2, &["doctor", "--world"]).output().unwrap();
+    let output = mpirun(&place, mpi, 2, &["doctor", "--world"]).env("TERM", "xterm").output().unwrap();
     let (said, shown) = texts(&output);
     assert!(
         output.status.success() && said.contains("all ranks reach each other; the slowest link is "),
         "{said}{shown}"
     );
+    // Titles of tables are bold on a terminal, and mpirun's output goes to a pipe here.
+    assert!(!said.contains('\u{1b}'), "{said:?}");
     let alone = place.fails(2, &["doctor", "--world"]);
     assert!(alone.contains("no other processes were started with this one\nhint: "), "{alone}");
     let check = |library: &str, expected: &str| {

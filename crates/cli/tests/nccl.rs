@@ -8,8 +8,13 @@ mod layouts;
 
 use common::{HANG, free_port, soon, wait_until};
 use fake_cuda::Fake;
+use lockstep_config::Config;
 use lockstep_exec::comm::processes::host;
-use std::process::{Child, Stdio};
+use lockstep_exec::comm::{Connection, communication_calls, connections};
+use lockstep_host::Devices;
+use lockstep_ir::MeshAxis;
+use std::collections::BTreeSet;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 const TWO_GPUS: (&str, &str) = ("FAKE_CUDA_DEVICES", "2");
@@ -91,6 +96,12 @@ fn auto_takes_gpus_where_every_rank_has_one_and_train_gpu_is_the_first_of_them()
     let faults = [("FAKE_CUDA_DEVICES", "3"), ("FAKE_NCCL_LOG", logs.to_str().unwrap())];
     fake.ok(&launch("run", &["train.device=auto", "parallel.dp=2", "train.gpu=1"]), &faults);
     assert_eq!([log(&fake, 0)[0].as_str(), log(&fake, 1)[0].as_str()], ["device is 1", "device is 2"]);
+    let runs = fake.place.ok(&["runs", ".", "--format", "json"]);
+    let run = serde_json::from_str::<serde_json::Value>(&runs).unwrap()["runs"][0].take();
+    // Each rank had a GPU of its own.
+    let hours = ["hours", "gpu_hours"].map(|key| run[key].as_f64().unwrap_or_else(|| panic!("{key}: {run}")));
+    assert!(hours[0] > 0.0 && (hours[1] / hours[0] - 2.0).abs() < 1e-9, "{run}");
+    assert!(fake.place.ok(&["runs", "."]).contains("GPU-hours"));
     let text = fake.ok(&launch("cpu", &["train.device=auto", "parallel.dp=2"]), &[]);
     let why = format!("warning: training on the CPU: host {} has 1 GPU for 2 ranks", host());
     assert!(text.contains(&why), "{text}");
@@ -261,5 +272,60 @@ fn a_rank_that_does_the_wrong_thing_is_named_by_the_strict_nccl() {
         let errors = std::fs::read_to_string(fake.place.path("world.errors")).unwrap();
         let named = |line: &str| said.iter().all(|part| line.contains(part));
         assert!(errors.lines().any(named), "{wrong}: {errors}");
+    }
+}
+
+/// A connection as `fake_cuda/connect.c` reads it.
+fn named(number: usize, connection: &Connection) -> String {
+    match connection {
+        Connection::Group(group) => {
+            format!("{number}:{}", group.ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(","))
+        }
+        Connection::Messages { from, to, .. } => format!("{number}:{from}>{to}"),
+    }
+}
+
+/// Messages of a rank to itself once were connections like all others: zb-v hung over NCCL, in every layout.
+#[test]
+fn the_strict_nccl_names_the_rank_that_waits_for_itself_where_zb_v_once_hung() {
+    let fake = Fake::new();
+    let connect = fake.place.path("connect");
+    fake_cuda::compile(&[], &["connect.c", "fake.c", "device.c"], &connect);
+    let keys = ["model.layers=4", "parallel.pp=2", "parallel.schedule=zb-v", "train.micro_batch=1"].map(str::to_owned);
+    let config = Config::load(&fake.place.path("run.toml"), &keys).unwrap();
+    let programs = lockstep_plan::plan(&Devices::new(), &config).unwrap().compiled.programs;
+    // What all ranks communicate in, before what a rank does alone is left out.
+    let mut all = BTreeSet::new();
+    for rank in 0..2 {
+        let here = programs[0].mesh.coordinates(rank);
+        let calls = communication_calls(&programs[here.get(MeshAxis::Pp)], here);
+        all.extend(calls.iter().flatten().flatten().map(|call| call.connection(rank)));
+    }
+    // Once a group of one rank was none, and a message had two ends whatever they were.
+    let once = all.iter().filter(|c| matches!(c, Connection::Messages { .. }) || c.ranks().len() > 1);
+    let once: Vec<_> = once.enumerate().map(|(number, c)| named(number, c)).collect();
+    let now: Vec<_> = connections(&programs).iter().enumerate().map(|(number, c)| named(number, c)).collect();
+    let own = once.iter().find(|connection| connection.ends_with(":1>1")).expect("zb-v's last rank sends to itself");
+    assert!(!now.iter().any(|connection| connection.ends_with(":1>1")), "{now:?}");
+    for (order, fits) in [(&once, false), (&now, true)] {
+        // Who waits for another that does come never waits so long.
+        let (name, limit) = if fits { ("now", "600") } else { ("once", "10") };
+        let world = fake.place.path(name);
+        let rank = |rank: &str| {
+            let mut command = Command::new(&connect);
+            command.arg(rank).args(order).env("FAKE_NCCL_WORLD", &world).env("FAKE_NCCL_LIMIT", limit);
+            end(command.stderr(Stdio::piped()).spawn().unwrap(), HANG)
+        };
+        let (other, last) = std::thread::scope(|s| {
+            let other = s.spawn(|| rank("0"));
+            let last = rank("1");
+            (other.join().unwrap(), last)
+        });
+        if fits {
+            assert_eq!([other, last], [(); 2].map(|()| (Some(0), String::new())), "{order:?}");
+        } else {
+            let said = format!("communicator {own}: rank 0 waits for rank 1, which never came\n");
+            assert_eq!(last, (Some(1), said), "{order:?}");
+        }
     }
 }

@@ -201,7 +201,9 @@ pub enum ElasticError {
     },
     /// The process has another config.
     #[error("the run was started with another config than this process: it cannot join")]
-    #[hint("start all ranks with the same config file and options; the run has its own in run.toml of the run directory")]
+    #[hint(
+        "start all ranks with the same config file and options; the run has its own in run.toml of the run directory"
+    )]
     OtherConfig,
     /// The folder cannot be used.
     #[error("cannot {action} {}: {cause}", path.display())]
@@ -255,9 +257,7 @@ impl Membership {
             let _ = fs::remove_dir_all(&root);
         }
         let seat = serde_json::to_vec(&this.me).unwrap_or_default();
-        let all = comm
-            .exchange(ProgramPlace::outside("elastic"), &seat)
-            .map_err(ExecError::from)?;
+        let all = comm.exchange(ProgramPlace::outside("elastic"), &seat).map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
         let epoch = Epoch { epoch: 0, members, address: String::new(), common: this.common.clone() };
         if comm.rank() == 0 {
@@ -486,7 +486,8 @@ impl Membership {
             if let Some(last) = last
                 && let Some(members) = self.proposal(&last, &mine, &others, begun)?
             {
-                let epoch = Epoch { epoch: number, members, address: mine.listens.to_string(), common: self.common.clone() };
+                let epoch =
+                    Epoch { epoch: number, members, address: mine.listens.to_string(), common: self.common.clone() };
                 self.publish(&epoch)?;
                 continue;
             }

@@ -248,7 +248,8 @@ impl World<'_> {
     ) -> ((Membership, Memory), Result<Option<Outcome>>) {
         let Self { config, process, mut membership, memory, comm, epoch, gone, joined, goodput } = self;
         let ranks = comm.ranks();
-        let Some((at, used)) = fitting(config, ranks.min(process.bounds.most)).filter(|(_, used)| *used >= process.bounds.least)
+        let Some((at, used)) =
+            fitting(config, ranks.min(process.bounds.most)).filter(|(_, used)| *used >= process.bounds.least)
         else {
             let error = TrainError::NoLayout { ranks, least: process.bounds.least };
             return ((membership, memory), Err(error));
@@ -297,9 +298,7 @@ impl World<'_> {
         };
         let result = Processes::of(comm, &at, local)
             .map_err(TrainError::from)
-            .and_then(|processes| {
-                run_in(&Devices::of_processes(processes), &at, options, Some(&run), stop, show)
-            });
+            .and_then(|processes| run_in(&Devices::of_processes(processes), &at, options, Some(&run), stop, show));
         let ElasticRun { memory, membership, .. } = run;
         ((membership.into_inner().unwrap_or_else(PoisonError::into_inner), memory), result.map(Some))
     }
@@ -315,7 +314,8 @@ fn from_memory(
     let newest = |place| list(place).unwrap_or_default().last().map_or(0, |(step, _)| *step);
     // Rank 0 looks for all: others may see a file later.
     let there = places(config, &options.dir).iter().map(|place| newest(place)).max().unwrap_or(0);
-    let told = comm.exchange(ProgramPlace::outside("gather snapshots"), &there.to_le_bytes()).map_err(ExecError::from)?;
+    let told =
+        comm.exchange(ProgramPlace::outside("gather snapshots"), &there.to_le_bytes()).map_err(ExecError::from)?;
     let there = told[0][..].try_into().map_or(0, u64::from_le_bytes);
     memory.gather(comm, Some(there), &options.dir.join("checkpoints"))
 }
@@ -325,7 +325,9 @@ impl std::fmt::Display for WorldChange {
         let Self { gone, joined, ranks, spares, layout, step, from_memory, lost_steps, recovery_s, .. } = self;
         match (&gone[..], joined) {
             ([], 0) => write!(f, "the ranks met again")?,
-            ([], joined) => write!(f, "{joined} more {} joined", if *joined == 1 { "process has" } else { "processes have" })?,
+            ([], joined) => {
+                write!(f, "{joined} more {} joined", if *joined == 1 { "process has" } else { "processes have" })?
+            }
             (gone, 0) => write!(f, "{} {} gone", units::ranks(gone), if gone.len() == 1 { "is" } else { "are" })?,
             (gone, joined) => write!(f, "{} gone, {joined} joined", units::ranks(gone))?,
         }

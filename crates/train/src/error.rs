@@ -118,7 +118,9 @@ pub enum TrainError {
     WorldChanges,
     /// MPI ends all processes together.
     #[error("cluster.elastic does not go with MPI: mpirun ends the whole job when a rank is lost")]
-    #[hint("start the ranks with `lockstep launch` or srun, or set LOCKSTEP_MPI_LIBRARY=none and have mpirun keep the job")]
+    #[hint(
+        "start the ranks with `lockstep launch` or srun, or set LOCKSTEP_MPI_LIBRARY=none and have mpirun keep the job"
+    )]
     ElasticMpi,
     /// A process cannot join a run whose secret it does not know.
     #[error("a process that joins a run later needs the secret of the job")]

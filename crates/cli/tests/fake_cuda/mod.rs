@@ -20,12 +20,8 @@ impl Fake {
         // Heads as wide as cuDNN wants them.
         place.config(&CONFIG.replace("dim = 48", "dim = 64"));
         std::fs::create_dir(place.path("cuda")).unwrap();
-        let sources = ["fake.c", "device.c", "nccl.c"]
-            .map(|file| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda").join(file));
         let built = place.path("fake.so");
-        let options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread", "-o"];
-        let compiled = Command::new("cc").args(options).arg(&built).args(sources).output().unwrap();
-        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        compile(&["-shared", "-fPIC"], &["fake.c", "device.c", "nccl.c"], &built);
         for name in LIBRARIES.iter().filter(|name| !missing.contains(name)) {
             std::fs::copy(&built, place.path("cuda").join(name)).unwrap();
         }
@@ -65,6 +61,15 @@ impl Fake {
         assert!(!text.contains("panicked") && text.matches("error: ").count() == 1, "{text}");
         text[text.find("error: ").unwrap()..].to_owned()
     }
+}
+
+/// Compiles these sources of this folder.
+pub fn compile(options: &[&str], sources: &[&str], built: &Path) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_cuda");
+    let mut command = Command::new("cc");
+    command.args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"]).arg(built).args(options);
+    let compiled = command.args(sources.iter().map(|file| folder.join(file))).output().unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
 }
 
 fn text(output: &Output) -> String {

@@ -31,8 +31,7 @@ fn with_data_parallel(config: &Config, layout: &Layout, ranks: usize) -> Option<
     (1..=most).rev().find_map(|copies| {
         // Replicas stay where they divide what is there.
         let replicas = if copies % replicas == 0 { replicas } else { 1 };
-        let mesh =
-            layout.mesh.with(MeshAxis::DpReplicate, replicas).with(MeshAxis::DpShard, copies / replicas);
+        let mesh = layout.mesh.with(MeshAxis::DpReplicate, replicas).with(MeshAxis::DpShard, copies / replicas);
         let at = with_layout(config, &Layout { mesh, ..*layout })?;
         Some((at, copies * of_one))
     })
@@ -61,7 +60,7 @@ fn smaller(layout: &Layout) -> Option<lockstep_ir::Mesh> {
     let axes = [MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp, MeshAxis::Pp];
     let axis = axes.into_iter().find(|axis| layout.mesh.size(*axis) > 1)?;
     let size = layout.mesh.size(axis);
-    let divisor = (2..=size).find(|divisor| size % divisor == 0)?;
+    let divisor = (2..=size).find(|divisor| size.is_multiple_of(*divisor))?;
     Some(layout.mesh.with(axis, size / divisor))
 }
 

@@ -109,7 +109,8 @@ fn gathered(comm: &ProcessCommunicator, mine: &[Kept], after: Option<u64>, path:
         files: kept.files.iter().map(|(rank, files)| (*rank, sizes(files))).collect(),
     };
     let text = serde_json::to_vec(&mine.iter().map(said).collect::<Vec<_>>()).unwrap_or_default();
-    let all: Vec<Vec<Said>> = exchange(&text)?.iter().map(|said| serde_json::from_slice(said).unwrap_or_default()).collect();
+    let all: Vec<Vec<Said>> =
+        exchange(&text)?.iter().map(|said| serde_json::from_slice(said).unwrap_or_default()).collect();
     // (step, epoch, ranks) of those that are whole.
     let ids: BTreeSet<_> = all.iter().flatten().map(|said| (said.step, said.epoch, said.ranks)).collect();
     let of = |id: (u64, u64, usize)| {
@@ -117,9 +118,8 @@ fn gathered(comm: &ProcessCommunicator, mine: &[Kept], after: Option<u64>, path:
             said.iter().filter(move |s| (s.step, s.epoch, s.ranks) == id).map(move |said| (holder, said))
         })
     };
-    let is_whole = |id: &(u64, u64, usize)| {
-        (0..id.2).all(|rank| of(*id).any(|(_, said)| said.files.contains_key(&rank)))
-    };
+    let is_whole =
+        |id: &(u64, u64, usize)| (0..id.2).all(|rank| of(*id).any(|(_, said)| said.files.contains_key(&rank)));
     let newer = |id: &&(u64, u64, usize)| after.is_none_or(|after| id.0 > after);
     let Some(id) = ids.iter().rev().filter(newer).find(|id| is_whole(id)).copied() else { return Ok(None) };
     let held = mine.iter().find(|kept| (kept.about.step, kept.epoch, kept.ranks) == id);

@@ -133,9 +133,16 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
     let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(&devices, config, &options, None).unwrap();
-    let mut run =
-        start::start(&course, (&plan, &devices), RunDir::open(dir).unwrap(), found, (&options, None), &asked, &mut show)
-            .unwrap();
+    let mut run = start::start(
+        &course,
+        (&plan, &devices),
+        RunDir::open(dir).unwrap(),
+        found,
+        (&options, None),
+        &asked,
+        &mut show,
+    )
+    .unwrap();
     if how.late {
         run.session = run.session.with_executor(|inner| {
             let most = most.clone();
