@@ -3,7 +3,7 @@
 #
 #     bench/scripts/first_losses.sh SIZE [FOLDER]
 #
-# SIZE     tiny, tiny-tied, tiny-bf16, tiny-tied-bf16 (seconds on a processor), or 1b: Llama 3.2 1B in bf16, for a GPU; 1b needs
+# SIZE     tiny, tiny-tied, tiny-bf16, tiny-tied-bf16 (seconds on a CPU), or 1b: Llama 3.2 1B in bf16, for a GPU; 1b needs
 #          13 GB in FOLDER
 # FOLDER   where files go, a new one in TMPDIR if not given; removed at the end unless KEEP is set
 #
@@ -93,7 +93,7 @@ attend "$lockstep" checkpoint export "$folder/weights" --out "$folder/hf" 2>/dev
 rm -rf "$folder/weights"
 
 say "training $steps steps from them"
-# Far from its last step: nobody wants the checkpoint.
+# Far from its last step: the checkpoint is not needed.
 "$lockstep" train "$folder/run.toml" --run-dir "$folder/run" --set train.steps=1000000 --set checkpoint.every=0 \
     --set train.validate_every=0 --set train.init_from="$folder/hf" 2>"$folder/run.log" &
 child=$!

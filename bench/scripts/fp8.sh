@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training steps in fp8 beside bf16 on one GPU, alternating, medians of the rounds; and beside a peer where one is named.
 # usage: bench/scripts/fp8.sh LOCKSTEP [ROUNDS [PEER]] > bench/records/fp8.txt
-#   PEER  a command that takes `--fp8 tensorwise` (or nothing, for bf16) behind it and prints a JSON object with tokens_per_s and peak_gib:
+#   PEER  a command that takes `--fp8 tensorwise` (or nothing, for bf16) after it and prints a JSON object with tokens_per_s and peak_gib:
 #         a plain Llama of the same size in PyTorch, "python3 torch_llama.py 1b --compile"
 set -euo pipefail
 lockstep=$(realpath "${1:?usage: bench/scripts/fp8.sh LOCKSTEP [ROUNDS [PEER]]}")
@@ -13,7 +13,7 @@ trap 'rm -rf "$work"' EXIT
 echo "# bench/scripts/fp8.sh at ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}, $rounds rounds"
 "$lockstep" doctor | grep -E "device 0|cuBLASLt" || true
 
-# NAME ARGUMENTS...: a step, as a line "tokens/s GiB" behind others of its name.
+# NAME ARGUMENTS...: a step, as a line "tokens/s GiB" after others of its name.
 step() {
     "$lockstep" bench train --device cuda --steps 10 "${@:2}" >"$work/out" 2>&1 || { cat "$work/out" && exit 1; }
     sed -n 's/^\([0-9,]*\) tokens\/s.*/\1/p; s/.*peak \([0-9.]*\) GiB.*/\1/p' "$work/out" | tr -d , | paste -sd' ' >>"$work/$1"

@@ -4,7 +4,7 @@
 #     bench/scripts/moe-tiny.sh LOCKSTEP PEER [ROUNDS] > bench/records/moe-tiny.txt
 #
 # PEER is a command that trains the shape of bench/configs/moe-tiny.toml in PyTorch on random tokens (dropless experts sorted by token, AdamW, gradient clipping, bf16 by
-# autocast) and prints a JSON object with `tokens_per_s`; `--precision fp32|bf16` is put behind it. Both take two threads and 8 steps.
+# autocast) and prints a JSON object with `tokens_per_s`; `--precision fp32|bf16` is appended. Both take two threads and 8 steps.
 set -euo pipefail
 lockstep=$1 peer=$2 rounds=${3:-5}
 here=$(cd "$(dirname "$0")" && pwd)

@@ -37,7 +37,7 @@ validation_sequences = 0
 timeout = 60.0
 TOML
 
-# RANKS COMMAND...: that command as so many processes, each for NCCL on a host of its own.
+# RANKS COMMAND...: that command as this many processes, each for NCCL on a host of its own.
 processes() {
     local ranks=$1 port=$((20000 + RANDOM % 20000)) pids=() code=0
     shift

@@ -2,7 +2,7 @@
 # A real Slurm of virtual nodes on this machine, for tests: no systemd, no cgroups, root or not.
 #   slurm-cluster.sh up FOLDER NODES CPUS PORT     starts it; FOLDER/slurm.conf is what SLURM_CONF must name
 #   slurm-cluster.sh down FOLDER                   stops it
-# Debian's packages: slurmctld slurmd slurm-client munge. The port and as many behind it as there are nodes must be free.
+# Debian's packages: slurmctld slurmd slurm-client munge. The port, and one more after it for each node, must be free.
 set -euo pipefail
 what=$1 folder=$2
 

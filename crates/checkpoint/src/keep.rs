@@ -11,7 +11,7 @@ use crate::save::looks_whole;
 pub struct Keep {
     /// How many of the latest; at least one stays.
     pub last: usize,
-    /// Every multiple of so many steps, for ever; 0 for none.
+    /// Every multiple of this many steps, for ever; 0 for none.
     pub every: u64,
     /// That of this step, the best one so far, say.
     pub best: Option<u64>,

@@ -58,7 +58,7 @@ pub fn free_bytes(dir: &Path) -> Result<u64> {
     }
 }
 
-/// Refuses to begin a checkpoint of so many bytes where they are not free.
+/// Refuses to begin a checkpoint of this many bytes where they are not free.
 pub fn require_space(dir: &Path, bytes: u64) -> Result<()> {
     match free_bytes(dir) {
         Ok(free) if free < bytes => Err(CheckpointError::NoSpace { dir: dir.to_owned(), bytes, free }),

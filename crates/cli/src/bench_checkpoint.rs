@@ -42,7 +42,7 @@ fn size(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "give a size from 1MB to 1TB, such as 1GB".to_owned())
 }
 
-/// A model whose checkpoint has about so many bytes: parameters and two moments, in f32.
+/// A model whose checkpoint has about this many bytes: parameters and two moments, in f32.
 fn of_size(size: u64, ranks: u64) -> Result<Config> {
     let dim: u64 = if size < 1_000_000_000 { 128 } else { 1024 };
     let layers = size.div_ceil(12 * dim * dim * 12);

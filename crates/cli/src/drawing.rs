@@ -6,7 +6,7 @@ use std::fmt::Write;
 /// One per class of memory, far enough apart for most eyes, on light and on dark.
 pub const CLASS_COLOURS: [&str; Class::ALL.len()] = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#ccbb44", "#aa3377"];
 
-/// The distance of grid lines up to so many bytes, and the top of the plot.
+/// The distance of grid lines up to this many bytes, and the top of the plot.
 pub fn byte_scale(most: u64) -> (f64, f64) {
     let unit = 1024f64.powf(((most.max(1)) as f64).log(1024.0).floor());
     let whole = most.max(1) as f64 / unit;

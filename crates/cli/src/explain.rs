@@ -325,7 +325,7 @@ fn fp8_text(plan: &Plan) -> String {
     }
     let in_fp8 = plan.fp8.iter().filter(|(_, stays)| stays.is_none()).count();
     let mut text = format!("fp8: the matmuls of {in_fp8} of {} linear layers", thousands(plan.fp8.len() as u64));
-    // Of weights that every layer has, the name behind the layer's number.
+    // Of weights that every layer has, the name after the layer's number.
     let mut others: BTreeMap<(Stays, &str), usize> = BTreeMap::new();
     for (weight, stays) in &plan.fp8 {
         let kind = weight.splitn(3, '.').last().unwrap_or(weight);

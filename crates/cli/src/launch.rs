@@ -28,7 +28,7 @@ pub struct Args {
     /// parallel.layout = "auto", as many as it is to be planned for.
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
-    /// When a rank fails, start all again from the last checkpoint, up to so many times.
+    /// When a rank fails, start all again from the last checkpoint, up to N times.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with_all = ["fresh", "resume_from", "change"])]
     restarts: u32,
     /// Go on with fewer ranks when some are lost, and with more when some join: the fewest and the most that may train, such as 2..4.
@@ -62,12 +62,15 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     let given = args.train.config.set.clone();
     // What is given with --set wins over what a cluster of this name has.
-    args.train.config.set.splice(0..0, args.slurm.cluster_overrides()?);
+    args.train.config.set.splice(0..0, args.slurm.cluster_overrides(&args.train.config.file())?);
     args.train.config.set.extend(args.slurm.overrides());
     // What is on the hub is downloaded here: compute nodes may reach nothing.
     let (config, _) = args.train.load(false)?;
     if args.slurm.slurm {
         warn(config.warnings());
+        if let Some(site) = args.slurm.site()? {
+            warn(&site.warnings(config.cluster.account.as_deref()));
+        }
     }
     // The job takes them from its script.
     args.train.config.set = given;
@@ -120,7 +123,7 @@ pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<()> {
     if ranks > gpus && !share { Err(HostError::FewGpus { host: host(), ranks, gpus }.into()) } else { Ok(()) }
 }
 
-/// Runs this program with these arguments as so many ranks, which end with this process.
+/// Runs this program with these arguments as this many ranks, which end with this process.
 pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode> {
     let end = Team::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
     if let Some(failure) = &end.failed {
@@ -214,7 +217,7 @@ impl Team {
         Ok(team)
     }
 
-    /// The others go on when some are lost; up to so many are started again, to join them.
+    /// The others go on when some are lost; up to this many are started again, to join them.
     fn elastic(&mut self, restarts: u32, run_dir: PathBuf) {
         self.elastic = Some(restarts);
         self.start.run_dir = run_dir;

@@ -33,6 +33,7 @@ mod remedies;
 mod report;
 mod runs;
 mod shell;
+mod sites;
 mod slurm;
 mod style;
 mod table;

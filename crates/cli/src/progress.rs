@@ -243,7 +243,7 @@ impl Progress {
         self.work_with(what, (done, total), amount, "");
     }
 
-    /// The same, with more to say behind it.
+    /// The same, with more to say after it.
     pub fn work_with(&mut self, what: &str, (done, total): (u64, u64), amount: fn(u64) -> String, more: &str) {
         let text = format!("{what}: {} of {}{more}", amount(done), amount(total));
         self.show_work(&text, || line(columns(), (done, total), &text, &[]));

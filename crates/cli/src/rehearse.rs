@@ -229,7 +229,7 @@ impl Small<'_> {
             if from == 0 || steps != (1..=config.train.steps).collect::<Vec<_>>() {
                 return Err(Failure::run(
                     format!(
-                        "killed behind step {killed}, it began at step {from} and has {} of {} steps",
+                        "killed after step {killed}, it began at step {from} and has {} of {} steps",
                         steps.len(),
                         config.train.steps
                     ),

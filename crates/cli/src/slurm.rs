@@ -5,6 +5,7 @@
 
 use crate::failure::{Failure, INTERRUPTED, Result};
 use crate::shell::shell_quoted;
+use crate::sites::{self, Site};
 use crate::{hardware, train};
 use lockstep_config::{ClusterConfig, Config};
 use std::io::Write;
@@ -18,7 +19,7 @@ pub struct Args {
     /// stands in `[cluster]`; --dry-run prints the script.
     #[arg(long, conflicts_with_all = ["restarts", "fresh", "resume_from", "change"])]
     pub slurm: bool,
-    /// Submit so many jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
+    /// Submit N jobs, each of which goes on where the one before it was interrupted, instead of one that is requeued: for
     /// sites that do not allow that. Those that are left when the run is done are cancelled.
     #[arg(long, value_name = "N", requires = "slurm", value_parser = clap::value_parser!(u32).range(1..=100))]
     chain: Option<u32>,
@@ -34,14 +35,24 @@ pub struct Args {
     /// Account that the job is charged to, as cluster.account.
     #[arg(long, value_name = "NAME", requires = "slurm")]
     account: Option<String>,
-    /// The cluster of the catalogue that the job runs on (any wrong name lists them): its GPUs per node, as cluster.gpus_per_node.
+    /// The site that the job runs at (any wrong name lists them): its partition, GPUs per node, cores per rank and what else is known,
+    /// where `[cluster]` does not say. Of other clusters of the catalogue: their GPUs per node.
     #[arg(long, value_name = "NAME", requires = "slurm")]
     cluster: Option<String>,
 }
 
 impl Args {
-    /// What the named cluster has, as an override of the config file.
-    pub fn cluster_overrides(&self) -> Result<Vec<String>> {
+    /// The site that was named, if one was that is known.
+    pub fn site(&self) -> Result<Option<Site>> {
+        self.cluster.as_deref().map_or(Ok(None), sites::named)
+    }
+
+    /// What the named site or cluster has, as overrides of the config file.
+    pub fn cluster_overrides(&self, config: &Path) -> Result<Vec<String>> {
+        if let Some(site) = self.site()? {
+            return Ok(site.overrides(config));
+        }
+        sites::require_known(self.cluster.as_deref())?;
         let found = hardware::named(None, self.cluster.as_deref(), None)?;
         Ok(found.iter().map(|found| format!("cluster.gpus_per_node={}", found.cluster.gpus_per_node)).collect())
     }
@@ -104,13 +115,13 @@ pub fn run(args: &Args, mut train: train::Args, config: &Config, ranks: usize) -
     Ok(())
 }
 
-/// What sbatch is told of a job behind these: only if none of them has come to the end; a job whose turn never comes is cancelled.
+/// What sbatch is told of a job after these: only if none of them has come to the end; a job whose turn never comes is cancelled.
 fn after(jobs: &[String]) -> [String; 2] {
     let before: Vec<String> = jobs.iter().map(|job| format!("afternotok:{job}")).collect();
     [format!("--dependency={}", before.join(",")), "--kill-on-invalid-dep=yes".to_owned()]
 }
 
-/// How the jobs of a chain would be submitted, as comments behind the script.
+/// How the jobs of a chain would be submitted, as comments after the script.
 fn chain(jobs: u32, script: &Path) -> String {
     let script = shell_quoted(&script.display().to_string());
     let mut text = format!("\n# Submitted {jobs} times:\n");
@@ -139,7 +150,7 @@ fn submitted(command: &mut Command) -> Result<String> {
             "[cluster] says what it asks for; `sinfo` shows what there is, --dry-run the script",
         ));
     }
-    // With a cluster's name behind it, where there are several.
+    // With a cluster's name after it, where there are several.
     Ok(text(&output.stdout).split(';').next().unwrap_or_default().to_owned())
 }
 
@@ -151,7 +162,7 @@ fn job_log(dir: &Path, job: &str) -> PathBuf {
     dir.join(format!("slurm-{job}.log"))
 }
 
-/// Nodes of a job of so many ranks, if they can be spread evenly.
+/// Nodes of a job of this many ranks, if they can be spread evenly.
 pub fn nodes(cluster: &ClusterConfig, ranks: usize) -> usize {
     match (cluster.nodes, cluster.gpus_per_node) {
         (Some(nodes), _) => nodes,
@@ -228,7 +239,7 @@ impl<'a> Job<'a> {
             ranks,
             time,
             command,
-            // Slurm reads names behind a percent sign.
+            // Slurm replaces names after a percent sign.
             log: job_log(&PathBuf::from(dir.display().to_string().replace('%', "%%")), "%j").display().to_string(),
             requeue,
         })

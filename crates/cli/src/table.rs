@@ -123,7 +123,7 @@ fn lines_of(text: &str, most: usize) -> Vec<String> {
     lines
 }
 
-/// A paragraph that fits the screen, later lines behind `indent`.
+/// A paragraph that fits the screen, later lines after `indent`.
 pub fn wrapped(text: &str, indent: &str) -> String {
     let body = text.trim_start_matches(' ');
     let own = &text[..text.len() - body.len()];

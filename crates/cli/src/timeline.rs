@@ -32,7 +32,7 @@ impl TimelineFile {
         Ok(Self { path: path.to_owned(), picture })
     }
 
-    /// Writes a timeline; `suffix` goes behind the file's name.
+    /// Writes a timeline; `suffix` is appended to the file's name.
     pub fn write(&self, suffix: &str, title: &str, timeline: &MemoryTimeline) -> Result<()> {
         let stem = self.path.file_stem().unwrap_or_default().to_string_lossy();
         let extension = if self.picture { "svg" } else { "json" };

@@ -22,7 +22,7 @@ use std::time::Duration;
 pub struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; several behind semicolons, or given several times. By default the config's own, or, where
+    /// A layout to check, such as dp=2,zero=1,tp=2,sp,pp=2; several separated by semicolons, or given several times. By default the config's own, or, where
     /// that is one rank, every kind of layout that fits the model on up to 12 ranks.
     #[arg(long = "layouts", value_name = "LAYOUT")]
     layouts: Vec<String>,
@@ -400,8 +400,8 @@ fn as_text(results: &[Comparison]) -> String {
     if let Some(Promise::Close { choices, .. }) = replayed.first().map(|c| c.promise) {
         let text = format!(
             "{} of {} layouts chose other experts because they round otherwise. They were run again with one rank's choices replayed, and \
-             the table has that; in it at most {} of a step's choices would be others. Behind their number stands what they gave with \
-             their own.",
+             the table has that; in it at most {} of a step's choices would be others. What follows their number is what they gave \
+             with their own.",
             replayed.len(),
             results.len(),
             share(choices)

@@ -62,7 +62,7 @@ fn tokens(text: &str) -> Vec<&str> {
     all
 }
 
-/// The end of the item or statement that begins at `at`: behind its semicolon or its braces.
+/// The end of the item or statement that begins at `at`: after its semicolon or its braces.
 fn end_of(tokens: &[&str], at: usize) -> usize {
     let (mut depth, is_use) = (0, tokens[at..].iter().take(5).any(|token| *token == "use"));
     for (i, token) in tokens.iter().enumerate().skip(at) {

@@ -113,7 +113,7 @@ fn a_lost_device_ends_the_run_and_the_same_command_goes_on_from_the_checkpoint()
         let fault = format!("cuGraphLaunch:7={status}");
         let text = fake.fails(1, &TRAIN, &[("FAKE_CUDA_LOSE", &fault)]);
         assert!(text.starts_with("error: the device was lost: ") && text.contains(name), "{text}");
-        assert!(text.contains("in `train` or what was queued behind it\nhint: ") && text.contains(advice), "{text}");
+        assert!(text.contains("in `train` or what was queued after it\nhint: ") && text.contains(advice), "{text}");
         assert!(text.contains("the same command again goes on from the latest"), "{text}");
         let saved = *checkpoints(&fake).last().expect("a checkpoint before the device was lost");
         assert!(saved < 12);
@@ -152,7 +152,7 @@ fn a_device_lost_while_a_checkpoint_is_written_leaves_the_one_before_it() {
 #[test]
 fn a_device_that_does_not_get_on_is_abandoned_and_the_op_named_in_a_graph_too() {
     let fake = Fake::new();
-    // In the validation before the first step, and in the fifth step: a step has four marks, the last behind it.
+    // In the validation before the first step, and in the fifth step: a step has four marks, the last after it.
     for mark in [2, 21] {
         let stuck = [("FAKE_CUDA_STUCK", format!("passed:{mark}=1"))];
         let stuck = stuck.each_ref().map(|(name, value)| (*name, value.as_str()));
@@ -336,7 +336,7 @@ fn a_cudnn_that_is_too_old_is_none() {
     assert!(report.contains("9.13.0 is too old") && report.contains("ready to train on the GPU"), "{report}");
 }
 
-/// A model with GELUs, of so many layers, in bf16.
+/// A model with GELUs, of this many layers, in bf16.
 fn train_gpt2(fake: &Fake, layers: usize) -> Vec<&'static str> {
     let config = common::CONFIG.replace("[model]", "[model]\narchitecture = \"gpt2\"").replace("dim = 48", "dim = 64");
     fake.place.config(&config.replace("kv_heads = 2\n", "").replace("layers = 2", &format!("layers = {layers}")));
@@ -452,7 +452,7 @@ fn ranks_that_share_a_lost_device_end_with_one_error() {
     let ranks = [&TRAIN[..], &["--set", "parallel.dp=2", "--set", "train.micro_batch=2"]].concat();
     let text = fake.fails(1, &ranks, &[("FAKE_CUDA_LOSE", "cuLaunchKernel:200=719")]);
     assert!(text.starts_with("error: rank ") && text.contains("the device was lost: "), "{text}");
-    assert!(text.contains("` or what was queued behind it\nhint: "), "{text}");
+    assert!(text.contains("` or what was queued after it\nhint: "), "{text}");
     let text = fake.ok(&ranks, &[]);
     assert!(text.contains("finished 12 steps"), "{text}");
 }

@@ -364,7 +364,7 @@ fn weights_change_at_given_tokens_whatever_the_layout_and_after_a_restart() {
     place.ok(&with(&["--run-dir", "one"]));
     place.ok(&with(&["--run-dir", "two", "--set", "parallel.dp=2"]));
     assert_eq!(place.trajectory("two"), place.trajectory("one"));
-    // Begun again from step 10, before the change, and from 15, behind it.
+    // Begun again from step 10, before the change, and from 15, after it.
     for step in ["10", "15"] {
         place.ok(&with(&["--run-dir", "one", "--resume-from", step]));
         assert_eq!(place.trajectory("one"), place.trajectory("two"), "from {step}");

@@ -45,7 +45,7 @@ fn documents_are_kept_apart_as_in_training() {
     let metrics = std::fs::read_to_string(place.path("run/metrics.jsonl")).unwrap();
     let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
     assert_eq!(json(&place, &["run", "--validation"])["loss"], last["val_loss"]);
-    // The tokens that are left over behind the last sequence are a program of their own.
+    // The tokens that are left over after the last sequence are a program of their own.
     let all = number(&json(&place, &["run", "--data", "records.jsonl", "--seq", "48"]), "loss");
     assert!((all - number(&last, "val_loss")).abs() < 0.2, "{all}");
     let text = place.ok(&["generate", "run", "--prompt", "record 7", "--max-tokens", "5"]);

@@ -176,7 +176,7 @@ fn a_rank_that_cannot_write_its_part_of_a_checkpoint_is_named_with_the_cause() {
     goes_on(&place, "run", &set);
 }
 
-/// A file system of so many bytes, for as long as this lives; none where this process may not mount one.
+/// A file system of this many bytes, for as long as this lives; none where this process may not mount one.
 struct Disk<'a>(&'a std::path::Path);
 
 impl<'a> Disk<'a> {

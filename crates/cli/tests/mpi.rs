@@ -39,7 +39,7 @@ fn there() -> Vec<(Mpi, String)> {
     mpis
 }
 
-/// A command of so many ranks.
+/// A command of this many ranks.
 fn mpirun(place: &Place, mpi: &(Mpi, String), ranks: usize, args: &[&str]) -> Command {
     mpirun_within(place, mpi, ranks, &[], args)
 }

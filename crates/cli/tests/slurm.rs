@@ -232,7 +232,7 @@ fn the_script_asks_for_what_the_config_says_and_wrong_requests_are_refused() {
     let last = "--dependency=afternotok:$job1,afternotok:$job2 --kill-on-invalid-dep=yes run/job.sh)\n";
     assert!(chain.ends_with(last) && chain.contains("# job1=$(sbatch --parsable run/job.sh)\n"), "{chain}");
     assert!(Command::new("bash").args(["-n", "-c", &chain]).status().unwrap().success());
-    // Slurm reads what is behind a percent sign, and a line ends at a line break.
+    // Slurm replaces what follows a percent sign, and a line ends at a line break.
     let run_in = |dir: &'static str| vec!["launch", "run.toml", "--slurm", "--dry-run", "--run-dir", dir];
     assert!(place.ok(&run_in("50%j")).contains("#SBATCH --output=50%%j/slurm-%j.log\n"));
     for dir in ["a\nrm -rf b", "a\rb"] {

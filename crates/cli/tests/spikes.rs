@@ -137,7 +137,7 @@ fn a_run_with_poisoned_documents_ends_as_the_clean_one_on_every_layout() {
     for (dir, layout) in [("one", ""), ("dp", "parallel.dp=2"), ("pp", "parallel.pp=2")] {
         let layout: Vec<&str> = Some(layout).filter(|l| !l.is_empty()).into_iter().collect();
         place.ok(&train(dir, &layout));
-        // Behind the roll-back, the data of step 106 are those of step 101.
+        // After the roll-back, the data of step 106 are those of step 101.
         let kinds = ["skipped", "skipped", "skipped", "roll_back", "skipped"].map(str::to_owned);
         let told: Vec<(String, u64)> = kinds.into_iter().zip([60, 104, 105, 100, 101]).collect();
         assert_eq!(spikes(&place, dir), told, "{dir}");
@@ -271,7 +271,7 @@ fn before_the_first_checkpoint_a_run_rolls_back_to_its_beginning() {
     place.ok(&args);
     let found = roll_backs(&place, "run");
     assert_eq!((&found[0]["to"], &found[0]["samples"]), (&0.into(), &200.into()));
-    // As if the data had begun behind them.
+    // As if the data had begun after them.
     assert_eq!(lines(&place, "run/metrics.jsonl").len(), 30);
     fs::remove_dir_all(place.path("run/checkpoints")).unwrap();
     let whole = place.trajectory("run");

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
-/// Every so many of the mixtures, some of every config, and the most ranks of one. `bench/records` has runs of all.
+/// Every n-th of the mixtures, some of every config, and the most ranks of one. `bench/records` has runs of all.
 type Part = (&'static str, &'static str);
 
 /// Up to eight ranks.

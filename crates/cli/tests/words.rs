@@ -63,6 +63,26 @@ const SHOWN: &[(&str, &str)] = &[
     ("held-out", "validation"),
 ];
 
+/// Turns of a sentence that have to be read twice, in everything that people read, comments and texts of tests included.
+const SENTENCES: &[(&str, &str)] = &[
+    ("behind", "after, or follows: of order and time"),
+    ("so many", "N, this many, or the name of the argument"),
+    ("as many tokens a step", "the same number of tokens per step"),
+    ("stops nothing", "a warning, which does not end the run"),
+    ("only say", "presence alone decides"),
+    ("is tried on", "its sample inputs"),
+    ("are tried on", "their sample inputs"),
+    ("without those that lack", "and drop the missing ones"),
+    ("bytes in whole", "bytes as a whole"),
+    ("is priced", "its cost is estimated"),
+    ("are priced", "their cost is estimated"),
+    ("meeting", "rendezvous"),
+];
+
+/// Where "behind" is what anybody would say.
+const IDIOMS: &[&str] =
+    &["left behind", "leave behind", "leaves behind", "leave nothing behind", "leaves nothing behind"];
+
 /// Where a text has one of the phrases, in any letter case and over the ends of lines: the phrase and what to say instead.
 fn found(text: &str, phrases: &[(&str, &str)]) -> Vec<String> {
     let text = text.to_lowercase().split_whitespace().collect::<Vec<_>>().join(" ");
@@ -82,6 +102,56 @@ fn prose(text: &str) -> String {
 /// A source without the marks of its comments, so that phrases are found over the ends of lines.
 fn unmarked(text: &str) -> String {
     text.lines().map(|line| line.trim_start().trim_start_matches(['/', '!'])).collect::<Vec<_>>().join("\n")
+}
+
+/// What a source says to people: its comments and literal texts. Code between them cuts phrases.
+fn written(source: &str) -> String {
+    let (mut said, mut at) = (String::new(), 0);
+    while let Some(c) = source[at..].chars().next() {
+        let rest = &source[at..];
+        let hashes = rest[1..].chars().take_while(|c| *c == '#').count();
+        let raw = c == 'r' && rest[c.len_utf8() + hashes..].starts_with('"');
+        let (len, text) = if rest.starts_with("//") {
+            let len = rest.find('\n').unwrap_or(rest.len());
+            (len, rest[..len].trim_start_matches(['/', '!']))
+        } else if rest.starts_with("/*") {
+            let len = rest.find("*/").map_or(rest.len(), |end| end + 2);
+            (len, &rest[..len])
+        } else if raw {
+            let end = format!("\"{}", "#".repeat(hashes));
+            let (open, len) = (2 + hashes, rest[2 + hashes..].find(&end).map_or(rest.len() - 2 - hashes, |at| at));
+            ((open + len + end.len()).min(rest.len()), &rest[open..open + len])
+        } else if c == '"' {
+            let mut escaped = false;
+            let ends = |c: char| {
+                let end = c == '"' && !escaped;
+                escaped = c == '\\' && !escaped;
+                end
+            };
+            let len = rest[1..].find(ends).unwrap_or(rest.len() - 1);
+            ((len + 2).min(rest.len()), &rest[1..=len])
+        } else if c == '\'' && rest[1..].starts_with('\\') {
+            (3 + rest[3..].find('\'').map_or(0, |end| end + 1), "")
+        } else if c == '\'' && rest[1..].chars().nth(1) == Some('\'') {
+            (2 + rest[1..].chars().next().map_or(0, char::len_utf8), "")
+        } else {
+            (c.len_utf8(), if c.is_whitespace() { " " } else { "\u{b6}" })
+        };
+        if !(text == "\u{b6}" && said.ends_with('\u{b6}')) {
+            said += text;
+        }
+        at += len;
+    }
+    said.replace("\\n", " ").replace('\\', " ")
+}
+
+/// Comments of a script, or of the code in a document.
+fn remarks(text: &str) -> String {
+    let remark = |line: &str| match line.trim_start().strip_prefix('#') {
+        Some(rest) => rest.to_owned(),
+        None => line.split_once(" # ").map_or("\u{b6}".to_owned(), |(_, rest)| rest.to_owned()),
+    };
+    text.lines().map(remark).collect::<Vec<_>>().join("\n")
 }
 
 fn project() -> PathBuf {
@@ -178,4 +248,48 @@ fn sources_speak_the_words_of_the_field() {
     }
     let name = |path: &Path| path.strip_prefix(&root).unwrap().display().to_string();
     check(paths.iter().map(|p| (name(p), unmarked(&std::fs::read_to_string(p).unwrap()))), &[COINED]);
+}
+
+/// Sources, tests, kernels, scripts, examples and documents: whatever is written by hand.
+#[test]
+fn sentences_are_read_once() {
+    let root = project();
+    let mut paths = vec![root.join("release.sh")];
+    for folder in ["crates", "docs", "bench", "examples", ".ci"] {
+        paths.extend(files(&root.join(folder), &["rs", "cu", "cuh", "c", "h", "js", "py", "sh", "toml", "md"]));
+    }
+    paths.extend(files_of(&root, "md"));
+    // What machines wrote down, and these tables.
+    let by_hand = |path: &PathBuf| !path.starts_with(root.join("bench/records")) && !path.ends_with("tests/words.rs");
+    let texts = paths.into_iter().filter(by_hand).map(|path| {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let said = match path.extension().and_then(|e| e.to_str()).unwrap_or_default() {
+            "md" => format!("{}\n{}", prose(&text), remarks(&text)),
+            "py" | "sh" | "toml" => remarks(&text),
+            _ => written(&text),
+        };
+        let said = said.to_lowercase().split_whitespace().collect::<Vec<_>>().join(" ");
+        let said = IDIOMS.iter().fold(prose(&said), |said, idiom| said.replace(idiom, ""));
+        (path.strip_prefix(&root).unwrap().display().to_string(), said)
+    });
+    check(texts, &[COINED, SENTENCES]);
+    let place = Place::new();
+    let mut shown = help(&place, &[]);
+    shown.push(("lockstep config".to_owned(), place.ok(&["config"])));
+    check(shown, &[SENTENCES]);
+}
+
+/// The files of a folder itself with one extension.
+fn files_of(folder: &Path, extension: &str) -> Vec<PathBuf> {
+    let all = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    all.filter(|path| path.is_file() && path.extension().is_some_and(|e| e == extension)).collect()
+}
+
+#[test]
+fn comments_and_texts_are_told_from_code() {
+    let said = written("/// After\n/// the first.\nlet behind = \"one \\\n   two\"; // 'a'\nlet c = '\"'; r#\"raw\"#");
+    let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(said.starts_with("After the first. \u{b6}") && said.contains("one two") && said.contains("raw"), "{said}");
+    assert!(!said.contains("behind"), "{said}");
+    assert_eq!(remarks("# one\na = 1 # two\nbehind").split_whitespace().collect::<Vec<_>>(), ["one", "two", "\u{b6}"]);
 }

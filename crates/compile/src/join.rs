@@ -1,7 +1,7 @@
 //! Join: finds what the device does as one, and lets it stand side by side. The last pass before memory.
 //!
 //! What a device can fuse is data in its profile, and so is for which matmuls an epilogue with GELU was measured to be faster than
-//! a kernel behind them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
+//! a kernel after them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
 //! until all are done. So no instruction needs to look at where others stand, and an executor runs groups as it finds them.
 //!
 //! Where a program has no backward pass, what stands between a matmul of few rows and its neighbours need not exist: nothing else reads it.

@@ -90,7 +90,7 @@ pub(crate) fn lower(
         };
         parts.extend(works.segments().iter().map(part));
     }
-    // What looks at the gradients of the first micro-batch, behind the work that makes them: by then no other has been added.
+    // What looks at the gradients of the first micro-batch, after the work that makes them: by then no other has been added.
     let mut probes: BTreeMap<(usize, Work), usize> = BTreeMap::new();
     let summed = summed_in(&train.graph, &runs_with, works);
     for (chunk, (k, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().enumerate().map(move |k| (c, k))) {
@@ -180,7 +180,7 @@ pub(crate) fn lower(
     })
 }
 
-/// Of every sum over micro-batches, and of what is counted from some: behind which of the segments of a chunk it has the first one's
+/// Of every sum over micro-batches, and of what is counted from some: after which of the segments of a chunk it has the first one's
 /// gradient.
 fn summed_in(g: &Graph, runs_with: &[Phase], works: Works) -> Vec<usize> {
     let mut place = vec![0; g.values.len()];
@@ -238,7 +238,7 @@ fn without_reductions(segment: &Segment) -> Option<Segment> {
     })
 }
 
-/// Lowers forward passes that stand one behind the other in a graph, each with its number of nodes, to an entry each.
+/// Lowers forward passes that stand one after the other in a graph, each with its number of nodes, to an entry each.
 /// They share states and the frame.
 pub(crate) fn lower_forward(
     g: &Graph,

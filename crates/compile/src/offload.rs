@@ -15,10 +15,10 @@ use lockstep_ir::graph::{Node, Phase, Source, State, Value};
 use lockstep_ir::{Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// State comes at least so many updates ahead.
+/// State comes at least this many updates ahead.
 const AHEAD: usize = 2;
 
-/// Bytes that may come ahead of an update, or be on their way back behind it, of the bytes that each update has: as many as one has that
+/// Bytes that may come ahead of an update, or be on their way back after it, of the bytes that each update has: as many as one has that
 /// is as large as most bytes are part of. A few larger ones, of embeddings, do not count.
 pub(crate) fn window(updates: &[u64]) -> u64 {
     let mut sizes = updates.to_vec();
@@ -46,7 +46,7 @@ pub(crate) fn offload(train: RankGraph, context: &Context) -> RankGraph {
     let size = |n: &Node| n.inputs.iter().filter(|v| away.contains(v)).map(|v| local.bytes(*v)).sum::<u64>();
     let sizes: Vec<u64> = readers.iter().map(|at| size(&nodes[*at])).collect();
     let window = window(&sizes);
-    // By node: the copies before it, and those behind it.
+    // By node: the copies before it, and those after it.
     let (mut before, mut behind): (BTreeMap<usize, Vec<Node>>, BTreeMap<usize, Vec<Node>>) = Default::default();
     for (k, &at) in readers.iter().enumerate() {
         let mut ahead = 0;

@@ -52,7 +52,7 @@ impl Rule {
         })
     }
 
-    /// The rule for a parameter of this type. One that no decay is for is no matrix: biases of experts are vectors, one behind the other.
+    /// The rule for a parameter of this type. One that no decay is for is no matrix: biases of experts are vectors, one after the other.
     pub(crate) fn of(self, ty: &TensorType, decays: bool) -> Self {
         match self {
             Rule::Muon { rest, .. } if !decays || !is_matrix(ty) => Rule::AdamW(rest),

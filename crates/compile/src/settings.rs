@@ -109,11 +109,11 @@ pub enum Moments {
 /// Which linear layers have their operands in fp8.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fp8 {
-    /// Those with at least so many weights on a rank; where it is not said, as many as the device gains from.
+    /// Those with at least this many weights on a rank; where it is not said, as many as the device gains from.
     pub weights: Option<usize>,
-    /// None of so many of the model's first layers.
+    /// None of this many of the model's first layers.
     pub skip_first: usize,
-    /// None of so many of its last.
+    /// None of this many of its last.
     pub skip_last: usize,
     /// Where units come from.
     pub scaling: Fp8Scaling,
@@ -167,7 +167,7 @@ pub enum Recompute {
     Selective,
     /// All of a layer but what enters it.
     Full,
-    /// All of so many layers but what enters the first.
+    /// All of this many layers but what enters the first.
     Every(usize),
     /// As `Every`, with the square root of the number of layers.
     Sqrt,
@@ -180,7 +180,7 @@ pub enum Recompute {
 /// Values that layers recompute.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recomputed {
-    /// So many layers of every pipeline stage, from its first on, recompute `by_first`; the others recompute `by_rest`.
+    /// This many layers of every pipeline stage, from its first on, recompute `by_first`; the others recompute `by_rest`.
     pub first: usize,
     /// By the first layers.
     pub by_first: BTreeSet<Candidate>,

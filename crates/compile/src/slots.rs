@@ -81,7 +81,7 @@ fn begins(saved: Saved, work: Work) -> bool {
     }
 }
 
-/// Whether it gives the copy back behind this work.
+/// Whether it gives the copy back after this work.
 fn ends(saved: Saved, work: Work) -> bool {
     match saved {
         Saved::ForwardToBackward => matches!(work, Work::Backward | Work::InputGrad),

@@ -33,14 +33,14 @@ pub(crate) fn cut(g: &Graph, context: &Context) -> Result<Vec<usize>, TypeError>
     Ok(balanced(&layer_flops(g)?, stages))
 }
 
-/// The first layer that stands behind the output head, if one does: such layers (MTP) are on the last stage, all of them.
+/// The first layer that follows the output head, if one does: such layers (MTP) are on the last stage, all of them.
 pub(crate) fn first_behind_head(g: &Graph) -> Option<usize> {
     let is_head = |n: &Node| matches!(n.op, Op::CrossEntropy | Op::LinearCrossEntropy { .. } | Op::VocabLoss);
     let behind = g.nodes.iter().skip_while(|n| !is_head(n));
     behind.filter(|n| n.phase == Phase::Forward).filter_map(|n| n.layer).min()
 }
 
-/// FLOPs of every layer, with what stands before the first and behind the last. Layers behind the output head (MTP) read what it reads: they are one
+/// FLOPs of every layer, with what stands before the first and after the last. Layers after the output head (MTP) read what it reads: they are one
 /// with it.
 pub(crate) fn layer_flops(g: &Graph) -> Result<Vec<f64>, TypeError> {
     let layers = g.nodes.iter().filter_map(|n| n.layer).max().map_or(0, |l| l + 1);
@@ -90,10 +90,10 @@ pub fn balanced(costs: &[f64], stages: usize) -> Vec<usize> {
     cuts
 }
 
-/// Says which layer a node goes with: what stands before the layers with the first, what stands behind with the last.
+/// Says which layer a node goes with: what stands before the layers with the first, what follows with the last.
 struct LayerOf {
     last: usize,
-    /// Layers from this one on stand behind the head.
+    /// Layers from this one on follow the head.
     behind_head: usize,
     /// Whether a layer has been seen in this direction.
     inside: bool,
@@ -120,14 +120,14 @@ impl LayerOf {
     }
 }
 
-/// The last layer, and for every node the layer that it goes with. What ZeRO gathers and reduces stands ahead of or behind its unit:
+/// The last layer, and for every node the layer that it goes with. What ZeRO gathers and reduces stands ahead of or after its unit:
 /// where it has no layer, a gather goes with who reads it, all else with who made what it reads.
 pub(crate) fn layers(g: &Graph) -> (usize, Vec<usize>) {
     let last = g.nodes.iter().filter_map(|n| n.layer).max().unwrap_or(0);
     (last, layers_and(g, last))
 }
 
-/// The same, where what stands behind the layers goes with `behind`.
+/// The same, where what follows the layers goes with `behind`.
 fn layers_and(g: &Graph, behind: usize) -> Vec<usize> {
     let mut place = LayerOf::new(g, behind);
     let moves = |n: &Node| n.op == Op::Accumulate || !n.op.over().within(Axes::TOKENS).is_empty();

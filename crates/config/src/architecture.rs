@@ -66,7 +66,7 @@ const PATTERN_5_1: &[LayerType] = &[
 pub struct Features {
     /// Learned position embeddings, and no RoPE.
     pub learned_positions: bool,
-    /// Layer norms with biases, a bias behind every matmul of a layer, dropout, an MLP of two matmuls, tied embeddings and as
+    /// Layer norms with biases, a bias after every matmul of a layer, dropout, an MLP of two matmuls, tied embeddings and as
     /// many key heads as heads, as GPT-2 has. Else RMS norms and a gated MLP of three.
     pub gpt2_block: bool,
     /// A bias of Q, K and V.

@@ -35,7 +35,7 @@ impl Config {
         let mut now = BatchStage { first_step: 0, first_sample: 0, sequences: self.train.global_batch };
         let mut stages = Vec::new();
         for next in &self.train.batch_ramp {
-            // The first step that sees so many tokens behind it.
+            // The first step that begins when this many tokens have been seen.
             let missing = next.tokens.div_ceil(seq).saturating_sub(now.first_sample);
             let steps = missing.div_ceil(now.sequences as u64);
             // A stage that lasts no step is left out.

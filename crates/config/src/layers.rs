@@ -51,7 +51,7 @@ fn at<T: Copy>(pattern: &[T], layer: usize) -> Option<T> {
     pattern.get(layer % pattern.len().max(1)).copied()
 }
 
-/// The shortest pattern that says the same of so many layers: nothing where all are as `usual`.
+/// The shortest pattern that says the same of this many layers: nothing where all are as `usual`.
 pub fn shortest<T: Copy + PartialEq>(pattern: &[T], layers: usize, usual: T) -> Vec<T> {
     let all: Vec<T> = (0..layers).filter_map(|layer| at(pattern, layer)).collect();
     if all.iter().all(|one| *one == usual) {

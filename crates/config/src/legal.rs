@@ -40,7 +40,7 @@ pub struct Extents {
 }
 
 impl Extents {
-    /// Micro-batches of one rank in one step, among so many that share the batch; none where they do not come out even.
+    /// Micro-batches of one rank in one step, among this many that share the batch; none where they do not come out even.
     pub fn micro_batches(&self, ranks: usize) -> Option<usize> {
         let per_rank = quotient(self.global_batch, ranks)?;
         quotient(per_rank, self.micro_batch)

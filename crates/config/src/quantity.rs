@@ -1,6 +1,6 @@
 //! Counts with a decimal suffix: `"2K"`, `"4M"`, `"15T"`, `"4M tokens"`. Sizes in bytes: `"4 GiB"`, `"1.5 GB"`.
 
-/// A quantity split into its number and the unit word behind it, if any.
+/// A quantity split into its number and the unit word after it, if any.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Quantity<'a> {
     pub number: u64,

@@ -1,4 +1,4 @@
-//! The declaration of every key of `run.toml`: `field: type = kind, default, effect`, and its meaning above it. Behind it,
+//! The declaration of every key of `run.toml`: `field: type = kind, default, effect`, and its meaning above it. After it,
 //! where there are any: `finds` what else the field calls it, `was` the names that it had before.
 //!
 //! A default may be derived from keys that have a fixed default, and from others that stand above it.
@@ -69,7 +69,7 @@ tables! {
         kv_heads: usize = Count(1, EXTENT), Derived("model.heads", defaults::kv_heads), Trajectory,
             finds ["GQA", "grouped-query attention", "grouped query attention", "MQA", "multi-query attention",
                 "num_key_value_heads", "n_kv_heads", "num_query_groups"];
-        /// Multi-head latent attention (MLA): the width of the latent that keys and values of all heads expand from, behind a norm. If
+        /// Multi-head latent attention (MLA): the width of the latent that keys and values of all heads expand from, after a norm. If
         /// it is not set, keys and values are projected as they are.
         kv_lora_rank: Option<usize> = Count(1, EXTENT),
             Derived("512 for deepseek_v2 and deepseek_v3, else not set", latent::kv_lora_rank), Trajectory,
@@ -150,7 +150,7 @@ tables! {
         /// How much the z-loss of the router counts: the mean square of the log-sum-exp of its logits.
         z_loss: f64 = Float(NOT_NEGATIVE), Fixed("0.0"), Changeable,
             finds ["router_z_loss_coef", "moe_z_loss_coeff", "z loss"];
-        /// Multi-token prediction (MTP), as DeepSeek-V3 is trained with it: how many modules behind the last layer predict one further token each, with a
+        /// Multi-token prediction (MTP), as DeepSeek-V3 is trained with it: how many modules after the last layer predict one further token each, with a
         /// layer of their own and the model's embedding and output head. Evaluation and generation are without them.
         mtp_depth: usize = Count(0, 16), Fixed("0"), Trajectory,
             finds ["MTP", "multi-token prediction", "num_nextn_predict_layers", "mtp_num_layers", "multi token prediction"];
@@ -226,7 +226,7 @@ tables! {
         embedding_scale: f64 = Float(POSITIVE),
             Derived("the square root of model.dim for gemma3_text, else 1.0", defaults::embedding_scale), Trajectory,
             finds ["embedding multiplier", "embedding_multiplier", "scale_embeddings", "embed_scale", "normalize_embedding"];
-        /// Probability of dropout behind gpt2's embedding and in front of every addition to the residual stream; attention
+        /// Probability of dropout after gpt2's embedding and in front of every addition to the residual stream; attention
         /// weights are not dropped. The same mask on every layout.
         dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Changeable,
             finds ["resid_pdrop", "embd_pdrop", "hidden_dropout"];
@@ -305,7 +305,7 @@ tables! {
         /// Global batch size: sequences per optimizer step.
         global_batch: usize = Sequences(BATCH), Fixed("8"), Trajectory,
             finds ["batch size", "global batch size", "batch", "train_batch_size"];
-        /// Batch size warmup: other sizes of steps, each from so many tokens on that the run has seen: global_batch is the
+        /// Batch size warmup: other sizes of steps, each of which begins when the run has seen a number of tokens; global_batch is the
         /// first. Steps are counted as ever, by train.steps and the learning rate too. Memory is that of the largest size.
         batch_ramp: Vec<RampConfig> = Ramp, Fixed("[]"), Changeable,
             finds ["batch size warmup", "batch ramp-up", "rampup_batch_size"];
@@ -345,7 +345,7 @@ tables! {
         device: DeviceChoice = Choice(DeviceChoice::WORDS), Fixed("\"auto\""), Conduct,
             finds ["GPU", "CUDA", "accelerator"];
         /// Which GPU of the machine to use, counted from 0 among those that CUDA_VISIBLE_DEVICES leaves. Ranks that are processes
-        /// take this one and those behind it, one each in their order on the host.
+        /// take this one and those after it, one each in their order on the host.
         gpu: usize = Count(0, 1023), Fixed("0"), Conduct, finds ["device index", "device_id", "local_rank", "cuda:1"];
         /// On a GPU, whether the same steps give the same bits every time, at the cost of time, and of workspace that grows with
         /// the square of train.seq (explain shows it). The CPU always does.
@@ -399,10 +399,10 @@ tables! {
         /// given, as many as an H200 gains from: 1,048,576. Sizes that are no multiples of 16 (of experts: 128) stay in bf16 too.
         fp8_weights: Option<usize> = Count(0, 1 << 40), Unset, Changeable,
             finds ["fp8 layers", "fp8 filter", "auto_filter_small_kn", "module_filter_fn"];
-        /// With fp8, so many of the first layers stay in bf16.
+        /// With fp8, the first N layers stay in bf16.
         fp8_skip_first: usize = Count(0, 1 << 16), Fixed("0"), Changeable,
             finds ["first_last_layers_bf16", "num_layers_at_start_in_bf16"];
-        /// With fp8, so many of the last layers stay in bf16.
+        /// With fp8, the last N layers stay in bf16.
         fp8_skip_last: usize = Count(0, 1 << 16), Fixed("0"), Changeable, finds ["num_layers_at_end_in_bf16"];
         /// With fp8, steps from one comparison with bf16 to the next; the first step has one too, and 0 never compares. Before
         /// the step, the loss of its first micro-batch is computed without gradients, in fp8 and in bf16, from the same
@@ -444,7 +444,7 @@ tables! {
                 "long context", "zig-zag", "CP"];
         /// How attention is computed over parallel.cp. ring (ring attention): keys and values go from rank to rank while attention is computed
         /// over those that are there. gather: all of them are gathered, which takes their memory and no turns. a2a (Ulysses): all-to-alls make
-        /// parts of the heads of parts of the sequence, and back behind attention; tp × cp divides model.kv_heads.
+        /// parts of the heads of parts of the sequence, and back after attention; tp × cp divides model.kv_heads.
         context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
             finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV", "Ulysses", "DeepSpeed-Ulysses",
                 "all-to-all attention", "ulysses_sequence_parallel_size"];
@@ -516,7 +516,7 @@ tables! {
 
     /// Offload: what waits in the memory of the host until the device needs it. Bits stay the same.
     offload: OffloadConfig {
-        /// Moments and fp32 master weights. They come to the device for the update of their parameter and go back behind it, while others are
+        /// Moments and fp32 master weights. They come to the device for the update of their parameter and go back after it, while others are
         /// updated. true: all of them. A size: as many as that has room for, of each rank. auto: the least that lets a run fit its device.
         optimizer: OffloadSize = SizeOrAuto, Fixed("false"), Conduct,
             finds ["CPU offload", "optimizer offload", "ZeRO-Offload", "offload_optimizer", "host memory", "pinned memory",
@@ -582,7 +582,7 @@ tables! {
             finds ["lora_alpha", "LoRA scaling"];
         /// Share of what adapters read that is set to zero in training.
         dropout: f64 = Float(BELOW_ONE), Fixed("0.0"), Trajectory, finds ["lora_dropout"];
-        /// Which matmuls of layers have adapters: names of modules, whole or their ends behind a dot, with `*` for any text and `?` for any
+        /// Which matmuls of layers have adapters: names of modules, whole or their ends after a dot, with `*` for any text and `?` for any
         /// letter. The output head and routers have none.
         targets: Vec<String> = Texts(TARGETS), Fixed("[\"*\"]"), Trajectory,
             finds ["target_modules", "lora targets", "all-linear", "q_proj"];
@@ -660,7 +660,7 @@ tables! {
         /// there are, from snapshots in memory; others may join later. If not set, a lost rank ends the run. Not over MPI.
         elastic: Option<String> = Text(ELASTIC), Unset, Conduct,
             finds ["elastic", "torchelastic", "torchft", "fault tolerance", "node failure"];
-        /// With cluster.elastic, steps from one snapshot in memory to the next: at most so many are done again after a loss.
+        /// With cluster.elastic, steps from one snapshot in memory to the next: at most this many are repeated after a loss.
         snapshot_every: u64 = Count(1, STEPS), Fixed("10"), Conduct, finds ["in-memory checkpoint", "Gemini"];
         /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.
         time: Option<String> = Text(TIME_LIMIT), Unset, Conduct, finds ["time limit", "walltime", "Slurm", "sbatch"];

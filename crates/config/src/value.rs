@@ -127,7 +127,7 @@ pub(crate) const AUTO: &str = "auto";
 /// Steps from one checkpoint to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveEvery {
-    /// So many; with 0 none but the last is saved.
+    /// This many; with 0 none but the last is saved.
     Steps(u64),
     /// As many as lose the least time to failures and to saving, found when a run begins.
     Auto,
@@ -142,7 +142,7 @@ pub struct Bytes(pub u64);
 pub enum OffloadSize {
     /// All of it, or nothing.
     All(bool),
-    /// At most so many bytes of a rank.
+    /// At most this many bytes of a rank.
     Most(Bytes),
     /// The least that lets a run fit the memory of its device, found when it begins.
     Auto,

@@ -1,4 +1,4 @@
-// Causal attention, correct for any shape: what runs where cuDNN does not. Keys stand behind queries in packed rows or in rows of their
+// Causal attention, correct for any shape: what runs where cuDNN does not. Keys follow queries in packed rows or in rows of their
 // own; a rank may have parts of the positions, others of the keys than of the queries. One warp per row; a lane has elements
 // lane, lane + 32, … of a head.
 
@@ -169,7 +169,7 @@ static __device__ void grad_query(const T *dout, const T *queries, const T *keys
     write_head(to + row * to_width + h * g.e, g.e, dq);
 }
 
-// dk goes to rows of `to_width` elements, dv behind it as values stand behind keys. Grid: (keys ÷ warps, key heads, batch).
+// dk goes to rows of `to_width` elements, dv after it as values follow keys. Grid: (keys ÷ warps, key heads, batch).
 template <typename T, typename O>
 static __device__ void grad_key(const T *dout, const T *queries, const T *keys, const float *lse, const float *delta,
                                 const u32 *starts, O *to, int to_width, Heads g, float scale) {

@@ -16,7 +16,7 @@ static __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// Two of four bytes as bf16. The seven low bits of one behind 0x43 are 128 and they, and its sign behind 0x43 is 128 or, where it is negative, 256.
+// Two of four bytes as bf16. The seven low bits of one after 0x43 are 128 and they, and its sign after 0x43 is 128 or, where it is negative, 256.
 static __device__ __forceinline__ u32 widen_pair(u32 four, bool upper, int8) {
     u32 both = __byte_perm(four, 0x43434343, upper ? 0x4342 : 0x4140);
     return fma_pair(both & 0xff80ff80, 0xbf80bf80, both & 0xff7fff7f);

@@ -175,7 +175,7 @@ extern "C" __global__ void passed(volatile u64 *at, u64 mark) {
     __threadfence_system();
 }
 
-// Tells the host, in pinned memory, how far the stream has come: to an instruction of several ranks, or behind it.
+// Tells the host, in pinned memory, how far the stream has come: to an instruction of several ranks, or after it.
 extern "C" __global__ void reached(volatile u32 *at, u32 number, u64 *clock) {
     if (clock)
         wait_clock(clock, number % 2 == 0);

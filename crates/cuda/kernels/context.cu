@@ -1,4 +1,4 @@
-// Attention over parts of the keys: results are merged by log-sum-exp, gradients added. What a library made of a block of rows, one behind
+// Attention over parts of the keys: results are merged by log-sum-exp, gradients added. What a library made of a block of rows, one after
 // the other, goes to its place in rows of all.
 
 // Grid: (positions ÷ warps, heads, batch); one warp per row. `other` has rows `first` to `first` + `count` only. Where `fresh`, there is

@@ -3,8 +3,8 @@
 // Whether a document starts at a position.
 static __device__ __forceinline__ bool starts_here(const u32 *starts, i64 at, int seq) { return starts[at] >= (u32)(at % seq); }
 
-// offsets: three arrays of bound + 1, `apart` elements from each other, in elements of rows of so many; lengths: bound. The host
-// knows that there are at most `bound` documents. Entries behind the last are empty. Grid: positions ÷ 1024, blocks of 1024.
+// offsets: three arrays of bound + 1, `apart` elements from each other, in elements of rows of this many; lengths: bound. The host
+// knows that there are at most `bound` documents. Entries after the last are empty. Grid: positions ÷ 1024, blocks of 1024.
 extern "C" __global__ void document_table(const u32 *starts, i64 *offsets, u32 *lengths, int tokens, int seq, int bound,
                                           i64 apart, i64 row0, i64 row1, i64 row2) {
     __shared__ int counts[32];

@@ -1,5 +1,5 @@
 // Mixtures of experts: rows in the order of their experts, matmuls by it, and sums over a token's experts. A row is one expert of
-// a token; `sharers` rows behind each other have one row of x.
+// a token; `sharers` consecutive rows have one row of x.
 
 // As in `ops/experts.rs`.
 const int MOST_EXPERTS = 1024;
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // order: rows sorted by expert, and of one expert in their order; -1 where there is none. starts[e]: where those of expert e start,
-// with the end of all behind; then how many each has; then the experts, those with the most rows first. places, if wanted: where in the
+// with the end of all at last; then how many each has; then the experts, those with the most rows first. places, if wanted: where in the
 // order each row is, -1 for one without an expert. A block places what it counted.
 extern "C" __global__ void __launch_bounds__(1024)
     place_rows(const u32 *chosen, const u32 *counts, int *order, int *starts, int *places, int rows, int each,
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int i = min(filled, rows) + threadIdx.x; i < rows; i += 1024) owners[i] = ~0u;
 }
 
-// sorted[places[r]] = x[r / sharers], of any type, so that x is read once; zeros behind the rows of each expert, up to a multiple of 64. A warp has a row of x,
+// sorted[places[r]] = x[r / sharers], of any type, so that x is read once; zeros after the rows of each expert, up to a multiple of 64. A warp has a row of x,
 // a block in front of those with rows the zeros of an expert.
 extern "C" __global__ void __launch_bounds__(256)
     scatter_rows(const Pack<u16> *x, Pack<u16> *sorted, const int *places, const int *starts, i64 rows, int experts,

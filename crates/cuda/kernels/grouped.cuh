@@ -64,7 +64,7 @@ struct Tile {
     int expert, row, column, depth;
 };
 
-// A block's tile of weights of a round, if there is one, of so many columns; `row` counts in the expert's lines, and a step of the sum is STEP rows. The
+// A block's tile of weights of a round, if there is one, of this many columns; `row` counts in the expert's lines, and a step of the sum is STEP rows. The
 // longest sums come first, and clusters take turns in who gets the longer ones.
 template <int COLUMNS, int STEP, typename S>
 DEV bool tile_of_weights(const Args &g, const S &s, i64 round, Tile &t) {
@@ -260,7 +260,7 @@ DEV void store_sums(const TensorMap *map, const Args &g, S &s, const Tile &t, in
     }
 }
 
-// What an expert without rows has, of so many columns.
+// What an expert without rows has, of this many columns.
 template <int COLUMNS>
 DEV void store_zeros(const Args &g, const Tile &t, int half) {
     for (int i = threadIdx.x % 128; i < 64 * COLUMNS; i += 128) {

@@ -97,7 +97,7 @@ static __device__ void cross_entropy_grad(const T *logits, const u32 *targets, c
             Of<T>::f32(seed * (__expf(to_f32(logits[row * v + i]) - lse[row]) - (i == target ? 1.0f : 0.0f)));
 }
 
-// Whether greedy decoding takes one of n logits before one of this size, which has so many of them before it; on every thread.
+// Whether greedy decoding takes one of n logits before one of this size, which has this many of them before it; on every thread.
 template <typename T>
 static __device__ bool is_beaten(const T *x, int n, float hit, i64 before) {
     int beaten = 0;

@@ -1,4 +1,4 @@
-// y = an expression of x, element by element, from one type to another. Which there are stands behind this text (`ops::maps`).
+// y = an expression of x, element by element, from one type to another. The list of them follows this text (`ops::maps`).
 
 // Elements that a thread has.
 const int EACH = 4;

@@ -166,7 +166,7 @@ extern "C" __global__ void square_sum_end(const u64 *totals, i64 *out) {
     for (int l = 0; l < LIMBS; l++) out[l] = sound ? (i64)limbs[l] : POISON;
 }
 
-// out = Σ of sums, which stand one behind the other in `sums` as addresses.
+// out = Σ of sums, which stand one after the other in `sums` as addresses.
 extern "C" __global__ void merge_sum(const i64 *x, i64 *out, int add) {
     int l = threadIdx.x;
     if (l < LIMBS) out[l] = add ? fixed_merge(out[l], x[l]) : x[l];
@@ -187,7 +187,7 @@ extern "C" __global__ void loss_sum(const double *losses, i64 n, i64 *out) {
     for (int l = 0; l < LIMBS; l++) out[l] = sound ? (i64)limbs[l] : POISON;
 }
 
-// The number behind the limbs of a sum; NaN where something that was added did not count.
+// The number that the limbs of a sum make; NaN where something that was added did not count.
 static __device__ __forceinline__ double sum_value(const i64 *sum) {
     u64 limbs[LIMBS];
     bool sound = true;

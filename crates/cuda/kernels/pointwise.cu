@@ -72,7 +72,7 @@ static __device__ void rotate(const T *in, const float *table, const u32 *starts
 
 static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-// Places for the largest magnitudes of blocks, so many that few blocks wait for each other at one.
+// Places for the largest magnitudes of blocks, enough of them that few blocks wait for each other at one.
 const int SHARES = 1024;
 
 extern "C" __global__ void no_shares(u32 *shares) { shares[threadIdx.x] = 0; }

@@ -1,4 +1,4 @@
-// fp8: the largest magnitude of a tensor, and its bytes with their transpose. Of matrices that have a unit each, blocks stand one behind the other.
+// fp8: the largest magnitude of a tensor, and its bytes with their transpose. Of matrices that have a unit each, blocks stand one after the other.
 
 template <typename T>
 static __device__ __forceinline__ void amax(const T *x, float *shares, i64 n) {
@@ -40,7 +40,7 @@ static __device__ __forceinline__ u32 largest_of(const float *amax, int parts) {
     return most;
 }
 
-// What is to be counted behind it starts at 0. With MEASURES, tiles are counted by their largest magnitudes here, on top of what is there.
+// What is to be counted after it starts at 0. With MEASURES, tiles are counted by their largest magnitudes here, on top of what is there.
 template <typename T, typename F, bool MEASURES>
 static __device__ __forceinline__ void quantise(const T *x, const float *amax, int parts, u8 *q, u8 *transposed,
                                                 float *unit, double *seen, i64 rows, i64 columns) {

@@ -17,7 +17,7 @@ static __device__ __forceinline__ uint4 stream16(const void *from) {
     return x;
 }
 
-// What a lane has of a step of so many parts: of x, 8 elements of each part from LANE times its number on and 8 from NEXT after them on.
+// What a lane has of a step of this many parts: of x, 8 elements of each part from LANE times its number on and 8 from NEXT after them on.
 template <typename T, typename W>
 struct Step;
 

@@ -1,7 +1,7 @@
 // Shares become sums, sums become other sums.
 
 // out[i] (+)= Σ over shares of shares[s][i], in order; a block has 32 columns and 32 lines of threads. There may be three sums, one
-// behind the other: line y of the grid has the y-th. `how`: the kind of accumulator, 4 more where it is added to.
+// after the other: line y of the grid has the y-th. `how`: the kind of accumulator, 4 more where it is added to.
 extern "C" __global__ void __launch_bounds__(1024)
     add_shares(const float *shares, void *out_0, int how_0, void *out_1, int how_1, void *out_2, int how_2, i64 count,
                int d) {

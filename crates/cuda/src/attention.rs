@@ -74,7 +74,7 @@ impl Rows {
         Self { queries: qkv, keys, count, key_width, positions: Span::ALL, key_positions: Span::ALL }
     }
 
-    /// The arguments of our own kernels behind their operands.
+    /// The arguments of our own kernels after their operands.
     fn sizes(&self, call: &Call, window: Option<usize>) -> Vec<Value> {
         let [heads, kv_heads, e, v] = HEADS.map(|name| call.size(name));
         let [first, count, then] = call.span_of(self.positions);

@@ -18,7 +18,7 @@ pub struct Call<'a> {
     pub attention: &'a Plans,
     pub stream: &'a Stream,
     pub base: Address,
-    /// Where addresses of the host's memory count from: they go on behind the arena's.
+    /// Where addresses of the host's memory count from: they go on after the arena's.
     pub host: Address,
     pub slot: Slot,
 }

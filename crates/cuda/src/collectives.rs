@@ -119,7 +119,7 @@ pub unsafe fn parts(on: Launcher, ranks: usize, cut: bool, tensors: &[(Sent, u64
     Ok(())
 }
 
-/// Queues a kernel over tensors of so many elements at most.
+/// Queues a kernel over tensors of this many elements at most.
 ///
 /// # Safety
 /// As for [`Launcher::launch_with`].

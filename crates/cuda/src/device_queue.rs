@@ -1,10 +1,10 @@
 //! Communication of ranks that are threads of this process and share a device, enqueued on a stream of it.
 //!
 //! A collective: each rank marks on its stream where its tensors are ready. The ranks meet on the host, and the last to come queues
-//! one kernel for all behind all marks; every rank's stream goes on behind that kernel. So nobody overwrites what is read, nothing
+//! one kernel for all after all marks; every rank's stream goes on after that kernel. So nobody overwrites what is read, nothing
 //! waits on the device for something that is not queued, and the host waits for no device.
 //!
-//! A message: the sender's stream copies it into the send buffer, the receiver's stream copies it out behind the sender's mark, and
+//! A message: the sender's stream copies it into the send buffer, the receiver's stream copies it out after the sender's mark, and
 //! the sender's stream waits for the receiver's mark before the room is used again.
 
 use crate::driver::{Event, Stream};

@@ -174,7 +174,7 @@ impl CudaError {
     /// The device tells of errors late, at whatever is called next: they are of the entry that was queued last.
     pub(crate) fn behind(self, entry: Option<&str>) -> Self {
         let more = |text: String| match entry {
-            Some(entry) => format!("{text}, in `{entry}` or what was queued behind it"),
+            Some(entry) => format!("{text}, in `{entry}` or what was queued after it"),
             None => text,
         };
         match self {

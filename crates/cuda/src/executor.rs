@@ -69,9 +69,9 @@ pub struct CudaExecutor {
 /// A stream beside the kernels.
 struct Beside {
     stream: Arc<Stream>,
-    /// Behind the instructions of the segment that were queued there, by index.
+    /// After the instructions of the segment that were queued there, by index.
     marks: Vec<Option<Arc<Event>>>,
-    /// Behind the last, unless it has been waited for.
+    /// After the last, unless it has been waited for.
     last: Option<Arc<Event>>,
     /// Whether the entry has queued anything there.
     used: bool,

@@ -144,7 +144,7 @@ impl Gpu {
         self.bare.get()?.context_bytes
     }
 
-    /// Bytes of device memory that have come since the first arena besides arenas of so many bytes, by the driver: what
+    /// Bytes of device memory that have come since the first arena besides arenas of this many bytes, by the driver: what
     /// libraries load late, and CUDA graphs. None without a program.
     pub fn late_bytes(&self, arena_bytes: u64) -> Result<Option<u64>, CudaError> {
         let Some(bare) = self.bare.get() else { return Ok(None) };

@@ -216,7 +216,7 @@ fn context(rule: Rule, precision: Precision, deterministic: bool) -> Context {
     }
 }
 
-/// A training step of a model whose rows and heads have so many elements.
+/// A training step of a model whose rows and heads have this many elements.
 fn step(
     gpu: &Arc<Gpu>,
     (architecture, (dim, head)): (&str, (usize, usize)),

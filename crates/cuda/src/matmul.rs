@@ -467,7 +467,7 @@ mod tests {
             let (shape, matmul) = (MatmulShape { tf32, ..plain }, gpu.matmul(false).unwrap());
             matmul.prepare(shape).unwrap();
             let mut found = vec![0u8; bytes as usize];
-            // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
+            // SAFETY: the matrices lie one after the other in the memory, the scratch after them.
             unsafe {
                 matmul.multiply(&stream, &shape, (at_x, at_w), at_y, at_y, at_y + bytes).unwrap();
                 stream.to_host(&mut found, at_y).unwrap();

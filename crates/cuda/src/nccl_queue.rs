@@ -1,7 +1,7 @@
 //! Communication over NCCL, enqueued on a stream of the device.
 //!
 //! Sums are NCCL's where their order does not matter; where bits are promised ranks send each other their parts and add them in the
-//! order of the group, with the kernels' bits. Parts that do not lie one behind the other are cut into, or joined from, scratch of
+//! order of the group, with the kernels' bits. Parts that do not lie one after the other are cut into, or joined from, scratch of
 //! the queue.
 //!
 //! A message is copied to the send buffer and sent on a stream of its own, so that the sender goes on; before its room is used again
@@ -27,7 +27,7 @@ use members::Members;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.
+/// Tensors of this many bytes together are sent whole and added by everybody: one round instead of two.
 const SMALL: usize = 64 << 10;
 
 /// The queue of one of a rank's streams.
@@ -66,7 +66,7 @@ struct Sending {
     lane: Lane,
     buffer: SendBuffer,
     sent: usize,
-    /// Behind those that the queue's stream has not waited for, oldest first.
+    /// After those that the queue's stream has not waited for, oldest first.
     under_way: VecDeque<Arc<Event>>,
 }
 
@@ -121,7 +121,7 @@ impl NcclQueue {
         result.map_err(|error| error.told(self.world.comm.as_ref(), self.entry.as_deref()))
     }
 
-    /// So many bytes, which the next instruction of the stream may overwrite.
+    /// This many bytes, which the next instruction of the stream may overwrite.
     fn scratch(&mut self, bytes: u64) -> Result<Address, CudaError> {
         if let Some(last) = self.scratch.last().filter(|last| last.bytes >= bytes) {
             return Ok(last.base);

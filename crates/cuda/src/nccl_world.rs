@@ -1,7 +1,7 @@
 //! Ranks that are processes with a GPU each, connected by NCCL.
 //!
 //! Every group of ranks that a program names, and every stream of messages, has a communicator of its own: operations of one
-//! communicator run one after the other, and nothing may wait behind what it has nothing to do with. Identifiers go over the
+//! communicator run one after the other, and nothing may wait for what it has nothing to do with. Identifiers go over the
 //! connections that the processes have already.
 //!
 //! Communicators are made in one order on all ranks when a program is loaded. Streams of messages are connected

@@ -56,7 +56,7 @@ impl Numbers {
         Ok(Self { first: Memory::new(device, size_of::<u64>() as u64)?, back: Pinned::new(device, size_of::<u64>())? })
     }
 
-    /// Waits for the stream, and gives the first of so many elements that is not finite. `may_see_nothing` lets minus infinity pass.
+    /// Waits for the stream, and gives the first of this many elements that is not finite. `may_see_nothing` lets minus infinity pass.
     ///
     /// # Safety
     /// The elements are in the device's memory.

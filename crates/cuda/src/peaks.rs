@@ -22,7 +22,7 @@ pub fn matmul(gpu: &Gpu, of: MatmulType) -> Result<f64, CudaError> {
     let stream = Stream::new(&gpu.device)?;
     fill_random(&stream, memory.base, 2 * bytes)?;
     let (x, w, y) = (memory.base, memory.base + bytes, memory.base + 2 * bytes);
-    // SAFETY: the matrices lie one behind the other in the memory, the scratch behind them.
+    // SAFETY: the matrices lie one after the other in the memory, the scratch after them.
     let once = || unsafe { gemms.multiply(&stream, &shape, (x, w), y, y, y + bytes) };
     let flops = 2.0 * (size as f64).powi(3);
     timed(&stream, 0.3, once).map(|seconds| flops / seconds)

@@ -88,7 +88,7 @@ impl Progress {
         Ok(Lane { index: board.lanes.len() - 1, holds_kernels })
     }
 
-    /// Queues `work`, in which the rank waits for `other`, with a note before and behind it.
+    /// Queues `work`, in which the rank waits for `other`, with a note before and after it.
     pub fn around<T>(
         &self,
         on: Launcher,

@@ -47,7 +47,7 @@ impl Staging {
             }
             let memory = &mut self.buffers[place.buffer].memory.slice()[place.offset..place.offset + part.len()];
             copy(memory, part);
-            // SAFETY: the caller vouches for `to`; these bytes are used again only after an event behind this copy.
+            // SAFETY: the caller vouches for `to`; these bytes are used again only after an event after this copy.
             unsafe { stream.to_device(to, memory)? };
             to += part.len() as u64;
         }
@@ -78,7 +78,7 @@ impl Staging {
             let (mut placed, mut end) = (Vec::new(), 0);
             while let Some((i, first, len)) = pieces.next_if(|(_, _, len)| end + len <= size) {
                 let to = &mut self.buffers[buffer].memory.slice()[end..end + len];
-                // SAFETY: the caller vouches for the range; the memory is read only behind the event.
+                // SAFETY: the caller vouches for the range; the memory is read only after the event.
                 unsafe { stream.to_host(to, ranges[i].0 + first as u64)? };
                 placed.push((i, first, end..end + len));
                 end = (end + len).next_multiple_of(ALIGNMENT);
@@ -131,7 +131,7 @@ impl Ring {
     }
 }
 
-/// Results that the device copies to the host behind the work that makes them.
+/// Results that the device copies to the host after the work that makes them.
 #[derive(Default)]
 pub struct Results {
     /// One more than may be under way: the last that was taken still says when it was ready.

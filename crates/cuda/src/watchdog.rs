@@ -122,7 +122,7 @@ impl Lane {
         self.marks.word(slot, instr).map_or(Ok(()), |word| self.queue(on, word))
     }
 
-    /// Queues the mark behind an entry.
+    /// Queues the mark after an entry.
     pub fn ended(&self, on: Launcher) -> Result<(), CudaError> {
         self.queue(on, 0)
     }

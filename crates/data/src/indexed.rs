@@ -114,7 +114,7 @@ pub fn token_files(spec: &PrepareSpec) -> Result<Option<Vec<PathBuf>>> {
     }
 }
 
-/// A path with something behind its last dot.
+/// A path with something after its last dot.
 fn beside(path: &Path, extension: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".");
@@ -393,7 +393,7 @@ impl Indexed {
         self.bin.len() as u64 / self.width as u64
     }
 
-    /// The token that a document begins with; for the one behind the last, the end.
+    /// The token that a document begins with; for the one after the last, the end.
     fn start(&self, document: u64) -> u64 {
         match self.first_sequence(document) {
             sequence if sequence < self.sequences => self.pointer(sequence) / self.width as u64,

@@ -169,7 +169,7 @@ pub struct Excerpt {
     pub all: bool,
 }
 
-/// The first files of a spec, up to about so many bytes of them and one at least; samples of every file were read, so each can be.
+/// The first files of a spec, up to about this many bytes of them and one at least; samples of every file were read, so each can be.
 /// Of one file that is longer, its beginning is copied into the folder `to`, where it is text or lines; others are taken whole.
 pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &AtomicBool) -> Result<Excerpt> {
     let found = scan(spec, out, stop)?;

@@ -81,7 +81,7 @@ impl Form {
     }
 }
 
-/// What is read of a long file to tell whether it is the same: so many blocks of so many bytes, evenly over the file. Multiples of a
+/// What is read of a long file to tell whether it is the same: the number of blocks and their bytes, evenly over the file. Multiples of a
 /// token's bytes.
 const SAMPLE_BLOCKS: u64 = 4;
 const SAMPLE_BYTES: u64 = 16 << 10;
@@ -140,7 +140,7 @@ const COMPRESSED: [(&str, &[u8]); 6] = [
     ("zip", b"PK\x03\x04"),
 ];
 
-/// Where the samples of so many bytes begin, and how long each is; all of it where it is short.
+/// Where the samples of this many bytes begin, and how long each is; all of it where it is short.
 pub(crate) fn sample_blocks(bytes: u64) -> impl Iterator<Item = (u64, u64)> {
     let (blocks, length) = match bytes <= SAMPLE_BLOCKS * SAMPLE_BYTES {
         true => (1, bytes),

@@ -71,7 +71,7 @@ impl ShardWriter {
         Ok(writer)
     }
 
-    /// Begins a document, with so many tokens of a prompt, or goes on with one (`continued`): with the first tokens of a shard, or
+    /// Begins a document, with this many tokens of a prompt, or goes on with one (`continued`): with the first tokens of a shard, or
     /// with another prompt.
     pub(crate) fn document(&mut self, origin: Origin, continued: bool, prompt: u64) {
         debug_assert!(

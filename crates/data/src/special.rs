@@ -3,7 +3,7 @@
 use crate::{Prepared, Result};
 use std::collections::BTreeSet;
 
-/// Tokens that are looked at: so many places, evenly over the training tokens, so many at each.
+/// Tokens that are looked at: the number of places, evenly over the training tokens, and of tokens at each.
 const PLACES: u64 = 256;
 const TOKENS: u64 = 4096;
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::{DataError, Result};
 
-/// What stops nothing.
+/// A stop flag that nobody sets: for work that runs to its end.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// An error once the caller asks to stop.

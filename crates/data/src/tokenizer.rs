@@ -275,7 +275,7 @@ impl Tokenizer {
         Width::of(self.vocabulary)
     }
 
-    /// Appends the tokens of a text that stands behind `context`, each as the bytes of [`width`](Self::width). Memory grows with
+    /// Appends the tokens of a text that follows `context`, each as the bytes of [`width`](Self::width). Memory grows with
     /// the result only: long text is tokenised in stretches.
     pub(crate) fn encode(&self, context: &str, text: &str, tokens: &mut Vec<u8>, stop: &AtomicBool) -> Result<()> {
         if self.is_bytes() {
@@ -299,7 +299,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Where to cut a text that stands behind `before`, at or after `nominal`: a place where a token ends whatever comes after.
+    /// Where to cut a text that follows `before`, at or after `nominal`: a place where a token ends whatever comes after.
     /// Where the look-ahead has none, at the likeliest place, and the tokens there may not be those of the whole.
     pub(crate) fn cut(&self, before: &[u8], text: &[u8], nominal: usize) -> usize {
         if self.is_bytes() {
@@ -317,7 +317,7 @@ impl Tokenizer {
         safe.unwrap_or_else(|| nominal + cut::first_cut(ahead))
     }
 
-    /// The tokens of a stretch as they are in a text where it stands behind `context`.
+    /// The tokens of a stretch as they are in a text where it follows `context`.
     fn ids_behind(&self, context: &str, stretch: &str) -> Result<Vec<u32>> {
         if !context.is_empty() {
             let alone = self.ids(context)?;

@@ -58,7 +58,7 @@ impl At {
         self.lifetime == Lifetime::Host
     }
 
-    /// Where it starts in the arena at a slot of a schedule, in bytes; in the host's memory, behind the arena.
+    /// Where it starts in the arena at a slot of a schedule, in bytes; in the host's memory, after the arena.
     pub fn offset(&self, slot: Slot) -> u64 {
         self.first + slot.copy(self.lifetime) as u64 * self.slot_bytes
     }
@@ -289,7 +289,7 @@ impl Bound {
         self.positions_before(0)
     }
 
-    /// The positions that the rank so many before this one around the ring has: where keys are that have come so far.
+    /// The positions that the rank this many before this one around the ring has: where keys are that have come so far.
     pub fn positions_before(&self, step: usize) -> Span {
         let of = |Part { all, index, .. }: &Part| all[(index + all.len() - step % all.len()) % all.len()];
         self.part.as_ref().map_or(Span::ALL, of)

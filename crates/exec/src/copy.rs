@@ -6,7 +6,7 @@ use std::ops::DerefMut;
 /// Memory of the host.
 pub type HostBytes = Box<dyn DerefMut<Target = [u8]> + Send + Sync>;
 
-/// So many bytes go through the caches: a copy of fewer is read again while it is there.
+/// This many bytes go through the caches: a copy of fewer is read again while it is there.
 const CACHED: usize = 1 << 20;
 
 /// More threads than these do not copy faster.
@@ -28,7 +28,7 @@ pub fn copy(to: &mut [u8], from: &[u8]) {
     });
 }
 
-/// As [`copy`], of several at once, by so many threads.
+/// As [`copy`], of several at once, by this many threads.
 ///
 /// # Panics
 /// If a pair has different lengths.

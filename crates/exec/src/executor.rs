@@ -49,7 +49,7 @@ pub trait Executor: Send {
         }
     }
 
-    /// So many bytes of the host's memory, all of them touched, that [`copy_out`](Self::copy_out) fills fast; `None` if there are not
+    /// This many bytes of the host's memory, all of them touched, that [`copy_out`](Self::copy_out) fills fast; `None` if there are not
     /// as many.
     fn host_memory(&self, bytes: usize) -> Option<HostBytes> {
         let mut memory: Vec<u8> = Vec::new();
@@ -58,7 +58,7 @@ pub trait Executor: Send {
         Some(Box::new(memory))
     }
 
-    /// Copies ranges of tensors to memory of the host, one behind the other, by so many threads where the host copies.
+    /// Copies ranges of tensors to memory of the host, one after the other, by this many threads where the host copies.
     fn copy_out(&self, ranges: &[(&str, Range<usize>)], mut to: &mut [u8], threads: usize) -> Result<(), ExecError> {
         let mut pieces = Vec::new();
         for (name, range) in ranges {
@@ -76,7 +76,7 @@ pub trait Executor: Send {
     /// Runs one of the program's entries: to its end, or queues it, so that whoever reads waits for it.
     fn run(&mut self, entry: &str) -> Result<(), ExecError>;
 
-    /// Queues the reading of tensors, each of so many micro-batches, as they are after what runs now. An executor whose `run`
+    /// Queues the reading of tensors, each of this many micro-batches, as they are after what runs now. An executor whose `run`
     /// ends with the entry queues nothing: `read` gives them at once.
     fn read_later(&mut self, _tensors: &[(String, usize)]) -> Result<Option<Ticket>, ExecError> {
         Ok(None)
@@ -87,7 +87,7 @@ pub trait Executor: Send {
         Err(ExecError::Internal(format!("nothing was queued as {ticket:?}")))
     }
 
-    /// Copies a tensor to another of as many bytes, behind what was queued.
+    /// Copies a tensor to another of as many bytes, after what was queued.
     fn pass(&mut self, from: &str, to: &str) -> Result<(), ExecError> {
         let bytes = self.read(from, 0)?.into_owned();
         self.write(to, 0, &bytes)

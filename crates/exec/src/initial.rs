@@ -5,7 +5,7 @@ use crate::{ExecError, Executor};
 use lockstep_ir::{DType, Init, bf16, f16, rows8};
 use std::sync::Mutex;
 
-/// The initial values of a tensor: those of its parts, one behind the other.
+/// The initial values of a tensor: those of its parts, one after the other.
 pub struct Initial<'a> {
     /// How they are drawn.
     pub init: &'a Init,
@@ -74,7 +74,7 @@ pub fn encode(data: &[f32], dtype: DType) -> Vec<u8> {
     bytes
 }
 
-/// Rows of so many numbers as bytes, and the unit of each row ([`rows8`]).
+/// Rows of this many numbers as bytes, and the unit of each row ([`rows8`]).
 pub fn encode_rows(data: &[f32], dtype: DType, columns: usize) -> (Vec<u8>, Vec<f32>) {
     let row = |row: usize| &data[row * columns..(row + 1) * columns];
     let mut units = vec![0.0f32; data.len() / columns.max(1)];

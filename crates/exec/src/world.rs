@@ -37,7 +37,7 @@ pub trait World: Executor {
     fn programs(&self) -> &[StepProgram];
 
     /// Calls `f` for all ranks of this process at once, with the tensors of each; `meanwhile` now and then on the caller's thread,
-    /// and once behind the last.
+    /// and once after the last.
     fn each_rank(
         &self,
         f: &(dyn Fn(Coordinates, &dyn Executor) + Sync),

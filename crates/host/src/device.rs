@@ -64,7 +64,7 @@ pub trait HostDevice {
     ) -> Result<ThreadWorld, ExecError>;
 }
 
-/// The CPU, of one of so many hosts.
+/// The CPU of a host; `nodes` is how many hosts all processes have.
 pub(crate) struct CpuDevice {
     pub nodes: usize,
 }
@@ -128,7 +128,7 @@ impl HostDevice for CpuDevice {
     }
 }
 
-/// An NVIDIA GPU, of so many that all processes have.
+/// An NVIDIA GPU, and how many all processes have.
 pub(crate) struct CudaDevice {
     pub gpu: Arc<Gpu>,
     pub count: usize,

@@ -291,7 +291,7 @@ fn told(config: &Config, given: &[(String, String)]) -> BTreeMap<String, String>
         match (line.strip_prefix('['), line.split_once(" = ")) {
             (Some(heading), _) => table = heading.trim_end_matches(']').to_owned(),
             (None, Some((key, value))) if !line.starts_with('#') => {
-                // Where a value comes from stands behind it.
+                // The origin of a value follows it.
                 let value = value.split("  #").next().unwrap_or(value).trim();
                 all.insert(format!("{table}.{key}"), value.to_owned());
             }

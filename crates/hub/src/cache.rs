@@ -3,7 +3,7 @@
 //! ```text
 //! models--org--name/refs/main                      a commit
 //! models--org--name/snapshots/<commit>/<file>      a link: ../../blobs/<checksum>
-//! models--org--name/blobs/<checksum>               a file, whole and checked; with .incomplete behind it, the beginning of one
+//! models--org--name/blobs/<checksum>               a file, whole and checked; with .incomplete appended, the beginning of one
 //! models--org--name/.lockstep/<commit>.json        which files the hub has there; ours, others pass over it
 //! .locks/models--org--name/<name>.lock             who downloads
 //! ```

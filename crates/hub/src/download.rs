@@ -1,7 +1,7 @@
 //! One file: begun or resumed, checked, and put into place.
 
 use crate::cache::{AtPath, RepositoryCache, create_parent};
-use crate::http::{Answer, Ask, Client, Failed, Patience};
+use crate::http::{Answer, Ask, Client, Failed, Retries};
 use crate::listing::HubFile;
 use crate::name::is_hex;
 use crate::{HubError, HubName, HubSettings};
@@ -45,7 +45,7 @@ impl Download<'_> {
 
     /// Asks the hub for checksum and length of the file, where its listing does not tell.
     fn describe(&self) -> Result<(String, Option<u64>), HubError> {
-        let mut patience = Patience::new(ATTEMPTS, self.settings.pause);
+        let mut retries = Retries::new(ATTEMPTS, self.settings.pause);
         let path = self.name.file(self.commit, &self.file.name);
         loop {
             match self.client.ask(&path, Ask { head: true, stay: true, ..Ask::default() }) {
@@ -65,7 +65,7 @@ impl Download<'_> {
                         None => Err(self.nonsense(format!("no checksum of {}", self.file.name))),
                     };
                 }
-                Err(failed) => patience.wait(failed).map_err(|cause| self.unreachable(cause))?,
+                Err(failed) => retries.wait(failed).map_err(|cause| self.unreachable(cause))?,
             }
         }
     }
@@ -94,7 +94,7 @@ impl Download<'_> {
 
     /// Receives what is missing of a file, in as many connections as it takes.
     fn receive(&self, part: &Path, bytes: Option<u64>, show: &mut dyn FnMut(u64)) -> Result<(), HubError> {
-        let mut patience = Patience::new(ATTEMPTS, self.settings.pause);
+        let mut retries = Retries::new(ATTEMPTS, self.settings.pause);
         let path = self.name.file(self.commit, &self.file.name);
         let mut file = File::options().create(true).append(true).open(part).at(part)?;
         loop {
@@ -118,9 +118,9 @@ impl Download<'_> {
             };
             file.flush().at(part)?;
             if file.metadata().at(part)?.len() > here {
-                patience.renew();
+                retries.renew();
             }
-            patience.wait(failed).map_err(|cause| self.unreachable(format!("{}: {cause}", self.file.name)))?;
+            retries.wait(failed).map_err(|cause| self.unreachable(format!("{}: {cause}", self.file.name)))?;
         }
     }
 
@@ -206,7 +206,7 @@ fn starts_at(headers: &header::HeaderMap, from: u64) -> bool {
     range.is_some_and(|range| range.trim_start_matches("bytes ").split('-').next() == Some(&from.to_string()))
 }
 
-/// The checksum of a file in so many hexadecimal digits: its SHA-256, or the SHA-1 of the git object that it is.
+/// The checksum of a file in this many hexadecimal digits: its SHA-256, or the SHA-1 of the git object that it is.
 fn checksum(path: &Path, digits: usize) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

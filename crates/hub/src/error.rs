@@ -120,7 +120,7 @@ impl HubError {
                 format!("check the name (`{}` fetches it); for a private repository, {token}", name.command())
             }
             HubError::NoRevision { name } => {
-                format!("name a branch, a tag or a commit behind @, or none: {}", name.without_revision())
+                format!("name a branch, a tag or a commit after @, or none: {}", name.without_revision())
             }
             HubError::Gated { page, .. } => format!("agree to its terms on {page}; then {token}"),
             HubError::NoFile { file, .. } if file.ends_with("safetensors") => {

@@ -135,14 +135,14 @@ impl<'a> Client<'a> {
 }
 
 /// Waits between attempts: twice as long every time.
-pub(crate) struct Patience {
+pub(crate) struct Retries {
     most: u32,
     failed: u32,
     pause: Duration,
 }
 
-impl Patience {
-    /// For so many failures in a row.
+impl Retries {
+    /// For this many failures in a row.
     pub fn new(most: u32, pause: Duration) -> Self {
         Self { most, failed: 0, pause }
     }

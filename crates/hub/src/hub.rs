@@ -2,7 +2,7 @@
 
 use crate::cache::RepositoryCache;
 use crate::download::Download;
-use crate::http::{Answer, Ask, Client, Patience};
+use crate::http::{Answer, Ask, Client, Retries};
 use crate::listing::{HubFile, Listing};
 use crate::{HubError, HubFiles, HubName, HubSettings};
 use serde_json::Value;
@@ -194,7 +194,7 @@ impl Hub {
 
     /// Asks the hub for the files of a revision.
     fn ask_listing(&self, client: &Client<'_>, name: &HubName) -> Result<Listing, HubError> {
-        let mut patience = Patience::new(ATTEMPTS, self.settings.pause);
+        let mut retries = Retries::new(ATTEMPTS, self.settings.pause);
         loop {
             let failed = match client.ask(&name.api(), Ask::default()) {
                 Ok(mut answer) if answer.response.status() == 200 => {
@@ -217,7 +217,7 @@ impl Hub {
                 Ok(answer) => return Err(self.refused(name, &answer)),
                 Err(failed) => failed,
             };
-            patience.wait(failed).map_err(|cause| self.unreachable(name, cause))?;
+            retries.wait(failed).map_err(|cause| self.unreachable(name, cause))?;
         }
     }
 

@@ -72,10 +72,10 @@ impl HubName {
             return Err(wrong("owner and name have letters, digits, `-`, `_` and `.` alone, and no `--`"));
         }
         if !self.revision.as_deref().is_none_or(|revision| revision.split('/').all(is_part)) {
-            return Err(wrong("what stands behind `@` is a branch, a tag or a commit"));
+            return Err(wrong("what follows `@` is a branch, a tag or a commit"));
         }
         if !self.path.is_empty() && !is_inside(&self.path) {
-            return Err(wrong("what stands behind the name is a path inside of the repository"));
+            return Err(wrong("what follows the name is a path inside of the repository"));
         }
         Ok(self)
     }

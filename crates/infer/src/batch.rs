@@ -514,7 +514,7 @@ impl TextBatch {
         (text.cached, text.looked) = (0, false);
     }
 
-    /// The entry of `decode` that has so many rows.
+    /// The entry of `decode` that has this many rows.
     fn entry(&self, rows: usize) -> &'static str {
         let enough = self.sizes.iter().find(|(size, _)| *size >= rows);
         enough.unwrap_or(&self.sizes[self.sizes.len() - 1]).1
@@ -543,11 +543,11 @@ impl TextBatch {
         padded.flat_map(|number| (number as u32).to_le_bytes()).collect()
     }
 
-    /// Runs an entry on the new tokens of some texts, each with where they start and its slot. A text has room for so many.
+    /// Runs an entry on the new tokens of some texts, each with where they start and its slot. A text has room for this many.
     fn call(&mut self, entry: &'static str, texts: &[(&[u32], usize, usize)], room: usize) -> Result<()> {
         self.write_tables()?;
         let rows = self.sizes.iter().find(|(_, name)| *name == entry).map_or(1, |(rows, _)| *rows);
-        // What stands behind the tokens of a text, and rows without one, are not looked at.
+        // What follows the tokens of a text, and rows without one, are not looked at.
         let mut tokens = vec![0u32; rows * room];
         let mut numbers = [vec![0u32; rows], vec![0u32; rows], vec![0u32; rows]];
         for (row, (new, start, slot)) in texts.iter().enumerate() {

@@ -29,7 +29,7 @@ pub struct RunCorpus {
     pub data: Prepared,
 }
 
-/// Data of up to so many bytes are read in full whenever a run begins.
+/// Data of up to this many bytes are read in full whenever a run begins.
 const MOST_CHECKED_BYTES: u64 = 4 << 30;
 
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.

@@ -216,7 +216,7 @@ fn text_bytes(tokenizer: &RunTokenizer, stream: &TokenStream, from: u64, targets
     bytes
 }
 
-/// The last few tokens of a document before a place in it, without which those behind it may read otherwise: a character may have
+/// The last few tokens of a document before a place in it, without which those after it may read otherwise: a character may have
 /// several tokens.
 fn before(stream: &TokenStream, at: u64) -> Vec<u32> {
     const FEW: u64 = 16;

@@ -24,7 +24,7 @@ impl Sequences for Sampler {
     }
 }
 
-/// The sequences of a text one behind the other.
+/// The sequences of a text one after the other.
 pub(crate) struct Stretch<'a> {
     pub tokens: &'a TokenStream,
     /// The first token of the first.
@@ -397,7 +397,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Calls `scored` with every text, in order; false if `stop` came before the last. What stands behind a text in its sequence is
+    /// Calls `scored` with every text, in order; false if `stop` came before the last. What follows a text in its sequence is
     /// not counted, and not seen by what stands before it. The program is one that gives misses.
     pub fn score(
         &mut self,
@@ -418,7 +418,7 @@ impl Feed {
             if let Some(keys) = &mut self.keys {
                 keys.fill(0);
             }
-            // Behind a text it stands again: tokens that are all the same would all go to the same experts.
+            // After a text it stands again: tokens that are all the same would all go to the same experts.
             let seq = self.seq();
             for (tokens, text) in self.tokens.chunks_mut(seq).zip(texts.iter().cycle()) {
                 let read = &text.tokens[..text.tokens.len() - 1];

@@ -98,7 +98,7 @@ impl Generator {
     }
 
     fn call(&mut self, entry: &'static str, tokens: &[u32], room: usize) -> Result<()> {
-        // What stands behind the tokens is not looked at.
+        // What follows the tokens is not looked at.
         let padding = std::iter::repeat_n(&0, room - tokens.len());
         self.bytes.clear();
         self.bytes.extend(tokens.iter().chain(padding).flat_map(|t| t.to_le_bytes()));

@@ -37,7 +37,7 @@ struct Shared {
     before: Option<usize>,
     tokens: Box<[u32]>,
     page: u32,
-    /// Texts that read it, and blocks that stand behind it.
+    /// Texts that read it, and blocks that follow it.
     readers: usize,
     behind: usize,
     /// When it was read last.
@@ -53,7 +53,7 @@ pub(crate) struct Prefixes {
 }
 
 impl Prefixes {
-    /// The block that a text has behind another, if it is known, for one more reader; and its page.
+    /// The block that a text has after another, if it is known, for one more reader; and its page.
     pub fn join(&mut self, before: Option<usize>, tokens: &[u32]) -> Option<(usize, u32)> {
         let &id = self.known.get(&(before, tokens.into()))?;
         self.reads += 1;
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(prefixes.add(None, &[1, 2], 7), None);
         assert_eq!(prefixes.join(None, &[1, 2]), Some((first, 5)));
         assert_eq!(prefixes.join(Some(first), &[3, 4]), Some((second, 6)));
-        // The same tokens behind others are another block.
+        // The same tokens after others are another block.
         assert_eq!(prefixes.join(None, &[3, 4]), None);
         assert_eq!(prefixes.join(Some(first), &[3, 5]), None);
     }

@@ -1,6 +1,6 @@
 //! Prompts in a file of JSON lines, and what becomes of each in another, in the same order.
 //!
-//! Lines are written as soon as all before them are. A run that was stopped goes on behind the last whole line: what a prompt becomes depends on the
+//! Lines are written as soon as all before them are. A run that was stopped goes on after the last whole line: what a prompt becomes depends on the
 //! prompt, its line and the settings alone, so the file is the same in the end. The settings stand in a file beside it, and others are refused.
 
 use crate::{InferError, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream, Written};
@@ -189,7 +189,7 @@ fn beside(out: &Path) -> PathBuf {
     out.with_file_name(name)
 }
 
-/// Opens the file of texts behind its last whole line, and says how many there are.
+/// Opens the file of texts after its last whole line, and says how many there are.
 fn resume(out: &Path, settings: &Map<String, Value>, total: usize) -> Result<(File, usize)> {
     let other = "name another file for the texts, or remove this one and the .settings.json beside it";
     let io = |e: std::io::Error| {
@@ -318,7 +318,7 @@ impl Under {
     }
 }
 
-/// Where the first text that ends another begins, of those that end behind byte `known`.
+/// Where the first text that ends another begins, of those that end after byte `known`.
 pub(crate) fn first_stop(text: &str, known: usize, stop: &[String]) -> Option<usize> {
     let of = |s: &String| {
         let mut from = known.saturating_sub(s.len());

@@ -72,7 +72,7 @@ impl Sampling {
         logits
     }
 
-    /// The token at `position` behind a text, or `None` where no logit is a finite number or one is not a number.
+    /// The token at `position` after a text, or `None` where no logit is a finite number or one is not a number.
     pub fn choose(&self, logits: &[f32], position: u64, text: &[u32]) -> Option<u32> {
         if logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY) {
             return None;

@@ -1,6 +1,6 @@
 //! The ends of many texts, scored over a cache of pages.
 //!
-//! Texts come in groups: the answers of a question. What the answers of a question have in common is read once; then each answer is read behind it, over the
+//! Texts come in groups: the answers of a question. What the answers of a question have in common is read once; then each answer is read after it, over the
 //! keys and values of the answer before. Questions that begin alike share whole pages of their beginnings. A call of the model takes runs of
 //! tokens of as many questions as it has room for. How long texts are is known before, so a question comes in when there are pages for all of it,
 //! and none ever has to give way.
@@ -63,7 +63,7 @@ struct Run {
 }
 
 impl TextScorer {
-    /// Loads a program for these texts, which come in groups of so many. A text has at least two tokens, and of these at least one is read before
+    /// Loads a program for these texts, which come in groups of this many. A text has at least two tokens, and of these at least one is read before
     /// those that are scored.
     pub fn new(
         devices: &Devices,
@@ -235,7 +235,7 @@ impl TextScorer {
             write(self.executor.as_mut(), table, &self.pages)?;
         }
         let (batch, positions) = self.shape.runs;
-        // Runs without tokens, and what stands behind those of a run, are not looked at.
+        // Runs without tokens, and what follows those of a run, are not looked at.
         let (mut tokens, mut targets) = (vec![0; batch * positions], vec![IGNORED_TARGET; batch * positions]);
         let mut numbers = [vec![0; batch], vec![0; batch], vec![0; batch]];
         for (b, run) in runs.iter().enumerate() {

@@ -243,7 +243,7 @@ fn restore_counting(
             }
             views.push(view);
         }
-        // As they are, one behind the other; in f32 where they are of several types.
+        // As they are, one after the other; in f32 where they are of several types.
         let from = views[0].dtype;
         let alike = views.iter().all(|view| view.dtype == from);
         let mut data = match alike {

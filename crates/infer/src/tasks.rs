@@ -84,7 +84,7 @@ pub fn evaluate_tasks(
     })
 }
 
-/// The texts of tasks as tokens, of all items one behind the other.
+/// The texts of tasks as tokens, of all items one after the other.
 pub struct TaskRequests {
     /// Each text.
     pub rows: Vec<Request>,

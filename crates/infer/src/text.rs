@@ -37,15 +37,15 @@ impl RunTokenizer {
         self.bos().and_then(|bos| self.token(bos))
     }
 
-    /// Text as the tokens of a document's beginning: behind the BOS token, where there is one.
+    /// Text as the tokens of a document's beginning: after the BOS token, where there is one.
     pub fn encode_beginning(&self, text: &str) -> Result<Vec<u32>, DataError> {
         Ok(self.bos().into_iter().chain(self.tokens(text)?).collect())
     }
 
-    /// Number of bytes of text that tokens stand for, which are of one document, behind those that stand `before` them. Special
+    /// Number of bytes of text that tokens stand for, which are of one document, after those that stand `before` them. Special
     /// tokens are no text, nor is a BOS token; an EOS token that is not special must be left out. Over the pieces of a document the
     /// numbers add up to its length: a character that is cut counts as `�` before the cut, and what that was too much is taken off
-    /// behind it.
+    /// after it.
     pub fn byte_count(&self, before: &[u32], tokens: &[u32]) -> i64 {
         if self.is_bytes() || tokens.is_empty() {
             return tokens.len() as i64;
@@ -112,7 +112,7 @@ pub struct TextStream {
     tokenizer: RunTokenizer,
     /// The beginning of a character, of byte tokens.
     pending: Vec<u8>,
-    /// The last tokens of a `tokenizer.json`: those that were shown last, which tell how the next ones read, and behind them those
+    /// The last tokens of a `tokenizer.json`: those that were shown last, which tell how the next ones read, and after them those
     /// whose text is not whole yet.
     tokens: Vec<u32>,
     /// How many of them were shown, and the bytes of their text.

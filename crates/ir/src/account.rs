@@ -69,7 +69,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
         }
         let buffers = side_by_side(program, r);
         for (i, b) in buffers.iter().enumerate() {
-            // A buffer owns the padding behind it, so that the classes sum to the total.
+            // A buffer owns the padding after it, so that the classes sum to the total.
             let end = buffers.get(i + 1).map_or(region.slot_bytes, |next| next.offset);
             let bytes = (end - b.offset) * region.slots as u64;
             *classes.entry(b.class.name()).or_default() += bytes;

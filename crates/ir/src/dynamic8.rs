@@ -15,11 +15,11 @@ pub const BLOCK_BYTES: usize = 4 + BLOCK;
 /// What the bytes of a block stand for.
 #[derive(Debug)]
 pub struct Table {
-    /// The numbers behind the bytes, in order, from −1 or 0 to 1.
+    /// The numbers of the bytes, in order, from −1 or 0 to 1.
     pub values: [f32; 256],
     /// The byte of 0.
     pub zero: u8,
-    /// Halfway from each magnitude to the next, counted from 0: up to there a number is nearer to the lower one. Infinite behind the last.
+    /// Halfway from each magnitude to the next, counted from 0: up to there a number is nearer to the lower one. Infinite after the last.
     pub borders: [f32; 257],
     /// By the upper half of a magnitude's bits, from those of [`LEAST`] on: how many borders lie below all such magnitudes. At most two more lie
     /// between them.
@@ -106,7 +106,7 @@ impl Table {
         }
     }
 
-    /// The blocks of so many numbers, a multiple of 256.
+    /// The blocks of this many numbers, a multiple of 256.
     pub fn round(&self, numbers: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; numbers.len() / BLOCK * BLOCK_BYTES];
         for (block, numbers) in bytes.as_chunks_mut().0.iter_mut().zip(numbers.as_chunks().0) {

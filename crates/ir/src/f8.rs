@@ -106,7 +106,7 @@ impl Seen {
     pub const CLASSES: usize = 3;
     /// Rows and columns of a part.
     pub const TILE: usize = 128;
-    /// Of so many parts the elements of one count: a prime, so that those are of all columns.
+    /// Of this many parts the elements of one count: a prime, so that those are of all columns.
     pub const EVERY: usize = 61;
     /// The exponent of the lowest class, as f32 has it: 2⁻⁹⁶ and below.
     const LOWEST: u32 = 31;

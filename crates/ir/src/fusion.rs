@@ -12,7 +12,7 @@ pub const FEW_ROWS: usize = 32;
 pub enum Fusion {
     /// A matmul and its bias.
     MatmulBias,
-    /// A matmul, its bias and the GELU behind it. What the GELU reads is stored too.
+    /// A matmul, its bias and the GELU after it. What the GELU reads is stored too.
     MatmulBiasGelu,
     /// The input gradient of a matmul, and the gradient of the GELU before it.
     MatmulGeluGradient,
@@ -22,9 +22,9 @@ pub enum Fusion {
     GeluBiasGradients,
     /// A SwiGLU, or its gradient, and the largest magnitude of what it makes.
     SwiGluAmax,
-    /// A matmul of few rows and the SwiGLU behind it. What the SwiGLU reads is not stored.
+    /// A matmul of few rows and the SwiGLU after it. What the SwiGLU reads is not stored.
     MatmulSwiGlu,
-    /// An RMS norm of very few rows and the matmul behind it. What the matmul reads is not stored; the sum that was normed is.
+    /// An RMS norm of very few rows and the matmul after it. What the matmul reads is not stored; the sum that was normed is.
     NormMatmul,
     /// Both: a norm, a matmul and a SwiGLU.
     NormMatmulSwiGlu,
@@ -113,7 +113,7 @@ pub struct FusedGroup {
     pub instrs: Range<usize>,
 }
 
-/// A matmul that may fuse what stands behind it into its epilogue, if that takes less time than a kernel behind it.
+/// A matmul that may fuse what follows it into its epilogue, if that takes less time than a kernel after it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FusedMatmul {
     /// What it fuses.

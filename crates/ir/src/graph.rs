@@ -311,7 +311,7 @@ impl Graph {
         Ok(outputs)
     }
 
-    /// The value behind an id.
+    /// The value of an id.
     pub fn get(&self, id: ValueId) -> &Value {
         &self.values[id.0]
     }
@@ -412,7 +412,7 @@ impl Graph {
     }
 }
 
-/// A sharding behind a type, where there is something to say.
+/// A sharding after a type, where there is something to say.
 struct At(Sharding);
 
 impl std::fmt::Display for At {

@@ -24,7 +24,7 @@ pub struct DeviceProfile {
     pub workspaces_with_optional: BTreeMap<&'static str, Workspace>,
     /// Instructions that it does as one where they follow each other.
     pub fusions: Vec<Fusion>,
-    /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel behind them.
+    /// Matmuls that were measured to take less time with GELU, or its derivative, in their epilogue than with a kernel after them.
     pub faster: Vec<FusedMatmul>,
     /// Weights of one rank from which on a linear layer takes less time in fp8 than in bf16, what is quantised for it included.
     pub fp8_weights: usize,
@@ -35,7 +35,7 @@ pub struct DeviceProfile {
 pub struct Workspace {
     /// Bytes whatever the shapes.
     pub fixed: u64,
-    /// Bytes per product of the sizes behind these names (see the op table). A name in capitals is that size in whole tiles of
+    /// Bytes per product of the sizes of these names (see the op table). A name in capitals is that size in whole tiles of
     /// [`Workspace::TILE`].
     pub terms: Vec<(u64, &'static str)>,
 }

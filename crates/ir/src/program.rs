@@ -115,7 +115,7 @@ impl Saved {
 pub struct Region {
     /// Lifetime of its buffers.
     pub lifetime: Lifetime,
-    /// Where it starts, in bytes: in the arena, or behind it in the host's memory, which addresses count on.
+    /// Where it starts, in bytes: in the arena, or after it in the host's memory, which addresses count on.
     pub offset: u64,
     /// Bytes of one copy.
     pub slot_bytes: u64,
@@ -160,7 +160,7 @@ pub struct Arg {
     pub sum: Sum,
     /// Its sharding over the mesh.
     pub sharding: Sharding,
-    /// Where it is this rank's part of the buffer, the axes over which parts are counted: as many bytes as the type has, behind
+    /// Where it is this rank's part of the buffer, the axes over which parts are counted: as many bytes as the type has, after
     /// those of the ranks before it. The buffer as it is where there are none.
     pub part: Axes,
 }
@@ -245,7 +245,7 @@ impl Instr {
     }
 }
 
-/// Who runs an instruction. Each stream keeps its order; a segment ends when all have. What overlaps with kernels starts behind those that
+/// Who runs an instruction. Each stream keeps its order; a segment ends when all have. What overlaps with kernels starts after those that
 /// stand before it, and its operands stay untouched until an instruction waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stream {
@@ -253,7 +253,7 @@ pub enum Stream {
     Compute,
     /// Collectives that overlap with kernels.
     Communication,
-    /// All-to-alls, which overlap with kernels too and which the layer soon waits for: they do not queue behind weights that are gathered
+    /// All-to-alls, which overlap with kernels too and which the layer soon waits for: they do not wait in the queue of weights that are gathered
     /// ahead or gradients that are summed.
     Exchange,
     /// Copies from the host's memory.
@@ -360,7 +360,7 @@ impl Segment {
     }
 
     /// The first kernel that waits for instruction `i` of another stream (or for one issued there after it), or the last instruction;
-    /// itself where none overlaps with it. All streams start behind the kernels before: what a kernel has waited for has ended for all.
+    /// itself where none overlaps with it. All streams start after the kernels before: what a kernel has waited for has ended for all.
     fn held_until(&self, i: usize) -> usize {
         let stream = self.instrs[i].stream;
         if stream == Stream::Compute {
@@ -453,7 +453,7 @@ pub struct StepProgram {
     pub stage: usize,
     /// Size of the one allocation.
     pub arena_bytes: u64,
-    /// Size of the second one, in the memory of the host. Addresses go on there behind those of the arena.
+    /// Size of the second one, in the memory of the host. Addresses go on there after those of the arena.
     pub host_bytes: u64,
     /// Parts of the arena, in order and without gaps, then the host's; an overlay stands last, over parts of the arena.
     pub regions: Vec<Region>,
@@ -480,9 +480,9 @@ impl StepProgram {
     pub const EVALUATE_REST: &'static str = "evaluate_rest";
     /// The entry that reads a chunk of tokens into the cache and yields the logits after the last.
     pub const PREFILL: &'static str = "prefill";
-    /// The entry that reads runs of tokens into the cache and yields the loss of the tokens behind them.
+    /// The entry that reads runs of tokens into the cache and yields the loss of the tokens after them.
     pub const SCORE: &'static str = "score";
-    /// The entries that read one token each of so many texts into the cache and yield the logits after them.
+    /// The entries that read one token each of this many texts into the cache and yield the logits after them.
     pub const DECODE: [(usize, &'static str); 7] = [
         (1, "decode"),
         (2, "decode_2"),

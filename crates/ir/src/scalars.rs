@@ -178,7 +178,7 @@ pub mod fixed {
         if a == POISON || b == POISON || next.unsigned_abs() > LIMIT as u64 { POISON } else { next }
     }
 
-    /// The real behind a sum.
+    /// The real number of a sum.
     #[inline(always)]
     pub fn to_f32(sum: i64) -> f32 {
         if sum == POISON { f32::NAN } else { sum as f32 * (1.0 / SCALE) }

@@ -58,7 +58,7 @@ pub struct Span {
     pub first: usize,
     /// Entries of the first run.
     pub count: usize,
-    /// The first entry behind them.
+    /// The first entry after them.
     pub then: usize,
 }
 
@@ -81,7 +81,7 @@ impl Span {
 }
 
 impl std::fmt::Debug for Span {
-    /// `8`, or `8+4, 20` where behind four entries it goes on at 20.
+    /// `8`, or `8+4, 20` where after four entries it goes on at 20.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.first)?;
         let goes_on = self.first.checked_add(self.count) == Some(self.then);
@@ -245,7 +245,7 @@ impl Sharding {
         if flat.is_empty() {
             return all;
         }
-        // Padding stands behind all elements, but where it is in an inner dimension.
+        // Padding follows all elements, but where it is in an inner dimension.
         let inner = (1..ty.dims.len()).any(|d| !self.axes(Placement::Split(d)).is_empty());
         if inner && all < self.uncut().local(ty, mesh).elements() {
             return self.runs(ty, mesh, at).iter().map(|r| r.len).sum();
@@ -299,7 +299,7 @@ impl Sharding {
     }
 }
 
-/// What ranks gather of one section of a dimension: each gives so many elements of every row, and what they give stands one behind
+/// What ranks gather of one section of a dimension: each gives this many elements of every row, and what they give stands one after
 /// the other, in rank order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gathered {
@@ -320,7 +320,7 @@ pub fn gathered(part: &TensorType, whole: &TensorType, dim: usize, ranks: usize)
     let (mine, all) = (&part.dims.get(dim)?.sections, &whole.dims.get(dim)?.sections);
     let rows: usize = part.dims[..dim].iter().map(Dim::size).product();
     let inner: usize = part.dims[dim + 1..].iter().map(Dim::size).product();
-    // Sections stand one behind the other only where there is one row.
+    // Sections stand one after the other only where there is one row.
     if mine.len() != all.len() || (rows > 1 && mine.len() > 1) {
         return None;
     }

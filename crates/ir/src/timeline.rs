@@ -65,7 +65,7 @@ pub(crate) fn each_planned(program: &StepProgram, shown: &Distinct, mut visit: i
     let segments: Vec<InSegment> = program.segments.iter().map(|s| InSegment::new(program, s)).collect();
     // By slot: the instruction before which a saved buffer begins or ends to count.
     let mut changes: Vec<Vec<(usize, BufferId, bool)>> = vec![Vec::new(); shown.schedule.len()];
-    // By buffer and micro-batch: the last slot that uses it, and the instruction behind that use.
+    // By buffer and micro-batch: the last slot that uses it, and the instruction after that use.
     let mut last: HashMap<(BufferId, usize), (usize, usize)> = HashMap::new();
     for (s, slot) in shown.schedule.iter().enumerate() {
         for life in &segments[slot.segment].saved {

@@ -43,7 +43,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
         }
         if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
-            return Err(unsound(at, "stands behind a later phase"));
+            return Err(unsound(at, "comes after a later phase"));
         }
         phase = node.phase;
         check_shardings(graph, node).map_err(|reason| unsound(&at, reason))?;

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 pub struct ByteRange {
     /// The first byte.
     pub start: u64,
-    /// Behind the last byte.
+    /// After the last byte.
     pub end: u64,
 }
 
@@ -131,7 +131,7 @@ impl Distinct {
     /// Leaves out what repeats literally: slots with the same segments and copies of the saved regions, on micro-batches that are
     /// higher by a constant, as many of every chunk. The first two periods stay. What a period reads was written by itself, by the period before it or
     /// before all of them; so if the first two are sound, every other is, and what follows the last finds what it would find
-    /// behind the second, but for the numbers of micro-batches.
+    /// after the second, but for the numbers of micro-batches.
     pub fn of(program: &StepProgram, entry: &Entry) -> Self {
         Self::cut(program, &entry.schedule).unwrap_or_else(|| Self::whole(entry))
     }
@@ -145,7 +145,7 @@ impl Distinct {
         let (before, dropped) = (all(&slots[..from]), all(&slots[from..to]));
         let mut schedule = slots[..from].to_vec();
         for slot in &slots[to..] {
-            // What began before the periods and ends behind them, and what is no micro-batch's.
+            // What began before the periods and ends after them, and what is no micro-batch's.
             let stays = before.contains(&of(slot)) && !dropped.contains(&of(slot));
             let m = slot.micro_batch;
             schedule.push(Slot { micro_batch: if stays { m } else { m.checked_sub(left_out)? }, ..*slot });
@@ -184,7 +184,7 @@ mod tests {
     use crate::Mesh;
     use crate::program::Segment;
 
-    /// A program of empty segments, those of chunk 1 behind those of chunk 0: forward, backward, the last backward; then the update.
+    /// A program of empty segments, those of chunk 1 after those of chunk 0: forward, backward, the last backward; then the update.
     fn program() -> StepProgram {
         let segment =
             |s: usize| Segment { name: "s", chunk: if s == 6 { 0 } else { s / 3 }, instrs: vec![], groups: vec![] };
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn what_repeats_of_one_chunk_alone_stays() {
-        // Eight micro-batches of chunk 0, then of chunk 1, one behind the other.
+        // Eight micro-batches of chunk 0, then of chunk 1, one after the other.
         let chunk = |c: usize| (0..8).flat_map(move |m| [(3 * c, m, 0), (3 * c + 1, m, 0)]);
         let slots: Vec<_> = chunk(0).chain(chunk(1)).collect();
         let whole: Vec<_> = slots.iter().map(|s| (s.0, s.1)).collect();

@@ -114,7 +114,7 @@ pub fn module(weight: &str) -> &str {
     weight.strip_suffix(".weight").unwrap_or(weight)
 }
 
-/// Whether a target is a module: by its whole name, or by its end behind a dot.
+/// Whether a target is a module: by its whole name, or by its end after a dot.
 fn is_target(target: &str, module: &str) -> bool {
     let ends = module.match_indices('.').map(|(dot, _)| &module[dot + 1..]);
     std::iter::once(module).chain(ends).any(|name| fits_pattern(target, name))

@@ -4,7 +4,7 @@
 //! [`ModelConfig`]; the defaults of these keys, and what no key says, are in the [`Features`](lockstep_config::Features) of its
 //! family.
 
-use crate::form::{Form, Side};
+use crate::form::{Form, FormInputs};
 use crate::further::further_tokens;
 use crate::latent::{Names, latent_qkv};
 use crate::mixture::{ExpertNames, Gated, gate, mixture};
@@ -26,12 +26,12 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
     let (batch, seq, context) = form.extents();
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
     let tokens = g.input(values::TOKENS, ids);
-    let side = Side::declare(&mut g, form);
+    let form_inputs = FormInputs::declare(&mut g, form);
     let decoder = Decoder {
         m,
         names,
         angles: rope_tables(&mut g, m, context),
-        side,
+        form_inputs,
         trains: matches!(form, Form::Loss { .. }),
         normal: Init::Normal { std: m.init_std as f32 },
         // Projections that write to the residual stream start smaller, so that its variance does not grow with depth.
@@ -45,14 +45,14 @@ pub(crate) fn build_named(m: &ModelConfig, form: Form, names: &ExpertNames) -> R
         x = decoder.layer(&mut g, x, layer)?;
     }
     g.enter_layer(None);
-    let x = decoder.side.wanted(&mut g, x)?;
+    let x = decoder.form_inputs.wanted(&mut g, x)?;
     let n = rms_norm(&mut g, m, x, ("final_norm", &["model.norm.weight"]), "n")?;
     let head = match m.tied_embeddings {
         true => table,
         false => matrix(&mut g, "head", table_dims, &decoder.normal, &["lm_head.weight"]),
     };
     let logits = g.op(Op::Linear, &[n, head], values::LOGITS)?[0];
-    decoder.side.finish(&mut g, logits)?;
+    decoder.form_inputs.finish(&mut g, logits)?;
     further_tokens(&mut g, &decoder, n, (table, head))?;
     Ok(g)
 }
@@ -62,7 +62,7 @@ pub(crate) struct Decoder<'a> {
     pub m: &'a ModelConfig,
     names: &'a ExpertNames,
     angles: BTreeMap<LayerRope, ValueId>,
-    pub side: Side,
+    pub form_inputs: FormInputs,
     trains: bool,
     pub normal: Init,
     to_residual: Init,
@@ -90,7 +90,7 @@ impl Decoder<'_> {
 
     /// A layer, which takes the residual stream `x` and gives it on.
     pub(crate) fn layer(&self, g: &mut Graph, x: ValueId, layer: usize) -> Result<ValueId, TypeError> {
-        let Self { m, names, angles, side, normal, to_residual, .. } = self;
+        let Self { m, names, angles, form_inputs, normal, to_residual, .. } = self;
         g.enter_layer(Some(layer));
         let heads = |axis, count| Section { axis, count, unit: m.head_dim };
         let q = heads(Axis::Heads, m.heads);
@@ -126,7 +126,7 @@ impl Decoder<'_> {
             }
         };
         if let Some(kind) = parts.rope {
-            qkv = side.rotate(g, qkv, angles[&kind], &at)?;
+            qkv = form_inputs.rotate(g, qkv, angles[&kind], &at)?;
         }
         if m.latent().is_none() && query_scale(m) != 1.0 {
             qkv = scale_queries(g, m, qkv, &at)?;
@@ -135,7 +135,7 @@ impl Decoder<'_> {
             let parts = [format!("model.layers.{layer}.self_attn.sinks")];
             exact_zeros(g, &at("sinks"), Dim::new(Axis::Heads, m.heads), &parts)
         });
-        let o = side.attend_with(g, qkv, (m.attention, parts.window), sinks, &at)?;
+        let o = form_inputs.attend_with(g, qkv, (m.attention, parts.window), sinks, &at)?;
         let w = matrix(g, &at("wo"), [self.embed(), Dim::packed([attended])], to_residual, &[hf("self_attn.o_proj")]);
         let mut delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         if m.architecture.features().block_bias {

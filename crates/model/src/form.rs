@@ -32,7 +32,7 @@ pub enum Form {
         /// Tokens that may be taken, of the vocabulary.
         known: usize,
     },
-    /// The loss of given tokens behind some new tokens of some texts, with the same cache.
+    /// The loss of given tokens after some new tokens of some texts, with the same cache.
     Score {
         /// Runs of new tokens. Several may be of one text: all keys and values are in the cache before any position looks at them.
         batch: usize,
@@ -82,7 +82,7 @@ impl Form {
 
 /// The inputs that a form has besides the tokens, and what an architecture leaves to them: positions, attention, the result.
 #[derive(Clone, Debug)]
-pub enum Side {
+pub enum FormInputs {
     /// Of [`Form::Loss`].
     Loss {
         /// The token that follows each position.
@@ -107,10 +107,10 @@ pub enum Side {
     },
 }
 
-/// What is asked of the logits behind new tokens.
+/// What is asked of the logits after new tokens.
 #[derive(Clone, Copy, Debug)]
 pub enum AskedLogits {
-    /// Those behind the last, and the most probable of so many tokens.
+    /// Those after the last, and the most probable of this many tokens.
     Last {
         /// Tokens that may be taken.
         known: usize,
@@ -121,7 +121,7 @@ pub enum AskedLogits {
     Targets(ValueId),
 }
 
-impl Side {
+impl FormInputs {
     /// Declares them.
     pub fn declare(g: &mut Graph, form: Form) -> Self {
         let batch = |n| Dim::new(Axis::Batch, n);
@@ -131,7 +131,7 @@ impl Side {
                 let mut numbers = |name| g.input(name, TensorType::new(DType::U32, [batch(b), seq(s)]));
                 let targets = numbers(names::TARGETS);
                 let starts = documents.then(|| numbers(names::DOCUMENT_STARTS));
-                Side::Loss { targets, starts, dropout: None }
+                FormInputs::Loss { targets, starts, dropout: None }
             }
             Form::NextToken { batch: b, positions, cache, .. } | Form::Score { batch: b, positions, cache } => {
                 let mut number = |name| g.input(name, TensorType::new(DType::U32, [batch(b)]));
@@ -142,14 +142,14 @@ impl Side {
                         g.input(names::TARGETS, TensorType::new(DType::U32, [batch(b), seq(positions)])),
                     ),
                 };
-                Side::NextToken { start, count, slot, cache, asked }
+                FormInputs::NextToken { start, count, slot, cache, asked }
             }
         }
     }
 
     /// The same with dropout at this rate. Generation has none.
     pub fn dropping(mut self, g: &mut Graph, rate: f64) -> Self {
-        if let Side::Loss { targets, dropout, .. } = &mut self
+        if let FormInputs::Loss { targets, dropout, .. } = &mut self
             && rate > 0.0
         {
             let batch = g.ty(*targets).dims[0].clone();
@@ -162,22 +162,22 @@ impl Side {
     /// Dropout, where there is any; `name` is the site.
     pub fn drop(&self, g: &mut Graph, x: ValueId, name: &str) -> Result<ValueId, TypeError> {
         match self {
-            Side::Loss { targets, dropout: Some((keys, rate)), .. } => {
+            FormInputs::Loss { targets, dropout: Some((keys, rate)), .. } => {
                 let (seq, site) = (g.ty(*targets).dims[1].size(), counter::key(0, name));
                 Ok(g.op(Op::Dropout { rate: *rate, site, seq }, &[x, *keys], name)?[0])
             }
-            Side::Loss { .. } | Side::NextToken { .. } => Ok(x),
+            FormInputs::Loss { .. } | FormInputs::NextToken { .. } => Ok(x),
         }
     }
 
     /// Adds to every position its row of a learned table.
     pub fn place(&self, g: &mut Graph, x: ValueId, table: ValueId, name: &str) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
-            Side::Loss { targets, starts, .. } => {
+            FormInputs::Loss { targets, starts, .. } => {
                 let seq = g.ty(*targets).dims[1].size();
                 (Op::AddPositions { seq }, *starts)
             }
-            Side::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
+            FormInputs::NextToken { start, .. } => (Op::AddPositionsAt, Some(*start)),
         };
         let inputs: Vec<ValueId> = [x, table].into_iter().chain(numbers).collect();
         Ok(g.op(op, &inputs, name)?[0])
@@ -192,8 +192,8 @@ impl Side {
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         let (op, numbers) = match self {
-            Side::Loss { starts, .. } => (Op::Rope { inverse: false }, *starts),
-            Side::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
+            FormInputs::Loss { starts, .. } => (Op::Rope { inverse: false }, *starts),
+            FormInputs::NextToken { start, .. } => (Op::RopeAt, Some(*start)),
         };
         let inputs: Vec<ValueId> = [qkv, angles].into_iter().chain(numbers).collect();
         Ok(g.op(op, &inputs, &at("rotated"))?[0])
@@ -220,7 +220,7 @@ impl Side {
         at: &dyn Fn(&str) -> String,
     ) -> Result<ValueId, TypeError> {
         match self {
-            Side::Loss { starts, .. } => {
+            FormInputs::Loss { starts, .. } => {
                 let inputs: Vec<ValueId> = [qkv].into_iter().chain(*starts).collect();
                 match method {
                     AttentionMethod::Flash => {
@@ -236,7 +236,7 @@ impl Side {
                     }
                 }
             }
-            Side::NextToken { start, count, slot, cache: shape, .. } => {
+            FormInputs::NextToken { start, count, slot, cache: shape, .. } => {
                 let (name, pages) = match window {
                     None => (names::PAGES, shape.pages),
                     Some(_) => (names::WINDOW_PAGES, shape.window_pages),
@@ -261,25 +261,25 @@ impl Side {
     /// The positions whose logits are used.
     pub fn wanted(&self, g: &mut Graph, x: ValueId) -> Result<ValueId, TypeError> {
         match self {
-            Side::NextToken { count, asked: AskedLogits::Last { several: true, .. }, .. } => {
+            FormInputs::NextToken { count, asked: AskedLogits::Last { several: true, .. }, .. } => {
                 Ok(g.op(Op::LastPosition, &[x, *count], "x_last")?[0])
             }
-            Side::NextToken { .. } | Side::Loss { .. } => Ok(x),
+            FormInputs::NextToken { .. } | FormInputs::Loss { .. } => Ok(x),
         }
     }
 
     /// Makes the graph yield what the form asks for.
     pub fn finish(&self, g: &mut Graph, logits: ValueId) -> Result<(), TypeError> {
         let output = match self {
-            Side::Loss { targets, .. } => {
+            FormInputs::Loss { targets, .. } => {
                 let value = g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0];
                 g.losses.push(Loss { value, weight: 1.0 });
                 value
             }
-            Side::NextToken { asked: AskedLogits::Targets(targets), .. } => {
+            FormInputs::NextToken { asked: AskedLogits::Targets(targets), .. } => {
                 g.op(Op::CrossEntropy, &[logits, *targets], names::LOSS)?[0]
             }
-            Side::NextToken { asked: AskedLogits::Last { known, .. }, .. } => {
+            FormInputs::NextToken { asked: AskedLogits::Last { known, .. }, .. } => {
                 let token = g.op(Op::Argmax { known: *known }, &[logits], names::NEXT)?[0];
                 g.outputs.push(token);
                 logits

@@ -3,20 +3,20 @@
 //! and output head are the model's. Their losses are added to that of training. Evaluation and generation are without it.
 
 use crate::decoder::{Decoder, rms_norm};
-use crate::form::Side;
+use crate::form::FormInputs;
 use crate::names as values;
 use crate::parameters::matrix;
 use lockstep_ir::graph::Loss;
 use lockstep_ir::{Axis, DType, Dim, Graph, Op, Section, TensorType, TypeError, ValueId};
 
-/// Adds the modules of a model behind `n`, the normed result of its layers. Their losses count `mtp_loss` together.
+/// Adds the modules of a model after `n`, the normed result of its layers. Their losses count `mtp_loss` together.
 pub(crate) fn further_tokens(
     g: &mut Graph,
     decoder: &Decoder,
     n: ValueId,
     (table, head): (ValueId, ValueId),
 ) -> Result<(), TypeError> {
-    let (m, Side::Loss { targets, .. }) = (decoder.m, &decoder.side) else { return Ok(()) };
+    let (m, FormInputs::Loss { targets, .. }) = (decoder.m, &decoder.form_inputs) else { return Ok(()) };
     let ids = TensorType { dtype: DType::U32, ..g.ty(*targets).clone() };
     let mut before = n;
     for depth in 1..=m.mtp_depth {

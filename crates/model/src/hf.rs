@@ -30,7 +30,7 @@ pub struct HfConfig {
     pub layers: usize,
     /// Positions that it was made for.
     pub context: usize,
-    /// How many modules behind the layers predict further tokens (MTP), where its files have them; no part of the table.
+    /// How many modules after the layers predict further tokens (MTP), where its files have them; no part of the table.
     pub further: usize,
     /// How its weights are quantised, if they are.
     pub quantised: Option<Quantised>,
@@ -351,7 +351,7 @@ pub fn is_transposed(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.transposed.iter().any(|end| name.ends_with(end)))
 }
 
-/// Whether checkpoints alternate between the two halves of this tensor's outputs: gate and up of an expert, where the graph has one behind the
+/// Whether checkpoints alternate between the two halves of this tensor's outputs: gate and up of an expert, where the graph has one after the
 /// other.
 pub fn is_interleaved(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.interleaved.iter().any(|end| name.ends_with(end)))
@@ -368,7 +368,7 @@ pub fn further_copies(model: &ModelConfig) -> Vec<(String, &'static str)> {
     (model.layers..model.layers + model.mtp_depth).flat_map(copies).collect()
 }
 
-/// Whether a tensor of a file is of a module behind the last layer that predicts further tokens (MTP).
+/// Whether a tensor of a file is of a module after the last layer that predicts further tokens (MTP).
 pub fn is_further_prediction(model: &ModelConfig, name: &str) -> bool {
     family(model).is_some_and(|family| family.mtp) && layer_of(name).is_some_and(|layer| layer >= model.layers)
 }

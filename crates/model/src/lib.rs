@@ -17,7 +17,7 @@ pub mod parameters;
 // An architecture reads the same inside this crate and outside.
 extern crate self as lockstep_model;
 
-pub use form::{AskedLogits, CacheShape, Form, Side};
+pub use form::{AskedLogits, CacheShape, Form, FormInputs};
 
 use lockstep_config::ModelConfig;
 use lockstep_ir::{Graph, TypeError};

@@ -1,4 +1,4 @@
-//! What stands behind attention in a layer: a gated MLP, or a mixture of experts.
+//! What follows attention in a layer: a gated MLP, or a mixture of experts.
 
 use crate::parameters::{bias_of_choice, exact_matrix, exact_zeros, expert_biases, matrix, stack};
 use lockstep_config::{Activation, ModelConfig};
@@ -14,7 +14,7 @@ pub(crate) struct ExpertNames {
     pub router: &'static str,
     /// The matrices of an expert: gate, up and down.
     pub matrices: [&'static str; 3],
-    /// Where the matrices of all experts are one tensor: gate and up, and down. Their biases are others, with `_bias` behind the name.
+    /// Where the matrices of all experts are one tensor: gate and up, and down. Their biases are others, with `_bias` after the name.
     pub together: Option<[&'static str; 2]>,
 }
 
@@ -24,7 +24,7 @@ impl ExpertNames {
         Self { block: "mlp", router: "gate", matrices: ["gate_proj", "up_proj", "down_proj"], together: None };
 }
 
-/// So many hidden units.
+/// This many hidden units.
 fn hidden(ffn: usize) -> Section {
     Section { axis: Axis::Ffn, count: ffn, unit: 1 }
 }
@@ -87,7 +87,7 @@ impl Gated<'_> {
 
 /// A mixture of experts: a router in f32 that chooses some of them for every token, and the weighted sum of what these give. What
 /// shared experts give, which are one MLP, is added to it; they work while rows are on their way to the ranks of their experts and
-/// back, so their parts stand behind the choice and behind what experts give.
+/// back, so their parts come after the choice and after what experts give.
 pub(crate) fn mixture(
     g: &mut Graph,
     x: ValueId,

@@ -411,7 +411,7 @@ fn layers_of_several_kinds_are_read_in_every_form() {
     ));
     assert_eq!(read(&write_config(m, BESIDE).unwrap()).1.model, config.model);
 
-    // SmolLM3: a list, or every so many layers.
+    // SmolLM3: a list, or every n-th layer.
     let rope = |fields: Value| read(&with("smollm3", fields)).1.model.rope_layers;
     assert_eq!(rope(json!({ "num_hidden_layers": 8 })), [1, 1, 1, 0]);
     assert_eq!(rope(json!({ "num_hidden_layers": 5, "no_rope_layer_interval": 2 })), [1, 0]);

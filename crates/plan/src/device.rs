@@ -24,9 +24,9 @@ const WIDEST_HEAD: usize = 256;
 pub trait Machine: Sync {
     /// Cores of its CPU, which ranks share.
     fn cores(&self) -> usize;
-    /// Whether it has a GPU for each of so many ranks, and what training there needs.
+    /// Whether it has a GPU for each of this many ranks, and what training there needs.
     fn has_gpus(&self, ranks: usize) -> bool;
-    /// What the compiler must know of a device that computes in these types, on so many threads of each rank.
+    /// What the compiler must know of a device that computes in these types, on this many threads of each rank.
     fn profile(&self, device: Target, threads: usize, precision: Precision) -> DeviceProfile;
 }
 

@@ -41,7 +41,7 @@ impl TimedWork<'_> {
 }
 
 impl Rates<'_> {
-    /// Gives `f` the training step of programs, each rank of which has so many threads.
+    /// Gives `f` the training step of programs, each rank of which has this many threads.
     pub fn timed<T>(
         self,
         programs: &[StepProgram],
@@ -75,7 +75,7 @@ impl Rates<'_> {
         })
     }
 
-    /// Seconds of a step of programs, each rank of which has so many threads.
+    /// Seconds of a step of programs, each rank of which has this many threads.
     pub(crate) fn step_s(self, programs: &[StepProgram], ranks: usize, threads: usize) -> Result<f64, SimError> {
         self.timed(programs, ranks, threads, |work| work.placed.price(&work.terms))
     }

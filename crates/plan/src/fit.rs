@@ -239,7 +239,7 @@ pub struct LargestMicroBatch {
 /// Micro-batches beyond this many sequences are not looked for.
 const MOST_SEQUENCES: usize = 1 << 16;
 
-/// The largest micro-batch that fits so many bytes of each rank, under every recompute policy: with as many micro-batches in a step as
+/// The largest micro-batch that fits this many bytes of each rank, under every recompute policy: with as many micro-batches in a step as
 /// the config has, whatever batch that makes, and of those that divide the config's own batch.
 pub fn largest_micro_batches(machine: &dyn Machine, config: &Config, bytes: u64) -> Result<Vec<LargestMicroBatch>> {
     let mut sizes = Sizes { machine, config, micro_batches: config.accumulation_steps(), estimators: BTreeMap::new() };

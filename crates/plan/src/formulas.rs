@@ -240,7 +240,7 @@ fn latent_matrices(latent: Option<LatentAttention>) -> &'static str {
     }
 }
 
-/// FLOPs of scores and of sums of values for a token that sees so many keys.
+/// FLOPs of scores and of sums of values for a token that sees this many keys.
 fn scores_of_layers(keys: &str, latent: Option<LatentAttention>) -> String {
     match latent {
         None => format!("12 · layers · {keys} · heads · head_dim"),
@@ -415,7 +415,7 @@ fn master_bytes(config: &Config) -> f64 {
     }
 }
 
-/// What states of matrices take less than in f32, with so many moments, where these and master weights are in fewer bits: `master` bytes of a
+/// What states of matrices take less than in f32, with this many moments, where these and master weights are in fewer bits: `master` bytes of a
 /// parameter are saved besides where weights are their own.
 pub(crate) fn fewer_bytes(config: &Config, moments: f64, master: f64) -> f64 {
     let saved =
@@ -495,7 +495,7 @@ fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let (normed, turned, text) = match m.qk_norm {
         QkNorm::Head => (q + k + v, heads + kv_heads, " + Q + 2 · KV, + 4 · (heads + kv_heads)"),
         QkNorm::Whole => (q + k, 2.0, " + Q + KV, + 4 · 2"),
-        // Latents before their norms and behind them.
+        // Latents before their norms and after them.
         QkNorm::None => {
             let (width, norms) = sizes.latents();
             let text = match norms as u8 {

@@ -70,7 +70,7 @@ impl CachePlan {
     }
 }
 
-/// Whole sequences, and the tokens left over behind them.
+/// Whole sequences, and the tokens left over after them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Sequences.
@@ -144,7 +144,7 @@ pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShap
         bytes[usize::from(window.is_some())] += of_rank * context.precision.compute.bytes() as u64;
         longest = longest.max(window);
     }
-    // What a window reaches behind the first of a chunk, the chunk, and the parts of pages at both ends.
+    // What a window reaches after the first of a chunk, the chunk, and the parts of pages at both ends.
     let window_blocks = longest.map_or(0, |w| ((w + chunk) / PAGE + 2).min(blocks));
     let full_blocks = if bytes[0] > 0 { blocks } else { 0 };
     let text = full_blocks as u64 * bytes[0] + window_blocks as u64 * bytes[1];

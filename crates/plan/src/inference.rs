@@ -77,7 +77,7 @@ pub struct DecodeBound {
     pub by_memory: bool,
 }
 
-/// Counts what generation of a model takes, for texts of so many tokens, half of them there on average where it counts.
+/// Counts what generation of a model takes, for texts of this many tokens, half of them there on average where it counts.
 pub fn inference_account(
     machine: &dyn Machine,
     config: &Config,

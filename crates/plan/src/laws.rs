@@ -20,13 +20,13 @@ impl ModelAndTokens {
         self.tokens / self.parameters
     }
 
-    /// What a budget of FLOPs buys at so many tokens per parameter.
+    /// What a budget of FLOPs buys at this many tokens per parameter.
     pub fn at_ratio(flops: f64, ratio: f64) -> Self {
         let parameters = (flops / (6.0 * ratio)).sqrt();
         Self { parameters, tokens: ratio * parameters }
     }
 
-    /// What a budget of FLOPs buys for a model of so many parameters.
+    /// What a budget of FLOPs buys for a model of this many parameters.
     pub fn of_size(flops: f64, parameters: f64) -> Self {
         Self { parameters, tokens: flops / (6.0 * parameters) }
     }
@@ -161,7 +161,7 @@ pub struct RampStep {
 }
 
 /// The batch ramp that a noise scale over tokens suggests: twice the batch whenever the noise scale has come to it, from a batch of
-/// so many sequences to the last of `tokens`. Empty where the noise scale does not grow.
+/// this many sequences to the last of `tokens`. Empty where the noise scale does not grow.
 pub fn batch_ramp(noise_sequences: &PowerLaw, first: usize, tokens: u64) -> Vec<RampStep> {
     const MOST: usize = 12;
     let mut ramp = Vec::new();

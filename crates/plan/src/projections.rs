@@ -100,7 +100,7 @@ pub(crate) fn projections(plan: &Plan, derived: &Graph, experts_per_token: usize
     Ok(sums.into_iter().map(row).collect())
 }
 
-/// What the rows of a weight, or the elements of its bias, are of: packed projections stand one behind the other.
+/// What the rows of a weight, or the elements of its bias, are of: packed projections stand one after the other.
 fn kinds(ty: &TensorType, beside_experts: bool) -> Vec<(Kind, usize)> {
     let axis = |dim: usize| ty.dims.get(dim).map(|dim| dim.sections[0].axis);
     let stacked = ty.dims.len() == 3 && axis(0) == Some(Axis::Experts);

@@ -79,7 +79,7 @@ const TP: &str = "tp before pp: it splits every matmul and, with sp, activations
 const PP: &str = "pp when a node is not enough: it sends only activations, so it may cross nodes, but leaves a bubble";
 const CP: &str = "cp last: it splits nothing but the sequence, for when the activations of one sequence do not fit";
 
-/// Walks the recipe for a config on so many GPUs: its layout, micro-batch and policy are found anew, the rest is the config's.
+/// Walks the recipe for a config on this many GPUs: its layout, micro-batch and policy are found anew, the rest is the config's.
 pub fn recipe(
     machine: &dyn Machine,
     config: &Config,

@@ -70,12 +70,12 @@ impl FailureRate {
         }
     }
 
-    /// Seconds of a save of so many bytes by so many nodes.
+    /// Seconds of a save of this many bytes by this many nodes.
     pub fn save_s(&self, bytes: u64, nodes: usize) -> f64 {
         bytes as f64 / (self.node_bytes_per_s * nodes as f64).min(self.bytes_per_s)
     }
 
-    /// The best interval of a run on so many nodes, whose saves take so long.
+    /// The best interval of a run on this many nodes, whose saves take so long.
     pub fn interval(&self, nodes: usize, save_s: f64) -> SaveInterval {
         SaveInterval::new(self.node_mtbf_s / nodes.max(1) as f64, save_s, self.restart_s)
     }
@@ -157,14 +157,14 @@ impl SaveInterval {
         Self { mtbf_s, save_s, restart_s, best_s, young_s, daly_s, lost }
     }
 
-    /// The interval in steps of so many seconds, at least one, and the share of time that it loses.
+    /// The interval in steps of this many seconds, at least one, and the share of time that it loses.
     pub fn steps(&self, step_s: f64) -> (u64, f64) {
         let steps = (self.best_s / step_s).round().max(1.0);
         (steps as u64, lost(self.mtbf_s, self.save_s, self.restart_s, steps * step_s))
     }
 }
 
-/// Bytes of a checkpoint of a run of so many parameters: master weights, or weights that are their own, and moments.
+/// Bytes of a checkpoint of a run of this many parameters: master weights, or weights that are their own, and moments.
 pub fn checkpoint_bytes(config: &Config, parameters: u64) -> u64 {
     let moments = optimizer(config).rule.most_moments() as f64;
     (4.0 * (1.0 + moments) * parameters as f64 - fewer_bytes(config, moments, 2.0)) as u64

@@ -10,7 +10,7 @@ use lockstep_plan::{
 };
 use std::collections::BTreeMap;
 
-/// A machine of so many cores, with a GPU or without.
+/// A machine of this many cores, with a GPU or without.
 struct Described {
     cores: usize,
     gpu: bool,

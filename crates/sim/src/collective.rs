@@ -3,7 +3,7 @@
 use crate::{Hardware, Terms};
 use lockstep_ir::{Axes, Collective, Coordinates, Mesh, MeshAxis};
 
-/// Buckets are as large as with so many ranks, at least.
+/// Buckets are as large as with this many ranks, at least.
 const LEAST_BUCKET_RANKS: f64 = 40.0;
 
 /// A group of ranks on nodes.
@@ -36,12 +36,12 @@ impl Group {
         Self { ranks: ranks.len(), on_a_node: most, nodes }
     }
 
-    /// So many ranks that lie on nodes one after the other.
+    /// This many ranks that lie on nodes one after the other.
     pub fn of_neighbours(ranks: usize, gpus_per_node: usize) -> Self {
         Self { ranks, on_a_node: ranks.min(gpus_per_node), nodes: ranks.div_ceil(gpus_per_node) }
     }
 
-    /// The first of its neighbours that share a part: groups of so many along the innermost axis.
+    /// The first of its neighbours that share a part: groups of this many along the innermost axis.
     pub fn sharers(self, sharers: usize) -> Self {
         let on_a_node = self.on_a_node.min(sharers);
         Self { ranks: sharers, on_a_node, nodes: sharers.div_ceil(on_a_node.max(1)) }
@@ -89,7 +89,7 @@ pub struct PlacedCollective {
 }
 
 impl PlacedCollective {
-    /// Of tensors of so many bytes in whole, over these axes.
+    /// Of tensors of this many bytes as a whole, over these axes.
     pub fn new(pattern: Collective, over: Axes, group: Group, bytes: u64, hardware: &Hardware) -> Self {
         let adapters = hardware.cluster.node_bytes_per_s / hardware.cluster.gpus_per_node as f64;
         Self {

@@ -12,7 +12,7 @@ pub enum Point {
     Receive(usize),
     /// Sends the next message into a channel: waits while as many as it holds have not been received.
     Send(usize),
-    /// Waits for all stages, and takes so many seconds together.
+    /// Waits for all stages, and takes this many seconds together.
     Meet(f64),
 }
 
@@ -54,7 +54,7 @@ struct Runner {
     /// How long it has waited in this slot.
     late: f64,
     waited: f64,
-    /// Whether it stands at a meeting that has counted it, and how many it has passed.
+    /// Whether it waits at a rendezvous that has counted it, and how many it has passed.
     counted: bool,
     meetings: usize,
 }
@@ -125,7 +125,7 @@ pub fn run_repeating(
 ) -> Result<Outcome> {
     let alike = repetitions.iter().all(|r| r.micro_batches == repetitions[0].micro_batches);
     let most = repetitions.iter().map(|r| r.count).min().filter(|_| alike && repetitions.len() == slots.len());
-    // What a slot waits for is at most so many periods back: a micro-batch passes all stages there and back.
+    // What a slot waits for is at most this many periods back: a micro-batch passes all stages there and back.
     let reach = 2 * slots.len() + 2;
     let mut kept = 3 * reach;
     while let Some(most) = most.filter(|most| kept + reach < *most) {
@@ -173,7 +173,7 @@ pub fn run(slots: &[&[usize]], segments: &[Vec<SegmentTime>], channels: &[Channe
     let mut runners: Vec<Runner> = slots.iter().map(runner).collect();
     let queue = |channel: &Channel| Messages { channel: *channel, arrivals: Vec::new(), taken: Vec::new() };
     let mut queues: Vec<Messages> = channels.iter().map(queue).collect();
-    // Of every meeting: how many have come, and when the last did.
+    // Of every rendezvous: how many have come, and when the last did.
     let mut meetings: Vec<(usize, f64)> = Vec::new();
     let mut recorded: Vec<Vec<f64>> = vec![Vec::new(); if record { slots.len() } else { 0 }];
     let mut ends = vec![0.0; slots.len()];
@@ -259,7 +259,7 @@ mod tests {
     /// By stage: the segments of its slots, their micro-batches, and how long segments take.
     type Stages = (Vec<Vec<usize>>, Vec<Vec<usize>>, Vec<Vec<SegmentTime>>);
 
-    /// Two stages under 1F1B: forward, backward, and the meeting at the end.
+    /// Two stages under 1F1B: forward, backward, and the rendezvous at the end.
     fn stages(micro_batches: usize, times: [f64; 4]) -> Stages {
         let [f0, b0, f1, b1] = times;
         let update = segment(0.5, &[(0.25, Point::Meet(0.1))]);
@@ -288,7 +288,7 @@ mod tests {
         let slots: Vec<&[usize]> = slots.iter().map(Vec::as_slice).collect();
         let channels = [Channel { copies: 2, seconds: 0.125 }; 2];
         let outcome = run(&slots, &segments, &channels, true).unwrap();
-        // F, message, F, B, message, B, then half of the update, the meeting and the other half.
+        // F, message, F, B, message, B, then half of the update, the rendezvous and the other half.
         let end = 1.0 + 0.125 + 1.5 + 2.5 + 0.125 + 2.0 + 0.25 + 0.1 + 0.25;
         assert_eq!((outcome.total, &outcome.ends[0]), (end, &vec![1.0, end - 0.6, end]));
         let expected = [0.125 + 1.5 + 2.5 + 0.125, 1.125 + 2.125];

@@ -1,4 +1,4 @@
-//! What other frameworks do otherwise, as data: the same programs are priced with it. What was fitted stands in the table of
+//! What other frameworks do otherwise, as data: the cost of the same programs is estimated with it. What was fitted stands in the table of
 //! constants, under the framework's name.
 
 use crate::{Result, SimError};

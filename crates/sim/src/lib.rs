@@ -2,7 +2,7 @@
 //! all pipeline stages.
 //!
 //! The fourth reader of a program, beside executors, verifier and `explain`. It prices instructions, and knows nothing of where
-//! programs come from. Another framework is a [`Framework`], data only: the same programs are priced with what it does otherwise.
+//! programs come from. Another framework is a [`Framework`], data only: the cost of the same programs is estimated with it.
 //! It does no I/O, reads no clock and no environment; data files that a user adds come as text.
 //!
 //! Preparing a program ([`Workload::new`]) is separate from pricing it ([`Placed::price`]), which takes

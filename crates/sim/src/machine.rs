@@ -1,4 +1,4 @@
-//! What was measured on one machine: how long its kernels and collectives take, by size. Programs for it are priced from
+//! What was measured on one machine: how long its kernels and collectives take, by size. The cost of programs for it is estimated from
 //! that instead of from the constants of the cost model.
 //!
 //! A profile is a list of measured points for each op and type. Between them the *share of the roofline bound* is interpolated, not
@@ -31,7 +31,7 @@ pub struct MachineProfile {
     pub settings: Vec<Setting>,
 }
 
-/// Measurements with so many ranks at work at once.
+/// Measurements with this many ranks at work at once.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Setting {
     /// Ranks that share the device.
@@ -69,7 +69,7 @@ pub struct MeasuredTimes<'a> {
 }
 
 impl MachineProfile {
-    /// The measurements that hold for so many ranks of so many CPU threads, or are nearest to them.
+    /// The measurements that hold for this many ranks of this many CPU threads, or are nearest to them.
     pub fn measured(&self, ranks: usize, threads: usize) -> Option<MeasuredTimes<'_>> {
         let times = |s: &Setting| if s.threads == 0 { 1.0 } else { s.threads as f64 / threads.max(1) as f64 };
         let far = |s: &Setting| times(s).log2().abs() + 0.5 * (s.ranks as f64 / ranks.max(1) as f64).log2().abs();
@@ -77,7 +77,7 @@ impl MachineProfile {
         Some(MeasuredTimes { name: &self.name, setting, factor: times(setting), exact: far(setting) == 0.0 })
     }
 
-    /// The measurements of so many ranks of so many threads, to be added to.
+    /// The measurements of this many ranks of this many threads, to be added to.
     pub fn setting_mut(&mut self, ranks: usize, threads: usize) -> Option<&mut Setting> {
         self.settings.iter_mut().find(|s| (s.ranks, s.threads) == (ranks, threads))
     }
@@ -161,7 +161,7 @@ impl Setting {
         }
     }
 
-    /// Seconds of a collective of so many ranks on tensors of so many bytes in whole.
+    /// Seconds of a collective of this many ranks on tensors of this many bytes as a whole.
     fn together(&self, pattern: Collective, ranks: usize, bytes: u64, unmeasured: &mut BTreeSet<String>) -> f64 {
         if ranks < 2 {
             return 0.0;
@@ -183,7 +183,7 @@ impl Setting {
         family.bound(size, self.peak(dtype), self.bytes_per_s, self.units)
     }
 
-    /// The same, where kernels that compute take so many times as long.
+    /// The same, where kernels that compute take this many times as long.
     pub fn computing_scaled(&self, times: f64) -> Self {
         let mut scaled = self.clone();
         for table in &mut scaled.tables {

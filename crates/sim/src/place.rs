@@ -331,7 +331,7 @@ impl<'a> Placed<'a> {
     }
 }
 
-/// Seconds of a kernel with the gap behind it, which is below 0 where clocks around kernels were measured with them.
+/// Seconds of a kernel with the gap after it, which is below 0 where clocks around kernels were measured with them.
 fn with_gap(seconds: f64, terms: &Terms) -> f64 {
     (seconds + terms.kernel_gap).max(0.25 * seconds)
 }
@@ -348,7 +348,7 @@ impl Ends {
         self.all.last().map_or(0.0, |(end, _)| *end)
     }
 
-    /// Another stream's collective starts, of so many seconds by itself: while both run each has half of the links, so that both end later by
+    /// Another stream's collective starts, of this many seconds by itself: while both run each has half of the links, so that both end later by
     /// what they share. Says how much that is.
     fn share(&mut self, start: f64, seconds: f64, mut marks: Option<&mut Vec<Mark>>) -> f64 {
         let shared = seconds.min(self.last() - start).max(0.0);

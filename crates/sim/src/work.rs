@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 pub enum Demand {
     /// Nothing: a view.
     Nothing,
-    /// Matmuls of equal extents, one behind the other.
+    /// Matmuls of equal extents, one after the other.
     Matmul {
         /// Rows of the output.
         rows: u64,

@@ -1,4 +1,4 @@
-//! The work of programs, as it is priced: instructions that ask the same are one demand, layers that ask the same one run.
+//! The work of programs, as cost estimates read it: instructions that ask the same are one demand, layers that ask the same one run.
 
 use crate::events::Repetition;
 use crate::work::{Demand, Kernel, meets};

@@ -46,7 +46,7 @@ impl EventFile {
             others.extend(name.strip_prefix(PREFIX).map(str::to_owned));
         }
         let last = others.iter().filter_map(|name| name.split('.').next()?.parse::<u64>().ok()).max();
-        // Behind all others, even if the clock was set back.
+        // After all others, even if the clock was set back.
         let second = (wall_time() as u64).max(last.unwrap_or(0));
         let path = folder.join(format!("{PREFIX}{second:010}.lockstep.{:06}", others.len()));
         let file = File::options().append(true).create_new(true).open(path)?;

@@ -53,7 +53,7 @@ impl RunPage {
         })
     }
 
-    /// The page as one file that needs nothing around it; `more` is HTML that stands behind the charts.
+    /// The page as one file that needs nothing around it; `more` is HTML that follows the charts.
     pub fn file(&self, more: &str) -> String {
         let runs: Vec<Value> = self.runs.iter().map(|run| merged(run.description(), run.status())).collect();
         let from = self.runs.iter().map(FollowedRun::first_step).fold(f64::INFINITY, f64::min);

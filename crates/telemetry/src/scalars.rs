@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 /// Calls `each` with the key and the value of every number of a JSON object, in their order. What is inside of an array or of
-/// another object has its index or key behind a slash: `rank_busy_s/3`. A null is a number that was not finite, and NaN here; text
+/// another object has its index or key after a slash: `rank_busy_s/3`. A null is a number that was not finite, and NaN here; text
 /// is left out.
 pub fn each_scalar(line: &str, each: &mut dyn FnMut(&str, f64)) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(line);
@@ -28,7 +28,7 @@ impl Scalars<'_> {
         Ok(())
     }
 
-    /// Reads a value whose key is this behind ours.
+    /// Reads a value whose key is this after ours.
     fn inside<R>(&mut self, name: fmt::Arguments<'_>, read: impl FnOnce(Scalars<'_>) -> R) -> R {
         let before = self.key.len();
         let slash = if before == 0 { "" } else { "/" };

@@ -80,7 +80,7 @@ const LARGE: [CalibrationModel; 12] = [
 const WINDOW: f64 = 0.7;
 const WARM: f64 = 0.7;
 
-/// The gap behind a kernel, which is below 0 where clocks around kernels were timed with them.
+/// The gap after a kernel, which is below 0 where clocks around kernels were timed with them.
 const LEAST_GAP: f64 = -1e-5;
 const MOST_GAP: f64 = 1e-5;
 
@@ -276,7 +276,7 @@ fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(
     Ok(())
 }
 
-/// By what kernels that compute take longer in steps, and the gap behind each kernel, as steps say whose parts these are: kernels that
+/// By what kernels that compute take longer in steps, and the gap after each kernel, as steps say whose parts these are: kernels that
 /// compute, others, and the number of kernels over the time of the step. Both are held back where steps say little.
 fn fitted(parts: &[[f64; 3]]) -> (f64, f64) {
     // A gap is told in units of 10 µs; a factor that is off by 1, or a gap of one unit, counts as 0.1% of every step, squared.

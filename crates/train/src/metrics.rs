@@ -53,7 +53,7 @@ pub struct StepMetrics {
     /// 1 where its update was skipped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<u8>,
-    /// Rows of tokens that found no place with their experts, in the step or in the validation behind it, where there were any:
+    /// Rows of tokens that found no place with their experts, in the step or in the validation after it, where there were any:
     /// `parallel.ep_bound` is too low.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows_beyond: Option<u64>,

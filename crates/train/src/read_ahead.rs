@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// A thread that reads micro-batch after micro-batch into buffers that were made with it, as far ahead as there are buffers.
 ///
 /// What is read depends on the index of a sample alone, so reading ahead changes no bit. Where the next micro-batch is not the one
-/// behind the last (a run that goes back), it begins anew there.
+/// after the last (a run that goes back), it begins anew there.
 pub(crate) struct ReadAhead {
     shared: Arc<Shared>,
     data: Arc<Sampler>,

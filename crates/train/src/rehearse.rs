@@ -195,7 +195,7 @@ pub fn check_beginnings(config: &Config) -> Result<Option<String>> {
 }
 
 /// Refuses places for checkpoints that cannot be written, or that one of `bytes` does not fit into; says what there is. Leaves nothing
-/// behind.
+/// after.
 pub fn check_places(config: &Config, run_dir: &Path, bytes: u64, warn: &mut dyn FnMut(&str)) -> Result<String> {
     let places = places(config, run_dir);
     for place in &places {

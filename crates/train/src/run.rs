@@ -101,7 +101,7 @@ impl Outcome {
     }
 }
 
-/// So many steps faster than the measured peak are no chance.
+/// This many steps faster than the measured peak are no chance.
 const STEPS_BEYOND_PEAK: u32 = 20;
 /// Sequences of a validation after which it is seen whether the run is to stop.
 const LOOK_EVERY: u64 = 16;
@@ -457,7 +457,7 @@ impl Run<'_> {
         self.batches.at(steps).first_sample * self.config.train.seq as u64
     }
 
-    /// Whether something that happens every so many steps, and after the last, happens after this many.
+    /// Whether something that happens at a fixed interval of steps, and after the last, happens after this step.
     fn due(&self, step: u64, every: u64) -> bool {
         step == self.config.train.steps || (every > 0 && step.is_multiple_of(every))
     }

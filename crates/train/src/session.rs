@@ -64,7 +64,7 @@ pub struct Session {
 }
 
 /// Sums of gradients in fixed point reach 2²⁶. A step whose sums leave that range is run again with a loss scale that is this
-/// factor smaller, up to so many times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
+/// factor smaller, up to N times: then the largest sums of f32 fit. Both are exact, and what is lost below the unit is
 /// less than 2⁻⁴⁰ of the largest sum.
 const NARROWER: f32 = 1.0 / (1 << 21) as f32;
 const NARROWINGS: usize = 5;
@@ -118,7 +118,7 @@ impl QueuedStep {
         Self(Queued::Done(result))
     }
 
-    /// Whether it has run already. Else another step may be queued behind it before its result is taken.
+    /// Whether it has run already. Else another step may be queued after it before its result is taken.
     pub fn is_done(&self) -> bool {
         matches!(self.0, Queued::Done(_))
     }
@@ -279,7 +279,7 @@ impl Session {
         self.finish(queued)
     }
 
-    /// Gives the executor a training step on these samples of the global order. `scalars` are those of a step with so many targets
+    /// Gives the executor a training step on these samples of the global order. `scalars` are those of a step with this many targets
     /// that count. At most two steps are queued at a time.
     pub fn queue_step(
         &mut self,
@@ -521,7 +521,7 @@ impl Session {
     }
 }
 
-/// The entry of a step of so many micro-batches.
+/// The entry of a step of this many micro-batches.
 fn entry(smaller: &[(usize, String)], micro_batches: usize) -> &str {
     let smaller = smaller.iter().find(|(count, _)| *count == micro_batches);
     smaller.map_or(StepProgram::TRAIN, |(_, entry)| entry)

@@ -177,7 +177,7 @@ impl Spikes {
     }
 }
 
-/// The median, and so many robust standard deviations.
+/// The median, and this many robust standard deviations.
 fn loss_limit(mut x: Vec<f64>, z: f64) -> f32 {
     let center = median(&mut x);
     x.iter_mut().for_each(|x| *x = (*x - center).abs());

@@ -127,7 +127,7 @@ fn training_drops_and_evaluation_does_not() {
         let inputs = program.tensors.iter().filter(|t| t.name == names::DROPOUT_KEYS).count();
         (segment.instrs.iter().filter(|i| i.op.name() == "dropout").count(), inputs)
     };
-    // Behind the embedding, and twice in each of four layers; backward once more.
+    // After the embedding, and twice in each of four layers; backward once more.
     for segment in ["forward", "backward"] {
         assert_eq!(dropouts(GPT2_DROPOUT, segment), (9, 1));
         assert_eq!(dropouts(GPT2, segment), (0, 0));

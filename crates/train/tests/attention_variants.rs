@@ -16,12 +16,12 @@ const MISTRAL: &str = "architecture = \"mistral\"\nsliding_window = 5";
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4";
 const QWEN3_MOE: &str =
     "architecture = \"qwen3_moe\"\nexperts = 6\nexperts_per_token = 3\nexpert_ffn = 24\nnorm_topk = false";
-/// Shared experts behind a dense layer, and DeepSeek-V3's router, whose biases move.
+/// Shared experts after a dense layer, and DeepSeek-V3's router, whose biases move.
 const DOTS1: &str = "architecture = \"dots1\"\nexperts = 6\nexpert_ffn = 24\ndense_layers = 1\nexpert_groups = 3\n\
     expert_top_groups = 2\nrouter_scale = 1.5\nbalance_bias = 0.001";
 /// Norms over all of Q and K, of which tensor-parallel ranks have parts.
 const OLMOE: &str = "architecture = \"olmoe\"\nexperts = 5";
-/// Norms behind blocks alone; the same with windows, and a scaled RoPE of layers without one.
+/// Norms after blocks alone; the same with windows, and a scaled RoPE of layers without one.
 const OLMO2: &str = "architecture = \"olmo2\"";
 const OLMO3: &str = "architecture = \"olmo3\"\nsliding_window = 5\n\
     rope_scaling = { type = \"yarn\", factor = 4.0, original_context = 8 }";
@@ -90,7 +90,7 @@ fn compared(config: &Config) -> Vec<Comparison> {
     compared_some(config, 1)
 }
 
-/// On every so many of the layouts.
+/// On every n-th of the layouts.
 fn compared_some(config: &Config, every: usize) -> Vec<Comparison> {
     common::check_layouts(config, &LAYOUTS.into_iter().step_by(every).collect::<Vec<_>>())
 }

@@ -66,7 +66,7 @@ fn run(config: &Config, shape: GenerationShape, requests: &[TextRequest]) -> (BT
     (all, batch.counts())
 }
 
-/// Texts at once, in a cache of so many texts' pages, against each alone.
+/// Texts at once, in a cache of this many texts' pages, against each alone.
 fn check(model: &str, rest: &str) {
     let config = config(model, rest);
     let requests = requests(24);

@@ -83,7 +83,7 @@ fn difference(a: &[f64], b: &[f64]) -> f64 {
 
 #[test]
 fn a_document_in_a_packed_sequence_has_the_losses_that_it_has_alone() {
-    // The second document begins inside a tile, at its border, and behind several; the last token only predicts.
+    // The second document begins inside a tile, at its border, and after several; the last token only predicts.
     let cuts = [(150, 131), (128, 60), (5, 300), (290, 1)];
     for (model, (first, second)) in [LLAMA, GPT2].into_iter().flat_map(|m| cuts.map(|cut| (m, cut))) {
         let token_losses = |tokens: &[u32], starts: Option<&[u32]>| token_losses(model, tokens, starts);

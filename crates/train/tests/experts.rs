@@ -15,7 +15,7 @@ use safetensors::SafeTensors;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// DeepSeek-V3's experts behind a dense layer.
+/// DeepSeek-V3's experts after a dense layer.
 const DOTS1: &str = "[model]\narchitecture = \"dots1\"\nvocab_size = 259\nlayers = 4\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 48\n\
     expert_ffn = 12\nexperts = 6\nexperts_per_token = 2\nshared_experts = 1\ndense_layers = 1\nrouter_scale = 1.5\n\
     expert_groups = 3\nexpert_top_groups = 2\nbalance_loss = 0.0\nbalance_bias = 0.01\n";

@@ -72,7 +72,7 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
         offload: Offload::default(),
     };
     let mut forward = lockstep_model::build(&config.model, 1, SEQ).unwrap();
-    // Logits that somebody wants are not fused away.
+    // Logits that are read are not fused away.
     let logits = forward.values.iter().position(|v| v.name == names::LOGITS).unwrap();
     forward.outputs.push(lockstep_ir::ValueId(logits));
     let program = compile(&forward, &context).unwrap().programs.swap_remove(0);

@@ -1,4 +1,4 @@
-//! Values that are given up and computed again: the same bits under every policy and layout, fewer bytes, more FLOPs.
+//! Values that are recomputed, not saved: the same bits under every policy and layout, fewer bytes, more FLOPs.
 
 use lockstep_compile::Recompute;
 use lockstep_config::Config;

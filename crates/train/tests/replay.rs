@@ -71,7 +71,7 @@ enum Of {
     Mixtral,
 }
 
-/// Everything else: a name, the models, and lines for `[train]` and the tables behind it.
+/// Everything else: a name, the models, and lines for `[train]` and the tables after it.
 const WAYS: [(&str, Of, &str); 62] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),

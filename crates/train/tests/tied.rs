@@ -13,7 +13,7 @@ const BATCH: usize = 2;
 const SEQ: usize = 8;
 
 /// Four layers between an embedding and the head that is tied to it. The table is looked up again where `uses` says: before the
-/// layers (`b`), behind them (`e`).
+/// layers (`b`), after them (`e`).
 fn model(uses: &str) -> Graph {
     let mut g = Graph::new();
     let (vocab, embed) = (Dim::new(Axis::Vocab, VOCAB), Dim::new(Axis::Embed, 8));

@@ -215,7 +215,7 @@ fn collectives_of_two_streams_that_touch_the_same_bytes_wait_for_each_other() {
     let next = first + 1 + forward.instrs[first + 1..].iter().position(is_shift).unwrap();
     assert!(forward.instrs[next].waits.is_empty() && forward.instrs[next].stream == Stream::Communication);
     forward.instrs[next].stream = Stream::Exchange;
-    // A kernel behind it waits for the stream on which it was.
+    // A kernel after it waits for the stream on which it was.
     let waiting = forward.instrs.iter_mut().filter(|i| i.waits.contains(&next));
     waiting.for_each(|i| i.waits.push(first));
     let refused = verify::program(&p, ALIGNMENT).unwrap_err().to_string();

@@ -219,7 +219,7 @@ impl WeightsFolder {
             .map_err(|error| wrong(format!("not the JSON that is expected: {error}")))
     }
 
-    /// Reads a file of a folder, of at most so many bytes, which is not a link to somewhere else.
+    /// Reads a file of a folder, of at most this many bytes, which is not a link to somewhere else.
     pub fn bytes(path: &Path, name: &str, most: u64) -> Result<Vec<u8>> {
         let (file, length) = open_inside(path, name)?;
         if length > most {

@@ -118,7 +118,7 @@ impl TensorCopy {
         shape
     }
 
-    /// How many matrices of so many rows and columns it is in the source, where rows change their order; none where they do not.
+    /// How many matrices of this many rows and columns it is in the source, where rows change their order; none where they do not.
     fn matrices(&self) -> Option<(usize, [usize; 2])> {
         match (self.interleaved, self.transposed, &self.source_shape()[..]) {
             (Interleaved::Alike, false, _) => None,

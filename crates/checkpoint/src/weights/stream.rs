@@ -146,7 +146,7 @@ fn rearrange<const W: usize>(matrix: &mut Vec<u8>, [rows, columns]: [usize; 2], 
     }
 }
 
-/// Rows of so many bytes in another order: each is the one that `of` says. An odd number of rows has no halves, and stays.
+/// Rows of this many bytes in another order: each is the one that `of` says. An odd number of rows has no halves, and stays.
 fn permute(matrix: &mut Vec<u8>, bytes: usize, rows: usize, of: impl Fn(usize) -> usize) {
     if !rows.is_multiple_of(2) || rows == 0 {
         return;

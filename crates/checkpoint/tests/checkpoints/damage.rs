@@ -47,7 +47,7 @@ fn a_flipped_byte_anywhere_is_noticed() {
         let path = newest.join(file);
         let whole = fs::read(&path).unwrap();
         for position in 0..whole.len() {
-            // 0x20 changes the case of letters, 0x2a turns a blank into a line end: neither hides behind JSON.
+            // 0x20 changes the case of letters, 0x2a turns a blank into a line end: JSON hides neither.
             for flip in [0x01, 0x20, 0x2a, 0xff] {
                 let mut flipped = whole.clone();
                 flipped[position] ^= flip;

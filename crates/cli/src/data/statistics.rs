@@ -94,7 +94,7 @@ fn of_split(split: &SplitSummary) -> SplitStatistics {
     }
 }
 
-/// The share of each corpus after so many tokens.
+/// The share of each corpus after this many tokens.
 fn mixture(corpora: &[CorpusStatistics], tokens: u64) -> String {
     let weight = |corpus: &CorpusStatistics| {
         let later = corpus.schedule.iter().rev().find(|later| later.tokens <= tokens);

@@ -20,11 +20,11 @@ use std::time::Duration;
 
 /// How long processes wait for each other.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Up to so many ranks every link is measured and shown; of more, those to the next rank and to the first.
+/// Up to this many ranks every link is measured and shown; of more, those to the next rank and to the first.
 const ALL_LINKS: usize = 8;
 /// Clocks that differ by more make times in logs of several hosts misleading.
 const CLOCKS: f64 = 1.0;
-/// A link that is so many times slower than the median stands out.
+/// A link that is this many times slower than the median stands out.
 const SLOW: f64 = 4.0;
 
 const PLACE: ProgramPlace = ProgramPlace { op: "doctor", layer: None, micro_batch: 0 };

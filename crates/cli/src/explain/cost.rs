@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 #[derive(clap::Args)]
 pub struct CostArgs {
-    /// Also estimate the cost of a whole run of so many tokens; K, M, B and T stand for powers of ten: 15T.
+    /// Also estimate the cost of a whole run of this many tokens; K, M, B and T stand for powers of ten: 15T.
     #[arg(long, value_name = "COUNT")]
     tokens: Option<String>,
     /// The accelerator to plan for, one for each rank: whether the step fits, how long it takes, and with --tokens the GPU-days.

@@ -17,7 +17,7 @@ const LEFT: f64 = 76.0;
 const RIGHT: f64 = 1376.0;
 const TOP: f64 = 112.0;
 
-/// Beyond so many messages, lines between the rows would hide them; beyond so many slots, each is drawn without its name.
+/// Beyond this many messages, lines between the rows would hide them; beyond this many slots, each is drawn without its name.
 const MOST_MESSAGES: usize = 400;
 const MOST_NAMES: usize = 4000;
 

@@ -172,7 +172,7 @@ impl Asked<'_> {
                 false,
             ),
             ("weak scaling: as many sequences for every GPU".to_owned(), weak, false),
-            (format!("sequence length, {}, as many tokens a step", gpus(self.gpus)), sequence, true),
+            (format!("sequence length, {}, the same number of tokens per step", gpus(self.gpus)), sequence, true),
         ];
         for (title, curve, by_length) in sections {
             text.push('\n');
@@ -258,9 +258,10 @@ impl Asked<'_> {
                 .push(Chart::new("micro-batch: memory", "micro-batch (sequences)", "GiB", bytes).linear().limit(room));
         }
         let seq: fn(&Point) -> f64 = |p| p.seq as f64;
-        let long = vec![Series::new("as many tokens a step", of(sequence, seq, |p| p.tokens_per_s_per_gpu))];
+        let long =
+            vec![Series::new("the same number of tokens per step", of(sequence, seq, |p| p.tokens_per_s_per_gpu))];
         charts.push(Chart::new("sequence: throughput", "sequence (tokens)", "tokens/s per GPU", long).linear());
-        let long = vec![Series::new("as many tokens a step", of(sequence, seq, memory))];
+        let long = vec![Series::new("the same number of tokens per step", of(sequence, seq, memory))];
         charts.push(Chart::new("sequence: memory", "sequence (tokens)", "GiB", long).linear().limit(room));
         let cost: (fn(&Point) -> f64, &str) = match self.price {
             Some(_) => (|p| p.cost.unwrap_or(0.0), "cost"),

@@ -40,7 +40,7 @@ pub(super) fn show(
     format.print(value, || as_text(&walked, config, hardware, room, tokens))
 }
 
-/// The MFU that the recipe of a config comes to on so many GPUs, or as many as its layout has ranks.
+/// The MFU that the recipe of a config comes to on this many GPUs, or as many as its layout has ranks.
 pub(super) fn mfu(config: &Config, hardware: &Hardware, gpus: Option<u64>) -> Result<f64> {
     let gpus = gpus.map_or(config.layout().mesh.ranks(), |gpus| gpus as usize);
     let walked = recipe(&Devices::of(config), config, gpus, hardware, &Room::of(&hardware.gpu), &|_, _| {})?;

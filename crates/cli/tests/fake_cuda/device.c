@@ -133,7 +133,7 @@ static void append(struct entry entry) {
     if (entry.kind == WAIT)
         entry.version = entry.event->version;
     if (!s) {
-        /* The stream that has no name is never behind. */
+        /* The stream that has no name never lags. */
         run(&entry);
         return;
     }

@@ -186,7 +186,7 @@ static uint64_t post_collective(struct comm *comm, const struct ask *ask) {
         call->rank = comm->rank;
         s->known = at + 1;
     } else if (s->known - at > CALLS) {
-        fail(s, "rank %d is more than %d collectives behind", comm->rank, CALLS);
+        fail(s, "rank %d lags by more than %d collectives", comm->rank, CALLS);
     } else if (strcmp(call->function, ask->function) || call->type != ask->type || call->count != ask->count) {
         fail(s, "collective %llu is %s of %llu of type %d on rank %d and %s of %llu of type %d on rank %d", (unsigned long long)at,
              call->function, (unsigned long long)call->count, call->type, call->rank, ask->function, (unsigned long long)ask->count,

@@ -4,7 +4,7 @@ use lockstep_ir::graph::{Loss, Parameter, State};
 use lockstep_ir::program::Segment;
 use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, StepProgram, TensorType, ValueId, Workspace};
 
-/// An MLP with biases and GELU behind a norm, and a head, for a device that fuses these.
+/// An MLP with biases and GELU after a norm, and a head, for a device that fuses these.
 fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
     let (_, mut context) = small_model();
     let mut g = Graph::new();
@@ -80,7 +80,7 @@ fn what_is_done_as_one_stands_side_by_side() {
         shown(&program, "forward"),
         "embedding layer_norm (linear add_bias gelu) (linear add_bias) linear_cross_entropy"
     );
-    // The gradient of the GELU stood behind that of the weight.
+    // The gradient of the GELU followed that of the weight.
     assert_eq!(
         shown(&program, "backward"),
         "bias_grad (linear_grad_input gelu_grad) linear_grad_weight bias_grad linear_grad_input linear_grad_weight \

@@ -6,7 +6,7 @@ use lockstep_ir::graph::Parameter;
 use lockstep_ir::schedule::{Generator, PipeRank, PipeSlot};
 use lockstep_ir::{Axis, DType, Dim, Init, Layout, Mesh, MeshAxis, Schedule, TensorType};
 
-/// Weight gradients of two micro-batches behind the input gradients of both.
+/// Weight gradients of two micro-batches after the input gradients of both.
 struct Late;
 
 impl Generator for Late {
@@ -24,7 +24,7 @@ fn lowered(schedule: Schedule) -> Unplaced {
     lowered_for(Layout { schedule, ..Layout::single(2) }, &[])
 }
 
-/// The small model in two layers with two matmuls in the first, behind all passes.
+/// The small model in two layers with two matmuls in the first, after all passes.
 fn with_matmuls(layout: Layout) -> (Graph, Context) {
     let (mut g, context) = small_model();
     let n1 = g.nodes[1].outputs[0].unwrap();

@@ -2,7 +2,7 @@
 //!
 //! Gradients are those of the weighted *sum* of token losses; the optimizer divides by the counted targets of the global batch,
 //! so no micro-batch needs to know of the others. Nodes that the layer below waits for are tagged B, weight gradients W;
-//! each W stands right behind the B that feeds it. Every use of a parameter gets an accumulator of its own (those of a
+//! each W directly follows the B that feeds it. Every use of a parameter gets an accumulator of its own (those of a
 //! tied table are added once, by the optimizer pass), named `grad.<parameter>`, `grad.<parameter>.2` and so on.
 //!
 //! In f16, and where gradients are summed in fixed point, they start with the step's loss scale instead of 1; the optimizer

@@ -53,7 +53,7 @@ pub(super) fn experts(graph: &Graph, context: &Context) -> Result<Graph, TypeErr
     Ok(g)
 }
 
-/// Matmuls of rows that experts are chosen for, by the node behind which there is both: the rows, and the choice.
+/// Matmuls of rows that experts are chosen for, by the node after which there is both: the rows, and the choice.
 fn senders(nodes: &[Node]) -> BTreeMap<usize, Vec<Node>> {
     let made = |v: &ValueId| nodes.iter().position(|node| node.outputs.contains(&Some(*v)));
     let mut senders: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
@@ -209,7 +209,7 @@ mod tests {
         sharded_with(layout, false)
     }
 
-    /// One layer of four experts between an embedding and a head, with an expert that all tokens share or without, behind the passes
+    /// One layer of four experts between an embedding and a head, with an expert that all tokens share or without, after the passes
     /// up to ZeRO.
     fn sharded_with(layout: &str, shared: bool) -> Graph {
         sharded_in(layout, shared, (2, 6), Precision::FP32)

@@ -65,7 +65,7 @@ pub enum Stays {
     Edge,
     /// It has fewer weights on a rank than a device gains from.
     Small {
-        /// So many.
+        /// This many.
         weights: usize,
         /// Where the gain begins.
         fewest: usize,
@@ -122,7 +122,7 @@ fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize
     })
 }
 
-/// Rows of tokens that a rank multiplies; of blocks those that lie behind each other in a sequence.
+/// Rows of tokens that a rank multiplies; of blocks those that follow each other in a sequence.
 fn rows(x: &TensorType, layout: &Layout, fine: Option<Fine>) -> Option<usize> {
     let axes: Vec<Axis> = x.dims.iter().map(|d| d.sections[0].axis).collect();
     let [Axis::Batch, Axis::Seq, _] = axes[..] else { return None };
@@ -241,7 +241,7 @@ pub(super) mod tests {
         (g, context)
     }
 
-    /// The same behind autodiff, with layers of so many weights in fp8.
+    /// The same after autodiff, with layers of this many weights in fp8.
     fn behind_fp8(fewest: usize, rows: usize) -> Graph {
         let (g, mut context) = graph(rows, "dp=1");
         context.precision.fp8 = Some(Fp8 { weights: Some(fewest), ..Fp8::default() });

@@ -76,10 +76,10 @@ pub const TRAINING_PASSES: [Pass; 11] =
 /// bits.
 pub const FORWARD_PASSES: [Pass; 5] = [FUSE, PRECISION, BYTES, EXPERTS, FP8];
 
-/// Those that what runs forward only takes behind [`FORWARD_PASSES`], without what nothing reads.
+/// Those that what runs forward only takes after [`FORWARD_PASSES`], without what nothing reads.
 pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];
 
-/// The passes of a training step behind this one.
+/// The passes of a training step after this one.
 pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
     TRAINING_PASSES.into_iter().skip_while(|p| p.name != pass.name).skip(1)
 }
@@ -147,7 +147,7 @@ pub(crate) mod tests {
         )
     }
 
-    /// The small model behind the first passes, for two sequences of `seq` to each rank that has its own, and its context in a layout.
+    /// The small model after the first passes, for two sequences of `seq` to each rank that has its own, and its context in a layout.
     pub fn derived(layout: Layout, seq: usize) -> (Graph, Context) {
         let (g, context) = small_model_of(2 * layout.mesh.size(Axes::SEQUENCES), seq);
         let context = Context { layout, ..context };
@@ -167,7 +167,7 @@ pub(crate) mod tests {
         wanted.map(|line| short(line) + "\n").collect()
     }
 
-    /// The small model in two layers, behind all passes, and its context in a layout.
+    /// The small model in two layers, after all passes, and its context in a layout.
     pub fn two_layers(layout: Layout) -> (Graph, Context) {
         let (mut g, context) = small_model();
         [(1, 0), (2, 0), (3, 1), (4, 1)].into_iter().for_each(|(n, layer)| g.nodes[n].layer = Some(layer));

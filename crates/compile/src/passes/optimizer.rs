@@ -94,7 +94,7 @@ fn gradients(g: &mut Graph, context: &Context) -> Result<Vec<Trained>, TypeError
     Ok(trained)
 }
 
-/// Adds the accumulators of several uses, one behind the other, and returns the sum after each.
+/// Adds the accumulators of several uses, one after the other, and returns the sum after each.
 fn add_uses(g: &mut Graph, uses: &[ValueId], suffix: &str, phase: Phase) -> Result<Vec<ValueId>, TypeError> {
     let name = format!("{}.{suffix}", g.get(uses[0]).name);
     let mut sums: Vec<ValueId> = Vec::new();
@@ -119,7 +119,7 @@ fn copies(g: &Graph, context: &Context, uses: &[ValueId]) -> Result<usize, TypeE
         n.outputs.iter().flatten().any(into)
     };
     let held: BTreeSet<usize> = g.nodes.iter().zip(layers).filter(|(n, _)| sums(n)).map(|(_, layer)| layer).collect();
-    // At both ends: an embedding and the head that is tied to it, or layers behind the head that use them too.
+    // At both ends: an embedding and the head that is tied to it, or layers after the head that use them too.
     let behind = stage::first_behind_head(g).unwrap_or(last);
     match held.len() <= 1 || held.iter().all(|layer| *layer == 0 || *layer >= behind) {
         true => {

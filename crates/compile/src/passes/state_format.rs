@@ -24,7 +24,7 @@ impl StateFormat {
         }
         let exact = matches!(&g.get(w).source, Source::State(State::Parameter(p)) if p.exact);
         let positions = ty.dims.iter().flat_map(|d| &d.sections).any(|s| s.axis == Axis::Seq);
-        // Biases of experts are vectors, one behind the other.
+        // Biases of experts are vectors, one after the other.
         let biases = ty.dims.len() == 2 && ty.dims[0].sections[0].axis == Axis::Experts;
         if exact || positions || biases || ty.dims.len() < 2 || ty.elements() < LEAST || is_looked_up(g, w) {
             return plain;
@@ -92,7 +92,7 @@ mod tests {
     use lockstep_ir::graph::Parameter;
     use lockstep_ir::{Dim, Init, TensorType};
 
-    /// The formats of moments and of master weights behind all passes: of a table, a norm, two matrices between `row` and 256 features, and a small
+    /// The formats of moments and of master weights after all passes: of a table, a norm, two matrices between `row` and 256 features, and a small
     /// head.
     fn formats(layout: &str, row: usize) -> Vec<String> {
         let layout: lockstep_ir::Layout = layout.parse().unwrap();

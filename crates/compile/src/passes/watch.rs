@@ -51,7 +51,7 @@ mod tests {
     use crate::settings::{Fp8, Fp8Scaling, Recompute};
     use lockstep_ir::Graph;
 
-    /// Two matmuls behind all passes, recomputed, on two ranks.
+    /// Two matmuls after all passes, recomputed, on two ranks.
     fn trained(scaling: Fp8Scaling) -> Graph {
         let (g, mut context) = graph(64, "dp=2");
         context.precision.fp8 = Some(Fp8 { weights: Some(0), scaling, ..Fp8::default() });

@@ -8,7 +8,7 @@ use lockstep_ir::graph::Node;
 use lockstep_ir::op::Norm;
 use lockstep_ir::{Axis, Graph, Op, TypeError, ValueId};
 
-/// Rewrites the norms that so many tensor-parallel ranks share.
+/// Rewrites the norms that this many tensor-parallel ranks share.
 pub(super) fn split_norms(g: &mut Graph, tp: usize) -> Result<(), TypeError> {
     for node in std::mem::take(&mut g.nodes) {
         match (node.op, node.inputs.first().and_then(|x| shared_width(g, *x, tp))) {

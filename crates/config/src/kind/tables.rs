@@ -145,7 +145,7 @@ fn tables<'a, 'b>(
     })
 }
 
-/// Values that count from so many tokens on, in the order of these. `what` they are: all of a key, and one list of them.
+/// Values that count from this many tokens on, in the order of these. `what` they are: all of a key, and one list of them.
 fn read_by_tokens(
     reading: Reading<'_>,
     (kind, keys): (Kind, &[(&str, Kind); 2]),

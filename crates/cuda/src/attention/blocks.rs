@@ -23,7 +23,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// The same block with another behind it, where they are one.
+    /// The same block with another after it, where they are one.
     fn joined(&self, next: &Block) -> Option<Block> {
         let (rows, columns) = ((self.query, self.queries), (self.key, self.keys));
         let (more_rows, more_columns) = ((next.query, next.queries), (next.key, next.keys));

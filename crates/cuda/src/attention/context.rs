@@ -213,7 +213,7 @@ pub unsafe fn grad(call: Call, wide: bool) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Log-sum-exps of a block's queries, one behind the other.
+/// Log-sum-exps of a block's queries, one after the other.
 unsafe fn statistics(
     call: Call,
     shape: &AttentionShape,
@@ -227,7 +227,7 @@ unsafe fn statistics(
     unsafe { call.plain(("context", "block_statistics"), grid, 256, args) }
 }
 
-/// Rows of so many elements.
+/// Rows of this many elements.
 #[derive(Clone, Copy)]
 struct Matrix {
     rows: usize,

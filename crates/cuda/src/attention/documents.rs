@@ -40,7 +40,7 @@ pub fn grad_scratch(compute: DType) -> Workspace {
     }
 }
 
-/// Bytes behind dQ in f32 per element of a packed row: atomic additions come in tiles of rows, the last of which ends behind it.
+/// Bytes after dQ in f32 per element of a packed row: atomic additions come in tiles of rows, the last of which ends after it.
 const GUARD: u64 = 4 * 256;
 
 /// Where things are in the scratch of a backward pass.

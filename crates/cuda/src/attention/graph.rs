@@ -162,7 +162,7 @@ impl Graph {
         }
     }
 
-    /// dK or dV: where K and V are, or one behind the other.
+    /// dK or dV: where K and V are, or one after the other.
     fn key_gradients(&mut self, e: i64, place: Storage) -> Result<TensorId, CudaError> {
         match self.parts {
             None => self.keys(e, false, place),
@@ -205,7 +205,7 @@ impl Graph {
         self.g.matmul(a, b, c, sizes)
     }
 
-    /// Scores with those of positions behind the end of a document at −∞.
+    /// Scores with those of positions after the end of a document at −∞.
     fn padded(&mut self, x: TensorId) -> Result<TensorId, CudaError> {
         let Some(Documents { lengths, .. }) = self.documents else { return Ok(x) };
         let (row, column) = self.indices(x, Data::Int32)?;
@@ -308,7 +308,7 @@ fn forward(cudnn: &Cudnn, shape: &AttentionShape) -> Result<Builder, CudaError> 
     g.g.pointwise(Pointwise::Add, (max, Some(log), None), stats)?;
     let p = g.scores(g.data)?;
     g.g.pointwise(Pointwise::Div, (exp, Some(sum), None), p)?;
-    // Of a block, one behind the other.
+    // Of a block, one after the other.
     let o = g.rows(id::O, g.s)?;
     g.matmul(p, v, o, Product::OverKeys)?;
     Ok(g.g)

@@ -20,7 +20,7 @@ pub(crate) const SLACK: u64 = 1 << 20;
 /// How many heads Q and K have, and how wide those of Q and K and of V are.
 pub(crate) const HEADS: [&str; 4] = ["heads", "kv_heads", "head_dim", "value_dim"];
 
-/// Whether the library may take heads of so many elements, multiples of `step`.
+/// Whether the library may take heads of this many elements, multiples of `step`.
 fn takes_heads(e: usize, v: usize, step: usize) -> bool {
     [e, v].iter().all(|n| n.is_multiple_of(step) && *n <= 256)
 }
@@ -305,7 +305,7 @@ impl Plans {
         self.shapes(bound, parted)?.into_iter().map(plan).collect()
     }
 
-    /// Whether its plans take micro-batches of so many documents; `None` is no cut into documents.
+    /// Whether its plans take micro-batches of this many documents; `None` is no cut into documents.
     pub fn fits(&self, documents: Option<usize>) -> bool {
         match (self.documents, documents) {
             (Some(planned), Some(most)) => most <= planned,
@@ -313,7 +313,7 @@ impl Plans {
         }
     }
 
-    /// Makes plans for micro-batches of so many documents.
+    /// Makes plans for micro-batches of this many documents.
     pub fn fit<'a>(&mut self, shared: &SharedPlans, bounds: impl Iterator<Item = &'a Bound>, documents: Option<usize>) {
         self.documents = documents.map(|most| most.next_power_of_two().max(FIRST_DOCUMENTS));
         if self.documents.is_some() {

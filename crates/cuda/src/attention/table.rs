@@ -77,11 +77,11 @@ pub fn starts_input(op: &Op) -> Option<usize> {
     op.spec().inputs.iter().position(|operand| operand.name == "starts")
 }
 
-/// Bytes of scratch that are given out one behind the other.
+/// Bytes of scratch that are given out one after the other.
 pub struct Room(pub Address);
 
 impl Room {
-    /// The next so many bytes.
+    /// The next bytes, this many of them.
     pub fn take(&mut self, bytes: u64) -> Address {
         let here = self.0;
         self.0 += bytes.next_multiple_of(ALIGNMENT);

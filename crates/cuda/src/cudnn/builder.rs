@@ -82,7 +82,7 @@ impl Builder {
         self.tensor([1; 4], [1; 4], Data::Float, Storage::Value(id))
     }
 
-    /// A tensor between operations, its elements one behind the other.
+    /// A tensor between operations, its elements one after the other.
     pub fn between(&mut self, dims: [i64; 4], data: Data) -> Result<TensorId, CudaError> {
         let [_, b, c, d] = dims;
         self.tensor(dims, [b * c * d, c * d, d, 1], data, Storage::Virtual)

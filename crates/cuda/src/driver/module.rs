@@ -48,7 +48,7 @@ impl Module {
 }
 
 impl Function {
-    /// Queues a launch with so many bytes of shared memory besides what the kernel declares. One that is `early` begins while what was queued before it still
+    /// Queues a launch with this many bytes of shared memory besides what the kernel declares. One that is `early` begins while what was queued before it still
     /// runs, and waits for that itself.
     ///
     /// # Safety

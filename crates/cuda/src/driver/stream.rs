@@ -107,7 +107,7 @@ impl Stream {
             .check("cuMemsetD8Async", unsafe { (self.device.driver.set_bytes)(at, byte, bytes, self.handle) })
     }
 
-    /// Seconds that each of so many calls takes which `queue` puts here, one behind the other.
+    /// Seconds that each of this many calls takes which `queue` puts here, one after the other.
     pub fn seconds(&self, times: usize, queue: impl Fn() -> Result<(), CudaError>) -> Result<f64, CudaError> {
         let (start, end) = (Event::new(&self.device)?, Event::new(&self.device)?);
         start.record(self)?;

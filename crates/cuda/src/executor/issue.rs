@@ -1,4 +1,4 @@
-//! Instructions of a schedule, each queued on its stream behind what it waits for.
+//! Instructions of a schedule, each queued on its stream after what it waits for.
 
 use super::{CudaExecutor, Profiled};
 use crate::call::Call;
@@ -60,7 +60,7 @@ impl CudaExecutor {
         numbers::look(&self.program, &self.segments[slot.segment], (slot, together, first), find)
     }
 
-    /// Queues an instruction on its stream, behind what it waits for.
+    /// Queues an instruction on its stream, after what it waits for.
     fn issue(&mut self, slot: Slot, index: usize) -> Result<(), ExecError> {
         let instrs = &self.program.segments[slot.segment].instrs;
         let instr = &instrs[index];
@@ -72,7 +72,7 @@ impl CudaExecutor {
         let marks = instr.waits.iter().filter_map(|last| beside(instrs[*last].stream)?.marks[*last].as_ref());
         let stream = match beside(on) {
             Some(own) => {
-                // It starts behind all kernels that were queued before it.
+                // It starts after all kernels that were queued before it.
                 let _turn = self.turn.take(self.capturing);
                 self.behind(Event::mark(&self.stream).and_then(|mark| own.stream.wait_for(&mark)))?;
                 self.behind(marks.into_iter().try_for_each(|mark| own.stream.wait_for(mark)))?;

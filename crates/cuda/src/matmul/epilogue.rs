@@ -288,7 +288,7 @@ mod tests {
                 return false;
             }
             let scratch = self.memory.base + self.used;
-            // SAFETY: the operands have these sizes; the scratch lies behind them.
+            // SAFETY: the operands have these sizes; the scratch lies after them.
             unsafe { matmul.multiply_with(&self.stream, &shape, factors, beside, to, scratch).unwrap() };
             self.stream.wait().unwrap();
             true

@@ -96,7 +96,7 @@ impl MatmulShape {
         }
     }
 
-    /// Matrices start where buffers do, or a whole number of rows behind: at multiples of this many bytes.
+    /// Matrices start where buffers do, or a whole number of rows later: at multiples of this many bytes.
     pub(super) fn alignment(&self) -> u32 {
         let rows = [self.k * self.input.bytes(), self.y_stride * self.input.bytes(), self.k * self.output.bytes()];
         let transposed = (self.gemm == Gemm::WeightOfTransposes).then_some(self.m * self.input.bytes());

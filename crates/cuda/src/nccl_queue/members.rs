@@ -36,7 +36,7 @@ impl Members<'_> {
         (1..n).map(move |i| (me + i) % n)
     }
 
-    /// Room for so many bytes per piece, one behind the other: where each begins.
+    /// Room for this many bytes per piece, one after the other: where each begins.
     fn room(&mut self, bytes: &[usize]) -> Result<Vec<Address>, CudaError> {
         let mut at = 0;
         let starts: Vec<u64> = bytes

@@ -45,7 +45,7 @@ pub unsafe fn grad(call: Call) -> Result<(), CudaError> {
         call.stream.fill(counts, 0, 4 * v)?;
         let blocks = [n.div_ceil(256), 1, 1];
         call.plain((source, "token_ranks"), blocks, 256, args![tokens, ranks, counts, n, first, entries])?;
-        // Padding behind the entries has no tokens.
+        // Padding after the entries has no tokens.
         call.plain((source, "token_offsets"), [1, 1, 1], 1024, args![counts, offsets, v])?;
         call.plain((source, "token_order"), blocks, 256, args![tokens, ranks, offsets, order, n, first, entries])?;
         call.typed((source, "embedding_grad"), [v, 1, 1], threads, per_row)

@@ -86,7 +86,7 @@ pub struct Sorted {
     pub starts: Address,
     /// Where in the order each row is, if that was wanted.
     pub places_of: Option<Address>,
-    /// Behind all of it.
+    /// After all of it.
     pub room: Address,
 }
 

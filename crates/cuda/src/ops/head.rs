@@ -216,7 +216,7 @@ pub unsafe fn vocab_grad(call: Call, rows: Rows) -> Result<(), CudaError> {
     }
 }
 
-/// Chunks of rows, one behind the other.
+/// Chunks of rows, one after the other.
 pub unsafe fn join_rows(call: Call) -> Result<(), CudaError> {
     let Some(mut to) = call.output(0) else { return Ok(()) };
     for (i, part) in call.bound.inputs[..call.bound.inputs.len() - 1].iter().enumerate() {

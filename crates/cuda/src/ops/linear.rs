@@ -134,7 +134,7 @@ fn kernel(call: Call, name: &str) -> (&'static str, String) {
     }
 }
 
-/// The weights of a matmul in the type of its activations: those in bytes are widened behind the matmul's scratch.
+/// The weights of a matmul in the type of its activations: those in bytes are widened after the matmul's scratch.
 unsafe fn weights(call: Call) -> Result<u64, CudaError> {
     let Some(units) = units(call) else { return Ok(call.input(1)) };
     let (rows, columns, to) = (call.size("outputs"), call.size("inputs"), call.scratch()? + WORKSPACE);
@@ -219,7 +219,7 @@ pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> R
     Ok(true)
 }
 
-/// Elements of a row whose norm the matmul behind it makes: as many as its threads keep. Two rows fit the shared memory that needs no leave.
+/// Elements of a row whose norm the matmul after it makes: as many as its threads keep. Two rows fit the shared memory that needs no leave.
 const MOST_NORMED: usize = 4096;
 
 /// y = x · wᵀ.

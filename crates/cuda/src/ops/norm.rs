@@ -57,7 +57,7 @@ impl Variant {
         let packs = d / call.pack();
         let threads = packs.next_multiple_of(32).clamp(32, THREADS);
         let chunks = packs.div_ceil(threads).next_power_of_two();
-        // As the kernels are compiled: so many rows, and blocks of a multiprocessor, fit the registers.
+        // As the kernels are compiled: this many rows, and blocks of a multiprocessor, fit the registers.
         let (kind, rows, blocks) = match (call.wide(d), chunks) {
             (true, 1) => ("1", 2, 3),
             (true, 2) => ("2", 1, 2),
@@ -151,7 +151,7 @@ pub unsafe fn grad_all(
     let (d, shares) = (input.size("features"), weight.scratch()?);
     let variant = Variant::new(input, d);
     let blocks = variant.blocks.min(input.rows().div_ceil(variant.rows));
-    // Shares of one sum stand behind those of another.
+    // Shares of one sum follow those of another.
     let mut places = (0..).map(|i| shares + (4 * i * blocks * d) as u64);
     let places = [Some(weight), bias, after].map(|sum| sum.and_then(|_| places.next()));
     let sums: Vec<Call> = [Some(weight), bias, after].into_iter().flatten().collect();
@@ -163,11 +163,11 @@ pub unsafe fn grad_all(
     }
 }
 
-/// The first output of each call, three at most, (+)= the sum of `count` shares of `d` numbers. The shares of one stand behind those
+/// The first output of each call, three at most, (+)= the sum of `count` shares of `d` numbers. The shares of one follow those
 /// of the other.
 ///
 /// # Safety
-/// There are so many.
+/// At `shares` there are `count` shares of `d` numbers for each call.
 pub unsafe fn add_shares(calls: &[Call], shares: u64, count: usize, d: usize) -> Result<(), CudaError> {
     let Some(first) = calls.first() else { return Ok(()) };
     let mut to = [(NONE, 0); 3];

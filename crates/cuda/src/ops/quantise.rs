@@ -158,7 +158,7 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
 pub unsafe fn grad_weight(call: Call) -> Result<(), CudaError> {
     let (Some(dw), Some(at)) = (call.output(0), call.bound.outputs[0]) else { return Ok(()) };
     let [plain, adding] = shapes(call.bound)[..] else { return Ok(()) };
-    // SAFETY: the operands have these sizes, and the scratch those of a sum in fixed point behind the matmul's.
+    // SAFETY: the operands have these sizes, and the scratch those of a sum in fixed point after the matmul's.
     unsafe {
         match at.dtype {
             DType::Fixed64 => {

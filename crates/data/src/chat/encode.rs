@@ -82,7 +82,7 @@ impl Parts<'_> {
             (token, place(bytes.start)..place(bytes.end))
         };
         if part.start > 0 {
-            // Behind a line end: some tokenizers put a space before what begins a text.
+            // After a line end: some tokenizers put a space before what begins a text.
             let behind = self.tokenizer.spans(&format!("\n{text}"), special)?;
             if behind.len() >= line.len() && line.iter().zip(&behind).all(|(a, b)| a.0 == b.0) {
                 spans.extend(behind.into_iter().skip(line.len()).map(|span| moved(span, 1)));

@@ -251,7 +251,7 @@ impl Chat {
         }
     }
 
-    /// The turns of the assistant, each from behind the generation prompt up to what comes next.
+    /// The turns of the assistant, each from after the generation prompt up to what comes next.
     fn turns(
         &self,
         conversation: &Conversation,

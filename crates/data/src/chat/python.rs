@@ -232,7 +232,7 @@ pub(super) fn method(state: &State<'_, '_>, value: &Value, name: &str, args: &[V
     }
 }
 
-/// A text whose words begin with capitals: letters behind what is no letter.
+/// A text whose words begin with capitals: letters that follow no letter.
 fn title(text: &str) -> String {
     let (mut titled, mut inside) = (String::with_capacity(text.len()), false);
     for c in text.chars() {

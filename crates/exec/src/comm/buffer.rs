@@ -8,7 +8,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Makes it hold so many bytes, of any value.
+    /// Makes it hold this many bytes, of any value.
     pub fn resize(&mut self, bytes: usize) {
         if self.room() < bytes {
             self.words.resize(bytes.div_ceil(8), 0);

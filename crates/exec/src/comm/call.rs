@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub struct CommunicationCall {
     action: Action,
     place: ProgramPlace,
-    /// Bytes of a tensor's buffer behind the tensor, which are to be zero.
+    /// Bytes of a tensor's buffer after the tensor, which are to be zero.
     padding: Vec<(At, usize, usize)>,
     /// Places in the arena, and bytes from there.
     pieces: Vec<Piece<Option<(At, usize)>>>,

@@ -19,7 +19,7 @@ use std::time::Duration;
 /// Makes ranks under test.
 #[derive(Clone, Copy)]
 pub(in crate::comm) struct Make<'a> {
-    /// So many of them.
+    /// This many of them.
     pub ranks: &'a dyn Fn(usize) -> Vec<Subject>,
     /// Where ranks are processes: how many there are at most. Those of this process are made.
     pub apart: Option<usize>,
@@ -34,7 +34,7 @@ pub fn check(ranks: &dyn Fn(usize) -> Vec<Subject>) -> Result<(), String> {
     SECTIONS.iter().try_for_each(|section| section(Make { ranks, apart: None }))
 }
 
-/// As [`check`], of ranks that are processes, each of which runs it. `rank` makes this process's rank of so many, if it is one of them;
+/// As [`check`], of ranks that are processes, each of which runs it. `rank` makes this process's rank of this many, if it is one of them;
 /// what takes more than `most` ranks is left out.
 pub fn check_apart(most: usize, rank: &dyn Fn(usize) -> Option<Subject>) -> Result<(), String> {
     let make = Make { ranks: &|ranks| rank(ranks).into_iter().collect(), apart: Some(most) };

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 type Value = Box<dyn Any + Send>;
 
 /// Where the ranks of a group bring a value each, and the last makes something of them for all.
-pub struct Meeting {
+pub struct ValueRendezvous {
     members: Vec<usize>,
     gate: Gate<Round>,
 }
@@ -21,7 +21,7 @@ struct Round {
     result: Option<Value>,
 }
 
-impl Meeting {
+impl ValueRendezvous {
     pub fn new(group: &RankGroup) -> Self {
         let brought = group.ranks.iter().map(|_| None).collect();
         Self { members: group.ranks.clone(), gate: Gate::new(Round { ended: 0, brought, result: None }) }

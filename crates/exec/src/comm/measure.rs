@@ -114,7 +114,7 @@ pub enum MeasureError {
     },
 }
 
-/// The connections that [`measure`] uses among so many ranks.
+/// The connections that [`measure`] uses among this many ranks.
 pub fn connections(ranks: usize) -> Vec<Connection> {
     let pairs = (0..ranks).step_by(2).filter(|first| first + 1 < ranks);
     let messages = |first: usize| {
@@ -234,7 +234,7 @@ impl Bench<'_> {
         }
     }
 
-    /// So many times, and to the end of the last.
+    /// This many times, and to the end of the last.
     fn run(&self, pattern: Pattern, calls: &[Arc<CommunicationCall>], times: usize) -> Result<(), CommError> {
         let mut last = None;
         for call in (0..times).flat_map(|_| calls) {

@@ -53,7 +53,7 @@ pub struct RankGroup {
 }
 
 impl RankGroup {
-    /// The first so many ranks, in their order.
+    /// The first ranks, this many of them, in their order.
     pub fn all(ranks: usize) -> Self {
         Self { ranks: (0..ranks).collect(), channel: 0 }
     }
@@ -62,7 +62,7 @@ impl RankGroup {
 /// Where the ranks' parts of a row stand in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
-    /// One behind the other.
+    /// One after the other.
     #[default]
     Group,
     /// In halves: of the i-th of n ranks as halves i and 2n − 1 − i of the row. Parts have an even number of elements.
@@ -76,7 +76,7 @@ pub struct Piece<A = *mut u8> {
     pub input: A,
     /// Where this rank's result goes; of a message that is sent, the send buffer.
     pub output: A,
-    /// Rows of the tensor, one behind the other; what follows is of each of them. An `AllReduce` and an `AllToAll` have one.
+    /// Rows of the tensor, one after the other; what follows is of each of them. An `AllReduce` and an `AllToAll` have one.
     pub rows: usize,
     /// Elements of one rank's part of a row. `AllReduce`: of the whole tensor. `ReduceScatter`: of a row of the output; that of the
     /// input has group-size times as many, and part i goes to the i-th rank of the group. `AllGather`: of a row of the input; that

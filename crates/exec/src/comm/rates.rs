@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// Bytes that are moved in all to measure one collective, about.
 const MOVED: usize = 256 << 20;
 
-/// Median seconds of a collective of so many ranks on a tensor of so many bytes in whole, all of them threads of this process.
+/// Median seconds of a collective of this many ranks on a tensor of this many bytes as a whole, all of them threads of this process.
 pub fn seconds(ranks: usize, kind: Collective, bytes: usize) -> Result<f64, CommError> {
     let [given, taken, whole] = kind.parts(ranks);
     let elements = (bytes / 4 / ranks).max(1) * ranks / whole;

@@ -32,7 +32,7 @@ pub trait Memory: Send {
 }
 
 impl Subject {
-    /// A rank with a queue per channel; `memory` gives so many bytes.
+    /// A rank with a queue per channel; `memory` gives this many bytes.
     pub fn new(
         comm: Arc<dyn Communicator>,
         queues: [Box<dyn CommunicationQueue>; 2],
@@ -41,7 +41,7 @@ impl Subject {
         Self { comm, queues: queues.map(Mutex::new), memory: Box::new(memory), any_order: false }
     }
 
-    /// The same, whose sums may be taken in any order: it is tried on numbers whose sum does not depend on that.
+    /// The same, whose sums may be taken in any order: it is tested on numbers whose sum does not depend on that.
     pub fn in_any_order(self) -> Self {
         Self { any_order: true, ..self }
     }
@@ -70,7 +70,7 @@ impl Subject {
         self.comm.as_ref()
     }
 
-    /// So many bytes of its memory.
+    /// This many bytes of its memory.
     pub(in crate::comm) fn memory(&self, bytes: usize) -> Box<dyn Memory> {
         (self.memory)(bytes)
     }
@@ -134,7 +134,7 @@ impl Memory for Buffer {
     }
 }
 
-/// So many bytes of the host, all of them zero.
+/// This many bytes of the host, all of them zero.
 fn host_memory(bytes: usize) -> Box<dyn Memory> {
     let mut buffer = Buffer::default();
     buffer.resize(bytes);

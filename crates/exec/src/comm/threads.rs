@@ -16,7 +16,7 @@
 
 use super::collective::{Wish, agree, copy};
 use super::error::other_size;
-use super::exchange::{Meeting, Post};
+use super::exchange::{Post, ValueRendezvous};
 use super::message_queue::MessageQueue;
 use super::peers::Peers;
 use super::rendezvous::Rendezvous;
@@ -34,7 +34,7 @@ pub fn threads(ranks: usize, timeout: Duration) -> Vec<std::sync::Arc<ThreadComm
         peers: Peers::new(ranks, Some(timeout)),
         rendezvous: RwLock::new(HashMap::new()),
         queues: RwLock::new(HashMap::new()),
-        meetings: RwLock::new(HashMap::new()),
+        value_rendezvous: RwLock::new(HashMap::new()),
         posts: RwLock::new(HashMap::new()),
     });
     (0..ranks).map(|rank| std::sync::Arc::new(ThreadCommunicator { shared: shared.clone(), rank })).collect()
@@ -47,7 +47,7 @@ struct Shared {
     rendezvous: Table<RankGroup, Rendezvous>,
     /// By sender, receiver and tag.
     queues: Table<(usize, usize, u32), MessageQueue>,
-    meetings: Table<RankGroup, Meeting>,
+    value_rendezvous: Table<RankGroup, ValueRendezvous>,
     /// By sender, receiver and tag.
     posts: Table<(usize, usize, u32), Post>,
 }
@@ -110,9 +110,9 @@ impl ThreadCommunicator {
             let Action::Together(kind, group) = action else {
                 return Err(self.peers().refuse(self.rank, place, "messages that ranks agree on"));
             };
-            let meeting = entry(&self.shared.meetings, group, || Meeting::new(group));
+            let rendezvous = entry(&self.shared.value_rendezvous, group, || ValueRendezvous::new(group));
             let mine = (*kind, SendPieces(pieces.to_vec()), place, value);
-            let result = meeting.meet(self.peers(), index, place, mine, |all| {
+            let result = rendezvous.meet(self.peers(), index, place, mine, |all| {
                 let wish = |member: usize| {
                     let (kind, pieces, place, _): &(_, SendPieces, _, T) = all.get(member)?;
                     Some(Wish { kind: *kind, pieces: &pieces.0, place: *place })
@@ -133,8 +133,8 @@ impl ThreadCommunicator {
     ) -> Result<R, CommError> {
         self.call(place, || {
             let group = RankGroup { channel: u32::MAX, ..RankGroup::all(self.ranks()) };
-            let meeting = entry(&self.shared.meetings, &group, || Meeting::new(&group));
-            meeting.meet(self.peers(), self.rank, place, value, act)
+            let rendezvous = entry(&self.shared.value_rendezvous, &group, || ValueRendezvous::new(&group));
+            rendezvous.meet(self.peers(), self.rank, place, value, act)
         })
     }
 

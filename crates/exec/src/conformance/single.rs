@@ -11,7 +11,7 @@ use lockstep_ir::{
     Axes, Axis, DType, DeviceProfile, Dim, F8, Mesh, Op, Sharding, TensorType, ValueId, bf16, f16, fixed,
 };
 
-/// Elements of a guard: memory behind scratch and behind every output that no instruction may write.
+/// Elements of a guard: memory after scratch and after every output that no instruction may write.
 const GUARD: usize = 1 << 16;
 
 /// A program of one instruction, run for two micro-batches where it sums; `part` where types are those of one rank.
@@ -30,7 +30,7 @@ pub(super) fn single_op(
     let scratch = profile.workspace(op, &refs).map_err(|e| e.to_string())?;
     let mut regions = Vec::new();
     let mut buffers = Vec::new();
-    // Scratch comes first: what is written behind its end is seen in the first guard.
+    // Scratch comes first: what is written after its end is seen in the first guard.
     let workspace = (scratch > 0).then(|| {
         let slot_bytes = profile.align(scratch);
         regions.push(Region { lifetime: Lifetime::Frame, offset: 0, slot_bytes, slots: 1 });
@@ -51,7 +51,7 @@ pub(super) fn single_op(
         let name = format!("{kind}{i}");
         let buffer = BufferId(buffers.len());
         let bytes = ty.bytes();
-        // Copies have one side in the memory of the host, behind the others.
+        // Copies have one side in the memory of the host, after the others.
         let hosted = (*op == Op::Fetch && kind == "in") || (*op == Op::Offload && kind == "out");
         let (region, end) = if hosted { (region + 1, &mut host_bytes) } else { (region, &mut end) };
         buffers.push(Buffer { name: name.clone(), class: Class::Optimizer, layer: None, region, offset: *end, bytes });

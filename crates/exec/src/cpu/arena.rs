@@ -1,4 +1,4 @@
-//! The allocation of a program: its arena, and behind it what is kept in the host's memory, which here is the same memory.
+//! The allocation of a program: its arena, followed by what is kept in the host's memory, which here is the same memory.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 
@@ -43,7 +43,7 @@ impl Arena {
         self.arena_bytes
     }
 
-    /// Bytes behind it, of what is kept in the host's memory.
+    /// Bytes after it, of what is kept in the host's memory.
     pub fn host_bytes(&self) -> u64 {
         self.host_bytes
     }

@@ -47,7 +47,7 @@ unsafe fn widened<T: Float>(call: Call) -> (*const T, *mut f32) {
 fn forward<T: Float>(call: Call) {
     let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(y) = call.output::<T>(0) else { return };
-    // SAFETY: sizes come from the operands' types; the scratch holds the weights and the matmul's behind them.
+    // SAFETY: sizes come from the operands' types; the scratch holds the weights and the matmul's after them.
     unsafe {
         let (w, scratch) = widened::<T>(call);
         let (x, w) = (Matrix::rows(call.input::<T>(0), k), Matrix::rows(w, k).transposed());

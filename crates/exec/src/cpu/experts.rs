@@ -56,7 +56,7 @@ pub fn fp8_scratch((fixed, mut terms): Scratch, operands: [&'static str; 2]) -> 
 /// The rows of a call by expert, and room to gather them.
 struct Grouped<'a> {
     call: Call<'a>,
-    /// The expert of every row, of so many of its part.
+    /// The expert of every row, of this many of its part.
     chosen: &'a [u32],
     each: usize,
     /// Rows, those of the first expert first, in their order.
@@ -69,7 +69,7 @@ struct Grouped<'a> {
     /// Room for a chunk of n or of k features of any type.
     of_n: *mut u8,
     of_k: *mut u8,
-    /// Behind all of it.
+    /// After all of it.
     share: *mut f32,
 }
 
@@ -124,7 +124,7 @@ impl<'a> Grouped<'a> {
         &self.order[start as usize..self.ends[expert] as usize]
     }
 
-    /// Copies rows of `width` features of `from`, of which `sharers` have the same, to `to`, one behind the other.
+    /// Copies rows of `width` features of `from`, of which `sharers` have the same, to `to`, one after the other.
     unsafe fn gather<T: Float>(&self, rows: &[u32], sharers: usize, width: usize, from: *const T, to: *mut T) {
         let (from, to) = (Ptr(from), Ptr(to));
         self.call.rows(rows.len(), |first, end| {
@@ -219,7 +219,7 @@ unsafe fn linear_of<T: Float>(grouped: &Grouped, (x, w): (*const T, *const T), s
 
 /// Operands of a call in fp8 as bf16, and the rows by expert.
 fn widened_operands(call: Call<'_>) -> (Grouped<'_>, (*const Bf16, *const Bf16)) {
-    // SAFETY: the scratch has room for both operands, and behind them for the rest.
+    // SAFETY: the scratch has room for both operands, and after them for the rest.
     unsafe {
         let x: *mut Bf16 = call.scratch();
         let w = widened(call, 0, x);
@@ -281,7 +281,7 @@ unsafe fn grad_weight_of<T: Float>(grouped: &Grouped, operands: (*const T, *cons
     let share = grouped.share;
     for expert in 0..grouped.experts() {
         let rows = grouped.rows(expert);
-        // SAFETY: as in `linear`; sums that are not in f32 have n · k floats behind the rest; tasks convert disjoint ranges.
+        // SAFETY: as in `linear`; sums that are not in f32 have n · k floats after the rest; tasks convert disjoint ranges.
         unsafe {
             if rows.is_empty() {
                 match dw {

@@ -57,7 +57,7 @@ fn quantise<T: Float>(call: Call, (by, weight): (Fine, bool), to: DType) {
 }
 
 impl<T: Float> Tensor<T> {
-    /// Parts of `height` rows and `width` columns have a unit each. It is written down for each row of the part, those of all rows one behind the
+    /// Parts of `height` rows and `width` columns have a unit each. It is written down for each row of the part, those of all rows one after the
     /// other, and then for the next columns; the other way round where the result is the transpose.
     fn round(
         self,
@@ -99,7 +99,7 @@ impl<T: Float> Tensor<T> {
     }
 }
 
-/// Input `i`, whose rows have `k` elements, in the units of the input behind it, as bf16 at `to`; where the next scratch starts.
+/// Input `i`, whose rows have `k` elements, in the units of the input after it, as bf16 at `to`; where the next scratch starts.
 ///
 /// # Safety
 /// There is room for all elements.
@@ -124,7 +124,7 @@ unsafe fn widened(call: Call, i: usize, k: usize, by: Fine, to: *mut Bf16) -> *m
 fn forward<T: Float>(call: Call, by: Fine) {
     let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(y) = call.output::<T>(0) else { return };
-    // SAFETY: sizes come from the operands' types; the scratch holds both operands and the matmul's behind them.
+    // SAFETY: sizes come from the operands' types; the scratch holds both operands and the matmul's after them.
     unsafe {
         let a: *mut Bf16 = call.scratch();
         let b = widened(call, 0, k, by, a);
@@ -138,7 +138,7 @@ fn forward<T: Float>(call: Call, by: Fine) {
 fn grad_weight(call: Call, by: Fine) {
     let (batch, seq, n, k) = (call.size("batch"), call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(dw) = call.accumulator(0) else { return };
-    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch after the matmul's.
     unsafe {
         let rows = batch * seq;
         let dy: *mut Bf16 = call.scratch();

@@ -43,7 +43,7 @@ pub fn grad_weight<T: Float>(call: Call) {
     let (batch, seq, n, k) = (call.size("batch"), call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(dw) = call.accumulator(0) else { return };
     let scratch: *mut f32 = call.scratch();
-    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch after the matmul's.
     unsafe {
         let share = scratch.byte_add(call.gemm_scratch());
         weight_product::<T>(call, (batch, seq, n, k), call.input(0), call.input(1), dw, scratch, share);

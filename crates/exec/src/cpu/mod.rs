@@ -262,7 +262,7 @@ impl CpuExecutor {
             (None, Some(inline)) => inline,
             (None, None) => return Err(ExecError::Internal(format!("{} on one rank", instr.op.name()))),
         };
-        // SAFETY: the arena is this program's and is dropped behind the queues; the verifier has checked what runs at the same
+        // SAFETY: the arena is this program's and is dropped after the queues; the verifier has checked what runs at the same
         // time, and ranks leave before their arenas go.
         self.numbers[index] = unsafe { queue.enqueue(call, self.arena.base(), slot)? };
         Ok(())

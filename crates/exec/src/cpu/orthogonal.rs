@@ -1,4 +1,4 @@
-//! Newton–Schulz iterations on matrices that stand one behind the other.
+//! Newton–Schulz iterations on matrices that stand one after the other.
 
 use super::call::{Call, Ptr};
 use super::gemm::{Matrix, Target, gemm};

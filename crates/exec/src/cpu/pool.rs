@@ -14,7 +14,7 @@ type Job = *const (dyn Fn(usize, usize) + Sync);
 
 #[derive(Clone, Copy)]
 struct SendJob(Job, usize);
-// SAFETY: the closure behind the pointer is Sync; it is called only for claimed tasks, which `Pool::run` waits for.
+// SAFETY: the closure that the pointer refers to is Sync; it is called only for claimed tasks, which `Pool::run` waits for.
 unsafe impl Send for SendJob {}
 
 struct Shared {

@@ -226,7 +226,7 @@ fn quantise_matrix<T: Float>(
     });
 }
 
-/// Input `i` in the units of the input behind it, as bf16 at `to`; where the next scratch starts. Equal parts of it have a unit each.
+/// Input `i` in the units of the input after it, as bf16 at `to`; where the next scratch starts. Equal parts of it have a unit each.
 ///
 /// # Safety
 /// There is room for all elements.
@@ -252,7 +252,7 @@ pub unsafe fn widened(call: Call, i: usize, to: *mut Bf16) -> *mut Bf16 {
 fn forward<T: Float>(call: Call) {
     let (rows, n, k) = (call.size("batch") * call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(y) = call.output::<T>(0) else { return };
-    // SAFETY: sizes come from the operands' types; the scratch holds both operands and the matmul's behind them.
+    // SAFETY: sizes come from the operands' types; the scratch holds both operands and the matmul's after them.
     unsafe {
         let a: *mut Bf16 = call.scratch();
         let b = widened(call, 0, a);
@@ -266,7 +266,7 @@ fn forward<T: Float>(call: Call) {
 fn grad_weight(call: Call) {
     let (batch, seq, n, k) = (call.size("batch"), call.size("seq"), call.size("outputs"), call.size("inputs"));
     let Some(dw) = call.accumulator(0) else { return };
-    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch behind the matmul's.
+    // SAFETY: as in `forward`; sums that are not in f32 have n · k floats of scratch after the matmul's.
     unsafe {
         let dy: *mut Bf16 = call.scratch();
         let x = widened(call, 0, dy);

@@ -1,6 +1,6 @@
 //! The output head over a part of the vocabulary, chunk by chunk of positions.
 //!
-//! Shapes: x `[b, s, k]`, w `[v, k]` (this rank's entries, padding behind them), logits `[c, v]` in f32, statistics `[a, c, 3]`: for
+//! Shapes: x `[b, s, k]`, w `[v, k]` (this rank's entries, padding after them), logits `[c, v]` in f32, statistics `[a, c, 3]`: for
 //! each part of the vocabulary and position the largest logit, the sum of exponentials below it, and the target's logit (−∞
 //! where the target is in another part).
 
@@ -104,7 +104,7 @@ pub fn misses(call: Call, rows: Rows) {
     });
 }
 
-/// Whether greedy decoding takes one of these logits before one of this size, which has so many of them before it.
+/// Whether greedy decoding takes one of these logits before one of this size, which has this many of them before it.
 pub(super) fn is_beaten(logits: &[f32], hit: f32, before: usize) -> bool {
     let (before, behind) = logits.split_at(before);
     before.iter().any(|logit| *logit >= hit) || behind.iter().any(|logit| *logit > hit)
@@ -160,7 +160,7 @@ vectorised! {
     }
 }
 
-/// Chunks of rows `[c, k]`, one behind the other.
+/// Chunks of rows `[c, k]`, one after the other.
 pub fn join_rows<T: Float>(call: Call) {
     let Some(joined) = call.output::<T>(0) else { return };
     let mut done = 0;

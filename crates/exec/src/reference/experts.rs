@@ -108,7 +108,7 @@ fn route_grad(dims: &Dims, how: &Routing, x: &[&[f64]]) -> Vec<f64> {
     all
 }
 
-/// y = x · wᵀ by the weights of each row's expert; `sharers` rows behind each other have one row of x.
+/// y = x · wᵀ by the weights of each row's expert; `sharers` consecutive rows have one row of x.
 pub fn linear(dims: &Dims, sharers: usize, x: &[&[f64]]) -> Vec<f64> {
     let (n, k) = (dims.size("outputs"), dims.size("inputs"));
     let of = |(row, expert): (usize, &f64)| {

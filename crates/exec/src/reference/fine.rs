@@ -21,7 +21,7 @@ pub fn definitions() -> Definitions {
     }
 }
 
-/// Input `i`, whose rows have `k` elements, in the units of the input behind it.
+/// Input `i`, whose rows have `k` elements, in the units of the input after it.
 fn scaled(at: &At, i: usize, k: usize, by: Fine) -> Vec<f64> {
     let (x, units) = (at.x[i], at.x[i + 1]);
     let rows = x.len() / k;

@@ -28,7 +28,7 @@ fn join(dims: &Dims, packed: &Dim, blocks: &[f64], ranks: usize) -> Vec<f64> {
     x
 }
 
-/// Of every element of the blocks, in their order, where it stands in x; a part has so many elements of each section.
+/// Of every element of the blocks, in their order, where it stands in x; a part has this many elements of each section.
 fn places(dims: &Dims, widths: &[usize], ranks: usize) -> Vec<usize> {
     let [parts, rows, batch] = ["parts", "rows", "batch"].map(|name| dims.size(name));
     let features = parts * widths.iter().sum::<usize>();

@@ -30,7 +30,7 @@ fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
     starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size("seq") - start).collect()
 }
 
-/// Rows of a table, one behind the other.
+/// Rows of a table, one after the other.
 fn rows_of(dims: &Dims, table: &[f64], rows: &[usize]) -> Vec<f64> {
     let d = dims.size("features");
     rows.iter().flat_map(|row| &table[row * d..(row + 1) * d]).copied().collect()

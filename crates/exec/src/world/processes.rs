@@ -29,7 +29,7 @@ pub struct ProcessWorld {
     /// Those of the arena and of the host's memory, as allocated for this rank.
     allocated: [u64; 2],
     comm: Arc<ProcessCommunicator>,
-    /// What was asked for by readings that are under way: tensors, each of so many micro-batches.
+    /// What was asked for by readings that are under way: tensors, each of this many micro-batches.
     later: VecDeque<Vec<(String, usize)>>,
     /// What each rank told with the last reading.
     busy_s: Mutex<Vec<f64>>,

@@ -13,7 +13,7 @@ use std::time::Duration;
 /// What the server does once instead of what it should.
 #[derive(Clone, Debug)]
 pub enum Mischief {
-    /// Closes the connection after so many bytes of the body.
+    /// Closes the connection after this many bytes of the body.
     Cut(usize),
     /// Says nothing at all for so long, then closes.
     Silence(Duration),

@@ -24,7 +24,7 @@ impl TextBatch {
         Ok(ticket.map(|ticket| Flight { texts, entry, ticket }))
     }
 
-    /// Queues the step behind one that is under way, with the tokens that it will give, where all of its texts go on as far as is known, each has a page for one more
+    /// Queues the step after one that is under way, with the tokens that it will give, where all of its texts go on as far as is known, each has a page for one more
     /// token, and no other text waits for its turn.
     fn go_on(&mut self, flight: &Flight) -> Result<Option<Flight>> {
         let others = self.running.iter().any(|text| !flight.texts.contains(&text.id));
@@ -54,7 +54,7 @@ impl TextBatch {
         self.taken_off(flight.texts.clone(), flight.entry)
     }
 
-    /// Queues the step behind the one that is under way, where it may be, and takes the tokens of that.
+    /// Queues the step after the one that is under way, where it may be, and takes the tokens of that.
     pub(super) fn fly_on(
         &mut self,
         flight: Flight,

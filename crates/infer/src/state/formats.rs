@@ -64,7 +64,7 @@ pub(super) fn numbers(dtype: DType, shape: &[usize]) -> Vec<usize> {
     shape
 }
 
-/// The numbers behind bytes.
+/// The numbers that these bytes encode.
 pub(super) fn expand(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let halves = || bytes.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
     match (dtype, Table::of(dtype)) {

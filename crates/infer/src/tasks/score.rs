@@ -93,7 +93,7 @@ impl TaskReport {
     }
 }
 
-/// The standard error of a share of so many.
+/// The standard error of a share among `items`.
 pub(super) fn standard_error(share: f64, items: usize) -> f64 {
     (share * (1.0 - share) / (items.max(2) - 1) as f64).sqrt()
 }

@@ -81,7 +81,7 @@ pub(super) fn flops_of(dims: &Dims, s: usize, window: Option<usize>, each: PerPa
     Flops { model: model * whole, causal: model * seen / 2, hardware: hardware * whole }
 }
 
-/// So many FLOPs of every element of all query heads and of all outputs.
+/// This many FLOPs of every element of all query heads and of all outputs.
 fn of_heads(dims: &Dims, [queries, values]: [u128; 2]) -> u128 {
     queries * dims.product("batch heads head_dim") + values * dims.product("batch heads value_dim")
 }

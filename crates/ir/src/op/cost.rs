@@ -70,7 +70,7 @@ impl Matmuls {
         Self::one(rows, cols, inner)
     }
 
-    /// The weight gradients of so many weights, each over its share of the terms.
+    /// The weight gradients of this many weights, each over its share of the terms.
     pub(super) fn of_weights(weights: u64, dims: &Dims, terms: u64, call: &Call) -> Self {
         let (calls, rows, cols) = (weights.max(1), dims.size("outputs") as u64, dims.size("inputs") as u64);
         let gradients = if call.sums { calls * rows * cols } else { 0 };

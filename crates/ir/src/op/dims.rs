@@ -19,17 +19,17 @@ pub fn names(dims: &'static str) -> impl Iterator<Item = &'static str> + Clone {
     dims.split_ascii_whitespace()
 }
 
-/// The dimensions behind an op's names, and the types behind its type variables.
+/// The dimensions of an op's names, and the types of its type variables.
 #[derive(Clone, Debug, Default)]
 pub struct Dims {
     known: Vec<(&'static str, Dim)>,
-    /// Behind [`LEADING`]; none where no operand has it.
+    /// After [`LEADING`]; none where no operand has it.
     pub(super) leading: Vec<Dim>,
     floats: [Option<DType>; TypeVar::COUNT],
 }
 
 impl Dims {
-    /// The dimension behind a name.
+    /// The dimension of a name.
     pub fn get(&self, name: &str) -> Option<&Dim> {
         self.known.iter().find(|(known, _)| *known == name).map(|(_, d)| d)
     }
@@ -46,12 +46,12 @@ impl Dims {
         }
     }
 
-    /// The type behind a type variable.
+    /// The type of a type variable.
     pub fn float(&self, var: TypeVar) -> DType {
         self.floats[var as usize].unwrap_or(DType::F32)
     }
 
-    /// The product of the sizes behind these names.
+    /// The product of the sizes of these names.
     pub fn product(&self, of: &'static str) -> u128 {
         names(of).map(|name| self.size(name) as u128).product()
     }

@@ -39,7 +39,7 @@ impl Blocks {
         op.ask(dims, "rows", Dim::new(Axis::Rows, self.rows * self.ranks))
     }
 
-    /// Of so many rows of blocks, those that tokens fill.
+    /// Of this many rows of blocks, those that tokens fill.
     pub fn filled(self, rows: u64) -> u64 {
         (u128::from(rows) * self.choices as u128 / (self.parts * self.rows).max(1) as u128) as u64
     }
@@ -93,7 +93,7 @@ fn choices() -> Dim {
     Dim::new(Axis::Choices, 3)
 }
 
-/// Blocks of one rank's rows of so many features.
+/// Blocks of one rank's rows of this many features.
 fn rows(Blocks { parts, rows, .. }: Blocks, features: Dim) -> (TensorType, Draw) {
     normal([Dim::new(Axis::Parts, parts), Dim::new(Axis::Rows, rows), features])
 }

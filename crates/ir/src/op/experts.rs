@@ -80,7 +80,7 @@ fn ways() -> [Routing; 4] {
     ]
 }
 
-/// Of every expert of a token so many features.
+/// Of every expert of a token this many features.
 fn each(s: &Shapes, features: Dim) -> (TensorType, Draw) {
     let mut ty = s.act(choices());
     ty.dims.push(features);
@@ -368,7 +368,7 @@ pub(super) static EXPERT_LOAD: Spec =
         op.ask(dims, "experts", Dim::new(Axis::Experts, experts))
     });
 
-/// Tokens of every expert, of so many layers.
+/// Tokens of every expert, of this many layers.
 fn loads(layers: Option<usize>) -> (TensorType, Draw) {
     let rows = layers.map(|layers| Dim::new(Axis::Scalar, layers));
     (TensorType::new(DType::F64, rows.into_iter().chain([experts()]).collect::<Vec<_>>()), Draw::Below(5))

@@ -25,7 +25,7 @@ pub enum Fine {
 /// One matmul.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("batch seq outputs inputs"));
 
-/// So many blocks.
+/// This many blocks.
 fn blocks(op: &Op, elements: usize) -> Result<Dim, TypeError> {
     match elements.is_multiple_of(BLOCK) {
         true => Ok(Dim::new(Axis::Scalar, elements / BLOCK)),
@@ -157,7 +157,7 @@ pub(super) static QUANTISE_BLOCKWISE_WEIGHT: Spec = row(
 .cost(COST)
 .shape(|op, _, dims| bind(op, dims, &[("inputs", "across"), ("outputs", "down")]));
 
-/// Units of so many rows and blocks, drawn.
+/// Units of this many rows and blocks, drawn.
 fn units(dims: impl Into<Vec<Dim>>) -> (TensorType, Draw) {
     (floats(dims), Draw::Powers)
 }

@@ -33,7 +33,7 @@ pub(super) static CROSS_ENTROPY_GRAD: Spec = row(
 .in_place(&[(0, 0)])
 .splits(&["batch", "seq"]);
 
-/// So many matmuls, chunk by chunk of rows. Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
+/// This many matmuls, chunk by chunk of rows. Every chunk reads the weights, and adds to their gradient; the last may have fewer rows.
 fn chunked(dims: &Dims, matmuls: u64) -> Cost {
     let [tokens, cols, inner, rows] = ["batch seq", "vocab", "inputs", "rows"].map(|names| dims.product(names) as u64);
     let chunks = tokens.div_ceil(rows.clamp(1, tokens.max(1))).max(1);

@@ -14,7 +14,7 @@ use crate::{Axis, Dim, Section, Span};
 /// Most sections of a packed dimension that kernels take: Q, K and V.
 pub const MOST_SECTIONS: usize = 3;
 
-/// The position that stands in a row where `rows` positions come in the parts of so many ranks, in zig-zag order.
+/// The position that stands in a row where `rows` positions come in the parts of this many ranks, in zig-zag order.
 pub fn position_in_ranks(row: usize, rows: usize, ranks: usize) -> usize {
     let chunk = rows / (2 * ranks);
     let rank = row / (2 * chunk);
@@ -60,7 +60,7 @@ const JOIN: ShapeRule = |op, _, dims| {
     chunks(op, dims, "rows", ranks)
 };
 
-/// Shapes, features and (parts, ranks): what a context-parallel rank has before an all-to-all, and behind it. Features are Q·K·V or queries
+/// Shapes, features and (parts, ranks): what a context-parallel rank has before an all-to-all, and after it. Features are Q·K·V or queries
 /// alone, once of a size that is moved in packs.
 fn calls(batch: usize) -> Vec<(Shapes, Dim, (usize, usize))> {
     let (odd, even) = (Shapes::sized(batch, 60, 5), Shapes::sized(batch, 24, 64));

@@ -292,7 +292,7 @@ ops! {
     /// Causal scaled-dot-product attention over packed Q·K·V, with the log-sum-exp of each row of scores. With `starts`, a query sees
     /// the keys from the start of its document on; as in `AddPositions`.
     Attention {
-        /// Sliding window: a query sees so many keys at most, its own the last of them; all before it if `None`. None at all counts as one.
+        /// Sliding window: a query sees at most this many keys, its own the last of them; all before it if `None`. None at all counts as one.
         window: Option<usize>,
     } = attention::ATTENTION,
     /// Gradient of `Attention`; recomputes the scores tile by tile.
@@ -349,12 +349,12 @@ ops! {
     } = context::GATHERED_ATTENTION_GRAD | context::RING_ATTENTION_GRAD => usize::from(ring.is_some()),
     /// Of attention over two sets of keys: that over both, by their log-sum-exps.
     AttentionMerge = context::ATTENTION_MERGE,
-    /// Sections of heads in parts, one part behind the other: of part `a` all positions of all sequences, sequences inside positions. What an
+    /// Sections of heads in parts, one part after the other: of part `a` all positions of all sequences, sequences inside positions. What an
     /// all-to-all takes to make parts of the heads of parts of the sequence (Ulysses), and gives where it does the reverse.
     SplitHeads {
         /// Parts of the heads.
         parts: usize,
-        /// Of the sequence that is there, in how many ranks' parts its positions come out: those of each rank one behind the other, in zig-zag
+        /// Of the sequence that is there, in how many ranks' parts its positions come out: those of each rank one after the other, in zig-zag
         /// order. 1 leaves them in their order.
         ranks: usize,
     } = heads::SPLIT_HEADS,
@@ -702,7 +702,7 @@ ops! {
         /// Which positions.
         rows: Rows,
     } = head::VOCAB_GRAD,
-    /// Chunks of positions, one behind the other.
+    /// Chunks of positions, one after the other.
     JoinRows = head::JOIN_ROWS,
     /// Partial sums become whole on every rank.
     AllReduce {

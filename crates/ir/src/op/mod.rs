@@ -1,7 +1,7 @@
 //! The op table: every operation, declared once.
 //!
 //! A row says what an op is called, what it reads and writes (each operand's dimensions by name, its element type),
-//! which output may take over which input's memory, what its gradient may look at, what it costs, and what it is tried on. Shape
+//! which output may take over which input's memory, what its gradient may look at, what it costs, and its sample inputs. Shape
 //! inference, the verifier, autodiff, lowering, the account of FLOPs and bytes and every executor read these rows. `list.rs` names
 //! all ops; a file per family has their rows.
 //!
@@ -203,7 +203,7 @@ impl Op {
         spec.outputs.iter().map(output).collect()
     }
 
-    /// The dimension behind every name for these inputs.
+    /// The dimension of every name for these inputs.
     pub fn bind(&self, inputs: &[&TensorType]) -> Result<Dims, TypeError> {
         let spec = self.spec();
         let (least, most, given) = (spec.inputs.len() - spec.optional, spec.inputs.len(), inputs.len());

@@ -189,7 +189,7 @@ pub(super) static QUANTISE: Spec = row(
             |to, by, measures| with_amax(Factor::Tokens, to, measures, (shapes(batch).act(inputs()), Draw::Scaled(by)));
         let measured = [DType::E4M3, DType::E5M2].map(|to| of(to, 1.0, true));
         let gradient = of(DType::E5M2, 1.0, false);
-        // In the unit of earlier steps some are too large; so many columns that one tile behind the first is looked at.
+        // In the unit of earlier steps some are too large; enough columns that one tile after the first is looked at.
         let wide = || {
             let x = (shapes(1).act(Dim::new(Axis::Embed, (Seen::EVERY + 2) * Seen::TILE)), Draw::Scaled(100.0));
             let op = Op::Quantise { of: Factor::Tokens, to: DType::E4M3, measures: true };

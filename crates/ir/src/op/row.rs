@@ -85,7 +85,7 @@ pub type LocalRule = fn(&Op, &[Option<TensorType>]) -> Op;
 pub type FlopsRule = fn(&Op, &Dims, &[bool]) -> Flops;
 /// The sharding of an output from that of its input; `None` where the op does not take such a one.
 pub type ShardingRule = fn(&Op, Sharding) -> Option<Sharding>;
-/// What an op is tried on, with so many sequences. Samples of other numbers of sequences differ in nothing else; those that stand
+/// Sample inputs with this many sequences, which the conformance tests use. Samples of other numbers of sequences differ in nothing else; those that stand
 /// alone come last.
 pub type Samples = fn(usize) -> Vec<Sample>;
 
@@ -98,9 +98,9 @@ pub struct Spec {
     pub inputs: &'static [Operand],
     /// Outputs, in order.
     pub outputs: &'static [Operand],
-    /// What the op is tried on.
+    /// Sample inputs, which the conformance tests use.
     pub samples: Samples,
-    /// How many of the last inputs may be left out. Whether they are there is an op's only say in it: no attribute repeats it.
+    /// How many of the last inputs may be left out. Presence alone decides; there is no attribute for it.
     pub optional: usize,
     /// Whether the first input may be given any number of times.
     pub variadic: bool,
@@ -134,7 +134,7 @@ pub struct Spec {
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
     /// small one beside their bytes (attention scores).
     pub cheap: &'static [usize],
-    /// Whether it is of the forward pass though it has no gradient rule: it is made behind autodiff. In backward it is recomputed.
+    /// Whether it is of the forward pass though it has no gradient rule: it is made after autodiff. In backward it is recomputed.
     pub forward: bool,
     /// Who runs it.
     pub run_by: RunBy,

@@ -1,4 +1,4 @@
-//! What ops are tried on: calls at awkward sizes, and how their inputs are drawn.
+//! Sample inputs of ops: calls at awkward sizes, and how their inputs are drawn.
 //!
 //! Every row has its samples. Tests of the table and the conformance suite of executors go over all of them.
 
@@ -81,7 +81,7 @@ impl Sample {
     }
 }
 
-/// The samples of every op with so many sequences.
+/// The samples of every op with this many sequences.
 pub fn samples(batch: usize) -> impl Iterator<Item = Sample> {
     OpKind::ALL.iter().flat_map(|kind| kind.rows()).flat_map(move |row| (row.samples)(batch))
 }

@@ -1,7 +1,7 @@
 //! Attention sinks: a learned logit of every head in the denominator of its softmax, without a value.
 //!
 //! Attention knows nothing of them. With the sink, the weights are those without it times e^lse ÷ (e^lse + e^sink), so the output of attention is
-//! multiplied once, behind everything that made it (the parts of a ring, say), and its log-sum-exp becomes that with the sink. Gradients of
+//! multiplied once, after everything that made it (the parts of a ring, say), and its log-sum-exp becomes that with the sink. Gradients of
 //! attention that are given these two are those of attention with sinks, so that kernels and libraries need not know of them either.
 
 use super::row::{Operand, ShapeRule, Spec, f32, float, row};

@@ -88,7 +88,7 @@ pub struct PipeRank {
 }
 
 impl PipeRank {
-    /// Ranks behind it.
+    /// Ranks after it.
     pub(crate) fn behind(&self) -> usize {
         self.ranks - self.rank - 1
     }
@@ -124,7 +124,7 @@ pub trait Generator: Sync {
         false
     }
 
-    /// The bubble that it leaves at least, as a share of that of 1F1B, with so many chunks and equal times of F, B and W.
+    /// The bubble that it leaves at least, as a share of that of 1F1B, with this many chunks and equal times of F, B and W.
     fn least_bubble(&self, _chunks: usize) -> f64 {
         0.0
     }

@@ -87,7 +87,7 @@ impl Schedule {
         self.generator.separates_weight_grads()
     }
 
-    /// The bubble that it leaves at least, as a share of that of 1F1B, with so many chunks and equal times of F, B and W.
+    /// The bubble that it leaves at least, as a share of that of 1F1B, with this many chunks and equal times of F, B and W.
     pub fn least_bubble(self, chunks: usize) -> f64 {
         self.generator.least_bubble(chunks)
     }

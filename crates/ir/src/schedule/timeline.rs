@@ -152,7 +152,7 @@ impl std::fmt::Display for Stuck {
 }
 
 /// When the slots of every rank run. A slot starts when the one before it is done and its inputs are there: the message of the
-/// virtual stage before it (behind it, for gradients) and its rank's own results. A slot is done when its result is in the send
+/// virtual stage before it (after it, for gradients) and its rank's own results. A slot is done when its result is in the send
 /// buffer of its virtual stage and direction, which holds `copies`; a copy is free again when the slot that needs it has started.
 ///
 /// # Panics
@@ -239,7 +239,7 @@ impl Direction {
         }
     }
 
-    /// The virtual stage behind `stage` this way.
+    /// The virtual stage after `stage` this way.
     fn next(self, stage: usize, stages: usize) -> Option<usize> {
         match self {
             Direction::Up => Some(stage + 1).filter(|&next| next < stages),

@@ -44,7 +44,7 @@ impl Generator for ZbV {
 
     fn slots(&self, of: PipeRank) -> Vec<PipeSlot> {
         let PipeRank { ranks, rank, micro_batches, .. } = of;
-        // Fewer micro-batches than fill the pipeline run in the order of as many, without those that lack.
+        // If there are fewer micro-batches than fill the pipeline, we generate the order for a full pipeline and drop the missing ones.
         let all = micro_batches.max(2 * ranks - 1);
         let mut order = Order::default();
         // The first micro-batches go down and come back up.

@@ -167,7 +167,7 @@ fn check_overlap(event: &Event) -> Result<(), String> {
 enum Kind {
     /// What lives inside a segment.
     Frame,
-    /// The rest, in a schedule of so many micro-batches.
+    /// The rest, in a schedule of this many micro-batches.
     Lasting { micro_batches: usize },
 }
 

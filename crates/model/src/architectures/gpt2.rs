@@ -1,6 +1,6 @@
 //! GPT-2: layer norms, learned positions, multi-head attention, a GELU between two projections, biases everywhere.
 
-use crate::form::{Form, Side};
+use crate::form::{Form, FormInputs};
 use crate::names;
 use crate::parameters::{matrix, ones, zeros};
 use lockstep_config::ModelConfig;
@@ -20,14 +20,14 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
 
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
     let tokens = g.input(names::TOKENS, ids);
-    let side = Side::declare(&mut g, form).dropping(&mut g, m.dropout);
+    let form_inputs = FormInputs::declare(&mut g, form).dropping(&mut g, m.dropout);
     let table_dims = [Dim::new(Axis::Vocab, m.vocab_size), embed()];
     let table = matrix(&mut g, "embed", table_dims.clone(), &normal, &["transformer.wte.weight"]);
     let position_dims = [Dim::new(Axis::Seq, m.positions.unwrap_or(context)), embed()];
     let positions = matrix(&mut g, "positions", position_dims, &normal, &["transformer.wpe.weight"]);
     let x = g.op(Op::Embedding, &[tokens, table], "embedded")?[0];
-    let x = side.place(&mut g, x, positions, "placed")?;
-    let mut x = side.drop(&mut g, x, "x0")?;
+    let x = form_inputs.place(&mut g, x, positions, "placed")?;
+    let mut x = form_inputs.drop(&mut g, x, "x0")?;
     for layer in 0..m.layers {
         g.enter_layer(Some(layer));
         let at = |name: &str| format!("layers.{layer}.{name}");
@@ -36,25 +36,25 @@ pub(crate) fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let n = norm(&mut g, x, eps, (&at("attention_norm"), &hf("ln_1")), &at("n1"))?;
         let dims = [Dim::packed([q, kv, kv]), embed()];
         let qkv = project(&mut g, n, dims, &normal, (&at("qkv"), &hf("attn.c_attn")))?;
-        let o = side.attend(&mut g, qkv, (m.attention, None), &at)?;
+        let o = form_inputs.attend(&mut g, qkv, (m.attention, None), &at)?;
         let dims = [embed(), Dim::packed([q])];
         let delta = project(&mut g, o, dims, &to_residual, (&at("attention_out"), &hf("attn.c_proj")))?;
-        let delta = side.drop(&mut g, delta, &at("attention_dropped"))?;
+        let delta = form_inputs.drop(&mut g, delta, &at("attention_dropped"))?;
         x = g.op(Op::Add, &[x, delta], &at("mid"))?[0];
 
         let n = norm(&mut g, x, eps, (&at("ffn_norm"), &hf("ln_2")), &at("n2"))?;
         let up = project(&mut g, n, [ffn(), embed()], &normal, (&at("up"), &hf("mlp.c_fc")))?;
         let y = g.op(Op::Gelu, &[up], &at("hidden"))?[0];
         let delta = project(&mut g, y, [embed(), ffn()], &to_residual, (&at("ffn_out"), &hf("mlp.c_proj")))?;
-        let delta = side.drop(&mut g, delta, &at("ffn_dropped"))?;
+        let delta = form_inputs.drop(&mut g, delta, &at("ffn_dropped"))?;
         x = g.op(Op::Add, &[x, delta], &format!("x{}", layer + 1))?[0];
     }
     g.enter_layer(None);
-    let x = side.wanted(&mut g, x)?;
+    let x = form_inputs.wanted(&mut g, x)?;
     let n = norm(&mut g, x, eps, ("final_norm", "transformer.ln_f"), "n")?;
     let head = if m.tied_embeddings { table } else { matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]) };
     let logits = g.op(Op::Linear, &[n, head], names::LOGITS)?[0];
-    side.finish(&mut g, logits)?;
+    form_inputs.finish(&mut g, logits)?;
     Ok(g)
 }
 

@@ -37,7 +37,7 @@ pub(super) struct Family {
     pub no_rope: bool,
     /// Whether attention is latent: `head_dim` is then of the part with RoPE alone, which scales scores by YaRN's `mscale_all_dim` too.
     pub latent: bool,
-    /// Whether files may have modules behind the last layer that predict further tokens (MTP), which are no part of the model here.
+    /// Whether files may have modules after the last layer that predict further tokens (MTP), which are no part of the model here.
     pub mtp: bool,
     /// The scaling of RoPE where neither of its fields is there.
     pub scaling: Option<RopeScalingConfig>,

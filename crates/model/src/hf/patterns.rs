@@ -30,7 +30,7 @@ impl Slides {
     }
 }
 
-/// How many tokens each of so many layers sees.
+/// How many tokens each of this many layers sees.
 pub(super) fn read(family: &Family, fields: &Fields, layers: usize) -> Result<Slides, HfError> {
     let window = match family.window {
         Some((field, default)) if !fields.0.contains_key(field) => Some(default),
@@ -60,7 +60,7 @@ pub(super) fn read(family: &Family, fields: &Fields, layers: usize) -> Result<Sl
     Ok(Slides { window, pattern: Vec::new() })
 }
 
-/// The same where layers are of two kinds: by a list, or every so many are full.
+/// The same where layers are of two kinds: by a list, or every n-th is full.
 fn kinds(
     fields: &Fields,
     layers: usize,

@@ -112,7 +112,7 @@ pub fn fit(
         targets.push(Target { case, placed, step_s, memory: measured.memory_bytes, weight });
     }
     let mut constants = start.clone();
-    // Of every row its loss, so that a constant that matters to few is tried on few.
+    // We keep the loss of every row: a change of a constant then only evaluates the rows that depend on it.
     let mut losses = evaluate(&targets, &(0..targets.len()).collect::<Vec<_>>(), &constants, threads);
     let before = losses.iter().sum();
     let free: Vec<(String, String, [f64; 2])> = start

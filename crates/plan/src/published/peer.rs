@@ -89,7 +89,7 @@ impl Peer {
         self == Peer::Nanotron && alone && usual && layout.sequence_parallel == (size(MeshAxis::Tp) > 1)
     }
 
-    /// Layers of the stages of a row's model on so many ranks; see [`Peer::stages`].
+    /// Layers of the stages of a row's model on this many ranks; see [`Peer::stages`].
     pub(super) fn cut(self, row: &Row, pp: usize) -> Result<Option<Vec<usize>>, String> {
         match (row.shape.ffn, row.shape.vocab) {
             (Some(ffn), Some(vocab)) => self.stages(&row.shape, ffn, vocab, pp),
@@ -112,7 +112,7 @@ impl Peer {
 }
 
 /// nanotron fills a stage until the matmul parameters so far exceed its share of the whole; the norm, the head, a cast and the loss are
-/// blocks of their own behind the layers.
+/// blocks of their own after the layers.
 fn nanotron_stages(shape: &PublishedShape, ffn: usize, vocab: usize, pp: usize) -> Result<Vec<usize>, String> {
     let layer = 4 * shape.hidden * shape.hidden + 3 * ffn * shape.hidden;
     let behind = [0, vocab * shape.hidden, 0, 0];
@@ -186,7 +186,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         Ok(stages) => stages,
         Err(crash) => return Ok(Description::Crashes(peer, crash)),
     };
-    // A stage behind the head has the loss alone, which is no work of its own here.
+    // A stage after the head has the loss alone, which is no work of its own here.
     let idle = stages.as_ref().map_or(0, |s| s.iter().rev().take_while(|n| **n == 0).count().saturating_sub(1));
     let pp = split.pp - idle;
     if let Some(stages) = &mut stages {

@@ -35,7 +35,7 @@ pub fn check(row: &Row, gpu: &GpuSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Parameters of the layers' matmuls, where an MLP has so many.
+/// Parameters of the layers' matmuls, where an MLP has this many.
 fn matmul_parameters(shape: &PublishedShape, of_mlp: usize) -> f64 {
     let (hidden, heads) = (shape.hidden as f64, shape.heads as f64);
     let queries = shape.kv_heads.map_or(1.0, |kv| (kv as f64 / heads).min(1.0));

@@ -56,7 +56,7 @@ impl Case {
 
 /// What is known of a program.
 pub struct Work {
-    /// What is priced.
+    /// Work whose cost is estimated.
     pub workload: Workload,
     /// What is held, by pipeline stage.
     pub memory: Vec<StageMemory>,
@@ -149,7 +149,7 @@ impl Work {
         let framework = frameworks.iter().find(|f| f.name == described.peer.name()).unwrap_or(&frameworks[0]);
         let workload = Workload::new(programs, StepProgram::TRAIN, framework).map_err(|error| error.to_string())?;
         let mut memory: Vec<StageMemory> = programs.iter().map(StageMemory::of).collect();
-        // Behind stages without work of ours more micro-batches are in flight, as far as there are more.
+        // After stages without work of ours more micro-batches are in flight, as far as there are more.
         let micro_batches = programs[0].regions.iter().find(|r| r.lifetime == Lifetime::MicroBatch);
         let most = micro_batches.map_or(1.0, |region| region.slots as f64);
         for stage in &mut memory {

@@ -30,7 +30,7 @@ struct Published {
 enum Kind {
     /// Of one kind, that its name or its sizes say.
     Dense,
-    /// Experts, of which a token goes to so many.
+    /// Experts, of which a token goes to this many.
     Experts { experts: usize, chosen: usize },
 }
 
@@ -56,7 +56,7 @@ const PUBLISHED: [Published; 9] = [
     published(&["tinyllama-1.1b", "tinyllama"], [22, 2048, 32, 4, 5632, 32_000], Kind::Dense),
 ];
 
-/// Words behind a name that say nothing of the shape.
+/// Words after a name that say nothing of the shape.
 const DECORATION: [&str; 7] = ["proxy", "base", "instruct", "hf", "moe", "dense", "pretrain"];
 
 /// The letters, digits and points of a name: `meta-llama/Llama_3.1-8B (8 layers)` is `llama3.18b`.

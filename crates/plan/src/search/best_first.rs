@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const BYTES_MARGIN: f64 = 0.05;
 const ESTIMATED_BYTES_MARGIN: f64 = 0.01;
 
-/// Micro-batches up to so many sequences have a small program for their first bound; larger ones are multiples of it.
+/// Micro-batches up to this many sequences have a small program for their first bound; larger ones are multiples of it.
 const LARGEST_ALIKE: usize = 4;
 
 /// Choices that are looked at more closely together: threads share them.

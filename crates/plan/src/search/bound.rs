@@ -129,7 +129,7 @@ impl Layers {
 }
 
 impl Cuts {
-    /// Of a pipeline whose virtual stages have so many layers each.
+    /// Of a pipeline whose virtual stages have this many layers each.
     pub fn new(pipe: Pipe, stages: &[usize]) -> Self {
         let last = stages.len() - 1;
         let stage = |(i, layers): (usize, &usize)| Layers {
@@ -231,7 +231,7 @@ impl Composed<'_> {
         (m * most + fill).max(there_and_back + (m - 1.0) * between / self.pipe.chunks as f64)
     }
 
-    /// A step at least, of costs without data parallelism whose micro-batches take so many seconds, with the chunks that the first rank
+    /// A step at least, of costs without data parallelism whose micro-batches take this many seconds, with the chunks that the first rank
     /// has in flight.
     pub fn bound(
         &self,

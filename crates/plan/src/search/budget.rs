@@ -73,7 +73,7 @@ impl Search<'_> {
     }
 }
 
-/// The time at so many bytes, of policies that need less and take longer: layers mix them. None where not even the last fits.
+/// The time at this many bytes, of policies that need less and take longer: layers mix them. None where not even the last fits.
 fn interpolated(policies: &[Bound], room: f64) -> Option<f64> {
     let fit = policies.iter().filter(|b| b.bytes <= room);
     let mixed = fit.flat_map(|low| {

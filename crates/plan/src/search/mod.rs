@@ -8,7 +8,7 @@
 //! fastest is compiled whole and simulated: only such choices are results. At last those that almost fit recompute as little as lets them
 //! ([`budget`]), and those that do not fit have as little optimizer state in the memory of the host as lets them ([`offload`]). The order does not depend on threads.
 //!
-//! Where bounds cannot tell choices apart, as on slow networks, the search ends after so many programs with the best so far, and says so.
+//! Where bounds cannot tell choices apart, as on slow networks, the search ends after this many programs with the best so far, and says so.
 //!
 //! Which values divide is asked of `lockstep_config::legal`, and stages are cut by the compiler's own function.
 //! Another framework is a `Trainer`. A test holds the results against an exhaustive search.

@@ -99,7 +99,7 @@ pub(super) struct LayerCosts {
 }
 
 impl LayerCosts {
-    /// The same kernels on so many times the tokens, at least: larger kernels are a little faster.
+    /// The same kernels on this many times the tokens, at least: larger kernels are a little faster.
     pub fn on_tokens(&self, times: f64) -> Self {
         let by = if times > 1.0 { 0.97 * times } else { times };
         Self {
@@ -111,7 +111,7 @@ impl LayerCosts {
     }
 }
 
-/// The small program of a choice, priced.
+/// The small program of a choice, with its cost.
 pub(super) fn layer_costs(
     request: &SearchRequest,
     choice: &LayoutChoice,

@@ -64,7 +64,7 @@ pub trait Trainer: Sync {
     /// Whether it has all that a layout asks for, which may be one axis alone.
     fn has(&self, layout: &Layout) -> bool;
 
-    /// Layers of the stages of a pipeline of so many ranks, where it does not cut them as is done here.
+    /// Layers of the stages of a pipeline of this many ranks, where it does not cut them as is done here.
     fn stages(&self, pp: usize) -> Option<Vec<usize>>;
 
     /// A choice compiled whole and simulated; the bytes of its stages are those that the framework needs.

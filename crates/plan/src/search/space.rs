@@ -123,7 +123,7 @@ impl<'a> Space<'a> {
         all
     }
 
-    /// How layers may be split, of pipelines on so many GPUs.
+    /// How layers may be split, of pipelines on this many GPUs.
     pub fn pipes(&self, gpus: usize) -> Vec<Pipe> {
         let (p, layers) = (&self.config.parallel, self.config.model.layers);
         let mut all = Vec::new();
@@ -147,7 +147,7 @@ impl<'a> Space<'a> {
         all
     }
 
-    /// How state may be sharded over so many ranks that have sequences of their own.
+    /// How state may be sharded over this many ranks that have sequences of their own.
     pub fn data(&self, ranks: usize, Split { cp, ep, .. }: Split) -> Vec<Data> {
         let p = &self.config.parallel;
         let mut all = Vec::new();
@@ -175,7 +175,7 @@ impl<'a> Space<'a> {
         all
     }
 
-    /// Micro-batches that so many data-parallel ranks can divide all batches into, in sequences.
+    /// Micro-batches that this many data-parallel ranks can divide all batches into, in sequences.
     pub fn micro_batches(&self, ranks: usize) -> Vec<usize> {
         let divides = |size: &usize| self.batches.iter().all(|batch| batch.is_multiple_of(ranks * size));
         let most = MOST_TOKENS / self.config.train.seq;

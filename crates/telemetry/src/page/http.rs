@@ -18,7 +18,7 @@ const MOST_AT_ONCE: usize = 32;
 /// What was asked for.
 pub(crate) struct Asked<'a> {
     pub(crate) path: &'a str,
-    /// Behind the question mark, as it came.
+    /// After the question mark, as it came.
     query: &'a str,
 }
 

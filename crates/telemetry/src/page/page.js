@@ -265,7 +265,7 @@ function drags(u) {
   }, true);
 }
 let later = 0, frame = 0, active = null, moving = false;
-/** Shows these steps, or all. Charts move at once with what they have; the numbers for the new view come behind. */
+/** Shows these steps, or all. Charts move at once with what they have; the numbers for the new view come after. */
 function zoom(from, to) {
   const [first, last] = whole();
   if (from == null || to - from >= last - first) view = null;
@@ -286,7 +286,7 @@ function draw(fresh) {
 /** A frame of this many ms looks fluid; where they take longer, fewer charts are drawn in each. */
 const FRAME_MS = 25;
 let allowed = 2, before = 0;
-/** As many charts as a frame has time for; the next frame goes on. What the browser does behind our drawing shows in the time from one frame to the next alone. */
+/** As many charts as a frame has time for; the next frame goes on. What the browser does after our drawing shows in the time from one frame to the next alone. */
 function next() {
   if (frame) return;
   frame = requestAnimationFrame((now) => {

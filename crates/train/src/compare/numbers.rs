@@ -130,7 +130,7 @@ pub(super) fn parts<R: Send>(sizes: &[usize], f: impl Fn(usize, Range<usize>) ->
     result
 }
 
-/// What `f` gives for each of so many, in their order, on at most so many threads and all cores.
+/// What `f` gives for each of this many, in their order, on at most this many threads and all cores.
 fn each<R: Send>(count: usize, threads: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
     let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::with_capacity(count)));
     let work = || {
@@ -162,7 +162,7 @@ fn each<R: Send>(count: usize, threads: usize, f: impl Fn(usize) -> R + Sync) ->
 pub(super) struct Spare(BTreeMap<usize, Vec<Vec<u8>>>);
 
 impl Spare {
-    /// So many bytes, whatever they are.
+    /// This many bytes, whatever they are.
     pub fn take(&mut self, bytes: usize) -> Vec<u8> {
         self.0.get_mut(&bytes).and_then(Vec::pop).unwrap_or_else(|| vec![0; bytes])
     }

@@ -1,9 +1,9 @@
-//! The layout of a world of so many ranks.
+//! The layout of a world of this many ranks.
 
 use lockstep_config::{Config, legal};
 use lockstep_ir::{Layout, MeshAxis};
 
-/// The config with a layout for at most so many ranks, and how many it uses; none where no layout fits.
+/// The config with a layout for at most this many ranks, and how many it uses; none where no layout fits.
 ///
 /// Data parallelism changes first: that changes no bit of a reproducible run. Only where not one copy of the model fits, the other axes
 /// shrink too: positions, then experts, heads, layers.

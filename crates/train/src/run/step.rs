@@ -54,7 +54,7 @@ impl Run<'_> {
     /// Whether the result of this step must be known before the next begins.
     pub(super) fn needs_result(&self, step: u64) -> bool {
         let counts_updates = self.status.loss_scale.is_some() || self.config.train.deterministic;
-        // What runs beside a profiled step would be in its times, and a comparison in those of the step behind it.
+        // What runs beside a profiled step would be in its times, and a comparison in those of the step after it.
         self.profiles(step + 1)
             || self.compares(step + 1)
             || counts_updates

@@ -212,7 +212,7 @@ fn the_time_of_a_step_is_the_devices_up_to_the_last() {
         .lines()
         .map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap()["step_s"].as_f64().unwrap())
         .collect();
-    // Those that begin behind nothing have what the host did before, here much less than a second.
+    // Those that begin after nothing have what the host did before, here much less than a second.
     assert!(times.len() == 9 && times.iter().all(|t| (1.0..1.5).contains(t)), "{times:?}");
     assert_eq!(times.iter().filter(|t| **t == 1.0).count(), 5, "{times:?}");
 }

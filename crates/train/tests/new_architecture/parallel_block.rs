@@ -4,7 +4,7 @@ use lockstep_config::ModelConfig;
 use lockstep_ir::graph::State;
 use lockstep_ir::{Axis, DType, Dim, Graph, Init, Op, Section, TensorType, TypeError};
 use lockstep_model::parameters::{matrix, ones};
-use lockstep_model::{Form, Side, names};
+use lockstep_model::{Form, FormInputs, names};
 
 pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
     let mut g = Graph::new();
@@ -18,7 +18,7 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
 
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, batch), Dim::new(Axis::Seq, seq)]);
     let tokens = g.input(names::TOKENS, ids);
-    let side = Side::declare(&mut g, form);
+    let form_inputs = FormInputs::declare(&mut g, form);
     let angles = g.state(
         "rope_table",
         TensorType::new(DType::F32, [Dim::new(Axis::Seq, context), Dim::new(Axis::HeadDim, m.head_dim)]),
@@ -38,8 +38,8 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         let parts = ["q", "k", "v"].map(|p| hf(&format!("self_attn.{p}_proj")));
         let w = matrix(&mut g, &at("wqkv"), [Dim::packed([q, kv, kv]), embed()], &normal, &parts);
         let qkv = g.op(Op::Linear, &[n, w], &at("qkv"))?[0];
-        let qkv = side.rotate(&mut g, qkv, angles, &at)?;
-        let o = side.attend(&mut g, qkv, (m.attention, m.layer_parts(layer).window), &at)?;
+        let qkv = form_inputs.rotate(&mut g, qkv, angles, &at)?;
+        let o = form_inputs.attend(&mut g, qkv, (m.attention, m.layer_parts(layer).window), &at)?;
         let w = matrix(&mut g, &at("wo"), [embed(), Dim::packed([q])], &normal, &[hf("self_attn.o_proj")]);
         let attention = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
 
@@ -54,7 +54,7 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         x = g.op(Op::Add, &[x, both], &format!("x{}", layer + 1))?[0];
     }
     g.enter_layer(None);
-    let x = side.wanted(&mut g, x)?;
+    let x = form_inputs.wanted(&mut g, x)?;
     let w = ones(&mut g, "final_norm", embed(), &["model.norm.weight"]);
     let n = g.op(Op::rms_norm(eps), &[x, w], "n")?[0];
     let head = match m.tied_embeddings {
@@ -62,6 +62,6 @@ pub fn build(m: &ModelConfig, form: Form) -> Result<Graph, TypeError> {
         false => matrix(&mut g, "head", table_dims, &normal, &["lm_head.weight"]),
     };
     let logits = g.op(Op::Linear, &[n, head], names::LOGITS)?[0];
-    side.finish(&mut g, logits)?;
+    form_inputs.finish(&mut g, logits)?;
     Ok(g)
 }

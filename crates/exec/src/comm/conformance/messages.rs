@@ -65,7 +65,7 @@ fn ring(make: Make<'_>, ranks: usize, copies: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// What comes behind a rank's last message, before its send buffers go.
+/// What comes after a rank's last message, before its send buffers go.
 pub(super) type Ending<'a> = &'a dyn Fn(Result<(), String>) -> Result<(), String>;
 
 pub(super) fn round_the_ring(subject: &Subject, copies: usize, bytes: usize, ending: Ending<'_>) -> Result<(), String> {

@@ -10,7 +10,7 @@ fn groups(ranks: usize) -> [RankGroup; 2] {
     [(0..ranks).collect(), (0..ranks).rev().collect()].map(|ranks| RankGroup { ranks, channel: 0 })
 }
 
-/// The connections that [`check_rank`] uses among so many ranks.
+/// The connections that [`check_rank`] uses among this many ranks.
 pub fn rank_connections(ranks: usize) -> Vec<Connection> {
     let mut all: BTreeSet<_> = groups(ranks).map(Connection::Group).into();
     all.insert(Connection::Group(RankGroup { channel: 1, ..groups(ranks)[0].clone() }));

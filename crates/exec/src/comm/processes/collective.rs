@@ -9,7 +9,7 @@ use crate::comm::{Collective, CommError, Communicator, Order, Piece, ProgramPlac
 use lockstep_ir::{DType, Movement};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Tensors of so many bytes together are sent whole and added by everybody: one round instead of two.
+/// Tensors of this many bytes together are sent whole and added by everybody: one round instead of two.
 const SMALL: usize = 4096;
 
 /// What the members of a group have in common for all their collectives.
@@ -19,7 +19,7 @@ pub struct Channel {
     packed: Buffer,
     /// What came, by member; none from this rank.
     received: Vec<Option<Buffer>>,
-    /// Where the data of these frames begin, and where behind that those of each piece.
+    /// Where the data of these frames begin, and where after that those of each piece.
     starts: Vec<usize>,
     offsets: Vec<usize>,
     /// What this rank asks for, as bytes that are the same wherever it is the same, and where it asks.

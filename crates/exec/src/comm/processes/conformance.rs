@@ -27,7 +27,7 @@ pub fn conform(all: &ProcessCommunicator, start: &Start) -> Result<(), String> {
     })
 }
 
-/// This process's end of a communicator of so many ranks, if it is one of them.
+/// This process's end of a communicator of this many ranks, if it is one of them.
 fn fresh(all: &ProcessCommunicator, start: &Start, ranks: usize) -> Result<Option<ProcessCommunicator>, String> {
     let door = if start.rank == 0 { Some(door(start)?) } else { None };
     let address = match &door {

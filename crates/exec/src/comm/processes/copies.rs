@@ -5,7 +5,7 @@ use super::inbox::Stream;
 use super::secret::JobSecret;
 use crate::comm::{CommError, ProgramPlace};
 
-/// Bytes of a frame: what is behind it in a queue does not wait for long.
+/// Bytes of a frame: what is after it in a queue does not wait for long.
 const CHUNK: usize = 4 << 20;
 
 impl ProcessCommunicator {

@@ -99,7 +99,7 @@ impl Inbox {
         Self { rank, peers, gate: Gate::new(State::default()), hosts, connected, free: Mutex::default() }
     }
 
-    /// A buffer of so many bytes: the smallest that is free and large enough.
+    /// A buffer of this many bytes: the smallest that is free and large enough.
     pub fn buffer(&self, bytes: usize) -> Buffer {
         let mut buffer = self.fitting(bytes);
         buffer.resize(bytes);

@@ -11,7 +11,7 @@ use super::ProcessCommunicator;
 use super::board::Posted;
 use super::control::Control;
 use super::inbox::Inbox;
-use super::over::{Meeting, Over, start_mpi};
+use super::over::{MpiJoin, Over, start_mpi};
 use super::secret::JobSecret;
 use super::sockets::{Mesh, Sockets, tune};
 use super::start::{JoinError, Member, REFUSAL, Start, host};
@@ -121,8 +121,8 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
     let (token, mut over) = (roster.token, roster.over);
     let mut mpi = None;
     if let Over::Mpi(name) = &over {
-        let meeting = Meeting { start, token, members: &members, deadline: deadline_of(start) };
-        match start_mpi(&meeting, &links, &inbox)? {
+        let join = MpiJoin { start, token, members: &members, deadline: deadline_of(start) };
+        match start_mpi(&join, &links, &inbox)? {
             Ok(started) => mpi = Some(started),
             Err(why) => over = Over::Tcp(Some(format!("{name} cannot be used: {why}"))),
         }

@@ -50,7 +50,7 @@ impl Over {
 }
 
 /// What there is to know of the processes when MPI is started.
-pub struct Meeting<'a> {
+pub struct MpiJoin<'a> {
     pub start: &'a Start,
     pub token: u64,
     pub members: &'a [Member],
@@ -59,11 +59,11 @@ pub struct Meeting<'a> {
 
 /// Starts MPI on all ranks, and gives it if all could; otherwise why not.
 pub fn start_mpi(
-    meeting: &Meeting<'_>,
+    join: &MpiJoin<'_>,
     links: &[Option<TcpStream>],
     inbox: &Arc<Inbox>,
 ) -> Result<Result<Mpi, String>, JoinError> {
-    let Meeting { start, token, members, deadline } = *meeting;
+    let MpiJoin { start, token, members, deadline } = *join;
     let Start { rank, ranks, .. } = *start;
     let attached = match &start.mpi {
         Some(library) => Mpi::attach(library, rank, ranks, token, inbox, deadline),

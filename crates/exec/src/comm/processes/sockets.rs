@@ -45,7 +45,7 @@ pub struct Mesh<'a> {
 }
 
 impl Sockets {
-    /// Connects to all ranks before this one, and waits for those behind it. Whatever comes goes to the inbox from then on.
+    /// Connects to all ranks before this one, and waits for those after it. Whatever comes goes to the inbox from then on.
     pub fn connect(mesh: &Mesh<'_>, listener: TcpListener, inbox: &Arc<Inbox>) -> Result<Self, String> {
         let Mesh { rank, addresses, token, secret, deadline } = *mesh;
         let mut connections: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();

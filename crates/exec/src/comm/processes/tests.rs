@@ -54,7 +54,7 @@ fn join_all(starts: &[Start]) -> Vec<Result<ProcessCommunicator, JoinError>> {
     })
 }
 
-/// Communicators as so many processes would have them, over real sockets.
+/// Communicators as this many processes would have them, over real sockets.
 fn sockets(ranks: usize, timeout: Duration) -> Vec<ProcessCommunicator> {
     let door = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = door.local_addr().unwrap().to_string();

@@ -18,7 +18,7 @@ pub fn written(what: &(impl Serialize + ?Sized)) -> Vec<u8> {
     bytes
 }
 
-/// The same, behind other bytes.
+/// The same, after other bytes.
 pub fn write(to: &mut Vec<u8>, what: &(impl Serialize + ?Sized)) {
     serde_json::to_writer(to, what).unwrap_or_else(|error| unreachable!("what is told has a form: {error}"));
 }
@@ -87,7 +87,7 @@ pub fn read_note(from: impl Read) -> io::Result<(u8, Vec<u8>)> {
     read_note_up_to(from, MOST)
 }
 
-/// Reads a note of at most so many bytes.
+/// Reads a note of at most this many bytes.
 pub fn read_note_up_to(mut from: impl Read, most: u32) -> io::Result<(u8, Vec<u8>)> {
     let mut head = [0; 5];
     from.read_exact(&mut head)?;

@@ -89,7 +89,7 @@ impl Buffers {
     }
 
     /// Weights and gradients of scores of panel `p` of a tile: from scores and do·vᵀ of its first `seen` keys; there are none
-    /// behind them.
+    /// after them.
     unsafe fn panel<T: Float>(&self, simd: Simd, p: usize, seen: usize, keys: usize, scale: f32) {
         let at = p * KEYS * NR;
         // SAFETY: the panel lies in the tile.
@@ -244,7 +244,7 @@ unsafe fn query_tile<'k, T: Float>(
         let seen = mask.first_of(row, position, rows);
         for run in runs {
             let tiles = tiles(run, position, rows, seen);
-            // Where the queries stand among the keys, behind them if the run ends before.
+            // Where the queries stand among the keys, after them if the run ends before.
             let q0 = position.saturating_sub(run.first);
             for k0 in tiles.clone().step_by(KEYS) {
                 let (keys, at) = (KEYS.min(tiles.end - k0), run.at + k0);

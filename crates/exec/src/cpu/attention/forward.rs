@@ -187,7 +187,7 @@ fn over<T: Float, O: Float>(call: Call, window: Option<usize>, kv: Keys<*const T
     let lse = Ptr(call.output::<f32>(1).unwrap_or(std::ptr::null_mut()));
     let scratch = Ptr(call.scratch::<u8>());
     let panels = places.panels();
-    // Keys behind the last query are seen by none.
+    // Keys after the last query are seen by none.
     let end = places.queries.iter().map(|run| run.whole + run.len).max().unwrap_or(0);
     let pairs = call.size("batch") * kv_heads;
     let parts = parts(pairs, panels, call.pool.threads());

@@ -114,7 +114,7 @@ impl<T> Keys<*const T> {
         Self::new(shape, qkv.wrapping_add(shape.heads * shape.e), shape.width, shape.seq)
     }
 
-    /// Those of packed K·V with so many rows.
+    /// Those of packed K·V with this many rows.
     fn apart(shape: &HeadShape, kv: *const T, rows: usize) -> Self {
         Self::new(shape, kv, shape.kv_heads * (shape.e + shape.v), rows)
     }
@@ -154,7 +154,7 @@ struct KeyRun {
     len: usize,
 }
 
-/// Most runs of keys: those of two chunks, before, between and behind them.
+/// Most runs of keys: those of two chunks, before, between and after them.
 const RUNS: usize = 5;
 
 /// Which positions a rank's queries and its keys have. A run of keys is one of queries, or has no position of any.
@@ -281,7 +281,7 @@ fn whole(unit: Unit, rows: usize) -> usize {
     }
 }
 
-/// Hands out pieces of a scratch, one behind the other.
+/// Hands out pieces of a scratch, one after the other.
 struct Pieces {
     base: *mut u8,
     used: usize,
@@ -321,7 +321,7 @@ impl Scratch {
         }
     }
 
-    /// The same where there are so many positions more than the letter says.
+    /// The same where there are this many positions more than the letter says.
     fn and_positions(self, more: usize) -> Self {
         Self {
             fixed: self.fixed + more * self.per_position,

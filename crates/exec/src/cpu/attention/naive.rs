@@ -128,7 +128,7 @@ fn heads(call: &Call, shape: HeadShape) -> impl Iterator<Item = (usize, usize)> 
 /// Rounds the sums over a group of query heads to the key or value head of `e` elements that they read, after the last of them.
 unsafe fn finish_head<T: Float>(call: &Call, (shape, e): (HeadShape, usize), h: usize, sums: *const f32, to: *mut T) {
     if (h + 1).is_multiple_of(shape.group) {
-        // SAFETY: the caller vouches for the section of a sequence behind `to`.
+        // SAFETY: the caller vouches for the section of a sequence at `to`.
         unsafe { round_rows(call.simd, sums, e, to, shape.width, shape.seq, e) };
     }
 }

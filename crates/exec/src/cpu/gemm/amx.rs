@@ -18,7 +18,7 @@ const STEP: usize = NR * K / 2;
 
 /// Packs `width` columns of B (at most `NR`), `depth` deep: for each step of `K` two registers, what is missing as zeros.
 pub unsafe fn pack_b(b: Matrix<Bf16>, width: usize, depth: usize, to: *mut u32) {
-    // SAFETY: the caller vouches for `depth` × `width` elements of B and a panel behind `to`.
+    // SAFETY: the caller vouches for `depth` × `width` elements of B and a panel at `to`.
     unsafe {
         for (step, k) in (0..depth).step_by(K).enumerate() {
             let (from, to, deep) = (b.part(k, 0), to.add(step * STEP), K.min(depth - k));
@@ -40,7 +40,7 @@ pub unsafe fn pack_b(b: Matrix<Bf16>, width: usize, depth: usize, to: *mut u32) 
 
 /// Turns up to 16 lines of up to 16 words: a register of 16 × 16 words, what is missing as zeros.
 unsafe fn transpose_words(from: *const u32, stride: usize, lines: usize, words: usize, to: *mut u32) {
-    // SAFETY: the caller vouches for the lines and a register behind `to`.
+    // SAFETY: the caller vouches for the lines and a register at `to`.
     unsafe {
         if lines < 16 {
             to.write_bytes(0, STEP / 2);
@@ -56,7 +56,7 @@ unsafe fn interleave(from: *const Bf16, stride: usize, width: usize, deep: usize
     use std::arch::x86_64::*;
     let mask = |first: usize| ((1u32 << width.saturating_sub(first).min(16)) - 1) as __mmask16;
     let masks = [mask(0), mask(16)];
-    // SAFETY: masks and the count of rows keep the loads inside the source; the caller vouches for a step behind `to`.
+    // SAFETY: masks and the count of rows keep the loads inside the source; the caller vouches for a step at `to`.
     unsafe {
         let row = |k: usize, half: usize| {
             let mask = if k < deep { masks[half] } else { 0 };
@@ -146,7 +146,7 @@ unsafe fn copy_tile(from: *const f32, from_stride: usize, to: *mut f32, to_strid
 /// Packs up to `MR` rows of A, `depth` deep: for each step of `K` two registers of 16 rows, what is missing as zeros. Rows that
 /// follow each other in memory at a power of two would fight for the same cache lines; packed they do not.
 pub unsafe fn pack_a(a: Matrix<Bf16>, rows: usize, depth: usize, to: *mut u32) {
-    // SAFETY: the caller vouches for `rows` × `depth` elements and a panel behind `to`.
+    // SAFETY: the caller vouches for `rows` × `depth` elements and a panel at `to`.
     unsafe {
         if a.column_stride == 1 {
             copy_rows(a.ptr, a.row_stride, rows, depth, to);
@@ -178,7 +178,7 @@ unsafe fn copy_rows(from: *const Bf16, stride: usize, rows: usize, depth: usize,
         for k in (0..depth).step_by(K) {
             let deep = if row < rows { K.min(depth - k) } else { 0 };
             let mask = ((1u64 << deep) - 1) as __mmask32;
-            // SAFETY: the mask keeps the load inside the source; the caller vouches for a panel behind `to`.
+            // SAFETY: the mask keeps the load inside the source; the caller vouches for a panel at `to`.
             unsafe {
                 let line = _mm512_maskz_loadu_epi16(mask, from.wrapping_add(row * stride + k).cast());
                 _mm512_storeu_si512(to.add(line_of_a(row, k)).cast(), line);

@@ -30,7 +30,7 @@ pub struct Matrix<T> {
 }
 
 impl<T> Matrix<T> {
-    /// Rows of `stride` elements, one behind the other.
+    /// Rows of `stride` elements, one after the other.
     pub fn rows(ptr: *const T, stride: usize) -> Self {
         Self { ptr, row_stride: stride, column_stride: 1 }
     }

@@ -104,7 +104,7 @@ impl Packed {
 /// Packs `rows` rows of A, `depth` deep; what is missing in the last panel as zeros.
 ///
 /// # Safety
-/// The source has these sizes, and there is room for them rounded up to whole panels behind `to`.
+/// The source has these sizes, and there is room for them rounded up to whole panels at `to`.
 pub unsafe fn pack_a<T: Float>(simd: Simd, a: Matrix<T>, rows: usize, depth: usize, to: Packed) {
     let unit = Unit::of::<T>(simd);
     for i in (0..rows).step_by(unit.rows()) {
@@ -168,7 +168,7 @@ pub unsafe fn multiply<T: Float>(
 /// Writes rows `k` (even) and `k + 1` of a right operand of one panel.
 ///
 /// # Safety
-/// The panel behind `to` is that deep.
+/// The panel at `to` is that deep.
 #[inline(always)]
 pub unsafe fn put_b_pair<T: Float>(unit: Unit, to: *mut u8, k: usize, rows: &[[f32; NR]; 2]) {
     // SAFETY: the caller vouches.

@@ -21,7 +21,7 @@ pub unsafe fn transpose_16(
     let mut r = [_mm512_setzero_si512(); 16];
     let present = ((1u32 << columns) - 1) as __mmask16;
     for (i, row) in r.iter_mut().enumerate().take(rows) {
-        // SAFETY: the caller vouches for `columns` words behind each of `rows` rows.
+        // SAFETY: the caller vouches for `columns` words after each of `rows` rows.
         *row = unsafe { _mm512_maskz_loadu_epi32(present, from.add(i * from_stride).cast()) };
     }
     let mut t = [_mm512_setzero_si512(); 16];
@@ -45,7 +45,7 @@ pub unsafe fn transpose_16(
     }
     let mask = ((1u32 << rows) - 1) as __mmask16;
     let store = |column: usize, value: __m512i| {
-        // SAFETY: the caller vouches for `rows` words behind each of 16 columns.
+        // SAFETY: the caller vouches for `rows` words after each of 16 columns.
         unsafe { _mm512_mask_storeu_epi32(to.add(column * to_stride).cast(), mask, value) }
     };
     for c in 0..4 {

@@ -12,7 +12,7 @@ pub const MR: usize = 12;
 /// Packs up to `W` rows of `source`, `depth` elements of each, side by side: `to[k · W + row]`, rows that are missing as
 /// zeros.
 pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, lines: usize, depth: usize, to: *mut f32) {
-    // SAFETY: the caller vouches for `lines` × `depth` elements behind the source and W · depth behind `to`.
+    // SAFETY: the caller vouches for `lines` × `depth` elements at the source and W · depth at `to`.
     unsafe {
         if lines < W {
             to.write_bytes(0, W * depth);

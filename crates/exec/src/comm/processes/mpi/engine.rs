@@ -249,7 +249,7 @@ struct Driver {
     /// In the order in which they were posted, from `next` on.
     slots: Vec<Slot>,
     next: usize,
-    /// By sender; those that come behind one that is not whole yet wait.
+    /// By sender; those that come after one that is not whole yet wait.
     incoming: Vec<VecDeque<Incoming>>,
     sending: Vec<Sending>,
     numbers: u64,
@@ -337,7 +337,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends a head, and a large frame behind it, whose bytes stay until it has [gone](Self::gone) or MPI is called no more. Gives its
+    /// Sends a head, and a large frame after it, whose bytes stay until it has [gone](Self::gone) or MPI is called no more. Gives its
     /// number.
     fn begin(&mut self, to: usize, head: Buffer, body: Option<&[u8]>) -> Result<u64, String> {
         self.numbers += 1;

@@ -180,7 +180,7 @@ impl Library {
         self.check("MPI_Isend", code).map(|()| request)
     }
 
-    /// Begins to receive up to so many bytes, from one rank or any.
+    /// Begins to receive up to this many bytes, from one rank or any.
     ///
     /// # Safety
     /// Nobody else uses this memory until the request is done, or until MPI is called no more. At most `i32::MAX` bytes.
