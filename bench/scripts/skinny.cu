@@ -1,5 +1,5 @@
 // Times the matmuls of 32 rows of `skinny.cuh` alone, with the shapes of a model of 1B: 48 launches in a graph, each begun early as in a program. Compiled by
-// `skinny.sh` behind the sources of the kernels.
+// `skinny.sh`, after the sources of the kernels.
 struct Shape {
     const char *name;
     void *kernel;

@@ -1,42 +1,19 @@
-//! Runs whose world changes: ranks are lost, and others come.
-//!
-//! A run is a row of worlds. Each has a layout for as many ranks as it has, and goes on from the newest state that its ranks
-//! hold in memory, or from the last checkpoint where that is newer. When a rank is lost, or one waits to join, the world ends and the next
-//! one is agreed on (`host/src/elastic.rs`).
+//! What a run whose ranks come and go knows beyond one world of ranks: snapshots in memory, the layout for as many as there are, and how much of its time
+//! counted. `worlds.rs` has the row of worlds.
 
-mod layout;
+pub(crate) mod layout;
 mod memory;
 
 pub(crate) use memory::{Keeper, Memory, SnapshotState};
 
-use crate::event::{Event, Show};
-use crate::run::{places, run_in};
-use crate::{Outcome, Result, RunOptions, TrainError};
-use layout::fitting;
-use lockstep_checkpoint::{Loaded, list};
-use lockstep_config::Config;
-use lockstep_exec::ExecError;
-use lockstep_exec::comm::CommError;
-use lockstep_exec::comm::processes::{JoinError, ProcessCommunicator, Start, join};
-use lockstep_exec::comm::{Communicator, ProgramPlace};
-use lockstep_host::{Devices, Elastic, HostError, Membership, Processes, Rejoined};
+use lockstep_checkpoint::Loaded;
+use lockstep_exec::comm::Communicator;
+use lockstep_exec::comm::processes::ProcessCommunicator;
+use lockstep_host::Membership;
 use lockstep_ir::units;
 use serde::Serialize;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
-
-/// How this process comes to an elastic run.
-pub struct ElasticStart<'a> {
-    /// How it finds the others. It has the secret of the job where it comes late.
-    pub start: &'a Start,
-    /// Which of the processes of its host it is, if that is known.
-    pub local: Option<usize>,
-    /// How many may train together.
-    pub bounds: Elastic,
-    /// Whether the run has begun without it.
-    pub late: bool,
-}
 
 /// A world of an elastic run that others came before, for whoever shows it: a line of the run's history.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -70,15 +47,15 @@ pub struct WorldChange {
 /// What an elastic run knows beyond one world.
 pub(crate) struct ElasticRun<'a> {
     pub(crate) memory: Memory,
-    membership: Mutex<Membership>,
+    pub(crate) membership: Mutex<Membership>,
     pub(crate) comm: Arc<ProcessCommunicator>,
     /// Ranks that would train if one more came.
-    usable: &'a (dyn Fn(usize) -> usize + Sync),
-    every: u64,
+    pub(crate) usable: &'a (dyn Fn(usize) -> usize + Sync),
+    pub(crate) every: u64,
     /// What the world before has left.
-    found: Mutex<Option<Loaded>>,
-    change: Mutex<Option<(WorldChange, Instant)>>,
-    goodput: &'a Mutex<Goodput>,
+    pub(crate) found: Mutex<Option<Loaded>>,
+    pub(crate) change: Mutex<Option<(WorldChange, Instant)>>,
+    pub(crate) goodput: &'a Mutex<Goodput>,
 }
 
 /// Time in steps that counted, against all time.
@@ -89,6 +66,11 @@ pub(crate) struct Goodput {
 }
 
 impl Goodput {
+    /// Of a run that begins now.
+    pub(crate) fn new() -> Self {
+        Self { begun: Instant::now(), steps: Vec::new() }
+    }
+
     /// A step is done: the share of all time so far that was in steps which count.
     fn step(&mut self, step: u64, seconds: f64) -> f64 {
         self.steps.retain(|(before, _)| *before < step);
@@ -137,187 +119,6 @@ impl ElasticRun<'_> {
     pub(crate) fn goodput(&self, step: u64, seconds: f64) -> f64 {
         lock(self.goodput).step(step, seconds)
     }
-}
-
-/// Trains as one rank of worlds that change. As [`run`](crate::run()), but the devices are found here, anew for every world.
-pub fn run_elastic(
-    process: &ElasticStart<'_>,
-    config: &Config,
-    options: &RunOptions,
-    stop: &AtomicBool,
-    show: Show,
-) -> Result<Outcome> {
-    let ElasticStart { start, local, bounds, late } = process;
-    if start.mpi.is_some() {
-        return Err(TrainError::ElasticMpi);
-    }
-    let usable = |ranks: usize| fitting(config, ranks.min(bounds.most)).map_or(0, |(_, used)| used);
-    let goodput = Mutex::new(Goodput { begun: Instant::now(), steps: Vec::new() });
-    let mut memory = Memory::default();
-    let mut ended: Option<(Instant, Option<String>)> = None;
-    let mut options = options.clone();
-    let text = config.resolved_toml();
-    let (mut membership, mut world) = if *late {
-        let secret = start.secret.clone().ok_or(TrainError::NoJobSecret)?;
-        (Membership::late(&options.dir, (*bounds, &text), start, secret), None)
-    } else {
-        let comm = join(start).map_err(HostError::from)?;
-        let membership = Membership::first(&options.dir, (*bounds, &text), start, &comm)?;
-        (membership, Some(Rejoined { comm, epoch: 0, gone: Vec::new(), joined: 0 }))
-    };
-    loop {
-        let Rejoined { comm, epoch, gone, joined } = match world.take() {
-            Some(world) => world,
-            None => membership.meet(&start.waiting)?,
-        };
-        if epoch > 0 {
-            // What the first world did once.
-            (options.fresh, options.resume_from, options.change) = (false, None, Vec::new());
-            options.given.clear();
-        }
-        let one = World { config, process, membership, memory, comm, epoch, gone, joined, goodput: &goodput };
-        let (back, result) = one.train(&options, &usable, ended.take(), *local, stop, show);
-        (membership, memory) = back;
-        let error = match result {
-            Ok(Some(outcome)) => {
-                if outcome.finished {
-                    membership.end();
-                }
-                return Ok(outcome);
-            }
-            // A spare: it waits for the next world.
-            Ok(None) => continue,
-            Err(error) => error,
-        };
-        let cause = match &error {
-            TrainError::WorldChanges => None,
-            error if is_loss(error) => Some(error.to_string()),
-            _ => return Err(error),
-        };
-        ended = Some((Instant::now(), cause));
-    }
-}
-
-/// Whether ranks that are left can go on without those that are gone.
-fn is_loss(error: &TrainError) -> bool {
-    let TrainError::Host(error) = error else { return false };
-    match error {
-        HostError::Exec(error) => match &**error {
-            ExecError::Rank(
-                CommError::Lost { .. } | CommError::Cut { .. } | CommError::Stalled { .. } | CommError::Left { .. },
-            ) => true,
-            // Of another rank, which has ended.
-            ExecError::Rank(CommError::Failed { host, .. }) => host.is_some(),
-            _ => false,
-        },
-        // Somebody was lost while the ranks met.
-        HostError::Join(error) => {
-            use JoinError::{Abandoned, Early, Missing, NoAnswer, Refused, Unconnected};
-            matches!(
-                error,
-                Abandoned { .. } | Early { .. } | Missing { .. } | NoAnswer { .. } | Refused(_) | Unconnected { .. }
-            )
-        }
-        _ => false,
-    }
-}
-
-/// One world of a run.
-struct World<'a> {
-    config: &'a Config,
-    process: &'a ElasticStart<'a>,
-    membership: Membership,
-    memory: Memory,
-    comm: ProcessCommunicator,
-    epoch: u64,
-    gone: Vec<usize>,
-    joined: usize,
-    goodput: &'a Mutex<Goodput>,
-}
-
-impl World<'_> {
-    /// Trains in this world to its end; nothing where this process is a spare.
-    fn train(
-        self,
-        options: &RunOptions,
-        usable: &(dyn Fn(usize) -> usize + Sync),
-        ended: Option<(Instant, Option<String>)>,
-        local: Option<usize>,
-        stop: &AtomicBool,
-        show: Show,
-    ) -> ((Membership, Memory), Result<Option<Outcome>>) {
-        let Self { config, process, mut membership, memory, comm, epoch, gone, joined, goodput } = self;
-        let ranks = comm.ranks();
-        let Some((at, used)) =
-            fitting(config, ranks.min(process.bounds.most)).filter(|(_, used)| *used >= process.bounds.least)
-        else {
-            let error = TrainError::NoLayout { ranks, least: process.bounds.least };
-            return ((membership, memory), Err(error));
-        };
-        let found = match epoch {
-            0 => Ok(None),
-            _ => from_memory(&comm, &memory, config, options),
-        };
-        let found = match found {
-            Ok(found) => found,
-            Err(error) => return ((membership, memory), Err(error)),
-        };
-        // Those that the layout has no place for wait for the next world.
-        let comm = match membership.narrow(comm, used, &process.start.waiting) {
-            Ok(Some(comm)) => Arc::new(comm),
-            Ok(None) => return ((membership, memory), Ok(None)),
-            Err(error) => return ((membership, memory), Err(error.into())),
-        };
-        let change = ended.or((epoch > 0).then(|| (Instant::now(), None))).map(|(since, cause)| {
-            let change = WorldChange {
-                epoch,
-                gone,
-                cause,
-                joined,
-                ranks: used,
-                spares: ranks - used,
-                layout: at.layout().to_string(),
-                changes_bits: layout::changes_bits(config, &at),
-                step: 0,
-                from_memory: false,
-                lost_steps: 0,
-                recovery_s: 0.0,
-            };
-            (change, since)
-        });
-        show(Event::InWorld { rank: comm.rank(), ranks: used });
-        let run = ElasticRun {
-            memory,
-            membership: Mutex::new(membership),
-            comm: comm.clone(),
-            usable,
-            every: config.cluster.snapshot_every,
-            found: Mutex::new(found),
-            change: Mutex::new(change),
-            goodput,
-        };
-        let result = Processes::of(comm, &at, local)
-            .map_err(TrainError::from)
-            .and_then(|processes| run_in(&Devices::of_processes(processes), &at, options, Some(&run), stop, show));
-        let ElasticRun { memory, membership, .. } = run;
-        ((membership.into_inner().unwrap_or_else(PoisonError::into_inner), memory), result.map(Some))
-    }
-}
-
-/// The newest state that the ranks of a world hold, if there is none as new on the disk.
-fn from_memory(
-    comm: &ProcessCommunicator,
-    memory: &Memory,
-    config: &Config,
-    options: &RunOptions,
-) -> Result<Option<Loaded>> {
-    let newest = |place| list(place).unwrap_or_default().last().map_or(0, |(step, _)| *step);
-    // Rank 0 looks for all: others may see a file later.
-    let there = places(config, &options.dir).iter().map(|place| newest(place)).max().unwrap_or(0);
-    let told =
-        comm.exchange(ProgramPlace::outside("gather snapshots"), &there.to_le_bytes()).map_err(ExecError::from)?;
-    let there = told[0][..].try_into().map_or(0, u64::from_le_bytes);
-    memory.gather(comm, Some(there), &options.dir.join("checkpoints"))
 }
 
 impl std::fmt::Display for WorldChange {

@@ -44,7 +44,7 @@ pub(super) fn rewrite(source: &str) -> (String, bool) {
     (text, found)
 }
 
-/// A tag whose strings go on where a line ends with a backslash, as in Python. The lines stay as many: their ends move behind the string.
+/// A tag whose strings go on where a line ends with a backslash, as in Python. The lines stay as many: their ends move after the string.
 fn joined(tag: &str) -> Cow<'_, str> {
     const CONTINUED: &str = "\\\n";
     if !tag.contains(CONTINUED) {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn strings_go_on_behind_a_backslash_at_the_end_of_a_line() {
+    fn strings_go_on_after_a_backslash_at_the_end_of_a_line() {
         let source = "{% set x = \"a \\\nb\\\\\" %}\n{{ 'it\\'s \\\n\\\nso' ~ \"\\n\" }}";
         let expected = "{% set x = \"a b\\\\\"\n %}\n{{ 'it\\'s so'\n\n ~ \"\\n\" }}";
         assert_eq!(rewrite(source), (expected.to_owned(), false));

@@ -57,7 +57,7 @@ impl Together {
         Ok((!targets.is_empty()).then_some(Self { down, ranks: if twice[0] { 2 } else { 1 } }))
     }
 
-    /// The adapters of a folder, by the names that they have where every expert is a module, behind `prefix`; what the folder lacks is left out.
+    /// The adapters of a folder, by the names that they have where every expert is a module, after `prefix`; what the folder lacks is left out.
     pub(super) fn unpack(
         self,
         weights: &WeightsFolder,

@@ -7,7 +7,7 @@ use lockstep_ir::{Layout, MeshAxis};
 ///
 /// Data parallelism changes first: that changes no bit of a reproducible run. Only where not one copy of the model fits, the other axes
 /// shrink too: positions, then experts, heads, layers.
-pub(super) fn fitting(config: &Config, ranks: usize) -> Option<(Config, usize)> {
+pub(crate) fn fitting(config: &Config, ranks: usize) -> Option<(Config, usize)> {
     let mut layout = config.layout();
     loop {
         if let Some(found) = with_data_parallel(config, &layout, ranks) {
@@ -65,7 +65,7 @@ fn smaller(layout: &Layout) -> Option<lockstep_ir::Mesh> {
 }
 
 /// Whether a run has other bits with this layout than with its own: more than the data-parallel axes differ, or sums of gradients are not exact.
-pub(super) fn changes_bits(config: &Config, at: &Config) -> bool {
+pub(crate) fn changes_bits(config: &Config, at: &Config) -> bool {
     let (before, now) = (config.layout().mesh, at.layout().mesh);
     let axes = [MeshAxis::Cp, MeshAxis::Ep, MeshAxis::Tp];
     let other = axes.into_iter().any(|axis| before.size(axis) != now.size(axis));
