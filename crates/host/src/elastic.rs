@@ -142,7 +142,7 @@ fn job_folder(run_dir: &Path, secret: &JobSecret) -> PathBuf {
 }
 
 impl Membership {
-    /// This process in the world that was started, which is epoch 0. Rank 0 clears the folder of what earlier jobs have left.
+    /// This process in the world that was started, which is epoch 0.
     pub fn first(
         run_dir: &Path,
         (bounds, config): (Elastic, &str),
@@ -150,11 +150,6 @@ impl Membership {
         comm: &ProcessCommunicator,
     ) -> Result<Self, HostError> {
         let mut this = Self::new(run_dir, (bounds, config), start, comm.secret().clone());
-        if comm.rank() == 0 {
-            let root = run_dir.join(FOLDER);
-            // What is left of earlier jobs is of no use; where it cannot be removed it does no harm.
-            let _ = fs::remove_dir_all(&root);
-        }
         let seat = serde_json::to_vec(&this.me).unwrap_or_default();
         let all = comm.exchange(ProgramPlace::outside("elastic"), &seat).map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
@@ -203,6 +198,15 @@ impl Membership {
             return false;
         }
         self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.common == self.common)
+    }
+
+    /// Removes what earlier jobs have left in the run directory. Only who has that directory to itself may do so.
+    pub fn clear_others(&self) {
+        let others = self.folder.parent().and_then(|root| fs::read_dir(root).ok()).into_iter().flatten().flatten();
+        for other in others.map(|entry| entry.path()).filter(|path| *path != self.folder) {
+            // What cannot be removed does no harm.
+            let _ = fs::remove_dir_all(other);
+        }
     }
 
     /// Says that the run has ended, to whoever waits to join it.

@@ -12,6 +12,7 @@ use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_host::Membership;
 use lockstep_ir::units;
 use serde::Serialize;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -52,6 +53,8 @@ pub(crate) struct ElasticRun<'a> {
     /// Ranks that would train if one more came.
     pub(crate) usable: &'a (dyn Fn(usize) -> usize + Sync),
     pub(crate) every: u64,
+    /// Whether this world has begun: what the command line asks for once is done.
+    pub(crate) begun: AtomicBool,
     /// What the world before has left.
     pub(crate) found: Mutex<Option<Loaded>>,
     pub(crate) change: Mutex<Option<(WorldChange, Instant)>>,
@@ -98,6 +101,14 @@ impl ElasticRun<'_> {
     pub(crate) fn somebody_waits(&self) -> bool {
         let ranks = self.comm.ranks();
         (self.usable)(ranks + 1) > ranks && lock(&self.membership).somebody_waits()
+    }
+
+    /// The run has begun, in a run directory that is this one's alone.
+    pub(crate) fn begin(&self, is_first: bool) {
+        self.begun.store(true, Ordering::Release);
+        if is_first {
+            lock(&self.membership).clear_others();
+        }
     }
 
     /// The state that the ranks held in memory; once.

@@ -174,6 +174,9 @@ fn run_here(
     }
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
+    if let Some(elastic) = elastic {
+        elastic.begin(team.is_first());
+    }
     let somebody_waits = || elastic.is_some_and(ElasticRun::somebody_waits);
     let stop = &StopSignal::new(stop, team).or_change(elastic.map(|_| &somebody_waits as &dyn Fn() -> bool));
     let error = match start::start(&course, (&plan, devices), dir, found, (options, elastic), stop, show) {

@@ -49,6 +49,8 @@ pub fn run_elastic(
     let mut memory = Memory::default();
     let mut ended: Option<(Instant, Option<String>)> = None;
     let mut options = options.clone();
+    // One that comes late finds a run that has begun.
+    let mut begun = *late;
     let text = config.resolved_toml();
     let (mut membership, mut world) = if *late {
         let secret = start.secret.clone().ok_or(TrainError::NoJobSecret)?;
@@ -63,14 +65,15 @@ pub fn run_elastic(
             Some(world) => world,
             None => membership.meet(&start.waiting)?,
         };
-        if epoch > 0 {
-            // What the first world did once.
+        if begun {
+            // What the first world has done once.
             (options.fresh, options.resume_from, options.change) = (false, None, Vec::new());
             options.given.clear();
         }
         let one = World { config, process, membership, memory, comm, epoch, gone, joined, goodput: &goodput };
-        let (back, result) = one.train(&options, &usable, ended.take(), *local, stop, show);
+        let (back, has_begun, result) = one.train(&options, &usable, ended.take(), *local, stop, show);
         (membership, memory) = back;
+        begun |= has_begun;
         let error = match result {
             Ok(Some(outcome)) => {
                 if outcome.finished {
@@ -138,14 +141,14 @@ impl World<'_> {
         local: Option<usize>,
         stop: &AtomicBool,
         show: Show,
-    ) -> ((Membership, Memory), Result<Option<Outcome>>) {
+    ) -> ((Membership, Memory), bool, Result<Option<Outcome>>) {
         let Self { config, process, mut membership, memory, comm, epoch, gone, joined, goodput } = self;
         let ranks = comm.ranks();
         let Some((at, used)) =
             fitting(config, ranks.min(process.bounds.most)).filter(|(_, used)| *used >= process.bounds.least)
         else {
             let error = TrainError::NoLayout { ranks, least: process.bounds.least };
-            return ((membership, memory), Err(error));
+            return ((membership, memory), false, Err(error));
         };
         let found = match epoch {
             0 => Ok(None),
@@ -153,13 +156,13 @@ impl World<'_> {
         };
         let found = match found {
             Ok(found) => found,
-            Err(error) => return ((membership, memory), Err(error)),
+            Err(error) => return ((membership, memory), false, Err(error)),
         };
         // Those that the layout has no place for wait for the next world.
         let comm = match membership.narrow(comm, used, &process.start.waiting) {
             Ok(Some(comm)) => Arc::new(comm),
-            Ok(None) => return ((membership, memory), Ok(None)),
-            Err(error) => return ((membership, memory), Err(error.into())),
+            Ok(None) => return ((membership, memory), false, Ok(None)),
+            Err(error) => return ((membership, memory), false, Err(error.into())),
         };
         let change = ended.or((epoch > 0).then(|| (Instant::now(), None))).map(|(since, cause)| {
             let change = WorldChange {
@@ -185,6 +188,7 @@ impl World<'_> {
             comm: comm.clone(),
             usable,
             every: config.cluster.snapshot_every,
+            begun: AtomicBool::new(false),
             found: Mutex::new(found),
             change: Mutex::new(change),
             goodput,
@@ -192,8 +196,9 @@ impl World<'_> {
         let result = Processes::of(comm, &at, local)
             .map_err(TrainError::from)
             .and_then(|processes| run_in(&Devices::of_processes(processes), &at, options, Some(&run), stop, show));
-        let ElasticRun { memory, membership, .. } = run;
-        ((membership.into_inner().unwrap_or_else(PoisonError::into_inner), memory), result.map(Some))
+        let ElasticRun { memory, membership, begun, .. } = run;
+        let back = (membership.into_inner().unwrap_or_else(PoisonError::into_inner), memory);
+        (back, begun.into_inner(), result.map(Some))
     }
 }
 

@@ -204,6 +204,13 @@ impl Keeper {
         Ok(())
     }
 
+    /// Forgets all snapshots: the run goes back before them.
+    pub(crate) fn forget(&mut self) -> Result<()> {
+        self.wait()?;
+        lock(&self.kept).clear();
+        Ok(())
+    }
+
     /// Waits until the copies are there.
     pub(crate) fn wait(&mut self) -> Result<()> {
         let Some(thread) = self.copying.take() else { return Ok(()) };

@@ -97,6 +97,10 @@ impl Run<'_> {
                 self.session.begin_from(self.config, InitialWeights::open(self.config)?.as_ref())?;
             }
         }
+        if let Some((_, keeper)) = &mut self.elastic {
+            // Those in memory are of the steps that are undone.
+            keeper.forget()?;
+        }
         let step = found.as_ref().map_or(0, |loaded| loaded.step);
         self.status =
             RunStatus { pending: self.status.pending.take(), ..RunStatus::of(found.as_ref(), self.config, roll_backs) };
