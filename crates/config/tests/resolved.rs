@@ -197,6 +197,8 @@ items = 0  # default
 [telemetry]
 SINKS
 [cluster]
+# elastic is not set
+snapshot_every = 10  # default
 # time is not set
 # nodes is not set
 # gpus_per_node is not set
