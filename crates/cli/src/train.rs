@@ -253,6 +253,10 @@ pub fn elastic_bounds(config: &Config) -> Result<Option<Elastic>> {
         )
     })?;
     match config.ranks() {
+        _ if config.plans_layout() => Err(Failure::request(
+            "cluster.elastic does not go with parallel.layout = \"auto\": every world would have another layout",
+            "set parallel.dp and the other axes; `lockstep plan` finds them",
+        )),
         Some(ranks) if ranks > bounds.most => Err(Failure::request(
             format!("cluster.elastic = {text:?} allows at most {} ranks, and the layout has {ranks}", bounds.most),
             format!("set cluster.elastic = \"{}..{ranks}\", or a smaller layout", bounds.least.min(ranks)),

@@ -189,4 +189,26 @@ fn bounds_that_cannot_be_meant_are_refused() {
         assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(text.contains(problem) && text.contains("\nhint: "), "{text}");
     }
+    let slurm = ["--slurm", "--time", "1:00:00", "--dry-run", "--elastic", "2..4"];
+    let text = said(&end(begin(&place, "run", &[], &slurm), HANG));
+    assert!(text.contains("launch --slurm writes no jobs of elastic runs yet\nhint: "), "{text}");
+    let auto = command("launch", "run", &["train.steps=2", "parallel.layout=auto", "cluster.elastic=1..2"]);
+    let text = said(&end(spawn(place.command(&[&auto[..], &["--ranks", "2"]].concat())), HANG));
+    assert!(text.contains("cluster.elastic does not go with parallel.layout = \"auto\""), "{text}");
+}
+
+#[test]
+fn what_would_fail_again_ends_the_run_though_others_wait_to_join() {
+    let place = place();
+    // Losses that are not finite end all ranks, and the one that is started again must not wait for ever.
+    let set = ["cluster.elastic=2..4", "optimizer.lr=1e30", "optimizer.grad_clip=0", "train.steps=100000"];
+    let mut launcher = begin(&place, "run", &set, &["--restarts", "9"]);
+    comes_to(&mut launcher, &place, "run", 1);
+    if let Some(pid) = ranks_of(&launcher).get(2) {
+        signal(*pid, libc::SIGKILL);
+    }
+    let output = end(launcher, HANG);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("not finite"), "{text}");
 }

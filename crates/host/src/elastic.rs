@@ -353,7 +353,7 @@ impl Membership {
     /// Waits until there is a next epoch; proposes it where that is this process's part.
     fn agree(&mut self, mine: &Registered, waiting: &Waiting) -> Result<Epoch, HostError> {
         let (mut mine, mut written) = (mine.clone(), None);
-        let begun = Instant::now();
+        let (mut begun, mut waits_for_nobody) = (Instant::now(), false);
         let mut number = self.next();
         loop {
             if mine.rank.is_none()
@@ -386,6 +386,10 @@ impl Membership {
             }
             // Those that wait to join begin by themselves where all that they could join are gone.
             let last = self.last.clone().or_else(|| self.read_epoch(number - 1).filter(|last| self.is_gone(last)));
+            if mine.rank.is_none() && last.is_some() && !waits_for_nobody {
+                // The time in which others may come counts from here.
+                (begun, waits_for_nobody) = (Instant::now(), true);
+            }
             if let Some(last) = last
                 && let Some(members) = self.proposal(&last, &mine, &others, begun)?
             {
@@ -440,7 +444,8 @@ impl Membership {
             return Ok(None);
         }
         // Where all are gone, those that come are given time.
-        if alive.is_empty() && (!settled || members.len() < self.bounds.least) {
+        let few = members.len() < self.bounds.least && begun.elapsed() <= 2 * SETTLES_WITHIN;
+        if alive.is_empty() && (!settled || few) {
             return Ok(None);
         }
         let old = members.iter().filter(|member| member.rank.is_some()).count();

@@ -100,7 +100,8 @@ impl ElasticRun<'_> {
     /// Whether somebody waits to join who would train.
     pub(crate) fn somebody_waits(&self) -> bool {
         let ranks = self.comm.ranks();
-        (self.usable)(ranks + 1) > ranks && lock(&self.membership).somebody_waits()
+        // Looks once a second at most; which layout there would be is found out only when somebody is there.
+        lock(&self.membership).somebody_waits() && (self.usable)(ranks + 1) > ranks
     }
 
     /// The run has begun, in a run directory that is this one's alone.

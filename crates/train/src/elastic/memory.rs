@@ -75,11 +75,10 @@ impl Memory {
     }
 
     /// The newest snapshot that all of these processes hold together, where there is one that is newer than step `after`. All call this
-    /// together, and hold no other afterwards.
+    /// together, and keep what they hold: another loss may come before the next snapshot.
     pub(crate) fn gather(&self, comm: &ProcessCommunicator, after: Option<u64>, path: &Path) -> Result<Option<Loaded>> {
         let mine = std::mem::take(&mut *lock(&self.kept));
         let found = gathered(comm, &mine, after, path);
-        // Another loss may come before the next snapshot.
         *lock(&self.kept) = mine;
         found
     }

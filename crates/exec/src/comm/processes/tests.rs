@@ -99,6 +99,24 @@ fn everybody_gets_what_everybody_says() {
 }
 
 #[test]
+fn copies_go_round_while_all_tell_each_other_something() {
+    let comms = sockets(3, SOME);
+    let copy = |rank: usize| vec![rank as u8; 5_000_000 * rank];
+    scope(|s| {
+        for comm in &comms {
+            let rank = comm.rank();
+            let passed = s.spawn(move || comm.pass_on(place("copy", 0), &copy(rank), (rank + 1) % 3, (rank + 2) % 3));
+            s.spawn(move || {
+                for round in 0..20u8 {
+                    assert_eq!(comm.exchange(place("tell", 0), &[round]).unwrap(), vec![vec![round]; 3]);
+                }
+                assert!(passed.join().unwrap().unwrap() == copy((rank + 2) % 3));
+            });
+        }
+    });
+}
+
+#[test]
 fn a_process_that_ends_without_a_word_is_named_to_all() {
     for victim in [0, 2] {
         let mut comms = sockets(3, SOME);
