@@ -71,3 +71,31 @@ pub(crate) fn changes_bits(config: &Config, at: &Config) -> bool {
     let other = axes.into_iter().any(|axis| before.size(axis) != now.size(axis));
     other || (!config.train.reproducible && before != now)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_parallelism_shrinks_first_and_other_axes_where_no_copy_of_the_model_fits() {
+        let fits = |keys: &str, ranks: usize| {
+            let text = format!(
+                "[model]\narchitecture = \"llama\"\nvocab_size = 61\nlayers = 2\ndim = 16\nheads = 4\nffn = 32\n\
+                 [train]\nseq = 8\nglobal_batch = 12\nmicro_batch = 1\nreproducible = true\n[parallel]\n{keys}\n"
+            );
+            let config = Config::parse(&text, "run.toml", &[]).unwrap();
+            let (at, used) = fitting(&config, ranks).unwrap();
+            assert_eq!(at.layout().mesh.ranks(), used, "{keys}");
+            (at.layout().to_string(), used, changes_bits(&config, &at))
+        };
+        assert_eq!(fits("dp = 4\nzero = 1", 3), ("dp=3 zero=1".into(), 3, false));
+        // Five do not divide the batch: one waits.
+        assert_eq!(fits("dp = 6\nzero = 3", 5), ("dp=4 zero=3".into(), 4, false));
+        assert_eq!(fits("dp = 2\npp = 2", 3), ("pp=2 1f1b".into(), 2, false));
+        assert_eq!(fits("dp = 2\npp = 2", 1).1, 1);
+        assert_eq!(fits("dp = 2\ntp = 2", 3), ("tp=2".into(), 2, false));
+        assert_eq!(fits("dp = 2\ntp = 2", 1), ("one rank".into(), 1, true));
+        let (_, used, changes) = fits("dp = 2\ncp = 2\ntp = 2", 3);
+        assert_eq!((used, changes), (2, true));
+    }
+}
