@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn project() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
@@ -171,5 +172,28 @@ fn names_of_types_tell_them_apart() {
     for (i, (name, path, exported, ty)) in all.iter().enumerate().filter(|(_, (.., ty))| ty != "Result") {
         let other = all[i + 1..].iter().find(|(other, _, too, t)| other != name && *exported && *too && t == ty);
         assert!(other.is_none(), "{path} and {:?} both have a public {ty}", other.map(|(_, path, ..)| path));
+    }
+}
+
+/// What `bench/scripts/extend.sh` builds and tests stands on code that moves: a patch that no longer applies is mended with the move.
+#[test]
+fn patches_that_measure_what_an_extension_costs_apply() {
+    let patches = std::fs::read_dir(project().join("bench/extend")).unwrap();
+    let mut patches: Vec<PathBuf> = patches.map(|entry| entry.unwrap().path()).collect();
+    patches.sort();
+    assert!(patches.len() >= 10, "{patches:?}");
+    for patch in patches {
+        let Ok(applied) = Command::new("git").args(["apply", "--check"]).arg(&patch).current_dir(project()).output()
+        else {
+            return eprintln!("skipped: no git");
+        };
+        let text = String::from_utf8_lossy(&applied.stderr);
+        assert!(applied.status.success(), "{} does not apply: {text}", patch.display());
+        let patch = read(patch);
+        let limit = patch.lines().find_map(|line| line.strip_prefix("# limit: ")).unwrap();
+        let counted =
+            |line: &&str| ["crates", "docs"].iter().any(|of| line.starts_with(&format!("diff --git a/{of}/")));
+        let files = patch.lines().filter(counted).count();
+        assert!(files <= limit.parse().unwrap(), "{files} files: {patch}");
     }
 }

@@ -1,6 +1,6 @@
 //! Update rules of optimizers, with their constants.
 
-use lockstep_ir::{Axis, TensorType};
+use lockstep_ir::{Axis, Op, TensorType};
 
 /// An update rule with its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,6 +66,16 @@ impl Rule {
             Rule::AdamW(_) => &["m", "v"],
             Rule::Lion { .. } => &["m"],
             Rule::Sgd { .. } | Rule::Muon { .. } => &["momentum"],
+        }
+    }
+
+    /// What updates a parameter: by its gradient and moments, or in Muon's rule by the direction that follows from them.
+    pub(crate) fn op(self, decay: f32, lr_scale: f32) -> Op {
+        match self {
+            Rule::AdamW(AdamW { beta1, beta2, eps }) => Op::AdamW { beta1, beta2, eps, decay, lr_scale },
+            Rule::Lion { beta1, beta2 } => Op::Lion { beta1, beta2, decay, lr_scale },
+            Rule::Sgd { momentum } => Op::Sgd { momentum, decay, lr_scale },
+            Rule::Muon { .. } => Op::Descend { decay, lr_scale },
         }
     }
 

@@ -3,7 +3,7 @@
 use super::state_format::{StateFormat, rounding};
 use super::totals::{self, sum_over};
 use super::{loads, zero};
-use crate::rule::{AdamW, Rule};
+use crate::rule::Rule;
 use crate::settings::{Context, ParameterGroup};
 use crate::stage;
 use lockstep_ir::graph::{Node, Phase, Source, State, Tally};
@@ -368,25 +368,15 @@ fn update(
         (false, true) => g.relay(Op::Shard { over }, &[w], "range", Phase::Update, None)?[0],
         (false, false) => w,
     };
-    let (op, mut reads) = match rule {
-        Rule::AdamW(AdamW { beta1, beta2, eps }) => {
-            let op = Op::AdamW { beta1, beta2, eps, decay, lr_scale };
-            (op, vec![master, t.gradient, moments[0], moments[1], scalars, stats])
-        }
-        Rule::Lion { beta1, beta2 } => {
-            (Op::Lion { beta1, beta2, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
-        }
-        Rule::Sgd { momentum } => {
-            (Op::Sgd { momentum, decay, lr_scale }, vec![master, t.gradient, moments[0], scalars, stats])
-        }
+    let mut reads = match rule {
         Rule::Muon { momentum, .. } => {
             let moved = [t.gradient, moments[0], stats].into_iter().chain(key).collect::<Vec<_>>();
-            let direction = direction(g, momentum, &moved, sharding)?;
-            (Op::Descend { decay, lr_scale }, vec![master, direction, scalars, stats])
+            vec![master, direction(g, momentum, &moved, sharding)?]
         }
+        _ => [&[master, t.gradient], &moments[..]].concat(),
     };
-    reads.extend(key);
-    let new = g.node(op, &reads, &format!("{name}.next"), Phase::Update, None)?;
+    reads.extend([scalars, stats].into_iter().chain(key));
+    let new = g.node(rule.op(decay, lr_scale), &reads, &format!("{name}.next"), Phase::Update, None)?;
     new.iter().for_each(|v| g.values[v.0].sharding = sharding);
     // Weights first, then the moments that the op itself updates, then the rounded copy.
     let copy = new.len() - 1;
