@@ -38,10 +38,18 @@ all_train() {
 "$lockstep" launch run.toml --run-dir killed --elastic 2..4 --restarts 1000 --share-gpus >killed.out 2>killed.err &
 launcher=$!
 for kill in $(seq "$kills"); do
+    until=$((SECONDS + 60))
     until all_train && [ "$(lines killed)" -ge $((20 * kill)) ]; do
-        kill -0 $launcher || { tail -30 killed.err && exit 1; }
+        if ! kill -0 $launcher || [ $SECONDS -gt $until ]; then
+            echo "before kill $kill: $(lines killed) steps after $SECONDS s"
+            cat killed/events.jsonl
+            tail -40 killed.err
+            kill -9 $launcher $(pgrep -P $launcher)
+            exit 1
+        fi
         sleep 0.1
     done
+    echo "kill $kill after $(lines killed) steps, $SECONDS s"
     pid=$(rank_of $launcher $((kill % 4)))
     [ -z "$pid" ] || kill -9 "$pid"
     sleep 1

@@ -13,6 +13,7 @@ use lockstep_exec::comm::processes::host;
 use lockstep_exec::comm::{Connection, communication_calls, connections};
 use lockstep_host::Devices;
 use lockstep_ir::MeshAxis;
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -328,4 +329,66 @@ fn the_strict_nccl_names_the_rank_that_waits_for_itself_where_zb_v_once_hung() {
             assert_eq!(last, (Some(1), said), "{order:?}");
         }
     }
+}
+
+/// Worlds that a run has gone through, by its events.
+fn worlds(fake: &Fake, dir: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(fake.place.path(dir).join("events.jsonl")).unwrap_or_default();
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["event"] == "world").collect()
+}
+
+#[test]
+fn an_elastic_run_aborts_connects_and_captures_anew_when_ranks_are_killed() {
+    let fake = Fake::new();
+    let logs = fake.place.path("log");
+    // Aborting takes long enough for a second rank to be killed meanwhile.
+    let faults = [("FAKE_CUDA_DEVICES", "4"), ("FAKE_NCCL_LOG", logs.to_str().unwrap()), ("FAKE_NCCL_ABORT", "1")];
+    let set = [
+        "cluster.snapshot_every=2",
+        "train.steps=100000",
+        "train.global_batch=12",
+        "train.micro_batch=1",
+        "parallel.dp=4",
+        "parallel.zero=1",
+        "checkpoint.every=100000",
+    ];
+    let mut args = launch("run", &set);
+    args.extend(["--elastic", "2..4", "--restarts", "1"]);
+    let mut launcher = launched::spawn(fake.command(&args, &faults));
+    let comes_to = |launcher: &mut Child, count| launched::comes_to(launcher, &fake.place, "run", count);
+    comes_to(&mut launcher, 5);
+    let kill = |launcher: &Child, rank| common::signal(rank_of(launcher, rank), libc::SIGKILL);
+    // One that is started again, and joins.
+    kill(&launcher, 1);
+    wait_until("four ranks again", || {
+        launcher.try_wait().unwrap().is_some() || worlds(&fake, "run").iter().any(|world| world["joined"] == 1)
+    });
+    let steps = common::steps(&fake.place, "run");
+    comes_to(&mut launcher, steps + 3);
+    // Two that are not, the second while the others abort. Rank 0 is one of them.
+    kill(&launcher, 2);
+    let aborts = |rank| log(&fake, rank).iter().filter(|line| line.starts_with("abort ")).count();
+    let before = aborts(3);
+    wait_until("rank 3 aborts", || aborts(3) > before);
+    kill(&launcher, 0);
+    wait_until("two ranks", || {
+        launcher.try_wait().unwrap().is_some() || worlds(&fake, "run").last().is_some_and(|world| world["ranks"] == 2)
+    });
+    let steps = common::steps(&fake.place, "run");
+    comes_to(&mut launcher, steps + 3);
+    common::signal(launcher.id() as i32, libc::SIGTERM);
+    let (code, text) = end(launcher, HANG);
+    assert_eq!(code, Some(75), "{text}");
+    assert!(!text.contains("panicked"), "{text}");
+    // What does not fit together would be written there.
+    let errors = std::fs::read_to_string(fake.place.path("world.errors")).unwrap_or_default();
+    assert!(errors.is_empty(), "{errors}");
+    // In every world the rank that was in all of them has made communicators of that world's ranks, and captured its graphs anew.
+    let log = log(&fake, 3);
+    let of_four = log.iter().filter(|line| line.starts_with("init ") && line.ends_with(" 4")).count();
+    assert!(of_four >= 2 && log.iter().any(|line| line.starts_with("init ") && line.ends_with(" 2")), "{log:?}");
+    let captured: BTreeSet<&str> =
+        log.iter().filter(|line| line.contains(" captured ")).filter_map(|line| line.split(' ').next()).collect();
+    assert!(captured.len() >= 3, "{captured:?}");
 }

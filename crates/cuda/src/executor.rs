@@ -215,9 +215,11 @@ impl CudaExecutor {
         self.linked.as_ref().map_or(Coordinates::default(), Linked::coordinates)
     }
 
-    /// Whether what the device does may never end, since another process has failed.
-    fn gave_up(&self) -> bool {
-        self.linked.as_ref().is_some_and(Linked::give_up)
+    /// Where another process has failed, ends what the device does.
+    fn give_up(&mut self) {
+        if let Some(linked) = &self.linked {
+            linked.give_up(&mut self.graphs);
+        }
     }
 
     fn enter(&self) -> Result<(), ExecError> {
@@ -412,12 +414,15 @@ impl Executor for CudaExecutor {
 
 impl Drop for CudaExecutor {
     fn drop(&mut self) {
-        if self.gave_up() || self.gpu.device.enter().is_err() {
+        self.give_up();
+        // A device that was abandoned is not entered any more.
+        if self.gpu.device.enter().is_err() {
             return;
         }
         // What is queued uses the memory. An error has been seen by whoever waited before, or nobody waits for it.
         let _ = self.stream.wait();
-        if self.gave_up() {
+        self.give_up();
+        if self.gpu.device.enter().is_err() {
             return;
         }
         // Other ranks' streams use it as well, and where a run has failed nobody has waited for them.
@@ -431,7 +436,7 @@ impl Drop for CudaExecutor {
 
 impl Rank for CudaExecutor {
     fn drain(&mut self) {
-        self.gave_up();
+        self.give_up();
     }
 }
 

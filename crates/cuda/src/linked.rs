@@ -2,7 +2,7 @@
 
 use crate::CudaError;
 use crate::device_queue::{CaptureTurn, DeviceQueue};
-use crate::driver::{Address, Event, Stream};
+use crate::driver::{Address, Event, Graph, Stream};
 use crate::gpu::Gpu;
 use crate::nccl_queue::{NcclQueue, QueueUse};
 use crate::nccl_world::NcclWorld;
@@ -15,6 +15,7 @@ use lockstep_exec::comm::{
 };
 use lockstep_ir::program::{self, Slot};
 use lockstep_ir::{Coordinates, StepProgram};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The ranks beside one.
@@ -217,14 +218,12 @@ impl Linked {
         }
     }
 
-    /// Where another process has failed: gives up what the device does, which may never end. Says whether it did.
-    pub fn give_up(&self) -> bool {
-        match &self.kind {
-            Kind::Processes(_, world) if world.has_failed() => {
-                world.give_up();
-                true
-            }
-            Kind::Threads(..) | Kind::Processes(..) => false,
+    /// Where another process has failed: gives up what the device does, which may never end, and these graphs of it.
+    pub fn give_up(&self, graphs: &mut BTreeMap<Arc<str>, Graph>) {
+        if let Kind::Processes(_, world) = &self.kind
+            && world.has_failed()
+        {
+            world.give_up(std::mem::take(graphs));
         }
     }
 }

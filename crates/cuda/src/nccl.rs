@@ -89,6 +89,8 @@ const IN_PROGRESS: c_int = 7;
 const SUM: c_int = 0;
 const BYTES: c_int = 1;
 
+/// How long the loss of another rank, which the library has noticed, may take to be told.
+const TOLD_WITHIN: Duration = Duration::from_secs(1);
 /// How long the end of a communicator may take.
 const ENDS_WITHIN: Duration = Duration::from_secs(5);
 
@@ -194,16 +196,21 @@ unsafe impl Send for NcclComm {}
 // SAFETY: as above; to abort it from another thread is what the library is made for.
 unsafe impl Sync for NcclComm {}
 
+/// Of an error of the library, the loss of another rank where that is the cause: the library may notice it before it is told of.
+fn cause(error: CudaError, watch: &dyn Fn() -> Result<(), CudaError>) -> CudaError {
+    let until = Instant::now() + TOLD_WITHIN;
+    while Instant::now() < until {
+        if let Err(error) = watch() {
+            return error;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    error
+}
+
 impl NcclComm {
-    /// Joins as the member `index` of `members`. `watch` says whether it has sense to wait for the others. The device's context is
-    /// this thread's.
-    pub fn join(
-        nccl: &'static Nccl,
-        id: UniqueId,
-        index: usize,
-        members: usize,
-        watch: &dyn Fn() -> Result<(), CudaError>,
-    ) -> Result<Self, CudaError> {
+    /// Begins to join as the member `index` of `members`. The device's context is this thread's.
+    pub fn begin(nccl: &'static Nccl, id: UniqueId, index: usize, members: usize) -> Result<Self, CudaError> {
         let (mut handle, mut config) = (std::ptr::null_mut(), Config::not_blocking());
         // SAFETY: the addresses are valid for the call, which copies what they hold.
         let status = unsafe {
@@ -213,8 +220,12 @@ impl NcclComm {
         if status != IN_PROGRESS {
             nccl.check("ncclCommInitRankConfig", status, std::ptr::null_mut())?;
         }
-        comm.settle("ncclCommInitRankConfig", watch)?;
         Ok(comm)
+    }
+
+    /// Waits until all members have joined. `watch` says whether it has sense to wait for the others.
+    pub fn joined(&self, watch: &dyn Fn() -> Result<(), CudaError>) -> Result<(), CudaError> {
+        self.settle("ncclCommInitRankConfig", watch)
     }
 
     /// Waits until the library has done what it was asked for last: on the host; on the device it is queued then.
@@ -226,7 +237,7 @@ impl NcclComm {
             let status = unsafe { (self.nccl.functions.state)(self.handle, &mut state) };
             self.nccl.check("ncclCommGetAsyncError", status, self.handle)?;
             if state != IN_PROGRESS {
-                return self.nccl.check(call, state, self.handle);
+                return self.nccl.check(call, state, self.handle).map_err(|error| cause(error, watch));
             }
             watch()?;
             looks += 1;
@@ -285,7 +296,7 @@ impl NcclComm {
         self.settle("ncclGroupEnd", watch)
     }
 
-    /// Ends what runs on the device, and the communicator. May take for ever.
+    /// Ends what runs on the device, and the communicator. Waits until the graphs that it was captured in are gone; may take for ever.
     pub fn abort(&self) {
         // SAFETY: the communicator is open, and not used afterwards.
         unsafe { (self.nccl.functions.abort)(self.handle) };

@@ -18,13 +18,14 @@ use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_exec::comm::{Communicator, Connection, ProgramPlace};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// How often the host looks whether a first message has come.
 const LOOK_EVERY: Duration = Duration::from_micros(100);
-/// How long communicators may take to be aborted, and how long after that the process may take to end.
+/// How long communicators may take to be aborted where the process is about to end, and how long after that it may take to end.
 const ABORTED_WITHIN: Duration = Duration::from_millis(1500);
 const ENDED_WITHIN: Duration = Duration::from_secs(3);
 
@@ -74,8 +75,10 @@ impl NcclWorld {
                 comm.awaits(Some((other, place)));
                 comm.failure_at(place).map_or(Ok(()), |error| Err(CudaError::Ranks(error)))
             };
-            let joined = NcclComm::join(nccl, id, index, ranks.len(), &watch);
-            world.communicators.insert(connection.clone(), Arc::new(joined?));
+            // One that never comes about is aborted with the others.
+            let joining = Arc::new(NcclComm::begin(nccl, id, index, ranks.len())?);
+            world.communicators.insert(connection.clone(), joining.clone());
+            joining.joined(&watch)?;
         }
         comm.at(place);
         world.connect_messages(all, place)?;
@@ -122,34 +125,51 @@ impl NcclWorld {
         self.communicators.get(connection).ok_or_else(unknown)
     }
 
-    /// After the run has failed somewhere: ends what waits on the device for others, as far as that can be done soon. What it
-    /// holds is not freed any more, and the process ends: by itself, or shortly after.
-    pub fn give_up(&self) {
+    /// After the run has failed somewhere: aborts the communicators, and with them what waits on the device for others. `graphs` are those that
+    /// the communicators were captured in. Where the process goes on, the device is free then. Else, or where this takes too long, nothing of the
+    /// device is freed any more, and the process ends: by itself, or shortly after.
+    pub fn give_up(&self, graphs: impl Send + 'static) {
         if self.given_up.swap(true, Ordering::SeqCst) {
             return;
         }
-        // All at once: one may wait for what runs on behalf of another.
-        let (done, aborted) = mpsc::channel::<()>();
-        for communicator in self.communicators.values() {
-            let (communicator, device, done) = (communicator.clone(), self.device.clone(), done.clone());
-            let abort = move || {
-                if device.enter().is_ok() {
-                    communicator.abort();
-                }
-                drop(done);
-            };
-            // Where there is no thread to be had, the end of the process does it.
-            let _ = std::thread::Builder::new().name("lockstep-abort".into()).spawn(abort);
+        let goes_on = self.comm.goes_on();
+        let within = goes_on.unwrap_or(ABORTED_WITHIN);
+        // All at once: one may wait for what runs on behalf of another, and each waits for the graphs.
+        let mut work: Vec<Box<dyn FnOnce() + Send>> = vec![Box::new(move || drop(graphs))];
+        for communicator in self.communicators.values().cloned() {
+            work.push(Box::new(move || communicator.abort()));
         }
-        drop(done);
-        // Nobody sends anything: it ends when all are done.
-        let _ = aborted.recv_timeout(ABORTED_WITHIN);
+        let aborted = self.in_threads(work, within);
+        let device = self.device.clone();
+        if aborted && goes_on.is_some() && self.in_threads(vec![Box::new(move || drop(device.wait()))], within) {
+            return;
+        }
         self.device.abandon();
         let end = || {
             std::thread::sleep(ENDED_WITHIN);
             end_if_abandoned(1);
         };
         let _ = std::thread::Builder::new().name("lockstep-end".into()).spawn(end);
+    }
+
+    /// Does all of this at once, with the device's context; whether it was done in this time.
+    fn in_threads(&self, work: Vec<Box<dyn FnOnce() + Send>>, within: Duration) -> bool {
+        let (doing, done) = mpsc::channel::<()>();
+        let mut all = true;
+        for one in work {
+            let (device, doing) = (self.device.clone(), doing.clone());
+            let work = move || {
+                if device.enter().is_ok() {
+                    one();
+                }
+                drop(doing);
+            };
+            // Where there is no thread to be had, the end of the process does it.
+            all &= std::thread::Builder::new().name("lockstep-abort".into()).spawn(work).is_ok();
+        }
+        drop(doing);
+        // Nobody sends anything: the channel is closed when all are done.
+        all && done.recv_timeout(within) == Err(RecvTimeoutError::Disconnected)
     }
 
     /// Whether the run has failed somewhere.
@@ -161,7 +181,7 @@ impl NcclWorld {
 impl Drop for NcclWorld {
     fn drop(&mut self) {
         if self.has_failed() {
-            self.give_up();
+            self.give_up(());
         } else if self.device.enter().is_ok() {
             let watch = || self.progress.look();
             self.communicators.values().for_each(|communicator| communicator.close(&watch));

@@ -164,6 +164,7 @@ impl World<'_> {
             Ok(None) => return ((membership, memory), false, Ok(None)),
             Err(error) => return ((membership, memory), false, Err(error.into())),
         };
+        comm.goes_on_within(process.start.timeout);
         let change = ended.or((epoch > 0).then(|| (Instant::now(), None))).map(|(since, cause)| {
             let change = WorldChange {
                 epoch,

@@ -168,6 +168,8 @@ void fake_queue(struct entry entry) {
         else
             graph->first = copy;
         graph->last = copy;
+        if (entry.kind == GROUP)
+            fake_hold_group(entry.group, 1);
     } else {
         append(entry);
         advance();
@@ -199,5 +201,14 @@ void fake_replay(struct graph *graph, struct stream *stream) {
         append((struct entry){.kind = WAIT, .stream = stream, .event = ended});
     }
     advance();
+    fake_unlock();
+}
+
+void fake_end_graph(struct graph *graph) {
+    fake_lock();
+    for (struct entry *e = graph->first; e; e = e->next)
+        if (e->kind == GROUP)
+            fake_hold_group(e->group, -1);
+    graph->first = graph->last = NULL;
     fake_unlock();
 }

@@ -65,6 +65,8 @@ int fake_idle(struct stream *stream);
 int fake_came(struct event *event);
 struct graph *fake_begin_graph(void);
 void fake_replay(struct graph *graph, struct stream *stream);
+/* The graph runs no more. */
+void fake_end_graph(struct graph *graph);
 /* Calls on the device exclude each other. */
 void fake_lock(void);
 void fake_unlock(void);
@@ -75,5 +77,7 @@ void fake_unlock(void);
 int fake_group_done(struct group *group);
 /* The group is queued: its calls are compared with those of other ranks. A captured one is every time that its graph runs. */
 struct group *fake_post_group(struct group *group);
+/* So many more graphs, or fewer, have the group. */
+void fake_hold_group(struct group *group, int graphs);
 
 #endif

@@ -8,6 +8,7 @@
  *   it needs have come to theirs, so what waits in a circle waits here too.
  * - Everything is asked for in groups, of one communicator and stream each, and only when what was asked for before has settled.
  * - At the end all ranks have asked for the same number of collectives, and every message was received.
+ * - A communicator that is aborted ends when the graphs that it was captured in are gone.
  *
  * What does not fit is an error of the communicator on all ranks, and a line of FAKE_NCCL_WORLD.errors.
  *
@@ -77,6 +78,8 @@ struct comm {
     struct shared *shared;
     int rank, ranks, settled, finalizing, aborted, connects;
     int sends_to[MEMBERS], receives_from[MEMBERS];
+    /* Groups of it in graphs. */
+    int captured;
     size_t queued;
     uint64_t asks;
     double since;
@@ -242,6 +245,8 @@ static int arrived(struct group *group) {
     }
     return 1;
 }
+
+void fake_hold_group(struct group *group, int graphs) { __atomic_add_fetch(&group->comm->captured, graphs, __ATOMIC_SEQ_CST); }
 
 int fake_group_done(struct group *group) {
     struct comm *comm = group->comm;
@@ -446,6 +451,8 @@ int ncclCommAbort(struct comm *comm) {
     fake_write_down("abort", comm->id.text, 0);
     sleep((unsigned)fake_number("FAKE_NCCL_ABORT", 0));
     comm->aborted = 1;
+    while (__atomic_load_n(&comm->captured, __ATOMIC_SEQ_CST))
+        usleep(1000);
     return fake_called(__func__);
 }
 int ncclCommFinalize(struct comm *comm) {

@@ -25,7 +25,7 @@ use others::{Search, visit};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Kinds of notes.
@@ -155,6 +155,7 @@ fn joined(start: &Start, met: Met) -> Result<ProcessCommunicator, JoinError> {
             notice: None,
             secret,
             device: Mutex::default(),
+            goes_on: OnceLock::new(),
         }),
         Err(_) if inbox.peers.failure().is_some() => {
             let text = inbox.peers.failure().map_or_else(String::new, Hint::with_hint);

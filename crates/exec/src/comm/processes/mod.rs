@@ -51,7 +51,8 @@ use control::Control;
 use inbox::{Inbox, State, Stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, TryLockError};
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
+use std::time::Duration;
 use transport::Transport;
 use wire::written;
 
@@ -77,12 +78,25 @@ pub struct ProcessCommunicator {
     /// What all of them know.
     secret: JobSecret,
     device: Mutex<Option<DevicePlace>>,
+    /// How long a device may take to be done after the run has failed, where the process goes on without the ranks that are lost.
+    goes_on: OnceLock<Duration>,
 }
 
 /// Says where in the program a device waits, if it does.
 pub type DevicePlace = Box<dyn Fn() -> Option<ProgramPlace> + Send + Sync>;
 
 impl ProcessCommunicator {
+    /// After a failure this process goes on, with the ranks that are left: what runs on its device may take this long to end.
+    pub fn goes_on_within(&self, time: Duration) {
+        // Said once.
+        let _ = self.goes_on.set(time);
+    }
+
+    /// How long what runs on the device may take to end after a failure, where the process goes on then.
+    pub fn goes_on(&self) -> Option<Duration> {
+        self.goes_on.get().copied()
+    }
+
     /// The processes, by rank.
     pub fn members(&self) -> &[Member] {
         &self.members
