@@ -220,10 +220,7 @@ $sizes
 kv_heads = 2
 experts = 4
 $train"
-# Adapters of experts are on ranks of one kind: tensor-parallel or expert-parallel.
-tensor=("1:")
-mix
-check mixtral-lora 1 <<< "[model]
+check mixtral-lora 3 <<< "[model]
 architecture = \"mixtral\"
 $sizes
 kv_heads = 2
@@ -231,8 +228,6 @@ experts = 4
 $train
 [lora]
 rank = 4"
-tensor=("1:" "2:tp=2" "2:tp=2,sp")
-mix
 check qwen3-moe-bound-recompute 3 <<< "[model]
 architecture = \"qwen3_moe\"
 $sizes

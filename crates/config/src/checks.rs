@@ -237,7 +237,6 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
         noise_scale: values.switch("train.noise_scale").unwrap_or(false),
-        adapters: values.get("lora.rank").is_some(),
     };
     Some((layout, extents))
 }

@@ -461,7 +461,6 @@ impl Config {
                 .then_some(model.head_dim.max(model.value_dim()) * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
             noise_scale: train.noise_scale,
-            adapters: self.lora.rank.is_some(),
         }
     }
 }

@@ -35,8 +35,6 @@ pub struct Extents {
     pub naive_attention: bool,
     /// Whether the gradient noise scale is measured, which expert-parallel ranks cannot do.
     pub noise_scale: bool,
-    /// Whether there are adapters: those of experts are not on tensor-parallel and on expert-parallel ranks at once.
-    pub adapters: bool,
 }
 
 impl Extents {
@@ -106,7 +104,7 @@ fn empty_sizes(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
 }
 
 /// The rules that a tp must keep: whether it does, the other keys that take part, and what is wrong if not.
-fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 8] {
+fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'static [&'static str], String); 7] {
     let Extents { heads, kv_heads, ffn, seq, vocab, .. } = *extents;
     let dense_ffn = extents.dense_ffn.unwrap_or(0);
     let cp = layout.mesh.size(MeshAxis::Cp);
@@ -127,11 +125,6 @@ fn tensor_rules(tp: usize, layout: &Layout, extents: &Extents) -> [(bool, &'stat
             vocab.div_ceil(tp) * (tp - 1) < vocab,
             &["model.vocab_size"],
             format!("parallel.tp = {tp} leaves ranks without a part of model.vocab_size = {vocab}"),
-        ),
-        (
-            tp == 1 || !extents.adapters || layout.mesh.size(MeshAxis::Ep) == 1,
-            &["parallel.ep", "lora.rank"],
-            format!("parallel.tp = {tp} and parallel.ep both split what adapters of experts read"),
         ),
         (ffn.is_multiple_of(tp), &["model.ffn"], format!("parallel.tp = {tp} does not divide model.ffn = {ffn}")),
         (

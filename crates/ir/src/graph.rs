@@ -5,7 +5,7 @@
 //! parameter each sum into an accumulator of their own (`State::Gradient`), and the optimizer adds them once per
 //! step in one order.
 
-use crate::{Init, Op, Sharding, TensorType, TypeError};
+use crate::{Init, MeshAxis, Op, Placement, Sharding, TensorType, TypeError};
 use std::fmt::Write;
 
 /// Index of a value in its graph.
@@ -291,6 +291,21 @@ impl Graph {
         if let Some(last) = self.nodes.last_mut() {
             last.tf32 = from && !last.op.spec().multiplies.is_empty();
         }
+    }
+
+    /// A partial sum that a node reads and that must be reduced first. Reductions, ops that pass it on and those that look at a rank's own part may
+    /// read one.
+    pub fn unreduced(&self, node: &Node) -> Option<ValueId> {
+        if node.phase == Phase::Probe {
+            return None;
+        }
+        let partial = node.op.spec().partial;
+        let over = |v: &ValueId, axis| self.get(*v).sharding.over(axis);
+        MeshAxis::ALL.into_iter().find_map(|axis| {
+            let found = node.inputs.iter().find(|v| over(v, axis) == Placement::Partial)?;
+            let may = partial.may_be_read(node.inputs.iter().map(|v| over(v, axis)));
+            (!may).then_some(*found)
+        })
     }
 
     /// Adds a node that changes the sharding of values; its outputs are called `<input>.<suffix>`.

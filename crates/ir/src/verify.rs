@@ -37,10 +37,8 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         }
         // A partial sum must be reduced before use: only reductions, ops that pass it on and those that look at a rank's own part
         // may read one.
-        let passes_on = node.op.spec().keeps_partial || node.phase == Phase::Probe;
-        let partial_sum = |v: &&ValueId| !graph.get(**v).sharding.axes(Placement::Partial).is_empty();
-        if let Some(v) = node.inputs.iter().find(partial_sum).filter(|_| !passes_on) {
-            return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(*v).name)));
+        if let Some(v) = graph.unreduced(node) {
+            return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(v).name)));
         }
         if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
             return Err(unsound(at, "comes after a later phase"));

@@ -145,7 +145,8 @@ fn layouts_compute_what_one_rank_computes() {
     let error = refused(&mixture.lora(MIXTRAL, &["lora.dropout=0.1"]), &mixture.at("dropped"));
     let says = "lora.dropout: \"*\" of lora.targets is model.layers.*.block_sparse_moe.experts.*.w1 too";
     assert!(error.contains(says) && error.contains("\nhint: remove lora.dropout, or give lora.targets"), "{error}");
-    check_layouts(&mixture.lora(MIXTRAL, &[]), &["dp=2", "ep=2", "ep=2,zero=3", "tp=2,sp", "pp=2,ep=2"]);
+    let every = ["dp=2", "ep=2", "ep=2,zero=3", "tp=2,sp", "pp=2,ep=2", "ep=2,tp=2", "ep=2,tp=2,sp,zero=2"];
+    check_layouts(&mixture.lora(MIXTRAL, &[]), &every);
 }
 
 #[test]

@@ -99,7 +99,9 @@ fn stays(g: &Graph, node: &Node, context: &Context, settings: Fp8, layers: usize
     let fewest = settings.weights.unwrap_or(context.device.fp8_weights);
     let (x, w) = (g.ty(node.inputs[0]), g.get(node.inputs[1]));
     let trained = matches!(&w.source, Source::State(State::Parameter(parameter)) if !parameter.exact);
-    if !trained || x.dtype != DType::BF16 {
+    // Those of adapters of experts are thin.
+    let thin = of_experts && w.ty.dims.iter().any(|d| d.sections[0].axis == Axis::LowRank);
+    if !trained || thin || x.dtype != DType::BF16 {
         return None;
     }
     let tp = context.layout.mesh.size(MeshAxis::Tp);

@@ -18,7 +18,7 @@
 use super::{context, experts, vocab, whole_norm};
 use crate::Context;
 use lockstep_ir::graph::{Node, Phase, Source, State, Value};
-use lockstep_ir::op::{Operand, Split};
+use lockstep_ir::op::{Operand, PartialSums, Split};
 use lockstep_ir::{Axes, Axis, Dim, Graph, MeshAxis, Op, Placement, Sharding, TensorType, TypeError, ValueId};
 use std::collections::BTreeMap;
 
@@ -111,28 +111,46 @@ impl Sweep<'_> {
             g.nodes.push(node);
             return Ok(());
         }
+        let (phase, layer) = (node.phase, node.layer);
+        // Chunks that something else reads than what joins them.
+        while let Some(v) = g.unreduced(&node) {
+            let whole = self.reduced(g, v, phase, layer)?;
+            if whole == v {
+                break;
+            }
+            self.now[v.0] = whole;
+            node.inputs.iter_mut().filter(|input| **input == v).for_each(|input| *input = whole);
+        }
         for axis in self.context.layout.mesh.wide(Axes::STAGE).iter() {
             self.shard(g, &mut node, axis)?;
         }
-        let (phase, layer) = (node.phase, node.layer);
         let made: Vec<ValueId> = node.outputs.iter().flatten().copied().collect();
-        let waits = node.op.spec().chunks;
+        // What comes of such chunks is reduced where they would be.
+        let spec = node.op.spec();
+        let waits = spec.chunks || matches!(spec.partial, PartialSums::Together | PartialSums::One);
         g.nodes.push(node);
         for v in made {
             if let Source::Node { into: Some(state) } = g.get(v).source {
                 g.values[state.0].sharding = g.get(v).sharding;
                 continue;
             }
-            let mut now = v;
-            for axis in [MeshAxis::Cp, MeshAxis::Tp] {
-                if g.get(now).sharding.over(axis) == Placement::Partial && !waits {
-                    let (op, suffix) = self.reduction(g.ty(now), axis);
-                    now = g.relay(op, &[now], suffix, phase, layer)?[0];
-                }
+            if !waits {
+                self.now[v.0] = self.reduced(g, v, phase, layer)?;
             }
-            self.now[v.0] = now;
         }
         Ok(())
+    }
+
+    /// The value, summed over ranks where it is a partial sum.
+    fn reduced(&self, g: &mut Graph, v: ValueId, phase: Phase, layer: Option<usize>) -> Result<ValueId, TypeError> {
+        let mut now = v;
+        for axis in [MeshAxis::Cp, MeshAxis::Tp] {
+            if g.get(now).sharding.over(axis) == Placement::Partial {
+                let (op, suffix) = self.reduction(g.ty(now), axis);
+                now = g.relay(op, &[now], suffix, phase, layer)?[0];
+            }
+        }
+        Ok(now)
     }
 
     /// What makes a partial sum whole: parts of the positions over ranks that have those, where it has positions.

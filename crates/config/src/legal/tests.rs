@@ -15,7 +15,6 @@ const LLAMA: Extents = Extents {
     gathered_head: None,
     naive_attention: false,
     noise_scale: false,
-    adapters: false,
 };
 
 /// A model whose every extent is this.

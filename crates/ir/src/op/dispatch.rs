@@ -227,6 +227,7 @@ pub(super) static ROWS_LINEAR: Spec = row(
     },
 )
 .gradient(&[Input(0), Input(1), Input(2)])
+.product()
 .splits(&["rows", "parts experts", "outputs", "inputs"])
 .shape(|op, _, dims| op.even_parts(dims))
 .chunks()
@@ -246,6 +247,7 @@ pub(super) static ROWS_GRAD_INPUT: Spec = row(
         Grouped::all().iter().map(of).collect()
     },
 )
+.product()
 .splits(&["rows", "parts experts", "outputs", "inputs"])
 .shape(|op, _, dims| op.even_parts(dims))
 .chunks()
@@ -267,6 +269,7 @@ pub(super) static ROWS_GRAD_WEIGHT: Spec = row(
     },
 )
 .sums(0)
+.product()
 .splits(&["rows", "parts experts", "outputs", "inputs"])
 .shape(|op, _, dims| {
     attributes!(op, Op::RowsGradWeight { experts, .. });

@@ -54,7 +54,7 @@ pub use heads::{MOST_SECTIONS, position_in_ranks};
 pub use list::{Op, OpKind};
 pub use norm::Norm;
 pub use quantise::Factor;
-pub use row::{Elem, Operand, RunBy, Saved, Spec, Split, TypeVar};
+pub use row::{Elem, Operand, PartialSums, RunBy, Saved, Spec, Split, TypeVar};
 pub use sample::{Draw, Sample, samples};
 
 use crate::{Axes, DType, Dim, TensorType, rows8};

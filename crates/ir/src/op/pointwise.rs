@@ -119,6 +119,7 @@ pub(super) static ADD: Spec =
     })
     .in_place(ANY_OPERAND)
     .gradient(&[])
+    .linear()
     .splits(&["…", "features"]);
 
 pub(super) static SCALE: Spec = row("scale", &[float("x", "… features")], &[float("y", "… features")], |batch| {
@@ -129,6 +130,7 @@ pub(super) static SCALE: Spec = row("scale", &[float("x", "… features")], &[fl
 })
 .in_place(&[(0, 0)])
 .gradient(&[])
+.linear()
 .splits(&["…", "features"]);
 
 pub(super) static CAST: Spec =

@@ -2,7 +2,7 @@
 
 use super::cost::{Cost, CostRule};
 use super::{Dims, Flops, LEADING, Op, ROWS, SEQ, Sample, Transfer, TypeError, names};
-use crate::{DType, Sharding, TensorType};
+use crate::{DType, Placement, Sharding, TensorType};
 
 /// Element types an operand accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,8 +127,8 @@ pub struct Spec {
     pub counts: Option<&'static str>,
     /// Outputs that a rank has for itself where the op is split along a dimension that they lack: no partial sums.
     pub own: &'static [usize],
-    /// Whether a partial sum may be read as it is: what comes out is a partial sum too.
-    pub keeps_partial: bool,
+    /// Whether partial sums may be read as they are: what comes out is a partial sum too.
+    pub partial: PartialSums,
     /// Whether its outputs are chunks, joined by another op before they are reduced.
     pub chunks: bool,
     /// Outputs that are worth recomputing: they follow from what is saved for backward anyway, and cost no matmul, or a
@@ -235,7 +235,7 @@ pub(super) const fn row(
         numbers: None,
         counts: None,
         own: &[],
-        keeps_partial: false,
+        partial: PartialSums::Reduced,
         chunks: false,
         cheap: &[],
         forward: false,
@@ -295,6 +295,35 @@ impl Operand {
             Split::Group(group) => {
                 let mut own = names(self.dims).filter(|name| *name != LEADING);
                 own.position(|name| names(group).any(|other| other == name)).map(|at| leading + at)
+            }
+        }
+    }
+}
+
+/// Which inputs may be partial sums over some ranks, so that the outputs are partial sums too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PartialSums {
+    /// None: they are reduced first.
+    Reduced,
+    /// Any.
+    Kept,
+    /// All of them together.
+    Together,
+    /// One of them, where no other is split over these ranks.
+    One,
+}
+
+impl PartialSums {
+    /// Whether inputs that are placed so over an axis, partial sums among them, may be read as they are.
+    pub fn may_be_read(self, inputs: impl Iterator<Item = Placement> + Clone) -> bool {
+        let partial = |placement: &Placement| *placement == Placement::Partial;
+        match self {
+            PartialSums::Reduced => false,
+            PartialSums::Kept => true,
+            PartialSums::Together => inputs.clone().all(|placement| partial(&placement)),
+            PartialSums::One => {
+                let split = |placement: Placement| matches!(placement, Placement::Split(_) | Placement::Flat);
+                inputs.clone().filter(partial).count() == 1 && !inputs.clone().any(split)
             }
         }
     }
@@ -380,7 +409,17 @@ impl Spec {
     }
 
     pub(super) const fn keeps_partial(self) -> Spec {
-        Spec { keeps_partial: true, ..self }
+        Spec { partial: PartialSums::Kept, ..self }
+    }
+
+    /// Adds its inputs up, scales one or takes a part of it.
+    pub(super) const fn linear(self) -> Spec {
+        Spec { partial: PartialSums::Together, ..self }
+    }
+
+    /// Linear in each input alone.
+    pub(super) const fn product(self) -> Spec {
+        Spec { partial: PartialSums::One, ..self }
     }
 
     pub(super) const fn chunks(self) -> Spec {

@@ -12,6 +12,7 @@ pub(super) static SLICE: Spec = row("slice", &[float("x", "… packed")], &[floa
     Shapes::any_leading(batch).into_iter().zip(sections).map(of).collect()
 })
 .gradient(&[])
+.linear()
 .splits(&["…", "packed sections"])
 .shape(|op, _, dims| {
     attributes!(op, Op::Slice { first, count });
@@ -28,6 +29,7 @@ pub(super) static CONCAT: Spec = row("concat", &[float("part", "… ?")], &[floa
 })
 .variadic()
 .gradient(&[])
+.linear()
 .splits(&["…", "? packed"])
 .shape(|op, inputs, dims| {
     let sections = inputs.iter().filter_map(|part| part.dims.last()).flat_map(|dim| dim.sections.clone());
