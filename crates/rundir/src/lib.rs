@@ -16,4 +16,4 @@ pub use checkpoints::{CheckpointSummary, checkpoints, lines};
 pub use error::{Result, RunDirError};
 pub use provenance::{Build, RunStart, StartCircumstances, StartedBy, TakenFromHub, starts};
 pub use run_dir::{Aside, FAILURES, MEASURED, ROLL_BACKS, RunDir};
-pub use runs::{RunState, RunSummary, Validation, read_config, run_summary, runs};
+pub use runs::{RunState, RunSummary, Validation, largest_recorded, read_config, run_summary, runs};

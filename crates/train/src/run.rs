@@ -19,6 +19,7 @@ use self::status::RunStatus;
 use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
 use crate::elastic::{ElasticRun, Keeper};
+use crate::energy::{ENERGY_KWH, RunEnergy};
 use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
 use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
@@ -231,6 +232,7 @@ struct Run<'a> {
     batches: Batches,
     status: RunStatus,
     pace: Pace,
+    energy: RunEnergy,
     session: Session,
     dir: RunDir,
     train: Arc<Sampler>,
@@ -289,6 +291,7 @@ impl Run<'_> {
                 false => self.status.pending = Some(line),
             }
         }
+        self.energy.begin(self.session.world())?;
         let mut saved = self.is_saved.then_some(self.outcome.step);
         let mut ahead: Option<Queued> = None;
         while ahead.is_some() || (self.outcome.step < steps && !stop.look()? && !stop.changes()) {
@@ -365,7 +368,8 @@ impl Run<'_> {
         }
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
-        self.dir.event(kind, json!({ "step": self.outcome.step }))?;
+        self.energy.begin(self.session.world())?;
+        self.dir.event(kind, json!({ "step": self.outcome.step, ENERGY_KWH: self.energy.total_kwh() }))?;
         // Its memory is enough for the sample too, and for measuring peaks.
         drop(self.session);
         if !self.devices.team().is_first() {

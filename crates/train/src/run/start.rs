@@ -6,6 +6,7 @@ use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
 use crate::elastic::ElasticRun;
+use crate::energy::{ENERGY_KWH, RunEnergy};
 use crate::event::{Event, Show};
 use crate::fp8::nothing_in_fp8;
 use crate::session::Session;
@@ -23,7 +24,7 @@ use lockstep_infer::{InferError, InitialWeights, export_problem, way};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
-use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
+use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, largest_recorded, resume_plan};
 use lockstep_telemetry::FailedSink;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -121,6 +122,8 @@ pub(super) fn start<'a>(
     if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
         checkpoint::set_mirror_aside(mirror, options)?;
     }
+    // Before metrics are cut back: what was done in vain took energy too.
+    let energy_before = largest_recorded(dir.path(), ENERGY_KWH).filter(|_| team.is_first());
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
     let prediction = begin.write(&mut dir, show)?;
     let (peak, snapshot) = (&program.peak, program.snapshot_bytes);
@@ -149,6 +152,8 @@ pub(super) fn start<'a>(
         "context_imbalance": program.context_imbalance,
         // Of all ranks, in host memory; null where checkpoints are written while steps wait.
         "snapshot_bytes": snapshot,
+        // Before this start; null where nothing was known of it.
+        ENERGY_KWH: energy_before,
         // Of this process, in host memory: samples of the next step.
         "read_ahead_bytes": read_ahead,
     });
@@ -197,6 +202,7 @@ pub(super) fn start<'a>(
         batches: config.batches(),
         status,
         pace: Pace { last_result: None, peak: program.peak, beyond_peak: 0, slow_ranks: SlowRanks::new(stages) },
+        energy: RunEnergy::new(devices.energy_meter(plan.target)?, energy_before.unwrap_or(0.0)),
         session: program.session,
         dir,
         train: input.train,
