@@ -25,7 +25,7 @@ use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
 use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, largest_recorded, resume_plan};
-use lockstep_telemetry::FailedSink;
+use lockstep_telemetry::SinkNews;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -412,15 +412,20 @@ fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
     })
 }
 
-/// Says which sinks get nothing more, and why; the run needs none of them.
-pub(super) fn warn_of_sinks(dir: &mut RunDir, failed: Vec<FailedSink>, step: u64, show: Show) -> Result<()> {
-    for FailedSink { name, error } in failed {
-        let path = dir.path().join(name);
-        show(Event::Warning(&format!(
-            "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
-            path.display()
-        )));
-        dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+/// Says which sinks get nothing more, and why, and what others want to be known; the run needs none of them.
+pub(super) fn warn_of_sinks(dir: &mut RunDir, news: Vec<SinkNews>, step: u64, show: Show) -> Result<()> {
+    for news in news {
+        match news {
+            SinkNews::Failed { name, error } => {
+                let path = dir.path().join(name);
+                show(Event::Warning(&format!(
+                    "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
+                    path.display()
+                )));
+                dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+            }
+            SinkNews::Note(text) => show(Event::Warning(&text)),
+        }
     }
     Ok(())
 }
