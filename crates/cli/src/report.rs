@@ -81,6 +81,9 @@ fn recorded(name: &str, run: &Path) -> String {
     if let Ok(analysis) = analyze(run) {
         out += &card(&format!("{name}: predicted and measured"), &preformatted(&machine::analysis_text(&analysis)));
     }
+    if let Some(text) = MetricColumns::open(&run.join("metrics.jsonl")).ok().and_then(|columns| energy(&columns)) {
+        out += &card(&format!("{name}: energy"), &format!("<p>{text}</p>"));
+    }
     let text: String = in_fp8(run).iter().map(|text| format!("<p>{text}</p>")).collect();
     if !text.is_empty() {
         out += &card(&format!("{name}: fp8 beside bf16"), &text);
@@ -97,6 +100,32 @@ fn recorded(name: &str, run: &Path) -> String {
         let _ = write!(inside, "<details><summary>{title} ({file})</summary>{}</details>", preformatted(&cut));
     }
     out + &card(&format!("{name}: provenance"), &inside)
+}
+
+/// What a run has taken, where anything tells.
+fn energy(columns: &MetricColumns) -> Option<String> {
+    let known = |key: &str| columns.get(key).into_iter().flatten().copied().filter(|value| value.is_finite());
+    let mean = |key: &str| {
+        let (sum, count) = known(key).fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
+        (count > 0).then(|| sum / f64::from(count))
+    };
+    let kwh = known("energy_kwh").reduce(f64::max)?;
+    let mut text = format!("{} kWh over all starts", four_digits(kwh));
+    for (key, unit) in [
+        ("power_w", "W"),
+        ("gpu_energy_j", "J a step by GPUs"),
+        ("cpu_energy_j", "J a step by CPUs"),
+        ("energy_per_token_j", "J a token"),
+        ("gpu_utilisation_percent", "% GPU utilisation"),
+    ] {
+        text += &mean(key).map_or_else(String::new, |mean| format!(", {} {unit}", four_digits(mean)));
+    }
+    Some(text + " (means of all readings).")
+}
+
+fn four_digits(value: f64) -> String {
+    let digits = if value == 0.0 { 0 } else { (3 - value.abs().log10().floor() as i32).clamp(0, 12) };
+    format!("{value:.*}", digits as usize)
 }
 
 /// What fp8 does to a run that has it.

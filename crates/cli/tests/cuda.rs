@@ -5,6 +5,7 @@ mod common;
 mod fake_cuda;
 
 use fake_cuda::Fake;
+use serde_json::Value;
 use std::io::Write;
 
 /// A short run in bf16 with a checkpoint every second step.
@@ -99,6 +100,68 @@ fn a_run_steps_saves_and_finishes() {
     // In fp32 the peak is measured too, and what is finished can be generated from and evaluated.
     fake.ok(&["train", "run.toml", "--run-dir", "fp32", "--set", "train.device=cuda", "--set", "train.steps=4"], &[]);
     fake.ok(&["eval", "run", "--validation"], &[]);
+}
+
+/// The lines of a run's metrics, and its events.
+fn recorded(fake: &Fake) -> [Vec<Value>; 2] {
+    ["metrics", "events"].map(|name| {
+        let text = std::fs::read_to_string(fake.place.path(&format!("run/{name}.jsonl"))).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    })
+}
+
+/// A device that takes 500 W: lines that have a reading have the joules of its steps, and the run the kilowatt-hours of all starts.
+#[test]
+fn joules_of_steps_and_tokens_and_kilowatt_hours_of_a_run_come_from_the_counter() {
+    let fake = Fake::new();
+    let none = fake.place.path("nothing");
+    std::fs::create_dir(&none).unwrap();
+    let none = ("LOCKSTEP_POWERCAP", none.to_str().unwrap());
+    let kwh = |event: &Value| event["energy_kwh"].as_f64().unwrap();
+    let check = || {
+        let [lines, events] = recorded(&fake);
+        let read: Vec<&Value> = lines.iter().filter(|line| line["power_w"].is_number()).collect();
+        for line in &read {
+            let number = |key: &str| line[key].as_f64().unwrap_or_else(|| panic!("{key}: {line}"));
+            assert!((number("power_w") / 500.0 - 1.0).abs() < 0.1, "{line}");
+            // Of 8 sequences of 32 tokens.
+            assert!((number("gpu_energy_j") / (256.0 * number("energy_per_token_j")) - 1.0).abs() < 1e-4, "{line}");
+            assert!(line.get("cpu_energy_j").is_none(), "{line}");
+        }
+        let last = lines.last().unwrap();
+        assert!(last["power_w"].is_number(), "the last step has a reading: {last}");
+        let of = |kind: &str| events.iter().rev().find(|event| event["event"] == kind).unwrap().clone();
+        let [start, finish] = ["start", "finish"].map(of);
+        let seconds = finish["unix_s"].as_f64().unwrap() - start["unix_s"].as_f64().unwrap();
+        let begun = start["energy_kwh"].as_f64().unwrap_or(0.0);
+        let joules = 3.6e6 * (kwh(&finish) - begun);
+        assert!(0.0 < joules && joules <= 500.0 * (seconds + 0.1), "{joules} J in {seconds} s");
+        assert!(begun < kwh(last) && kwh(last) <= kwh(&finish), "{last} {finish}");
+        (begun, kwh(&finish))
+    };
+    fake.ok(&TRAIN, &[none]);
+    let (begun, first) = check();
+    assert_eq!(begun, 0.0);
+    // Lines after step 8 are made again; what they took stays.
+    fake.ok(&[&TRAIN[..], &["--resume-from", "8"]].concat(), &[none]);
+    let (begun, second) = check();
+    assert!(begun == first && second > first, "{begun} {first} {second}");
+    fake.place.ok(&["report", "run", "-o", "report.html"]);
+    let report = std::fs::read_to_string(fake.place.path("report.html")).unwrap();
+    assert!(report.contains("run: energy") && report.contains(" J a token"), "no energy in the report");
+
+    // A device without the counter has its power added up over time, and one that tells nothing has nothing.
+    let no_counter = ("FAKE_CUDA_FAIL", "nvmlDeviceGetTotalEnergyConsumption:1=3");
+    fake.ok(&[&TRAIN[..], &["--fresh", "--set", "train.steps=400"]].concat(), &[none, no_counter]);
+    let [lines, _] = recorded(&fake);
+    let powers: Vec<f64> = lines.iter().filter_map(|line| line["power_w"].as_f64()).collect();
+    assert!(!powers.is_empty() && powers.iter().all(|power| (power / 500.0 - 1.0).abs() < 0.3), "{powers:?}");
+    let fake = Fake::without(&["libnvidia-ml.so.1"]);
+    if !installed_here(&fake, "NVML") {
+        fake.ok(&TRAIN, &[none]);
+        let text = format!("{:?}", recorded(&fake)[0]);
+        assert!(!text.contains("energy") && !text.contains("power_w"), "{text}");
+    }
 }
 
 #[test]

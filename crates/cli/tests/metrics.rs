@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 fn with_sinks(place: &Place) {
@@ -131,6 +132,54 @@ fn event_files_and_csv_have_the_numbers_of_the_run_also_when_it_goes_back() {
     place.ok(&["train", "run.toml", "--run-dir", "run", "--fresh", "--set", "train.steps=5"]);
     check(&place);
     assert_eq!(fs::read_dir(place.path("run/tensorboard")).unwrap().count(), 1);
+}
+
+/// Two packages of a CPU that have counted since long ago, and take 20 W each.
+#[test]
+fn energy_of_cpus_is_in_the_metrics_where_it_can_be_read() {
+    let place = Place::new();
+    let begun = Instant::now();
+    let write = || {
+        for package in ["0", "1"] {
+            let zone = place.path(&format!("powercap/intel-rapl:{package}"));
+            fs::create_dir_all(&zone).unwrap();
+            let put = |name: &str, text: String| {
+                // In one piece: a reader never sees half of it.
+                fs::write(zone.join("new"), text).unwrap();
+                fs::rename(zone.join("new"), zone.join(name)).unwrap();
+            };
+            put("name", format!("package-{package}\n"));
+            put("max_energy_range_uj", "262143328850\n".into());
+            put("energy_uj", format!("{}\n", 262_143_000_000 + begun.elapsed().as_micros() * 20));
+        }
+    };
+    write();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                write();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        let mut command = place.command(&["train", "run.toml", "--run-dir", "run"]);
+        let output = command.env("LOCKSTEP_POWERCAP", place.path("powercap")).output().unwrap();
+        done.store(true, Ordering::Relaxed);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    });
+    let most = 40.0 * begun.elapsed().as_secs_f64() / 3.6e6;
+    let lines = lines(&place);
+    let last = lines.last().unwrap();
+    let number = |key: &str| last[key].as_f64().unwrap_or_else(|| panic!("{key}: {last}"));
+    assert!(0.0 < number("energy_kwh") && number("energy_kwh") <= most, "{last}, at most {most} kWh");
+    assert!((number("cpu_energy_j") / (256.0 * number("energy_per_token_j")) - 1.0).abs() < 1e-4, "{last}");
+    assert!(number("power_w") > 0.0 && last.get("gpu_energy_j").is_none(), "{last}");
+    // What may not be read is left out, and never 0.
+    fs::remove_file(place.path("powercap/intel-rapl:1/energy_uj")).unwrap();
+    let mut command = place.command(&["train", "run.toml", "--run-dir", "other", "--set", "train.steps=2"]);
+    assert!(command.env("LOCKSTEP_POWERCAP", place.path("powercap")).output().unwrap().status.success());
+    let text = fs::read_to_string(place.path("other/metrics.jsonl")).unwrap();
+    assert!(!text.contains("energy") && !text.contains("power_w"), "{text}");
 }
 
 #[test]

@@ -94,7 +94,8 @@ fn processes_ask_nccl_for_the_same_in_the_same_order_and_capture_it_once() {
 fn auto_takes_gpus_where_every_rank_has_one_and_train_gpu_is_the_first_of_them() {
     let fake = Fake::new();
     let logs = fake.place.path("log");
-    let faults = [("FAKE_CUDA_DEVICES", "3"), ("FAKE_NCCL_LOG", logs.to_str().unwrap())];
+    let faults =
+        [("FAKE_CUDA_DEVICES", "3"), ("FAKE_NCCL_LOG", logs.to_str().unwrap()), ("LOCKSTEP_POWERCAP", "nowhere")];
     fake.ok(&launch("run", &["train.device=auto", "parallel.dp=2", "train.gpu=1"]), &faults);
     assert_eq!([log(&fake, 0)[0].as_str(), log(&fake, 1)[0].as_str()], ["device is 1", "device is 2"]);
     let runs = fake.place.ok(&["runs", ".", "--format", "json"]);
@@ -103,6 +104,11 @@ fn auto_takes_gpus_where_every_rank_has_one_and_train_gpu_is_the_first_of_them()
     let hours = ["hours", "gpu_hours"].map(|key| run[key].as_f64().unwrap_or_else(|| panic!("{key}: {run}")));
     assert!(hours[0] > 0.0 && (hours[1] / hours[0] - 2.0).abs() < 1e-9, "{run}");
     assert!(fake.place.ok(&["runs", "."]).contains("GPU-hours"));
+    // And took 500 W.
+    let lines = std::fs::read_to_string(fake.place.path("run/metrics.jsonl")).unwrap();
+    let last: serde_json::Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    let power = last["power_w"].as_f64().unwrap_or_else(|| panic!("{last}"));
+    assert!((power / 1000.0 - 1.0).abs() < 0.2, "{last}");
     let text = fake.ok(&launch("cpu", &["train.device=auto", "parallel.dp=2"]), &[]);
     let why = format!("warning: training on the CPU: host {} has 1 GPU for 2 ranks", host());
     assert!(text.contains(&why), "{text}");

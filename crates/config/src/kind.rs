@@ -96,6 +96,8 @@ pub(crate) const TIME_LIMIT: Word = Word {
 pub(crate) const ELASTIC: Word =
     Word { text: "two numbers", rule: "write the fewest and the most ranks that may train, such as \"2..4\"" };
 pub(crate) const SITE_NAME: Word = Word { text: "name", rule: "write the name that it has at your site" };
+pub(crate) const SERVER: Word =
+    Word { text: "address", rule: "write the address of the server, such as \"http://tracking.example:5000\"" };
 pub(crate) const CONTAINER: Word = Word {
     text: "command",
     rule: "write what stands before the command, such as \"apptainer exec --nv lockstep.sif\"",

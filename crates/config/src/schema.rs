@@ -14,8 +14,8 @@ use crate::kind::Kind::{
 };
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, ELASTIC, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH,
-    MODULES, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SHELL_LINES, SITE_NAME, SLURM_OPTIONS,
-    TARGETS, TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
+    MODULES, NOT_NEGATIVE, OPS, PATHS, POSITIVE, POWER_OF_TWO, ROPE_LAYERS, SERVER, SHELL_LINES, SITE_NAME,
+    SLURM_OPTIONS, TARGETS, TEMPLATE, TIME_LIMIT, TOKEN, TOKENIZER, TOKENS, UP_TO_A_DAY, UP_TO_HALF, UP_TO_ONE,
 };
 use crate::latent;
 use crate::optimizers::{self, OptimizerName};
@@ -649,9 +649,21 @@ tables! {
     telemetry: TelemetryConfig {
         /// Whether to write TensorBoard event files, into the folder `tensorboard` of the run directory.
         tensorboard: bool = Bool, Fixed("false"), Conduct,
-            finds ["TensorBoard", "tfevents", "event files", "wandb", "Weights & Biases", "logging", "report_to"];
+            finds ["TensorBoard", "tfevents", "event files", "logging", "report_to"];
         /// Whether to write `metrics.csv` in the run directory.
         csv: bool = Bool, Fixed("false"), Conduct, finds ["CSV", "CSVLogger", "spreadsheet"];
+        /// Whether to send config, metrics and events to an MLflow tracking server.
+        mlflow: bool = Bool, Fixed("false"), Conduct, finds ["MLflow", "tracking server", "logging", "report_to"];
+        /// Address of the MLflow tracking server, such as "http://host:5000". If not set, MLFLOW_TRACKING_URI names it.
+        mlflow_uri: Option<String> = Text(SERVER), Unset, Conduct, finds ["tracking URI", "MLFLOW_TRACKING_URI"];
+        /// Whether to give config, metrics and events to the client of Weights & Biases, the Python package wandb. WANDB_MODE says
+        /// whether it works online or offline.
+        wandb: bool = Bool, Fixed("false"), Conduct,
+            finds ["wandb", "Weights & Biases", "weights and biases", "WandbLogger", "logging", "report_to"];
+        /// Experiment of MLflow, and project of Weights & Biases, that the run is part of. If not set, MLFLOW_EXPERIMENT_NAME and
+        /// WANDB_PROJECT name them, or they are called "lockstep".
+        experiment: Option<String> = Text(SITE_NAME), Unset, Conduct,
+            finds ["project", "wandb_project", "experiment name", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT"];
     }
 
     /// What a Slurm job asks for (`lockstep launch --slurm`), and what becomes of a run that loses ranks.

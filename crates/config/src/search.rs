@@ -69,9 +69,9 @@ const MISSING: &[Missing] = &[
     ),
     Missing::new(
         "telemetry",
-        &["wandb", "weights and biases", "weights & biases", "mlflow", "comet", "report_to"],
-        "logging to Weights & Biases",
-        "telemetry.tensorboard and telemetry.csv write files for others, and `lockstep watch` shows runs live",
+        &["comet", "comet_ml", "neptune", "clearml", "aim"],
+        "logging to Comet, Neptune, ClearML or Aim",
+        "telemetry.mlflow, telemetry.wandb and telemetry.tensorboard send and write metrics for others",
     ),
     Missing::new(
         "optimizer",

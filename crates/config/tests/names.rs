@@ -130,6 +130,12 @@ fn tf32_is_found_by_the_words_of_pytorch() {
     for words in ["allow_tf32", "set_float32_matmul_precision", "tf32"] {
         assert!(search(words).keys.iter().any(|key| key.path == "precision.policy"), "{words}");
     }
+    for (words, path) in
+        [("mlflow", "telemetry.mlflow"), ("wandb", "telemetry.wandb"), ("weights & biases", "telemetry.wandb")]
+    {
+        let found = search(words);
+        assert_eq!((found.keys[0].path, found.missing.len()), (path, 0), "{words}");
+    }
 }
 
 #[test]
@@ -144,7 +150,7 @@ fn what_is_not_there_yet_is_said_so() {
         ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("longrope", "LongRoPE and dynamic NTK scaling"),
         ("final_logit_softcapping", "soft capping of logits, as Gemma 2 has it,"),
-        ("wandb", "logging to Weights & Biases"),
+        ("comet", "logging to Comet, Neptune, ClearML or Aim"),
         ("ema", "an exponential moving average of the weights (EMA)"),
     ] {
         let found = search(words);

@@ -215,8 +215,10 @@ sbatch = []  # default
 "#;
     // The sinks of metrics are a list of their own, and all are off.
     let keys = schema();
-    let sinks = keys.iter().filter_map(|key| key.path.strip_prefix("telemetry."));
-    let sinks: String = sinks.map(|sink| format!("{sink} = false  # default\n")).collect();
+    let sinks = keys.iter().filter_map(|key| Some((key.path.strip_prefix("telemetry.")?, key.default == "false")));
+    let line =
+        |(key, switch)| if switch { format!("{key} = false  # default\n") } else { format!("# {key} is not set\n") };
+    let sinks: String = sinks.map(line).collect();
     assert_eq!(config.resolved_toml(), expected.replace("SINKS\n", &format!("{sinks}\n")));
 }
 

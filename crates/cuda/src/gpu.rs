@@ -2,6 +2,7 @@
 
 use crate::attention::plans::SharedPlans;
 use crate::driver::Device;
+use crate::energy::Energy;
 use crate::kernels::Kernels;
 use crate::matmul::{self, Matmul};
 use crate::ops::fused;
@@ -21,7 +22,8 @@ pub struct Gpu {
     first_matmul: OnceLock<Result<Matmul, CudaError>>,
     pub(crate) attention: SharedPlans,
     pub(crate) watchdog: Arc<Watchdog>,
-    nvml: Option<Nvml>,
+    nvml: Option<Arc<Nvml>>,
+    energy: Energy,
     /// Bytes of its memory that were in use before this process had a context.
     others_bytes: Option<u64>,
     bare: OnceLock<Bare>,
@@ -49,8 +51,8 @@ impl Gpu {
             let pci = Device::bus_id(ordinal);
             // Training does without NVML.
             let started = nvml.join().unwrap_or(Err(CudaError::Internal("NVML stopped".into())));
-            let nvml = started.and_then(|()| Nvml::open(&pci?)).ok();
-            let others_bytes = nvml.as_ref().and_then(Nvml::used_bytes);
+            let nvml = started.and_then(|()| Nvml::open(&pci?)).ok().map(Arc::new);
+            let others_bytes = nvml.as_ref().and_then(|nvml| nvml.used_bytes());
             let device = Device::open(ordinal)?;
             matmul.join().unwrap_or(Err(CudaError::Internal("cuBLASLt stopped".into())))?;
             Ok::<_, CudaError>((device, nvml, others_bytes))
@@ -66,6 +68,7 @@ impl Gpu {
             first_matmul,
             attention,
             watchdog,
+            energy: Energy::new(nvml.clone()),
             nvml,
             others_bytes,
             bare,
@@ -127,6 +130,11 @@ impl Gpu {
                 Some(sample)
             }
         }
+    }
+
+    /// Joules that it has taken since some moment, by all programs; none where it does not tell. It takes less than a millisecond.
+    pub fn energy_j(&self) -> Option<f64> {
+        self.energy.joules()
     }
 
     /// Notes what is taken besides arenas, once: when the first program has its libraries and plans, and not yet its arena.

@@ -11,6 +11,7 @@ mod collectives;
 mod cudnn;
 mod device_queue;
 mod driver;
+mod energy;
 mod error;
 mod executor;
 mod gpu;

@@ -14,6 +14,7 @@ functions! {
     device = c"nvmlDeviceGetHandleByPciBusId_v2": fn(*const c_char, *mut Handle) -> c_int;
     memory = c"nvmlDeviceGetMemoryInfo": fn(Handle, *mut Memory) -> c_int;
     power = c"nvmlDeviceGetPowerUsage": fn(Handle, *mut c_uint) -> c_int;
+    energy = c"nvmlDeviceGetTotalEnergyConsumption": fn(Handle, *mut u64) -> c_int;
     temperature = c"nvmlDeviceGetTemperature": fn(Handle, c_int, *mut c_uint) -> c_int;
     utilisation = c"nvmlDeviceGetUtilizationRates": fn(Handle, *mut Utilisation) -> c_int;
     clock = c"nvmlDeviceGetClockInfo": fn(Handle, c_int, *mut c_uint) -> c_int;
@@ -87,17 +88,30 @@ impl Nvml {
         (unsafe { (self.functions.memory)(self.handle, &mut memory) } == 0).then_some(memory.used)
     }
 
+    /// Watts.
+    pub(crate) fn power_w(&self) -> Option<f64> {
+        let mut power = 0;
+        // SAFETY: the address is valid for the call.
+        (unsafe { (self.functions.power)(self.handle, &mut power) } == 0).then_some(f64::from(power) * 1e-3)
+    }
+
+    /// Joules since the driver was loaded, by the counter that GPUs have since Volta.
+    pub(crate) fn energy_j(&self) -> Option<f64> {
+        let mut millijoules = 0;
+        // SAFETY: the address is valid for the call.
+        (unsafe { (self.functions.energy)(self.handle, &mut millijoules) } == 0).then_some(millijoules as f64 * 1e-3)
+    }
+
     /// Reads it all.
     pub fn read(&self) -> Telemetry {
         const GPU_SENSOR: c_int = 0;
         const SM_CLOCK: c_int = 1;
-        let [mut power, mut temperature, mut clock] = [0, 0, 0];
+        let [mut temperature, mut clock] = [0, 0];
         let mut utilisation = Utilisation::default();
         let f = &self.functions;
         // SAFETY: the addresses are valid for the calls.
-        let [has_power, has_temperature, has_clock, has_utilisation] = unsafe {
+        let [has_temperature, has_clock, has_utilisation] = unsafe {
             [
-                (f.power)(self.handle, &mut power),
                 (f.temperature)(self.handle, GPU_SENSOR, &mut temperature),
                 (f.clock)(self.handle, SM_CLOCK, &mut clock),
                 (f.utilisation)(self.handle, &mut utilisation),
@@ -106,7 +120,7 @@ impl Nvml {
         .map(|status| status == 0);
         Telemetry {
             used_bytes: self.used_bytes(),
-            power_w: has_power.then_some(f64::from(power) * 1e-3),
+            power_w: self.power_w(),
             temperature_c: has_temperature.then_some(temperature),
             clock_mhz: has_clock.then_some(clock),
             utilisation_percent: has_utilisation.then_some(utilisation.gpu),

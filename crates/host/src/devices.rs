@@ -83,7 +83,7 @@ impl Devices {
     }
 
     /// The GPU of this process.
-    fn gpu(&self) -> Result<Arc<Gpu>> {
+    pub(crate) fn gpu(&self) -> Result<Arc<Gpu>> {
         let mut gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gpu) = gpu.as_ref() {
             return Ok(gpu.clone());

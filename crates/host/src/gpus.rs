@@ -17,6 +17,8 @@ pub(crate) struct GpuOfRank {
     pub ordinal: usize,
     /// GPUs of all processes.
     pub of_all: usize,
+    /// Whether a rank before it has the same one.
+    pub shared: bool,
 }
 
 /// Set to something else for every process of a host: ranks may share a GPU then. NCCL takes them for processes of several hosts.
@@ -108,7 +110,14 @@ fn settle(all: &[Told], hosts: &[&str], rank: usize) -> Result<Result<GpuOfRank,
     }
     let gpus: BTreeSet<_> = taken.iter().map(|(host, bus, _)| (host, bus)).collect();
     match &all[rank] {
-        Told::Found { ordinal, .. } => Ok(Ok(GpuOfRank { ordinal: *ordinal, of_all: gpus.len() })),
+        Told::Found { ordinal, bus, .. } => {
+            let same = |(told, host): (&Told, &&str)| match told {
+                Told::Found { bus: other, .. } => other == bus && *host == hosts[rank],
+                Told::None | Told::Missing { .. } => false,
+            };
+            let shared = all[..rank].iter().zip(hosts).any(same);
+            Ok(Ok(GpuOfRank { ordinal: *ordinal, of_all: gpus.len(), shared }))
+        }
         Told::None | Told::Missing { .. } => Ok(Err(None)),
     }
 }
@@ -124,15 +133,15 @@ mod tests {
     #[test]
     fn every_rank_has_a_gpu_or_none_has() {
         let two = [found(0, 2, None), found(1, 2, None)];
-        assert_eq!(settle(&two, &["a", "a"], 1).unwrap(), Ok(GpuOfRank { ordinal: 1, of_all: 2 }));
+        assert_eq!(settle(&two, &["a", "a"], 1).unwrap(), Ok(GpuOfRank { ordinal: 1, of_all: 2, shared: false }));
         // Processes that see one each, on two hosts.
         let one = [found(0, 1, None), found(0, 1, None)];
-        assert_eq!(settle(&one, &["a", "b"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 2 }));
+        assert_eq!(settle(&one, &["a", "b"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 2, shared: false }));
         // On one host it is the same.
         let text = settle(&one, &["a", "a"], 0).unwrap_err().with_hint();
         assert_eq!(text, "host a has 1 GPU for 2 ranks");
         let shared = [found(0, 1, Some("x")), found(0, 1, Some("y"))];
-        assert_eq!(settle(&shared, &["a", "a"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 1 }));
+        assert_eq!(settle(&shared, &["a", "a"], 1).unwrap(), Ok(GpuOfRank { ordinal: 0, of_all: 1, shared: true }));
         let few = [found(0, 2, None), found(1, 2, None), found(2, 2, None)];
         let text = settle(&few, &["a"; 3], 0).unwrap_err().with_hint();
         assert!(text.starts_with("host a has 2 GPUs for 3 ranks"), "{text}");

@@ -6,6 +6,7 @@
 mod device;
 mod devices;
 mod elastic;
+mod energy;
 mod error;
 mod gpus;
 mod hardware;
@@ -16,6 +17,7 @@ mod processes;
 pub use device::HostDevice;
 pub use devices::Devices;
 pub use elastic::{Elastic, ElasticError, Membership, Rejoined, has_begun};
+pub use energy::{EnergyMeter, Joules};
 pub use error::{HostError, Result};
 pub use gpus::SHARES as SHARES_GPUS;
 pub use hardware::{catalogue, catalogue_folder, machines_folder, profile_of, write_machine, write_profile};

@@ -87,6 +87,12 @@ impl Processes {
         self.comm.members().iter().filter(|member| member.host == *host).count()
     }
 
+    /// Whether no rank before this one is on its host.
+    pub(crate) fn is_first_of_host(&self) -> bool {
+        let (rank, members) = (self.rank(), self.comm.members());
+        !members[..rank].iter().any(|other| other.host == members[rank].host)
+    }
+
     /// Cores of all hosts.
     pub(crate) fn cores(&self) -> usize {
         let members = self.comm.members();

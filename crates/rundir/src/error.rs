@@ -16,6 +16,17 @@ pub enum RunDirError {
     #[error("{0}")]
     #[hint(_0.hint())]
     Checkpoint(#[from] CheckpointError),
+    /// Metrics cannot go where the config wants them.
+    #[error("{key}: {text}")]
+    #[hint("{hint}")]
+    Sink {
+        /// The switch.
+        key: String,
+        /// Why.
+        text: String,
+        /// What to do.
+        hint: &'static str,
+    },
     /// A path is neither a run directory nor a checkpoint.
     #[error(
         "{}: {}",

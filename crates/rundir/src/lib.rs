@@ -15,5 +15,5 @@ pub use changes::{Changed, Overruled, ResumePlan, resume_plan};
 pub use checkpoints::{CheckpointSummary, checkpoints, lines};
 pub use error::{Result, RunDirError};
 pub use provenance::{Build, RunStart, StartCircumstances, StartedBy, TakenFromHub, starts};
-pub use run_dir::{Aside, FAILURES, MEASURED, ROLL_BACKS, RunDir};
-pub use runs::{RunState, RunSummary, Validation, read_config, run_summary, runs};
+pub use run_dir::{Aside, FAILURES, MEASURED, OpenSinks, ROLL_BACKS, RunDir, require_sinks};
+pub use runs::{RunState, RunSummary, Validation, largest_recorded, read_config, run_summary, runs};

@@ -5,12 +5,15 @@ use crate::provenance::{GIVEN, RunStart, STARTS};
 use crate::{Result, RunDirError};
 use lockstep_checkpoint::list;
 use lockstep_config::{Change, Config};
-use lockstep_telemetry::{FailedSink, SINKS, Sinks, each_line, refuse_special};
+use lockstep_telemetry::{
+    RunEnd, SINKS, SinkAddress, SinkNews, SinkProblem, SinkRun, Sinks, check_sinks, each_line, refuse_special,
+};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// An open run directory, locked against other processes.
@@ -18,7 +21,12 @@ pub struct RunDir {
     path: PathBuf,
     metrics: Option<File>,
     events: Option<File>,
-    sinks: Sinks,
+    sinks: OpenSinks,
+    /// What they are opened with: the resolved config and this start.
+    resolved: String,
+    start: Value,
+    /// What is to be told of sinks since the last line of metrics.
+    news: Vec<SinkNews>,
     /// None where another process has it, and writes all files.
     lock: Option<File>,
 }
@@ -35,6 +43,55 @@ fn records() -> impl Iterator<Item = &'static str> {
 }
 
 const CHECKPOINTS: &str = "checkpoints";
+
+/// The open sinks of a run, for whoever ends them when its directory is closed.
+#[derive(Clone, Default)]
+pub struct OpenSinks(Arc<Mutex<Sinks>>);
+
+impl OpenSinks {
+    /// Ends them, and waits a while for what is still sent. Gives what is to be told.
+    pub fn end(&self, how: RunEnd) -> Vec<String> {
+        self.with(|sinks| sinks.end(how))
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut Sinks) -> T) -> T {
+        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Where sinks send to.
+fn address(config: &Config) -> SinkAddress {
+    let telemetry = &config.telemetry;
+    SinkAddress { server: telemetry.mlflow_uri.clone(), experiment: telemetry.experiment.clone() }
+}
+
+/// Refuses a config that asks for a sink which this machine lacks something for.
+pub fn require_sinks(config: &Config) -> Result<()> {
+    check_sinks(&config.switched_on(TELEMETRY), &address(config)).map_err(|(key, problem)| {
+        let (text, hint) = match problem {
+            SinkProblem::NoServer => ("no tracking server is named".into(), NAME_A_SERVER),
+            SinkProblem::BadServer(server) => {
+                (format!("{server:?} is not the address of a tracking server"), START_A_SERVER)
+            }
+            SinkProblem::Certificates(text) => (text, "name a file of PEM certificates, or none"),
+            SinkProblem::NoPython(why) => (format!("python3 does not start: {why}"), ACTIVATE_PYTHON),
+            SinkProblem::NoModule(why) => (format!("python3 cannot load the client: {why}"), INSTALL_WANDB),
+        };
+        RunDirError::Sink { key: format!("{TELEMETRY}.{key}"), text, hint }
+    })
+}
+
+const NAME_A_SERVER: &str =
+    "set telemetry.mlflow_uri or MLFLOW_TRACKING_URI, such as \"http://host:5000\"; `mlflow server` starts one";
+const START_A_SERVER: &str = "telemetry.mlflow_uri and MLFLOW_TRACKING_URI begin with http:// or https://; for a folder or a database, \
+    `mlflow server --backend-store-uri` starts a server";
+const ACTIVATE_PYTHON: &str =
+    "activate an environment with Python and wandb (`pip install wandb`), or set telemetry.wandb = false";
+const INSTALL_WANDB: &str =
+    "`pip install wandb` in the environment whose python3 comes first, or set telemetry.wandb = false";
+
+/// The table of the config that has the switches of sinks.
+const TELEMETRY: &str = "telemetry";
 
 /// A run that was moved out of the way.
 pub struct Aside {
@@ -84,12 +141,18 @@ impl RunDir {
             Err(TryLockError::WouldBlock) => return Err(RunDirError::Locked { dir: path.to_owned() }),
             Err(TryLockError::Error(e)) => return Err(RunDirError::io("lock", &lock_path, e)),
         }
-        Ok(Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: Some(lock) })
+        Ok(Self::closed(path, Some(lock)))
     }
 
     /// A run directory that another process of the run has opened and writes to: what would be written here is not.
     pub fn follow(path: &Path) -> Self {
-        Self { path: path.to_owned(), metrics: None, events: None, sinks: Sinks::default(), lock: None }
+        Self::closed(path, None)
+    }
+
+    fn closed(path: &Path, lock: Option<File>) -> Self {
+        let (sinks, news) = (OpenSinks::default(), Vec::new());
+        let (resolved, start) = (String::new(), Value::Null);
+        Self { path: path.to_owned(), metrics: None, events: None, sinks, resolved, start, news, lock }
     }
 
     /// Where it is.
@@ -160,6 +223,7 @@ impl RunDir {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
+        self.resolved = resolved.to_owned();
         self.replace(CONFIG, resolved.as_bytes())?;
         if !changes.is_empty() || self.path.join(CHANGES).exists() {
             self.replace(CHANGES, changes::written(changes).as_bytes())?;
@@ -198,11 +262,12 @@ impl RunDir {
     }
 
     /// Cuts metrics back to `step`, from which the run goes on. Gives the sinks that could not be opened again.
-    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<FailedSink>> {
+    pub fn go_back(&mut self, config: &Config, step: u64) -> Result<Vec<SinkNews>> {
         if self.lock.is_none() {
             return Ok(Vec::new());
         }
-        (self.metrics, self.sinks) = (None, Sinks::default());
+        self.metrics = None;
+        self.sinks.with(Sinks::close_files);
         let text = self.read(METRICS, |line| is_up_to(line, step))?.unwrap_or_default();
         self.replace(METRICS, &text)?;
         self.metrics = Some(self.open_log(METRICS)?);
@@ -225,10 +290,11 @@ impl RunDir {
     }
 
     /// Adds a line to `starts.jsonl`, and keeps the config file as it was given in `given.toml`.
-    pub fn started(&self, start: &RunStart, given: Option<&str>) -> Result<()> {
+    pub fn started(&mut self, start: &RunStart, given: Option<&str>) -> Result<()> {
         if self.lock.is_none() {
             return Ok(());
         }
+        self.start = json!(start);
         if let Some(text) = given {
             self.replace(GIVEN, text.as_bytes())?;
         }
@@ -247,19 +313,33 @@ impl RunDir {
     }
 
     /// Opens what else takes metrics by the config, from the step after `step` on. Gives what could not be opened.
-    pub fn open_sinks(&mut self, config: &Config, step: u64) -> Vec<FailedSink> {
+    pub fn open_sinks(&mut self, config: &Config, step: u64) -> Vec<SinkNews> {
         if self.lock.is_none() {
             return Vec::new();
         }
-        let (sinks, failed) = Sinks::open(&self.path, &self.path.join(METRICS), step, &config.switched_on("telemetry"));
-        self.sinks = sinks;
-        failed
+        let run = SinkRun {
+            dir: self.path.clone(),
+            config: self.resolved.clone(),
+            start: self.start.clone(),
+            to: address(config),
+        };
+        let (metrics, keys) = (self.path.join(METRICS), config.switched_on(TELEMETRY));
+        self.sinks.with(|sinks| sinks.open(&run, &metrics, step, &keys))
     }
 
-    /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back those that have failed.
-    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<FailedSink>> {
+    /// The open sinks, which outlive the directory: to be ended when it is known how the run ends.
+    pub fn sinks(&self) -> OpenSinks {
+        self.sinks.clone()
+    }
+
+    /// Adds a line to `metrics.jsonl`, and gives it to the other sinks; gives back what is to be told of them.
+    pub fn metric(&mut self, metrics: &impl Serialize) -> Result<Vec<SinkNews>> {
         let line = append(&self.path, METRICS, &mut self.metrics, metrics)?;
-        Ok(line.map(|line| self.sinks.write(line.trim_end())).unwrap_or_default())
+        let mut news = std::mem::take(&mut self.news);
+        if let Some(line) = line {
+            news.extend(self.sinks.with(|sinks| sinks.write(line.trim_end())));
+        }
+        Ok(news)
     }
 
     /// Adds a line to `events.jsonl`, with the time.
@@ -267,7 +347,11 @@ impl RunDir {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64());
         fields["event"] = json!(kind);
         fields["unix_s"] = json!((now * 1e3).round() / 1e3);
-        append(&self.path, EVENTS, &mut self.events, &fields).map(|_| ())
+        if let Some(line) = append(&self.path, EVENTS, &mut self.events, &fields)? {
+            let news = self.sinks.with(|sinks| sinks.event(line.trim_end()));
+            self.news.extend(news);
+        }
+        Ok(())
     }
 
     /// Writes a file so that it is either the old or the new one, never half.
@@ -297,6 +381,10 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     let read = |e| RunDirError::io("read", from, e);
     for file in fs::read_dir(from).map_err(read)? {
         let file = file.map_err(read)?;
+        if file.file_type().is_ok_and(|kind| kind.is_symlink()) {
+            // They name files beside them.
+            continue;
+        }
         copy(&file.path(), &to.join(file.file_name()))?;
     }
     Ok(())
@@ -350,8 +438,9 @@ mod tests {
 
     #[test]
     fn every_sink_has_a_switch_and_every_switch_a_sink() {
-        let mut switches: Vec<_> =
-            lockstep_config::schema().iter().filter_map(|key| key.path.strip_prefix("telemetry.")).collect();
+        let keys = lockstep_config::schema();
+        let switches = keys.iter().filter(|key| key.default == "false");
+        let mut switches: Vec<_> = switches.filter_map(|key| key.path.strip_prefix("telemetry.")).collect();
         let mut sinks: Vec<_> = SINKS.iter().map(|sink| sink.key).collect();
         switches.sort_unstable();
         sinks.sort_unstable();

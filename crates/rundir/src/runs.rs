@@ -4,7 +4,7 @@ use crate::checkpoints::lines;
 use crate::provenance::{RunStart, starts, tail};
 use crate::{Result, RunDirError};
 use lockstep_config::Config;
-use lockstep_telemetry::{open_file, refuse_special};
+use lockstep_telemetry::{each_line, open_file, refuse_special};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::TryLockError;
@@ -169,6 +169,24 @@ fn hours(events: &[Value], step: u64, pace: f64) -> f64 {
     (seconds + step.saturating_sub(told) as f64 * pace) / 3600.0
 }
 
+/// The largest number that the metrics and events of a run have under a key; nothing where they have none.
+pub fn largest_recorded(run: &Path, key: &str) -> Option<f64> {
+    let (name, mut largest) = (format!("\"{key}\":"), None);
+    let mut look = |line: &[u8]| {
+        // Most lines have nothing to parse.
+        if str::from_utf8(line).is_ok_and(|line| line.contains(&name)) {
+            let value: Value = serde_json::from_slice(line).unwrap_or_default();
+            let found = value[key].as_f64().into_iter().chain(largest);
+            largest = found.reduce(f64::max);
+        }
+    };
+    for file in ["metrics.jsonl", "events.jsonl"] {
+        // A file that is not there has no number.
+        let _ = each_line(&run.join(file), &mut look);
+    }
+    largest
+}
+
 /// The config of a run directory, at `path`; what is not a regular file is refused.
 pub fn read_config(path: &Path) -> Result<Config> {
     refuse_special(path).map_err(|e| RunDirError::io("read", path, e))?;
@@ -185,6 +203,21 @@ fn is_locked(run: &Path) -> bool {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn the_largest_number_is_found_in_metrics_and_events() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(largest_recorded(folder.path(), "energy_kwh"), None);
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        write(
+            "metrics.jsonl",
+            "{\"step\":1,\"energy_kwh\":0.5}\n{\"step\":2}\n{\"step\":3,\"energy_kwh\":0.75}\n{\"ener",
+        );
+        write("events.jsonl", "{\"event\":\"start\",\"energy_kwh\":null}\n");
+        assert_eq!(largest_recorded(folder.path(), "energy_kwh"), Some(0.75));
+        write("events.jsonl", "{\"event\":\"start\",\"energy_kwh\":1.5}\n{\"event\":\"x\"}\n");
+        assert_eq!(largest_recorded(folder.path(), "energy_kwh"), Some(1.5));
+    }
 
     #[test]
     fn hours_leave_out_the_time_between_two_starts() {

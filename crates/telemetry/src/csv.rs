@@ -1,7 +1,7 @@
 //! Metrics as comma-separated values.
 
 use crate::each_scalar;
-use crate::{MetricColumns, sinks::Sink};
+use crate::{MetricColumns, sink::Sink};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@
 //! data. Of the message (`tensorboard/compat/proto/event.proto`, `summary.proto`) only what scalars need is written.
 
 use crate::each_scalar;
-use crate::sinks::Sink;
+use crate::sink::Sink;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;

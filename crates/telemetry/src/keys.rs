@@ -14,6 +14,8 @@ pub fn unit(key: &str) -> &'static str {
         "expert_most" | "expert_least" => "× even",
         key if key.ends_with("_bytes") => "bytes",
         key if key.ends_with("_w") => "W",
+        key if key.ends_with("_j") => "J",
+        key if key.ends_with("_kwh") => "kWh",
         key if key.ends_with("_c") => "°C",
         key if key.ends_with("_mhz") => "MHz",
         key if key.ends_with("_percent") => "%",

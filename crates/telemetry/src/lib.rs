@@ -1,4 +1,5 @@
-//! What a run has recorded, for people and for other programs: metrics as columns, TensorBoard event files, CSV, a page of charts.
+//! What a run has recorded, for people and for other programs: metrics as columns, TensorBoard event files, CSV, MLflow, Weights & Biases, a
+//! page of charts.
 //!
 //! Everything here is made from what a run directory has, numbers from lines of `metrics.jsonl`, so that every reader and every sink has the same keys and the same
 //! numbers. This crate does not know what a run is or how one is trained.
@@ -9,10 +10,14 @@ mod csv;
 mod event_file;
 mod files;
 mod keys;
+mod mlflow;
 mod page;
+mod queue;
 mod scalars;
 mod shadow;
+mod sink;
 mod sinks;
+mod wandb;
 
 pub use columns::MetricColumns;
 pub use csv::csv;
@@ -21,4 +26,5 @@ pub use keys::unit;
 pub use page::{RunPage, random_text};
 pub use scalars::each_scalar;
 pub use shadow::LossComparisons;
-pub use sinks::{FailedSink, SINKS, SinkSpec, Sinks};
+pub use sink::{RunEnd, SinkAddress, SinkProblem, SinkRun};
+pub use sinks::{SINKS, SinkNews, SinkSpec, Sinks, check_sinks};

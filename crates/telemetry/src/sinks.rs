@@ -4,21 +4,28 @@
 
 use crate::csv::CsvFile;
 use crate::event_file::EventFile;
+use crate::mlflow;
+use crate::sink::{Opening, RunEnd, Sink, SinkAddress, SinkProblem, SinkRun};
+use crate::wandb;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Every sink.
 pub static SINKS: &[SinkSpec] = &[
     SinkSpec {
         key: "tensorboard",
         name: "tensorboard",
+        check: |_| Ok(()),
         open: |opening| Ok(Box::new(EventFile::create(&opening.place, opening.step)?)),
     },
     SinkSpec {
         key: "csv",
         name: "metrics.csv",
+        check: |_| Ok(()),
         open: |opening| Ok(Box::new(CsvFile::open(opening.place, opening.metrics.to_owned())?)),
     },
+    SinkSpec { key: "mlflow", name: "mlflow", check: mlflow::check, open: mlflow::open },
+    SinkSpec { key: "wandb", name: "wandb", check: |_| wandb::check(), open: wandb::open },
 ];
 
 /// A kind of sink.
@@ -27,62 +34,83 @@ pub struct SinkSpec {
     pub key: &'static str,
     /// Its file or folder in a run directory.
     pub name: &'static str,
+    /// Whether this machine has what it needs.
+    check: fn(&SinkAddress) -> Result<(), SinkProblem>,
     open: fn(Opening) -> io::Result<Box<dyn Sink>>,
-}
-
-/// What a sink is opened with.
-struct Opening<'a> {
-    /// Its file or folder.
-    place: PathBuf,
-    /// `metrics.jsonl`, which has lines up to `step`.
-    metrics: &'a Path,
-    /// The step after which the run goes on.
-    step: u64,
-}
-
-/// Something that takes lines of metrics.
-pub(crate) trait Sink {
-    /// Adds a line.
-    fn write(&mut self, line: &str) -> io::Result<()>;
 }
 
 /// The open sinks of a run. One that fails is not written to any more.
 #[derive(Default)]
 pub struct Sinks(Vec<(&'static str, Box<dyn Sink>)>);
 
-/// A sink that gets nothing more.
+/// What is to be told of a sink.
 #[derive(Debug)]
-pub struct FailedSink {
-    /// Its name, in the run directory.
-    pub name: &'static str,
-    /// Why.
-    pub error: io::Error,
+pub enum SinkNews {
+    /// It gets nothing more.
+    Failed {
+        /// Its name, in the run directory.
+        name: &'static str,
+        /// Why.
+        error: io::Error,
+    },
+    /// It says this.
+    Note(String),
+}
+
+/// Whether this machine has what the sinks with these keys need: the first that lacks something, and what.
+pub fn check_sinks(keys: &[&str], to: &SinkAddress) -> Result<(), (&'static str, SinkProblem)> {
+    let mut asked = SINKS.iter().filter(|spec| keys.contains(&spec.key));
+    asked.try_for_each(|spec| (spec.check)(to).map_err(|problem| (spec.key, problem)))
 }
 
 impl Sinks {
-    /// Opens the sinks with these keys, of a run that goes on after `step`, up to which `metrics` has lines.
-    pub fn open(dir: &Path, metrics: &Path, step: u64, keys: &[&str]) -> (Self, Vec<FailedSink>) {
-        let (mut sinks, mut failed) = (Self::default(), Vec::new());
+    /// Opens those of the sinks with these keys that are not open, of a run that goes on after `step`, up to which `metrics` has lines.
+    pub fn open(&mut self, run: &SinkRun, metrics: &Path, step: u64, keys: &[&str]) -> Vec<SinkNews> {
+        let mut news = Vec::new();
         for spec in SINKS.iter().filter(|spec| keys.contains(&spec.key)) {
-            match (spec.open)(Opening { place: dir.join(spec.name), metrics, step }) {
-                Ok(sink) => sinks.0.push((spec.name, sink)),
-                Err(error) => failed.push(FailedSink { name: spec.name, error }),
+            if self.0.iter().any(|(name, _)| *name == spec.name) {
+                continue;
+            }
+            match (spec.open)(Opening { place: run.dir.join(spec.name), metrics, step, run }) {
+                Ok(sink) => self.0.push((spec.name, sink)),
+                Err(error) => news.push(SinkNews::Failed { name: spec.name, error }),
             }
         }
-        (sinks, failed)
+        news
     }
 
-    /// Gives a line that `metrics.jsonl` has got to all sinks, and those back that have failed with it.
-    pub fn write(&mut self, line: &str) -> Vec<FailedSink> {
+    /// Closes those that are opened again when metrics are cut back.
+    pub fn close_files(&mut self) {
+        self.0.retain(|(_, sink)| sink.stays());
+    }
+
+    /// Gives a line that `metrics.jsonl` has got to all sinks, and what is to be told of them back.
+    pub fn write(&mut self, line: &str) -> Vec<SinkNews> {
+        let mut news = self.each(|sink| sink.write(line));
+        news.extend(self.0.iter_mut().flat_map(|(_, sink)| sink.notes()).map(SinkNews::Note));
+        news
+    }
+
+    /// The same of a line of `events.jsonl`.
+    pub fn event(&mut self, line: &str) -> Vec<SinkNews> {
+        self.each(|sink| sink.event(line))
+    }
+
+    fn each(&mut self, mut give: impl FnMut(&mut dyn Sink) -> io::Result<()>) -> Vec<SinkNews> {
         let mut failed = Vec::new();
-        self.0.retain_mut(|(name, sink)| match sink.write(line) {
+        self.0.retain_mut(|(name, sink)| match give(sink.as_mut()) {
             Ok(()) => true,
             Err(error) => {
-                failed.push(FailedSink { name, error });
+                failed.push(SinkNews::Failed { name, error });
                 false
             }
         });
         failed
+    }
+
+    /// Ends all of them: waits a while for those that still send. Gives what is to be told.
+    pub fn end(&mut self, how: RunEnd) -> Vec<String> {
+        std::mem::take(&mut self.0).into_iter().filter_map(|(_, mut sink)| sink.end(how)).collect()
     }
 }
 
@@ -99,12 +127,18 @@ mod tests {
         }
     }
 
+    fn csv(folder: &Path, step: u64) -> Sinks {
+        let mut sinks = Sinks::default();
+        let run = SinkRun { dir: folder.to_owned(), ..SinkRun::default() };
+        assert!(sinks.open(&run, &folder.join("metrics.jsonl"), step, &["csv"]).is_empty());
+        sinks
+    }
+
     #[test]
     fn a_sink_that_fails_is_told_of_once_and_the_others_go_on() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let (mut sinks, failed) = Sinks::open(folder.path(), &path("metrics.jsonl"), 0, &["csv"]);
-        assert!(failed.is_empty());
+        let mut sinks = csv(folder.path(), 0);
         sinks.0.insert(0, ("full", Box::new(Full(2))));
         let mut told = Vec::new();
         let mut text = String::new();
@@ -112,7 +146,10 @@ mod tests {
             let line = format!("{{\"step\":{step}}}");
             text += &format!("{line}\n");
             std::fs::write(path("metrics.jsonl"), &text).unwrap();
-            told.extend(sinks.write(&line).into_iter().map(|failed| (step, failed.name)));
+            told.extend(sinks.write(&line).into_iter().map(|news| match news {
+                SinkNews::Failed { name, .. } => (step, name),
+                SinkNews::Note(text) => panic!("{text}"),
+            }));
         }
         assert_eq!(told, [(2, "full")]);
         assert_eq!(std::fs::read_to_string(path("metrics.csv")).unwrap(), "step\n1\n2\n3\n4\n");
@@ -124,7 +161,7 @@ mod tests {
         let metrics = folder.path().join("metrics.jsonl");
         let mut text = "{\"step\":1,\"loss\":2.5}\n".to_owned();
         std::fs::write(&metrics, &text).unwrap();
-        let (mut sinks, _) = Sinks::open(folder.path(), &metrics, 1, &["csv"]);
+        let mut sinks = csv(folder.path(), 1);
         for line in
             ["{\"step\":2,\"loss\":2.25}", "{\"step\":3,\"loss\":2,\"val_loss\":2.5}", "{\"step\":4,\"loss\":null}"]
         {

@@ -7,7 +7,7 @@ use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_infer::{Existing, InitialWeights, RunData, data_folder};
 use lockstep_plan::{Plan, plan};
-use lockstep_rundir::{Changed, Overruled};
+use lockstep_rundir::{Changed, Overruled, require_sinks};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
@@ -63,6 +63,7 @@ pub fn dry_run(devices: &Devices, config: &Config, options: &RunOptions, stop: &
     let (LatestCheckpoint { loaded, mut warnings }, course) = resume(devices, config, options, None)?;
     warnings.extend(course.warnings);
     let config = course.config;
+    require_sinks(&config)?;
     let plan = plan(devices, &config)?;
     let arena_bytes = devices.require_memory(&config, &plan)?;
     let there = if options.fresh { Vec::new() } else { list(&options.dir.join("checkpoints"))? };

@@ -13,6 +13,7 @@ mod checkpoint;
 mod compare;
 mod dry_run;
 mod elastic;
+mod energy;
 mod error;
 mod event;
 mod fp8;
@@ -40,6 +41,7 @@ pub use checkpoint::{CheckpointBench, SaveEnd, SaveFailure, SaveRequest, bench_c
 pub use compare::{Comparison, Criterion, OwnChoices, Promise, compare, shrink};
 pub use dry_run::{DryData, DryRun, dry_run};
 pub use elastic::WorldChange;
+pub use energy::EnergyMetrics;
 pub use error::{Result, TrainError, Unmeasured};
 pub use event::{Event, Show};
 pub use fp8::Fp8Metrics;

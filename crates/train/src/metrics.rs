@@ -1,5 +1,6 @@
 //! What a step gave, as `metrics.jsonl` has it.
 
+use crate::energy::EnergyMetrics;
 use crate::fp8::Fp8Metrics;
 use crate::loads::ExpertMetrics;
 use lockstep_cuda::Telemetry;
@@ -50,6 +51,9 @@ pub struct StepMetrics {
     /// What the GPU did, where one trains.
     #[serde(flatten)]
     pub gpu: GpuMetrics,
+    /// What steps took of all GPUs and hosts, where they were read after this one.
+    #[serde(flatten)]
+    pub energy: EnergyMetrics,
     /// 1 where its update was skipped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<u8>,

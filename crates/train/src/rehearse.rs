@@ -140,6 +140,8 @@ impl RehearsalData {
         let c = &mut small.checkpoint;
         (c.every, c.every_minutes, c.keep) = (SaveEvery::Steps(SAVE_EVERY), None, c.keep.min(2));
         (small.eval.every, small.eval.items) = (0, 4);
+        // It is nobody's run.
+        (small.telemetry.mlflow, small.telemetry.wandb) = (false, false);
         (small, changed)
     }
 }

@@ -19,6 +19,7 @@ use self::status::RunStatus;
 use self::step::{Queued, Step};
 use crate::checkpoint::with_checkpoint_interval;
 use crate::elastic::{ElasticRun, Keeper};
+use crate::energy::{ENERGY_KWH, RunEnergy};
 use crate::event::{Event, Show};
 use crate::metrics::StepMetrics;
 use crate::profile::{MeasuredPeaks, Profile, ProfiledStep, profile};
@@ -34,7 +35,8 @@ use lockstep_host::{Devices, Peak, StopSignal};
 use lockstep_infer::{InferError, RunTokenizer};
 use lockstep_ir::units;
 use lockstep_plan::{LayoutChoice, Plan, plan};
-use lockstep_rundir::{RunDir, RunDirError, StartedBy};
+use lockstep_rundir::{RunDir, RunDirError, StartedBy, require_sinks};
+use lockstep_telemetry::RunEnd;
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -156,6 +158,9 @@ fn run_here(
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
+    if team.is_first() && elastic.is_none_or(|elastic| elastic.epoch() == 0) {
+        require_sinks(config)?;
+    }
     let unchanged = plan(devices, config)?;
     let dir = if team.is_first() { open_dir(devices, config, options, elastic)? } else { RunDir::follow(&options.dir) };
     team.require_shared(&options.dir)?;
@@ -184,7 +189,17 @@ fn run_here(
             if run.debug_nans && !run.session.executor().check_numbers() {
                 return Err(ExecError::Internal("this executor does not look at numbers".into()).into());
             }
-            return run.go(stop, show);
+            let sinks = run.dir.sinks();
+            let result = run.go(stop, show);
+            // A run whose world changes goes on with other sinks.
+            let how = match &result {
+                Ok(outcome) if outcome.finished => RunEnd::Finished,
+                Ok(_) => RunEnd::Interrupted,
+                Err(TrainError::WorldChanges) => RunEnd::Continues,
+                Err(_) => RunEnd::Failed,
+            };
+            sinks.end(how).iter().for_each(|text| show(Event::Warning(text)));
+            return result;
         }
         Err(error) => error,
     };
@@ -231,6 +246,7 @@ struct Run<'a> {
     batches: Batches,
     status: RunStatus,
     pace: Pace,
+    energy: RunEnergy,
     session: Session,
     dir: RunDir,
     train: Arc<Sampler>,
@@ -289,6 +305,7 @@ impl Run<'_> {
                 false => self.status.pending = Some(line),
             }
         }
+        self.energy.begin(self.session.world())?;
         let mut saved = self.is_saved.then_some(self.outcome.step);
         let mut ahead: Option<Queued> = None;
         while ahead.is_some() || (self.outcome.step < steps && !stop.look()? && !stop.changes()) {
@@ -365,7 +382,8 @@ impl Run<'_> {
         }
         self.outcome.finished = self.outcome.step >= steps;
         let kind = if self.outcome.finished { "finish" } else { "interrupt" };
-        self.dir.event(kind, json!({ "step": self.outcome.step }))?;
+        self.energy.begin(self.session.world())?;
+        self.dir.event(kind, json!({ "step": self.outcome.step, ENERGY_KWH: self.energy.total_kwh() }))?;
         // Its memory is enough for the sample too, and for measuring peaks.
         drop(self.session);
         if !self.devices.team().is_first() {

@@ -6,6 +6,7 @@
 use super::status::RunStatus;
 use super::step::Step;
 use super::{Run, start};
+use crate::energy::ENERGY_KWH;
 use crate::event::{Event, Show};
 use crate::spikes::{self, RollBack, SkippedStep};
 use crate::{Result, TrainError};
@@ -111,7 +112,11 @@ impl Run<'_> {
         let Some(done) = self.status.spikes.roll_backs.last() else { return Ok(()) };
         show(Event::RolledBack(done));
         let RollBack { to, from, first_sample, samples, .. } = done;
-        let fields = json!({ "step": to, "from": from, "first_sample": first_sample, "samples": samples, "first_skipped": first });
+        let mut fields = json!({ "step": to, "from": from, "first_sample": first_sample, "samples": samples, "first_skipped": first });
+        // The lines of these steps are gone, their energy is not.
+        if let Some(kwh) = self.energy.total_kwh() {
+            fields[ENERGY_KWH] = json!(kwh);
+        }
         Ok(self.dir.event("roll_back", fields)?)
     }
 }

@@ -6,6 +6,7 @@ use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
 use crate::elastic::ElasticRun;
+use crate::energy::{ENERGY_KWH, RunEnergy};
 use crate::event::{Event, Show};
 use crate::fp8::nothing_in_fp8;
 use crate::session::Session;
@@ -23,8 +24,8 @@ use lockstep_infer::{InferError, InitialWeights, export_problem, way};
 use lockstep_ir::blocks::document_blocks;
 use lockstep_ir::{ContextParallel, MeshAxis, units};
 use lockstep_plan::Plan;
-use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, resume_plan};
-use lockstep_telemetry::FailedSink;
+use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, largest_recorded, resume_plan};
+use lockstep_telemetry::SinkNews;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -121,6 +122,8 @@ pub(super) fn start<'a>(
     if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
         checkpoint::set_mirror_aside(mirror, options)?;
     }
+    // Before metrics are cut back: what was done in vain took energy too.
+    let energy_before = largest_recorded(dir.path(), ENERGY_KWH).filter(|_| team.is_first());
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
     let prediction = begin.write(&mut dir, show)?;
     let (peak, snapshot) = (&program.peak, program.snapshot_bytes);
@@ -149,6 +152,8 @@ pub(super) fn start<'a>(
         "context_imbalance": program.context_imbalance,
         // Of all ranks, in host memory; null where checkpoints are written while steps wait.
         "snapshot_bytes": snapshot,
+        // Before this start; null where nothing was known of it.
+        ENERGY_KWH: energy_before,
         // Of this process, in host memory: samples of the next step.
         "read_ahead_bytes": read_ahead,
     });
@@ -197,6 +202,7 @@ pub(super) fn start<'a>(
         batches: config.batches(),
         status,
         pace: Pace { last_result: None, peak: program.peak, beyond_peak: 0, slow_ranks: SlowRanks::new(stages) },
+        energy: RunEnergy::new(devices.energy_meter(plan.target)?, energy_before.unwrap_or(0.0)),
         session: program.session,
         dir,
         train: input.train,
@@ -406,15 +412,20 @@ fn plan_summary(plan: &Plan, prediction: Option<&Prediction>) -> Value {
     })
 }
 
-/// Says which sinks get nothing more, and why; the run needs none of them.
-pub(super) fn warn_of_sinks(dir: &mut RunDir, failed: Vec<FailedSink>, step: u64, show: Show) -> Result<()> {
-    for FailedSink { name, error } in failed {
-        let path = dir.path().join(name);
-        show(Event::Warning(&format!(
-            "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
-            path.display()
-        )));
-        dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+/// Says which sinks get nothing more, and why, and what others want to be known; the run needs none of them.
+pub(super) fn warn_of_sinks(dir: &mut RunDir, news: Vec<SinkNews>, step: u64, show: Show) -> Result<()> {
+    for news in news {
+        match news {
+            SinkNews::Failed { name, error } => {
+                let path = dir.path().join(name);
+                show(Event::Warning(&format!(
+                    "{} is not written any more: {error}; the run goes on, and metrics.jsonl has everything",
+                    path.display()
+                )));
+                dir.event("sink_failed", json!({ "step": step, "sink": name, "error": error.to_string() }))?;
+            }
+            SinkNews::Note(text) => show(Event::Warning(&text)),
+        }
     }
     Ok(())
 }

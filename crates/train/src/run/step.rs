@@ -157,6 +157,8 @@ impl Run<'_> {
         let rank_busy_s = self.session.rank_busy_s();
         let slowest = rank_busy_s.iter().enumerate().max_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(rank, _)| rank);
         let listed: &[f64] = if rank_busy_s.len() <= StepMetrics::RANKS_LISTED { &rank_busy_s } else { &[] };
+        let last = step == self.config.train.steps;
+        let energy = self.energy.stepped(self.session.world(), tokens, step_s, last)?;
         let device = self.devices.device(self.plan.target)?;
         let line = StepMetrics {
             rank_busy_s: listed.iter().map(|seconds| (seconds * 1e6).round() / 1e6).collect(),
@@ -176,6 +178,7 @@ impl Run<'_> {
             mfu: achieved / self.pace.peak.flops_per_s,
             arena_bytes: self.session.arena_bytes(),
             gpu: device.gpu().and_then(Gpu::telemetry).map(GpuMetrics::from).unwrap_or_default(),
+            energy,
             skipped: (!result.applied).then_some(1),
             rows_beyond: Some(result.beyond).filter(|rows| *rows > 0),
             loss_limit: Some(limits.loss).filter(|limit| limit.is_finite()),

@@ -1,0 +1,553 @@
+//! What is still to be sent to a tracking server: a file in the run directory, and a thread that sends what it holds.
+//!
+//! Training appends lines to the file and never waits for anything else. The thread reads them from where the last answer left it, so
+//! the queue takes no memory, and what was not sent when the run ends, or is killed, is sent when it goes on. Whatever has been
+//! sent is cut off.
+
+use crate::files::MOST_LINE_BYTES;
+use crate::sink::{RunEnd, Sink};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Whoever sends.
+pub(crate) trait Transport: Send + 'static {
+    /// What it is, for messages.
+    fn name(&self) -> String;
+
+    /// Sends lines of the queue, in order. Those that have been sent before may come again.
+    fn send(&mut self, records: &[Record]) -> Result<(), SendError>;
+
+    /// What it must know when the run goes on.
+    fn state(&self) -> Value;
+}
+
+/// Why something was not sent.
+#[derive(Debug)]
+pub(crate) enum SendError {
+    /// It may be later.
+    Later(String),
+    /// It is not taken, now or later.
+    Refused(String),
+}
+
+/// A line of the queue.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// When it came, in milliseconds since 1970.
+    pub(crate) unix_ms: u64,
+    #[serde(flatten)]
+    pub(crate) what: What,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum What {
+    /// The run starts, as `starts.jsonl` says.
+    Start(Value),
+    Metrics(Value),
+    Event(Value),
+    /// It ends: the word says how.
+    End(String),
+}
+
+impl Record {
+    /// Whether it ends the run.
+    pub(crate) fn is_end(&self) -> bool {
+        matches!(self.what, What::End(_))
+    }
+}
+
+/// A queue with its thread.
+pub(crate) struct SendQueue {
+    folder: PathBuf,
+    shared: Arc<Shared>,
+    /// Whether the user has heard that nothing gets through, that the queue is full.
+    told: [bool; 2],
+}
+
+struct Shared {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+struct Inner {
+    file: File,
+    /// Bytes of the file, and those of them that are sent.
+    written: u64,
+    sent: u64,
+    /// Why nothing gets through, since when.
+    failing: Option<(Instant, String)>,
+    /// Lines that were not taken, with the last reason, and lines for which there was no room.
+    refused: (u64, String),
+    dropped: u64,
+    name: String,
+    /// When something was last sent.
+    progress: Instant,
+    /// Nothing more comes.
+    ending: bool,
+    /// Nobody waits any more.
+    abandoned: bool,
+    done: bool,
+}
+
+/// What a queue remembers.
+#[derive(Default, Serialize, Deserialize)]
+struct Kept {
+    sent: u64,
+    state: Value,
+}
+
+/// The file of lines, and that of what was sent.
+const QUEUE: &str = "queue.jsonl";
+const STATE: &str = "state.json";
+
+/// Most bytes that wait to be sent; later lines are not kept.
+const MOST_BYTES: u64 = 256 << 20;
+/// Bytes of lines that are sent together, and how many at most.
+const BATCH_BYTES: usize = 256 << 10;
+const BATCH_LINES: usize = 1000;
+/// Bytes of sent lines that stay in the file.
+const SENT_BYTES: u64 = 1 << 20;
+/// The time between two batches, and between attempts at first and at most.
+const BATCH_EVERY: Duration = Duration::from_secs(1);
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// What a run's end waits for: as long as something gets through, this long for a slow answer, and this long where there is none.
+const LAST_ANSWER: Duration = Duration::from_secs(30);
+const LAST_SILENCE: Duration = Duration::from_secs(5);
+/// The same where others wait for this process to end.
+const SHORT_SILENCE: Duration = Duration::from_secs(3);
+const LAST_WAIT: Duration = Duration::from_secs(60);
+/// Failures of this long are told while the run goes on.
+const TOLD_AFTER: Duration = Duration::from_secs(5);
+
+impl SendQueue {
+    /// Opens the queue in a folder, with what waits there, and gives its transport what it knew when it was last open.
+    pub(crate) fn open<T: Transport>(
+        folder: &Path,
+        start: Value,
+        transport: impl FnOnce(&Value) -> io::Result<T>,
+    ) -> io::Result<Box<dyn Sink>> {
+        fs::create_dir_all(folder)?;
+        let kept: Kept =
+            fs::read(folder.join(STATE)).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        let transport = transport(&kept.state)?;
+        let mut file = OpenOptions::new().create(true).read(true).append(true).open(folder.join(QUEUE))?;
+        let written = whole_lines(&mut file)?;
+        file.set_len(written)?;
+        // A file that was cut and whose state is of before has nothing that was sent.
+        let sent = if kept.sent > written { 0 } else { kept.sent };
+        let inner = Inner {
+            file,
+            written,
+            sent,
+            failing: None,
+            refused: (0, String::new()),
+            dropped: 0,
+            name: transport.name(),
+            progress: Instant::now(),
+            ending: false,
+            abandoned: false,
+            done: false,
+        };
+        let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
+        let mut queue = Self { folder: folder.to_owned(), shared: shared.clone(), told: [false; 2] };
+        queue.append(What::Start(start))?;
+        let mut sender = Sender { folder: folder.to_owned(), shared, transport, most: BATCH_LINES, kept: Value::Null };
+        std::thread::Builder::new().name("lockstep-send".into()).spawn(move || sender.run())?;
+        Ok(Box::new(queue))
+    }
+
+    fn append(&mut self, what: What) -> io::Result<()> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_millis() as u64);
+        let mut line = serde_json::to_vec(&Record { unix_ms: now, what })?;
+        line.push(b'\n');
+        let mut inner = self.shared.lock();
+        if inner.written - inner.sent + line.len() as u64 > MOST_BYTES || line.len() > MOST_LINE_BYTES {
+            inner.dropped += 1;
+            return Ok(());
+        }
+        inner.file.write_all(&line)?;
+        inner.written += line.len() as u64;
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// What was not sent, for people.
+    fn unsent(&self, inner: &Inner) -> Option<String> {
+        let mut parts = Vec::new();
+        let waiting = lines(&self.folder.join(QUEUE), inner.sent, inner.written);
+        if waiting > 0 {
+            let why = inner.failing.as_ref().map_or("it is slow", |(_, cause)| cause.as_str());
+            parts.push(format!(
+                "{waiting} lines of metrics and events were not sent to {}: {why}; they are in {}, and resuming the run sends them",
+                inner.name,
+                self.folder.join(QUEUE).display()
+            ));
+        }
+        let (refused, cause) = &inner.refused;
+        if *refused > 0 {
+            parts.push(format!("{} did not take {refused} lines of metrics and events: {cause}", inner.name));
+        }
+        if inner.dropped > 0 {
+            parts.push(format!(
+                "{} lines were dropped, as {} was full",
+                inner.dropped,
+                self.folder.join(QUEUE).display()
+            ));
+        }
+        (!parts.is_empty()).then(|| parts.join("; "))
+    }
+}
+
+impl Sink for SendQueue {
+    fn write(&mut self, line: &str) -> io::Result<()> {
+        self.append(What::Metrics(serde_json::from_str(line)?))
+    }
+
+    fn event(&mut self, line: &str) -> io::Result<()> {
+        let event: Value = serde_json::from_str(line)?;
+        // What validations give is in the metrics.
+        if event["event"] == "validation" { Ok(()) } else { self.append(What::Event(event)) }
+    }
+
+    fn stays(&self) -> bool {
+        true
+    }
+
+    fn notes(&mut self) -> Vec<String> {
+        let inner = self.shared.lock();
+        let (mut notes, [failing, full]) = (Vec::new(), &mut self.told);
+        match &inner.failing {
+            Some((since, cause)) if !*failing && since.elapsed() > TOLD_AFTER => {
+                *failing = true;
+                let kept = self.folder.join(QUEUE);
+                notes.push(format!("nothing gets through to {}: {cause}; {} keeps it", inner.name, kept.display()));
+            }
+            None if *failing => {
+                *failing = false;
+                notes.push(format!("{} takes metrics again", inner.name));
+            }
+            _ => {}
+        }
+        if inner.dropped > 0 && !*full {
+            *full = true;
+            notes.push(format!(
+                "{} is full: what comes now is not sent to {}",
+                self.folder.join(QUEUE).display(),
+                inner.name
+            ));
+        }
+        notes
+    }
+
+    fn end(&mut self, how: RunEnd) -> Option<String> {
+        let (word, answer, silence) = match how {
+            RunEnd::Finished => ("finished", LAST_ANSWER, LAST_SILENCE),
+            RunEnd::Interrupted => ("interrupted", LAST_ANSWER, LAST_SILENCE),
+            RunEnd::Failed => ("failed", SHORT_SILENCE, SHORT_SILENCE),
+            RunEnd::Continues => ("continues", SHORT_SILENCE, SHORT_SILENCE),
+        };
+        if let Err(error) = self.append(What::End(word.into())) {
+            return Some(format!("{} cannot be written: {error}", self.folder.join(QUEUE).display()));
+        }
+        let mut inner = self.shared.lock();
+        let begun = Instant::now();
+        (inner.ending, inner.progress) = (true, begun);
+        self.shared.changed.notify_all();
+        while !inner.done && begun.elapsed() < LAST_WAIT {
+            let most = if inner.failing.is_some() { silence } else { answer };
+            if inner.progress.elapsed() >= most {
+                break;
+            }
+            let waited = self.shared.changed.wait_timeout(inner, Duration::from_millis(100));
+            inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        inner.abandoned = true;
+        self.shared.changed.notify_all();
+        // Whoever comes next sends the rest.
+        if how == RunEnd::Continues { None } else { self.unsent(&inner) }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread's part.
+struct Sender<T> {
+    folder: PathBuf,
+    shared: Arc<Shared>,
+    transport: T,
+    /// Most lines of the next batch.
+    most: usize,
+    /// The transport's state as it was last written.
+    kept: Value,
+}
+
+impl<T: Transport> Sender<T> {
+    fn run(&mut self) {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let Some((from, to)) = self.next() else { break };
+            let (records, bytes) = self.read(from, to);
+            match self.transport.send(&records) {
+                Ok(()) => {
+                    (pause, self.most) = (FIRST_PAUSE, (2 * self.most).min(BATCH_LINES));
+                    self.sent(from + bytes);
+                    self.wait(BATCH_EVERY);
+                }
+                // One of them: each alone, until it is found.
+                Err(SendError::Refused(_)) if records.len() > 1 => self.most = records.len() / 2,
+                Err(SendError::Refused(cause)) => {
+                    let mut inner = self.shared.lock();
+                    inner.refused = (inner.refused.0 + 1, cause);
+                    drop(inner);
+                    self.sent(from + bytes);
+                }
+                Err(SendError::Later(cause)) => {
+                    let mut inner = self.shared.lock();
+                    let since = inner.failing.take().map_or_else(Instant::now, |(since, _)| since);
+                    inner.failing = Some((since, cause));
+                    drop(inner);
+                    // A run that was made there must be found again.
+                    if self.transport.state() != self.kept {
+                        self.keep(from);
+                    }
+                    self.wait(pause);
+                    pause = (2 * pause).min(LONGEST_PAUSE);
+                }
+            }
+        }
+        let mut inner = self.shared.lock();
+        inner.done = true;
+        self.shared.changed.notify_all();
+    }
+
+    /// Where the next lines are, once there are some; none at the end.
+    fn next(&self) -> Option<(u64, u64)> {
+        let mut inner = self.shared.lock();
+        loop {
+            if inner.abandoned || (inner.ending && inner.sent == inner.written) {
+                return None;
+            }
+            if inner.sent < inner.written {
+                return Some((inner.sent, inner.written));
+            }
+            inner = self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The next lines, and how many bytes they take.
+    fn read(&self, from: u64, to: u64) -> (Vec<Record>, u64) {
+        // No line is longer than this.
+        let read = || -> io::Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            let mut file = File::open(self.folder.join(QUEUE))?;
+            file.seek(SeekFrom::Start(from))?;
+            file.take((to - from).min((BATCH_BYTES + MOST_LINE_BYTES) as u64)).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let (mut records, mut taken) = (Vec::new(), 0);
+        for line in read().unwrap_or_default().split_inclusive(|byte| *byte == b'\n') {
+            if !line.ends_with(b"\n") || records.len() == self.most || (taken > BATCH_BYTES && !records.is_empty()) {
+                break;
+            }
+            taken += line.len();
+            // One that somebody has damaged is left out.
+            records.extend(serde_json::from_slice::<Record>(line).ok());
+        }
+        // A file that somebody has removed has nothing to send.
+        (records, if taken == 0 { to - from } else { taken as u64 })
+    }
+
+    /// Everything up to here is sent.
+    fn sent(&mut self, to: u64) {
+        let shared = self.shared.clone();
+        let mut inner = shared.lock();
+        if inner.abandoned {
+            // Another may have the files by now.
+            return;
+        }
+        (inner.sent, inner.failing, inner.progress) = (to, None, Instant::now());
+        if to == inner.written && to > SENT_BYTES && inner.file.set_len(0).is_ok() {
+            (inner.sent, inner.written) = (0, 0);
+            // Before anything is added: or it would be taken for sent.
+            self.keep(0);
+            return;
+        }
+        drop(inner);
+        self.keep(to);
+    }
+
+    /// Writes down what was sent. Where that fails some lines are sent a second time, which does no harm.
+    fn keep(&mut self, sent: u64) {
+        self.kept = self.transport.state();
+        let text = json!(Kept { sent, state: self.kept.clone() }).to_string();
+        let temporary = self.folder.join(".state.json.new");
+        let _ = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, self.folder.join(STATE)));
+    }
+
+    /// Waits this long, or until the run ends; then a tenth of a second at most.
+    fn wait(&self, time: Duration) {
+        let until = Instant::now() + time;
+        let mut inner = self.shared.lock();
+        let was_ending = inner.ending;
+        let until = if was_ending { until.min(Instant::now() + FIRST_PAUSE) } else { until };
+        while !inner.abandoned && inner.ending == was_ending && !(was_ending && inner.failing.is_none()) {
+            let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
+                return;
+            };
+            inner = self.shared.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// The length of a file up to its last line break.
+fn whole_lines(file: &mut File) -> io::Result<u64> {
+    let length = file.metadata()?.len();
+    let from = length.saturating_sub(2 * MOST_LINE_BYTES as u64);
+    file.seek(SeekFrom::Start(from))?;
+    let mut end = Vec::new();
+    file.take(length - from).read_to_end(&mut end)?;
+    Ok(end.iter().rposition(|byte| *byte == b'\n').map_or(from, |at| from + at as u64 + 1))
+}
+
+/// Lines of a part of a file.
+fn lines(path: &Path, from: u64, to: u64) -> usize {
+    let count = || -> io::Result<usize> {
+        let mut file = File::open(path)?;
+        file.seek(SeekFrom::Start(from))?;
+        let (mut rest, mut chunk, mut count) = (file.take(to - from), vec![0; 1 << 16], 0);
+        loop {
+            match rest.read(&mut chunk)? {
+                0 => return Ok(count),
+                bytes => count += chunk[..bytes].iter().filter(|byte| **byte == b'\n').count(),
+            }
+        }
+    };
+    count().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Takes lines, or does not.
+    #[derive(Clone, Default)]
+    struct Taker(Arc<Mutex<Taken>>);
+
+    #[derive(Default)]
+    struct Taken {
+        steps: Vec<u64>,
+        others: usize,
+        down: bool,
+        /// A step that is refused.
+        bad: Option<u64>,
+    }
+
+    impl Transport for Taker {
+        fn name(&self) -> String {
+            "the taker".into()
+        }
+
+        fn send(&mut self, records: &[Record]) -> Result<(), SendError> {
+            let mut taken = self.0.lock().unwrap();
+            if taken.down {
+                return Err(SendError::Later("it is down".into()));
+            }
+            let step = |record: &Record| match &record.what {
+                What::Metrics(line) => line["step"].as_u64(),
+                _ => None,
+            };
+            let steps: Vec<u64> = records.iter().filter_map(step).collect();
+            if taken.bad.is_some_and(|bad| steps.contains(&bad)) {
+                return Err(SendError::Refused("no such step".into()));
+            }
+            taken.others += records.len() - steps.len();
+            taken.steps.extend(steps);
+            Ok(())
+        }
+
+        fn state(&self) -> Value {
+            json!("kept")
+        }
+    }
+
+    fn open(folder: &Path, taker: &Taker) -> Box<dyn Sink> {
+        SendQueue::open(folder, json!({ "step": 0 }), |_| Ok(taker.clone())).unwrap()
+    }
+
+    fn write(queue: &mut Box<dyn Sink>, steps: std::ops::RangeInclusive<u64>) {
+        steps.for_each(|step| queue.write(&format!("{{\"step\":{step},\"loss\":0.5}}")).unwrap());
+    }
+
+    #[test]
+    fn lines_arrive_in_order_and_one_that_is_refused_is_left_out_and_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let taker = Taker::default();
+        taker.0.lock().unwrap().bad = Some(70);
+        let mut queue = open(folder.path(), &taker);
+        write(&mut queue, 1..=300);
+        queue.event("{\"event\":\"validation\",\"step\":300}").unwrap();
+        queue.event("{\"event\":\"checkpoint\",\"step\":300}").unwrap();
+        let told = queue.end(RunEnd::Finished);
+        assert_eq!(told.as_deref(), Some("the taker did not take 1 lines of metrics and events: no such step"));
+        let taken = taker.0.lock().unwrap();
+        assert_eq!(taken.steps, (1..=300).filter(|step| *step != 70).collect::<Vec<_>>());
+        // Its start, the checkpoint, its end.
+        assert_eq!(taken.others, 3);
+    }
+
+    #[test]
+    fn what_was_not_sent_waits_for_the_next_start_also_after_a_kill() {
+        let folder = tempfile::tempdir().unwrap();
+        let taker = Taker::default();
+        taker.0.lock().unwrap().down = true;
+        let mut queue = open(folder.path(), &taker);
+        write(&mut queue, 1..=20);
+        let told = queue.end(RunEnd::Failed).unwrap();
+        assert!(
+            told.starts_with("22 lines of metrics and events were not sent to the taker: it is down; they are in "),
+            "{told}"
+        );
+        // A kill in the middle of a line.
+        let mut file = File::options().append(true).open(folder.path().join(QUEUE)).unwrap();
+        file.write_all(b"{\"unix_ms\":5,\"metr").unwrap();
+        taker.0.lock().unwrap().down = false;
+        let mut queue = open(folder.path(), &taker);
+        write(&mut queue, 21..=30);
+        assert_eq!(queue.end(RunEnd::Finished), None);
+        let taken = taker.0.lock().unwrap();
+        assert_eq!((taken.steps.clone(), taken.others), ((1..=30).collect(), 4));
+        let kept: Kept = serde_json::from_slice(&fs::read(folder.path().join(STATE)).unwrap()).unwrap();
+        let length = fs::metadata(folder.path().join(QUEUE)).unwrap().len();
+        assert_eq!((kept.sent, kept.state), (length, json!("kept")));
+    }
+
+    #[test]
+    fn what_is_sent_is_cut_off_and_a_queue_that_was_cut_begins_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let taker = Taker::default();
+        let mut queue = open(folder.path(), &taker);
+        let long = "x".repeat(2000);
+        (1..=1000).for_each(|step| queue.write(&format!("{{\"step\":{step},\"text\":\"{long}\"}}")).unwrap());
+        assert_eq!(queue.end(RunEnd::Finished), None);
+        assert_eq!(taker.0.lock().unwrap().steps, (1..=1000).collect::<Vec<_>>());
+        assert!(fs::metadata(folder.path().join(QUEUE)).unwrap().len() < 2 * SENT_BYTES);
+        // A kill between the cut and the note of it.
+        fs::write(folder.path().join(QUEUE), "").unwrap();
+        fs::write(folder.path().join(STATE), "{\"sent\":2000000,\"state\":null}").unwrap();
+        let mut queue = open(folder.path(), &taker);
+        write(&mut queue, 1001..=1002);
+        assert_eq!(queue.end(RunEnd::Finished), None);
+        assert_eq!(taker.0.lock().unwrap().steps.len(), 1002);
+    }
+}
