@@ -39,7 +39,7 @@ pub use calibrate::{CalibrationSpec, measure_machine};
 pub use checkpoint::{CheckpointBench, SaveEnd, SaveFailure, SaveRequest, bench_checkpoint};
 pub use compare::{Comparison, Criterion, OwnChoices, Promise, compare, shrink};
 pub use dry_run::{DryData, DryRun, dry_run};
-pub use elastic::WorldChange;
+pub use elastic::{RecoveryParts, WorldChange};
 pub use error::{Result, TrainError, Unmeasured};
 pub use event::{Event, Show};
 pub use fp8::Fp8Metrics;

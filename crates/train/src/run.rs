@@ -175,6 +175,7 @@ fn run_here(
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
     if let Some(elastic) = elastic {
+        elastic.compiled();
         elastic.begin(team.is_first());
     }
     let somebody_waits = || elastic.is_some_and(ElasticRun::somebody_waits);

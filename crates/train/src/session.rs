@@ -133,6 +133,17 @@ impl Session {
     }
 
     /// Loads a plan, whose parameters others write.
+    /// Loads a plan, whose parameters a checkpoint replaces: those that none holds get their initial values.
+    pub(crate) fn to_restore(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
+        let mut session = Self::load(devices, config, plan)?;
+        let Self { tensors, executor, .. } = &mut session;
+        match state::are_all_stored(tensors) {
+            true => state::constants(tensors, executor.as_mut(), config.train.seed)?,
+            false => state::load(tensors, executor.as_mut(), Weights::Initial, config.train.seed)?,
+        }
+        Ok(session)
+    }
+
     pub(crate) fn blank(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let mut session = Self::load(devices, config, plan)?;
         state::constants(&session.tensors, session.executor.as_mut(), config.train.seed)?;

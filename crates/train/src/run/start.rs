@@ -87,9 +87,9 @@ pub(super) fn start<'a>(
     // Those that adapters stand beside, which checkpoints do not hold.
     let base = found.loaded.as_ref().map_or(Ok(None), |loaded| InitialWeights::beside(config, loaded))?;
     let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
-    let mut program = LoadedProgram::load(config, plan, devices, &input.train, show)?;
     let loaded = found.loaded.as_ref();
     if let Some(loaded) = loaded {
+    let mut program = LoadedProgram::load(config, (plan, loaded.is_some()), devices, &input.train, show)?;
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
             return Err(InferError::DataChanged { dir: input.folder }.into());
         }
@@ -282,12 +282,21 @@ struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    fn load(config: &Config, plan: &Plan, devices: &Devices, train: &Sampler, show: Show) -> Result<Self> {
+    fn load(
+        config: &Config,
+        (plan, goes_on): (&Plan, bool),
+        devices: &Devices,
+        train: &Sampler,
+        show: Show,
+    ) -> Result<Self> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
         let peak = team.told("measure", || devices.matmul_peak(plan))?;
         let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
-        let mut session = Session::new(devices, config, plan)?;
+        let mut session = match goes_on {
+            true => Session::to_restore(devices, config, plan)?,
+            false => Session::new(devices, config, plan)?,
+        };
         let planned = plan.checkpoint_bytes();
         if snapshot {
             let bytes = session.reserve_snapshot()?;
