@@ -288,7 +288,11 @@ fn run_elastic(
         if let Event::InWorld { rank, .. } = event {
             is_first = rank == 0;
         }
-        if is_first {
+        if let Event::LeftOut { cause } = event {
+            let cause = cause.map(|cause| format!("{cause}; ")).unwrap_or_default();
+            let text = format!("warning: {cause}the others go on without this process, which waits to join them");
+            processes::say(place.rank, &text);
+        } else if is_first {
             progress.show(event);
         }
     });

@@ -64,7 +64,10 @@ pub fn run_elastic(
         let meets = Instant::now();
         let Rejoined { comm, epoch, gone, joined } = match world.take() {
             Some(world) => world,
-            None => membership.meet(&start.waiting)?,
+            None => {
+                let cause = ended.as_ref().and_then(|ended| ended.cause.as_deref());
+                membership.meet(&start.waiting, &mut || show(Event::LeftOut { cause }))?
+            }
         };
         if begun {
             // What the first world has done once.
@@ -96,9 +99,6 @@ pub fn run_elastic(
     }
 }
 
-/// Whether ranks that are left can go on without those that are gone.
-fn is_loss(error: &TrainError) -> bool {
-    let TrainError::Host(error) = error else { return false };
 /// How a world came to its end.
 struct Ended {
     at: Instant,
@@ -108,6 +108,9 @@ struct Ended {
     noticed_s: f64,
 }
 
+/// Whether ranks that are left can go on without those that are gone.
+fn is_loss(error: &TrainError) -> bool {
+    let TrainError::Host(error) = error else { return false };
     match error {
         HostError::Exec(error) => match &**error {
             ExecError::Rank(
@@ -139,11 +142,11 @@ struct World<'a> {
     epoch: u64,
     gone: Vec<usize>,
     joined: usize,
+    /// When this process set out to meet the others.
+    meets: Instant,
     goodput: &'a Mutex<Goodput>,
 }
 
-    /// When this process set out to meet the others.
-    meets: Instant,
 impl World<'_> {
     /// Trains in this world to its end; nothing where this process is a spare.
     fn train(
@@ -172,10 +175,10 @@ impl World<'_> {
             Ok(found) => found,
             Err(error) => return ((membership, memory), false, Err(error)),
         };
+        let gathered_s = meets.elapsed().as_secs_f64() - agreed_s;
         // Those that the layout has no place for wait for the next world.
         let comm = match membership.narrow(comm, used, &process.start.waiting) {
             Ok(Some(comm)) => Arc::new(comm),
-        let gathered_s = meets.elapsed().as_secs_f64() - agreed_s;
             Ok(None) => return ((membership, memory), false, Ok(None)),
             Err(error) => return ((membership, memory), false, Err(error.into())),
         };
@@ -203,10 +206,10 @@ impl World<'_> {
                 from_memory: false,
                 lost_steps: 0,
                 recovery_s: 0.0,
+                parts,
             };
             (change, since)
         });
-                parts,
         show(Event::InWorld { rank: comm.rank(), ranks: used });
         let run = ElasticRun {
             memory,
@@ -217,10 +220,10 @@ impl World<'_> {
             begun: AtomicBool::new(false),
             found: Mutex::new(found),
             change: Mutex::new(change),
+            made,
             goodput,
         };
         let result = Processes::of(comm, &at, local)
-            made,
             .map_err(TrainError::from)
             .and_then(|processes| run_in(&Devices::of_processes(processes), &at, options, Some(&run), stop, show));
         let ElasticRun { memory, membership, begun, .. } = run;
