@@ -11,6 +11,7 @@ mod bench_generate;
 mod calibrate;
 mod checkpoint;
 mod compare;
+mod cross_check;
 mod dry_run;
 mod elastic;
 mod error;

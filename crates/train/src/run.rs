@@ -342,6 +342,7 @@ impl Run<'_> {
             }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
+            self.cross_check(step, show)?;
             self.name_slow_rank(&metrics, show)?;
             self.name_low_peak(&metrics.line, show);
             if let Some(end) = self.session.poll_save()? {

@@ -5,6 +5,7 @@ use super::evaluate::Evaluations;
 use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
+use crate::cross_check::copies_of;
 use crate::elastic::ElasticRun;
 use crate::event::{Event, Show};
 use crate::fp8::nothing_in_fp8;
@@ -88,8 +89,8 @@ pub(super) fn start<'a>(
     let base = found.loaded.as_ref().map_or(Ok(None), |loaded| InitialWeights::beside(config, loaded))?;
     let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
     let loaded = found.loaded.as_ref();
-    if let Some(loaded) = loaded {
     let mut program = LoadedProgram::load(config, (plan, loaded.is_some()), devices, &input.train, show)?;
+    if let Some(loaded) = loaded {
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
             return Err(InferError::DataChanged { dir: input.folder }.into());
         }
@@ -241,6 +242,11 @@ fn announce(
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if course.config.cluster.cross_check > 0 && copies_of(&plan.layout.mesh) == 1 {
+        let text =
+            "cluster.cross_check compares no losses: there is one copy of the model, and nobody else has its weights";
+        show(Event::Warning(text));
+    }
     if let Some(text) = nothing_in_fp8(&course.config, plan) {
         show(Event::Warning(&text));
     }
