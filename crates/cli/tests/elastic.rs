@@ -80,6 +80,14 @@ fn ranks_are_lost_and_join_and_no_loss_has_another_bit() {
     let last: Value = serde_json::from_str(last.lines().last().unwrap()).unwrap();
     let goodput = last["goodput"].as_f64().unwrap();
     assert!(goodput > 0.0 && goodput < 1.0, "{goodput}");
+    // What was said is in the report as well.
+    place.ok(&["report", "run", "-o", "report.html"]);
+    let report = fs::read_to_string(place.path("report.html")).unwrap();
+    assert!(
+        report.contains(": ranks lost and joined</h2>") && report.contains("ranks go on (dp=3 zero=1)"),
+        "no history"
+    );
+    assert!(report.contains(&format!("Goodput: {:.1}% of the time", 100.0 * goodput)), "no goodput");
 }
 
 #[test]
