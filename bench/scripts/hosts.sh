@@ -151,7 +151,7 @@ same_bits() {
 goes_on() {
     heal
     start "$run" "$ranks" "$@"
-    for rank in $(seq 0 $((ranks - 1))); do ends "$rank" 0 120; done
+    for rank in $(seq 0 $((ranks - 1))); do ends "$rank" 0 900; done
     same_bits "$run"
 }
 worlds() { grep -c '"world"' "$run/events.jsonl" || true; }
@@ -181,7 +181,7 @@ network 2
 start down5 4 parallel.dp=2 parallel.pp=2
 comes_to $((RANDOM % 20 + 3))
 unplug 1 && sleep 5 && plug 1
-for rank in 0 1 2 3; do ends $rank 0 120; done
+for rank in 0 1 2 3; do ends $rank 0 900; done
 same_bits down5
 ! grep -q 'is gone' down5.*.err || fail "somebody was taken for gone"
 done_with "the run goes on, nothing is lost"
@@ -191,7 +191,7 @@ network 2
 start down5e 2 parallel.dp=2 cluster.elastic=1..2
 comes_to $((RANDOM % 20 + 3))
 unplug 1 && sleep 5 && plug 1
-for rank in 0 1; do ends $rank 0 120; done
+for rank in 0 1; do ends $rank 0 900; done
 same_bits down5e
 done_with "the run goes on in $(worlds) new worlds"
 
@@ -200,7 +200,7 @@ network 2
 start down 4 parallel.dp=2 parallel.pp=2
 comes_to 5
 unplug 1
-ends_named 30 0 1 2 3
+ends_named 60 0 1 2 3
 cause=$(grep -o 'rank . on host host. is gone: [^;]*' down.0.err | head -1)
 goes_on parallel.dp=2 parallel.pp=2
 done_with "all four end ($cause), and the same command goes on"
@@ -212,7 +212,7 @@ for round in $(seq "$rounds"); do
     start "step$round" 4 parallel.dp=4 parallel.zero=3
     comes_to 2 && a_moment 1
     part 1
-    ends_named 30 0 1 2 3
+    ends_named 60 0 1 2 3
     for rank in 0 1 2 3; do waited+="$(grep -o "rank $rank waited in [a-z_]*" "step$round.$rank.err" | head -1 | cut -d' ' -f5) "; done
     goes_on parallel.dp=4 parallel.zero=3
 done
@@ -222,7 +222,7 @@ begins "a partition before ranks have met"
 network 2
 part 1
 start never 2 parallel.dp=2 parallel.timeout=6
-ends_named 30 0 1
+ends_named 60 0 1
 done_with "$(grep -h '^error' never.0.err never.1.err | sed 's/^error: //' | paste -sd'|' | sed 's/|/; /')"
 
 begins "a partition while ranks meet"
@@ -232,7 +232,7 @@ for round in $(seq "$rounds"); do
     start "meet$round" 4 parallel.dp=4 parallel.timeout=8
     sleep "0.$(printf %03d $((RANDOM % 300)))"
     part 2 3
-    ends_named 40 0 1 2 3
+    ends_named 60 0 1 2 3
     if [ "$(steps "meet$round")" = 0 ]; then before=$((before + 1)); else after=$((after + 1)); fi
     goes_on parallel.dp=4
 done
@@ -246,7 +246,7 @@ for round in $(seq "$rounds"); do
     comes_to 2 && a_moment 1
     for _ in $(seq 2000); do if compgen -G "save$round/checkpoints/.tmp-*" >/dev/null; then break; fi; done
     part 1
-    ends_named 30 0 1 2 3
+    ends_named 60 0 1 2 3
     if grep -q 'in save' save"$round".*.err; then saves=$((saves + 1)); fi
     for whole in "save$round"/checkpoints/step-*; do "$lockstep" checkpoint verify "$whole" >/dev/null || fail "$whole is damaged"; done
     goes_on parallel.dp=4 parallel.zero=3
@@ -256,7 +256,7 @@ done_with "$rounds times: all end, $saves times with a rank in the save; no chec
 begins "20 ms later, 1 of 100 frames lost"
 late_network 2 20 1
 start late 2 parallel.dp=2 parallel.zero=1 train.steps=30
-for rank in 0 1; do ends $rank 0 300; done
+for rank in 0 1; do ends $rank 0 900; done
 "$lockstep" train run.toml --quiet --run-dir whole30 --set train.steps=30 >/dev/null && bits whole30 >whole30.bits
 same_bits late whole30
 done_with "30 steps, the same bits"
@@ -265,7 +265,7 @@ begins "a link of 4 Mbit/s"
 network 2
 on_host 0 link show link0 >/dev/null && tc -n "${name}0" qdisc add dev link0 root tbf rate 4mbit burst 16kb latency 400ms
 start slow 2 parallel.dp=2 parallel.zero=1 train.steps=30
-for rank in 0 1; do ends $rank 0 300; done
+for rank in 0 1; do ends $rank 0 900; done
 same_bits slow whole30
 done_with "30 steps, the same bits"
 
@@ -275,7 +275,7 @@ for alone in 0 1 2; do
     start "alone$alone" 3 parallel.dp=3 cluster.elastic=1..3
     comes_to 4 && a_moment 1
     part $alone
-    for rank in 0 1 2; do ends $rank 0 120; done
+    for rank in 0 1 2; do ends $rank 0 900; done
     left_out $alone
     same_bits "alone$alone"
     done_with "it waits, the others go on: $(history)"
@@ -300,7 +300,7 @@ for round in $(seq "$rounds"); do
     sleep "0.$(printf %03d $((RANDOM % 500)))"
     part 2
     for rank in 0 1 2; do
-        code=0 && timeout 120 tail --pid="${pids[$rank]}" -f /dev/null && wait "${pids[$rank]}" || code=$?
+        code=0 && timeout 900 tail --pid="${pids[$rank]}" -f /dev/null && wait "${pids[$rank]}" || code=$?
         codes[rank]=$code
     done
     # Of four, two are no majority; of three that have met after the loss, they are.
@@ -319,7 +319,7 @@ for round in $(seq "$rounds"); do
     comes_to 2 && a_moment 1
     for _ in $(seq 2000); do if compgen -G "esave$round/checkpoints/.tmp-*" >/dev/null; then break; fi; done
     part $((round % 3))
-    for rank in 0 1 2; do ends $rank 0 120; done
+    for rank in 0 1 2; do ends $rank 0 900; done
     left_out $((round % 3))
     for whole in "esave$round"/checkpoints/step-*; do "$lockstep" checkpoint verify "$whole" >/dev/null || fail "$whole is damaged"; done
     same_bits "esave$round"
@@ -332,7 +332,7 @@ start strange 3 parallel.dp=3 cluster.elastic=1..3 train.steps=600
 comes_to 4
 estrange 1 2
 "$lockstep" train run.toml --quiet --run-dir whole600 --set train.steps=600 >/dev/null && bits whole600 >whole600.bits
-for rank in 0 1 2; do ends $rank 0 180; done
+for rank in 0 1 2; do ends $rank 0 900; done
 same_bits strange whole600
 done_with "the third waits until the run has ended: $(history)"
 
@@ -344,7 +344,7 @@ part 2
 awaits_worlds 1 0
 heal
 awaits_worlds 2 0
-for rank in 0 1 2; do ends $rank 0 180; done
+for rank in 0 1 2; do ends $rank 0 900; done
 same_bits back whole600
 done_with "$(history)"
 
@@ -373,7 +373,7 @@ then
     preload=()
     comes_to 4
     part 0
-    for rank in 0 1 2; do ends $rank 0 120; done
+    for rank in 0 1 2; do ends $rank 0 900; done
     left_out 0
     same_bits clock
     done_with "it is rank 0 of the next world: $(history)"
