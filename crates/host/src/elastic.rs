@@ -140,6 +140,8 @@ const ASKS_WITHIN: Duration = Duration::from_secs(600);
 
 /// The folder of epochs in a run directory.
 const FOLDER: &str = ".elastic";
+/// The file that says that a world has begun.
+const BEGUN: &str = "begun";
 /// The file that says that the run has ended.
 const ENDED: &str = "ended";
 
@@ -223,6 +225,17 @@ impl Membership {
             // What cannot be removed does no harm.
             let _ = fs::remove_dir_all(other);
         }
+    }
+
+    /// Says that a world has begun: what the command line asks for once is done.
+    pub fn begin(&self) {
+        // Where it cannot be written, those that wait do it again, which the others refuse.
+        let _ = fs::write(self.folder.join(BEGUN), []);
+    }
+
+    /// Whether a world has begun.
+    pub fn has_begun(&self) -> bool {
+        self.folder.join(BEGUN).exists()
     }
 
     /// Says that the run has ended, to whoever waits to join it.
@@ -355,7 +368,7 @@ impl Membership {
     }
 
     /// Registers for the next epoch, and listens.
-    fn register(&mut self) -> Result<(TcpListener, Registered), HostError> {
+    fn register(&self) -> Result<(TcpListener, Registered), HostError> {
         self.make_folder()?;
         let (listener, listens) = self.listen()?;
         let rank = self.last.as_ref().and_then(|last| last.members.iter().position(|seat| seat.id == self.me.id));

@@ -72,6 +72,8 @@ pub(crate) struct ElasticRun<'a> {
     /// Ranks that would train if one more came.
     pub(crate) usable: &'a (dyn Fn(usize) -> usize + Sync),
     pub(crate) every: u64,
+    /// Whether others came before this world.
+    pub(crate) is_later: bool,
     /// Whether this world has begun: what the command line asks for once is done.
     pub(crate) begun: AtomicBool,
     /// What the world before has left.
@@ -138,6 +140,7 @@ impl ElasticRun<'_> {
         self.begun.store(true, Ordering::Release);
         if is_first {
             lock(&self.membership).clear_others();
+            lock(&self.membership).begin();
         }
     }
 

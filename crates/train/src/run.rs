@@ -278,7 +278,7 @@ impl Run<'_> {
             self.remember()?;
         }
         // In a run whose ranks come and go, a loss before the first step would be the last one again.
-        let later_world = self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.epoch() > 0);
+        let later_world = self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.is_later);
         if self.status.pending.is_some() || (!self.outcome.finished && !later_world) {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }

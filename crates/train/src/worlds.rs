@@ -69,6 +69,8 @@ pub fn run_elastic(
                 membership.meet(&start.waiting, &mut || show(Event::LeftOut { cause }))?
             }
         };
+        // Of a spare, others may have begun without it.
+        begun |= membership.has_begun();
         if begun {
             // What the first world has done once.
             (options.fresh, options.resume_from, options.change) = (false, None, Vec::new());
@@ -217,6 +219,7 @@ impl World<'_> {
             comm: comm.clone(),
             usable,
             every: config.cluster.snapshot_every,
+            is_later: epoch > 0,
             begun: AtomicBool::new(false),
             found: Mutex::new(found),
             change: Mutex::new(change),
