@@ -51,7 +51,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; clear_hosts; rm -rf "$work"' EXIT
 switch() { ip -n "${name}switch" "$@"; }
 on_host() { ip -n "$name$1" "${@:2}"; }
 
-# So many hosts at a switch that has two halves, and all are at the first.
+# network N: N hosts at a switch that has two halves, and all are at the first.
 network() {
     clear_hosts
     hosts=$1
@@ -66,7 +66,7 @@ network() {
         switch link set "port$host" master one up
     done
 }
-# The same over a relay that is late by so many ms, and loses so many of a hundred frames.
+# late_network N MS PERCENT: the same over a relay that is late by MS, and loses PERCENT of all frames.
 late_network() {
     clear_hosts
     hosts=$1

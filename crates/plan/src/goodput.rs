@@ -67,7 +67,7 @@ impl Goodput {
     }
 }
 
-/// Nodes that are away in the mean, of so many.
+/// Nodes that are away in the mean, of `nodes`.
 fn away(nodes: usize, rate: &FailureRate) -> f64 {
     nodes as f64 * rate.repair_s / rate.node_mtbf_s
 }
