@@ -81,7 +81,8 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     if let Some(processes) = args.ranks.filter(|processes| *processes != ranks) {
         return Err(HostError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
     }
-    if args.slurm.slurm && config.cluster.elastic.is_some() {
+    let elastic = train::elastic_bounds(&config)?.is_some();
+    if args.slurm.slurm && elastic {
         return Err(Failure::request(
             "launch --slurm writes no jobs of elastic runs yet",
             "leave out --elastic and cluster.elastic; --chain goes on after a lost node",
@@ -94,17 +95,17 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     if args.train.dry_run {
         return train::run(args.train);
     }
+    let processes = ranks + config.cluster.spares;
     if config.train.device == DeviceChoice::Cuda {
-        require_gpus(ranks, config.train.gpu, args.share_gpus)?;
+        require_gpus(processes, config.train.gpu, args.share_gpus)?;
     }
     if args.share_gpus {
         tell("warning: ranks share GPUs: good to check a layout, slower to train than one rank per GPU");
     }
     let signals = train::on_interrupt()?;
-    let elastic = train::elastic_bounds(&config)?.is_some();
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let mut team = Team::start(&arguments, ranks, args.share_gpus)?;
+        let mut team = Team::start(&arguments, processes, args.share_gpus)?;
         if elastic {
             team.elastic(args.restarts - attempt, args.train.run_dir());
         }

@@ -65,7 +65,7 @@ impl Progress {
             }
             Event::RolledBack(roll_back) => self.warn(&format!("rolled back {roll_back}")),
             _ if self.quiet => {}
-            Event::InWorld { .. } => {}
+            Event::InWorld { .. } | Event::LeftOut { .. } => {}
             Event::Preparing(p) => self.preparing("data", p),
             // Most data are checked in no time: nobody needs to hear of it.
             Event::Checking { done, total } => self.long_work("checking data", done, total, units::bytes),

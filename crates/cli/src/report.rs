@@ -11,7 +11,8 @@ use lockstep_ir::{Hint, units};
 use lockstep_plan::{plan, planned_timeline};
 use lockstep_rundir::read_config;
 use lockstep_telemetry::{LossComparisons, MetricColumns, RunPage};
-use lockstep_train::{analyze, settled};
+use lockstep_train::{WorldChange, analyze, settled};
+use serde_json::Value;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -88,6 +89,10 @@ fn recorded(name: &str, run: &Path) -> String {
     if !text.is_empty() {
         out += &card(&format!("{name}: fp8 beside bf16"), &text);
     }
+    let text: String = worlds(run).iter().map(|text| format!("<p>{}</p>", escaped(text))).collect();
+    if !text.is_empty() {
+        out += &card(&format!("{name}: ranks lost and joined"), &text);
+    }
     let mut inside = String::new();
     for (file, title) in FILES {
         let Ok(bytes) = lockstep_telemetry::read_file(&run.join(file)) else { continue };
@@ -126,6 +131,26 @@ fn energy(columns: &MetricColumns) -> Option<String> {
 fn four_digits(value: f64) -> String {
     let digits = if value == 0.0 { 0 } else { (3 - value.abs().log10().floor() as i32).clamp(0, 12) };
     format!("{value:.*}", digits as usize)
+}
+
+/// What has become of the ranks of an elastic run, and the share of its time that counted.
+fn worlds(run: &Path) -> Vec<String> {
+    let events = lockstep_telemetry::read_file(&run.join("events.jsonl")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&events).into_owned();
+    let lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let world = |event: Value| serde_json::from_value::<WorldChange>(event).ok();
+    let mut said: Vec<String> = lines
+        .filter(|event| event["event"] == "world")
+        .filter_map(world)
+        .map(|change| match &change.cause {
+            Some(cause) => format!("{change}. {cause}"),
+            None => change.to_string(),
+        })
+        .collect();
+    let mut columns = MetricColumns::default();
+    let goodput = columns.follow(&run.join("metrics.jsonl")).ok().and_then(|_| columns.get("goodput")?.last().copied());
+    said.extend(goodput.map(|share| format!("Goodput: {:.1}% of the time was in steps that count.", 100.0 * share)));
+    said
 }
 
 /// What fp8 does to a run that has it.

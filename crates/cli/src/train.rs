@@ -245,7 +245,16 @@ fn run_options(args: &Args, started_by: StartedBy) -> RunOptions {
 
 /// How many ranks may train, where that may change.
 pub fn elastic_bounds(config: &Config) -> Result<Option<Elastic>> {
-    let Some(text) = &config.cluster.elastic else { return Ok(None) };
+    let spares = config.cluster.spares;
+    let Some(text) = &config.cluster.elastic else {
+        return match spares {
+            0 => Ok(None),
+            _ => Err(Failure::request(
+                format!("cluster.spares = {spares}, and the run is not elastic: nobody's place would be taken"),
+                "set cluster.elastic, or leave out cluster.spares",
+            )),
+        };
+    };
     let bounds = Elastic::parse(text).ok_or_else(|| {
         Failure::request(
             format!("cluster.elastic = {text:?} is not two numbers of ranks"),
@@ -260,6 +269,12 @@ pub fn elastic_bounds(config: &Config) -> Result<Option<Elastic>> {
         Some(ranks) if ranks > bounds.most => Err(Failure::request(
             format!("cluster.elastic = {text:?} allows at most {} ranks, and the layout has {ranks}", bounds.most),
             format!("set cluster.elastic = \"{}..{ranks}\", or a smaller layout", bounds.least.min(ranks)),
+        )),
+        Some(ranks) if ranks < bounds.most && spares > 0 => Err(Failure::request(
+            format!(
+                "cluster.spares = {spares}, and cluster.elastic = {text:?} lets more than the {ranks} ranks of the layout train: none would wait"
+            ),
+            format!("set cluster.elastic = \"{}..{ranks}\", or leave out cluster.spares", bounds.least.min(ranks)),
         )),
         _ => Ok(Some(bounds)),
     }
@@ -288,7 +303,11 @@ fn run_elastic(
         if let Event::InWorld { rank, .. } = event {
             is_first = rank == 0;
         }
-        if is_first {
+        if let Event::LeftOut { cause } = event {
+            let cause = cause.map(|cause| format!("{cause}; ")).unwrap_or_default();
+            let text = format!("warning: {cause}the others go on without this process, which waits to join them");
+            processes::say(place.rank, &text);
+        } else if is_first {
             progress.show(event);
         }
     });

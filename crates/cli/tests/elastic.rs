@@ -80,6 +80,14 @@ fn ranks_are_lost_and_join_and_no_loss_has_another_bit() {
     let last: Value = serde_json::from_str(last.lines().last().unwrap()).unwrap();
     let goodput = last["goodput"].as_f64().unwrap();
     assert!(goodput > 0.0 && goodput < 1.0, "{goodput}");
+    // What was said is in the report as well.
+    place.ok(&["report", "run", "-o", "report.html"]);
+    let report = fs::read_to_string(place.path("report.html")).unwrap();
+    assert!(
+        report.contains(": ranks lost and joined</h2>") && report.contains("ranks go on (dp=3 zero=1)"),
+        "no history"
+    );
+    assert!(report.contains(&format!("Goodput: {:.1}% of the time", 100.0 * goodput)), "no goodput");
 }
 
 #[test]
@@ -100,6 +108,30 @@ fn ranks_that_no_layout_has_a_place_for_wait() {
     assert_eq!(place.trajectory("run"), place.trajectory("alone"));
     let worlds = worlds(&place, "run");
     assert_eq!(worlds.last().unwrap()["ranks"], 2, "{worlds:?}");
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_lost_rank_with_the_same_layout() {
+    let place = place();
+    place.ok(&command("train", "alone", &RUN[..7]));
+    let set = ["cluster.elastic=2..4", "cluster.spares=1", "cluster.snapshot_every=2"];
+    // What is asked for once is not asked for again by the spare.
+    let mut launcher = begin(&place, "run", &set, &["--fresh"]);
+    comes_to(&mut launcher, &place, "run", 3);
+    assert_eq!(ranks_of(&launcher).len(), 5);
+    signal(ranks_of(&launcher)[1], libc::SIGKILL);
+    let text = ends_well(launcher);
+    let worlds = worlds(&place, "run");
+    let world = &worlds[0];
+    assert_eq!(
+        (&world["layout"], &world["gone"], &world["joined"]),
+        (&"dp=4 zero=1".into(), &vec![1].into(), &1.into())
+    );
+    assert!(worlds.len() == 1 && world["from_memory"] == true && world["changes_bits"] == false, "{text}");
+    assert_eq!(place.trajectory("run"), place.trajectory("alone"));
+    // The first world is a first one for those that wait, too.
+    let events = fs::read_to_string(place.path("run").join("events.jsonl")).unwrap();
+    assert!(events.lines().any(|line| line.contains("\"validation\"") && line.contains("\"step\":0,")), "{events}");
 }
 
 #[test]
@@ -183,8 +215,11 @@ fn bounds_that_cannot_be_meant_are_refused() {
     for (bounds, problem) in [
         ("cluster.elastic=4..2", "cluster.elastic = \"4..2\" is not two numbers of ranks"),
         ("cluster.elastic=1..2", "cluster.elastic = \"1..2\" allows at most 2 ranks, and the layout has 4"),
+        ("cluster.elastic=1..5 cluster.spares=1", "lets more than the 4 ranks of the layout train: none would wait"),
+        ("cluster.spares=1", "cluster.spares = 1, and the run is not elastic: nobody's place would be taken"),
     ] {
-        let output = end(begin(&place, "run", &[bounds], &[]), HANG);
+        let set: Vec<&str> = bounds.split(' ').collect();
+        let output = end(begin(&place, "run", &set, &[]), HANG);
         let text = said(&output);
         assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(text.contains(problem) && text.contains("\nhint: "), "{text}");

@@ -3,6 +3,7 @@
 mod common;
 mod launched;
 mod layouts;
+mod switched;
 
 use common::{HANG, Place, free_port, signal, soon, steps, wait_for_steps, wait_until};
 use launched::{SQUARE, as_rank, begin, comes_to, end, rank_of, ranks_of, said, spawn};
@@ -14,6 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
+use switched::{Hosts, SKIPPED};
 
 /// A run goes on from a checkpoint that is whole, in a launch of these keys, and is stopped again.
 fn goes_on(place: &Place, dir: &str, set: &[&str]) {
@@ -216,69 +218,10 @@ fn a_full_disk_ends_all_ranks_and_harms_no_checkpoint() {
     goes_on(&place, "run", &SQUARE);
 }
 
-/// Two hosts, each a network namespace of this machine with a name of its own, for as long as this lives.
-struct Hosts {
-    names: [String; 2],
-}
-
-impl Hosts {
-    const ADDRESSES: [&'static str; 2] = ["10.213.77.1", "10.213.77.2"];
-
-    /// None where this process may not make them.
-    fn new() -> Option<Self> {
-        let names = ["a", "b"].map(|end| format!("lst{}{end}", std::process::id()));
-        let hosts = Self { names };
-        let [a, b] = &hosts.names;
-        let made = hosts.names.iter().all(|name| ip(&["netns", "add", name]))
-            && ip(&["-n", a, "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", b])
-            && hosts.names.iter().zip(Self::ADDRESSES).all(|(name, address)| {
-                ip(&["-n", name, "addr", "add", &format!("{address}/24"), "dev", "link0"])
-                    && ip(&["-n", name, "link", "set", "lo", "up"])
-                    && ip(&["-n", name, "link", "set", "link0", "up"])
-            });
-        made.then_some(hosts)
-    }
-
-    /// A command on one of them.
-    fn on(&self, host: usize, command: &Command) -> Command {
-        let mut there = Command::new("ip");
-        // The name of the host is this process's alone.
-        there.args(["netns", "exec", &self.names[host], "unshare", "--uts", "sh", "-c"]);
-        there.args(["hostname \"$0\"; exec \"$@\"", &format!("host{host}")]);
-        there.arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
-        there.current_dir(command.get_current_dir().unwrap());
-        command.get_envs().filter_map(|(name, value)| Some((name, value?))).for_each(|(name, value)| {
-            there.env(name, value);
-        });
-        there
-    }
-
-    /// From now on nothing arrives, and nobody is told: both send to an address that nobody has.
-    fn cut(&self) {
-        for (name, other) in self.names.iter().zip(Self::ADDRESSES.iter().rev()) {
-            let nobody = "02:00:00:00:00:99";
-            assert!(ip(&["-n", name, "neigh", "replace", other, "lladdr", nobody, "dev", "link0", "nud", "permanent"]));
-        }
-    }
-}
-
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        for name in &self.names {
-            ip(&["netns", "del", name]);
-        }
-    }
-}
-
-fn ip(args: &[&str]) -> bool {
-    let quiet = Command::new("ip").args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
-    quiet.is_ok_and(|status| status.success())
-}
-
 #[test]
 fn a_link_between_two_hosts_that_is_cut_is_noticed_and_named() {
-    let Some(hosts) = Hosts::new() else {
-        eprintln!("skipped: hosts as network namespaces take root and iproute2");
+    let Some(hosts) = Hosts::new(2) else {
+        eprintln!("{SKIPPED}");
         return;
     };
     let place = place();
@@ -286,12 +229,12 @@ fn a_link_between_two_hosts_that_is_cut_is_noticed_and_named() {
     let args = command("train", "run", &[&run[..], &SQUARE].concat());
     let start = |rank: usize| {
         let mut command = rank_of(&place, (rank, 4), "29500", &args);
-        command.env("MASTER_ADDR", Hosts::ADDRESSES[0]);
+        command.env("MASTER_ADDR", Hosts::address(0));
         spawn(hosts.on(rank / 2, &command))
     };
     let mut ranks: Vec<Child> = (0..4).map(start).collect();
     let took = comes_to(&mut ranks[0], &place, "run", 3);
-    hosts.cut();
+    hosts.part(&[1]);
     let until = Instant::now() + soon(took);
     for (rank, child) in ranks.into_iter().enumerate() {
         let output = end(child, until.saturating_duration_since(Instant::now()));

@@ -674,6 +674,12 @@ tables! {
             finds ["elastic", "torchelastic", "torchft", "fault tolerance", "node failure"];
         /// With cluster.elastic, steps from one snapshot in memory to the next: at most this many are repeated after a loss.
         snapshot_every: u64 = Count(1, STEPS), Fixed("10"), Conduct, finds ["in-memory checkpoint", "Gemini"];
+        /// With cluster.elastic, processes beyond the ranks of the layout, which wait: they take the place of ranks that are lost, with the same layout.
+        spares: usize = Count(0, RANKS), Fixed("0"), Conduct, finds ["hot spare", "spare nodes", "standby"];
+        /// Steps from one comparison of ranks to the next; 0 never compares. Checksums of all that several ranks hold, and the losses of a micro-batch
+        /// of each data-parallel copy of the model, computed by two of them: a host whose memory or arithmetic is wrong is named.
+        cross_check: u64 = Count(0, STEPS), Fixed("0"), Conduct,
+            finds ["silent data corruption", "SDC", "checksum", "replica consistency"];
         /// Time limit of a job: hours, minutes and seconds, with days before them if need be. Slurm counts whole minutes.
         time: Option<String> = Text(TIME_LIMIT), Unset, Conduct, finds ["time limit", "walltime", "Slurm", "sbatch"];
         /// Nodes of a job, each of which has as many ranks. If not set, as many as cluster.gpus_per_node makes necessary, or one.

@@ -199,6 +199,8 @@ SINKS
 [cluster]
 # elastic is not set
 snapshot_every = 10  # default
+spares = 0  # default
+cross_check = 0  # default
 # time is not set
 # nodes is not set
 # gpus_per_node is not set

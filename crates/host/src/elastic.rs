@@ -10,7 +10,8 @@
 //! 3. The file of an epoch appears in one piece and only once (a link that must not exist yet): of two sides that both think that they may go on,
 //!    one does.
 //!
-//! Whoever is not in an epoch that has appeared registers for the one after it, and waits.
+//! Whoever is not in an epoch that has appeared registers for the one after it, and waits. One that the others did not reach asks them again
+//! after a while only, since every try ends their world.
 
 mod error;
 mod seat;
@@ -66,6 +67,9 @@ pub struct Epoch {
     address: String,
     /// What all have in common.
     common: Common,
+    /// Those that wanted to be in it, and that not all of its members have reached.
+    #[serde(default)]
+    unreached: Vec<String>,
 }
 
 /// What the processes of a run must have in common.
@@ -87,6 +91,8 @@ struct Registered {
     /// Names of those that it has reached, of those it has tried.
     reached: BTreeSet<String>,
     tried: BTreeSet<String>,
+    /// Whether a world that is under way ends for it.
+    asks: bool,
 }
 
 /// This process among those that come and go.
@@ -101,6 +107,8 @@ pub struct Membership {
     timeout: Duration,
     common: Common,
     secret: JobSecret,
+    /// Since when the others do not reach it, and how long it waits from then on before it asks them again.
+    unreached: Option<(Instant, Duration)>,
     /// When the folder was last looked at for those that want to join.
     looked: Instant,
 }
@@ -126,8 +134,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// And by a run whose steps go on.
 const LOOK_BESIDE_STEPS: Duration = Duration::from_secs(1);
 
+/// How long one that was not reached waits before it asks again; twice as long each time, up to the most.
+const ASKS_AFTER: Duration = Duration::from_secs(10);
+const ASKS_WITHIN: Duration = Duration::from_secs(600);
+
 /// The folder of epochs in a run directory.
 const FOLDER: &str = ".elastic";
+/// The file that says that a world has begun.
+const BEGUN: &str = "begun";
 /// The file that says that the run has ended.
 const ENDED: &str = "ended";
 
@@ -153,7 +167,8 @@ impl Membership {
         let seat = serde_json::to_vec(&this.me).unwrap_or_default();
         let all = comm.exchange(ProgramPlace::outside("elastic"), &seat).map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
-        let epoch = Epoch { epoch: 0, members, address: String::new(), common: this.common.clone() };
+        let (address, unreached) = (String::new(), Vec::new());
+        let epoch = Epoch { epoch: 0, members, address, common: this.common.clone(), unreached };
         if comm.rank() == 0 {
             this.make_folder()?;
             this.publish(&epoch)?;
@@ -178,6 +193,7 @@ impl Membership {
             timeout: start.timeout,
             common: Common { build: start.build.clone(), config: format!("{:016x}", xxh3_64(config.as_bytes())) },
             secret,
+            unreached: None,
             looked: Instant::now(),
         }
     }
@@ -197,7 +213,9 @@ impl Membership {
         if last.members.len() >= self.bounds.most {
             return false;
         }
-        self.registered(last.epoch + 1).iter().any(|other| other.rank.is_none() && other.common == self.common)
+        self.registered(last.epoch + 1)
+            .iter()
+            .any(|other| other.rank.is_none() && other.asks && other.common == self.common)
     }
 
     /// Removes what earlier jobs have left in the run directory. Only who has that directory to itself may do so.
@@ -209,26 +227,41 @@ impl Membership {
         }
     }
 
+    /// Says that a world has begun: what the command line asks for once is done.
+    pub fn begin(&self) {
+        // Where it cannot be written, those that wait do it again, which the others refuse.
+        let _ = fs::write(self.folder.join(BEGUN), []);
+    }
+
+    /// Whether a world has begun.
+    pub fn has_begun(&self) -> bool {
+        self.folder.join(BEGUN).exists()
+    }
+
     /// Says that the run has ended, to whoever waits to join it.
     pub fn end(&self) {
         // Where it cannot be written, they are ended by whoever started them.
         let _ = fs::write(self.folder.join(ENDED), []);
     }
 
-    /// Meets those that are left of the last epoch, and those that want to join.
-    pub fn meet(&mut self, waiting: &Waiting) -> Result<Rejoined, HostError> {
+    /// Meets those that are left of the last epoch, and those that want to join. `told` is called if the others go on without this process, which then
+    /// waits to join them.
+    pub fn meet(&mut self, waiting: &Waiting, told: &mut dyn FnMut()) -> Result<Rejoined, HostError> {
         loop {
             let (listener, mine) = self.register()?;
             let agreed = self.agree(&mine, waiting)?;
             let Some(rank) = agreed.members.iter().position(|seat| seat.id == self.me.id) else {
                 // It was not waited for, or not reached.
+                told();
                 (self.newest, self.last) = (agreed.epoch, None);
+                self.left_out(&agreed);
                 continue;
             };
             let joined = self.connect(rank, &agreed, Some(listener), waiting);
             let before = self.last.replace(agreed.clone());
             match joined {
                 Ok(comm) => {
+                    self.unreached = None;
                     let members = before.map_or_else(Vec::new, |before| before.members);
                     let is_there = |seat: &Seat, of: &[Seat]| of.iter().any(|other| other.id == seat.id);
                     let gone = (0..members.len()).filter(|&rank| !is_there(&members[rank], &agreed.members)).collect();
@@ -260,7 +293,7 @@ impl Membership {
         let told = comm.exchange(ProgramPlace::outside("elastic"), address.as_bytes()).map_err(ExecError::from)?;
         let address = String::from_utf8_lossy(&told[0]).into_owned();
         let (members, common) = (last.members[..used].to_vec(), self.common.clone());
-        let epoch = Epoch { epoch: last.epoch + 1, members, address, common };
+        let epoch = Epoch { epoch: last.epoch + 1, members, address, common, unreached: Vec::new() };
         if rank == 0 {
             self.publish(&epoch)?;
         }
@@ -335,7 +368,7 @@ impl Membership {
     }
 
     /// Registers for the next epoch, and listens.
-    fn register(&mut self) -> Result<(TcpListener, Registered), HostError> {
+    fn register(&self) -> Result<(TcpListener, Registered), HostError> {
         self.make_folder()?;
         let (listener, listens) = self.listen()?;
         let rank = self.last.as_ref().and_then(|last| last.members.iter().position(|seat| seat.id == self.me.id));
@@ -346,6 +379,7 @@ impl Membership {
             listens,
             reached: BTreeSet::new(),
             tried: BTreeSet::new(),
+            asks: self.asks(),
         };
         Ok((listener, mine))
     }
@@ -361,17 +395,22 @@ impl Membership {
             {
                 self.may_join(&epoch)?;
             }
-            if written != Some(number) {
+            mine.asks = self.asks();
+            if written != Some((number, mine.asks)) {
                 // One that waits to join follows the run from epoch to epoch.
                 self.write_registration(number, &mine)?;
-                written = Some(number);
+                written = Some((number, mine.asks));
             }
             if let Some(epoch) = self.read_epoch(number) {
                 if mine.rank.is_some() || epoch.members.iter().any(|seat| seat.id == self.me.id) {
                     return Ok(epoch);
                 }
                 self.newest = epoch.epoch;
+                self.left_out(&epoch);
                 number = self.next().max(number + 1);
+                // The others listen somewhere else by then.
+                mine.tried.clear();
+                mine.reached.clear();
                 continue;
             }
             if self.folder.join(ENDED).exists() {
@@ -391,10 +430,10 @@ impl Membership {
                 (begun, waits_for_nobody) = (Instant::now(), true);
             }
             if let Some(last) = last
-                && let Some(members) = self.proposal(&last, &mine, &others, begun)?
+                && let Some((members, unreached)) = self.proposal(&last, &mine, &others, begun)?
             {
-                let epoch =
-                    Epoch { epoch: number, members, address: mine.listens.to_string(), common: self.common.clone() };
+                let (address, common) = (mine.listens.to_string(), self.common.clone());
+                let epoch = Epoch { epoch: number, members, address, common, unreached };
                 self.publish(&epoch)?;
                 continue;
             }
@@ -405,14 +444,28 @@ impl Membership {
         }
     }
 
-    /// The members of the next epoch, if it is this process that proposes them and nobody is waited for any more.
+    /// An epoch has appeared without this process.
+    fn left_out(&mut self, of: &Epoch) {
+        if of.unreached.contains(&self.me.id) {
+            let waits = self.unreached.map_or(ASKS_AFTER, |(_, waits)| ASKS_WITHIN.min(2 * waits));
+            self.unreached = Some((Instant::now(), waits));
+        }
+    }
+
+    /// Whether a world that is under way is to end for this process.
+    fn asks(&self) -> bool {
+        self.unreached.is_none_or(|(since, waits)| since.elapsed() > waits)
+    }
+
+    /// The members of the next epoch, and those that they do not reach, if it is this process that proposes them and nobody is waited for any
+    /// more.
     fn proposal(
         &self,
         last: &Epoch,
         mine: &Registered,
         others: &[Registered],
         begun: Instant,
-    ) -> Result<Option<Vec<Seat>>, HostError> {
+    ) -> Result<Option<(Vec<Seat>, Vec<String>)>, HostError> {
         let settled = begun.elapsed() > SETTLES_WITHIN;
         let there: Vec<&Registered> = others.iter().filter(|other| other.common == self.common).collect();
         let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
@@ -432,10 +485,12 @@ impl Membership {
             return Ok(None);
         }
         let reach = |a: &Registered, b: &Registered| a.reached.contains(&b.seat.id) && b.reached.contains(&a.seat.id);
-        let mut members: Vec<&Registered> = vec![mine];
-        for other in sorted {
-            if other.seat.id != self.me.id && members.iter().all(|member| reach(member, other)) {
+        let (mut members, mut unreached): (Vec<&Registered>, _) = (vec![mine], Vec::new());
+        for other in sorted.iter().copied().filter(|other| other.seat.id != self.me.id) {
+            if members.iter().all(|member| reach(member, other)) {
                 members.push(other);
+            } else if members.iter().any(|member| known(member, other) && !reach(member, other)) {
+                unreached.push(other.seat.id.clone());
             }
         }
         members.sort_by_key(|member| (member.rank.unwrap_or(usize::MAX), member.seat.id.clone()));
@@ -460,7 +515,7 @@ impl Membership {
             let (here, before, least) = (members.len(), last.members.len(), self.bounds.least);
             return Err(ElasticError::TooFew { here, before, least }.into());
         }
-        Ok(Some(members.into_iter().map(|member| member.seat.clone()).collect()))
+        Ok(Some((members.into_iter().map(|member| member.seat.clone()).collect(), unreached)))
     }
 
     /// Whether all members of an epoch are proven dead.

@@ -174,6 +174,11 @@ pub fn clear_moments(tensors: &[Tensor], executor: &mut dyn Executor) -> Result<
     Ok(())
 }
 
+/// Whether a checkpoint holds every parameter of a program: training changes all of them.
+pub fn are_all_stored(tensors: &[Tensor]) -> bool {
+    !tensors.iter().any(is_frozen)
+}
+
 /// Writes every constant of a program.
 pub fn constants(tensors: &[Tensor], executor: &mut dyn Executor, seed: u64) -> Result<()> {
     initialise(tensors, executor, false, seed)

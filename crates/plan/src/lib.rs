@@ -13,6 +13,7 @@ mod fit;
 mod fitting;
 mod formulas;
 mod forward;
+mod goodput;
 mod groups;
 mod inference;
 pub mod laws;
@@ -43,6 +44,7 @@ pub use forward::{
     CachePlan, Cut, GenerationShape, PAGE, cache_plan, check_positions, decode_sizes, evaluation_program,
     forward_threads, generation_program,
 };
+pub use goodput::{Goodput, RunUnderFailures};
 pub use inference::{CacheKind, DecodeBound, InferenceAccount, InferenceOnGpu, inference_account};
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};

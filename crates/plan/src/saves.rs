@@ -22,6 +22,10 @@ pub struct FailureRate {
     pub source: String,
     /// Seconds from a failure to the first new step.
     pub restart_s: f64,
+    /// Seconds from a failure to the first new step where the nodes that are left go on.
+    pub recovery_s: f64,
+    /// Seconds until a failed node is back.
+    pub repair_s: f64,
     /// Bytes per second that one node writes.
     pub node_bytes_per_s: f64,
     /// Bytes per second that all nodes write together.
@@ -34,6 +38,8 @@ pub struct FailureRate {
 struct FailuresFile {
     nodes: NodesEntry,
     restart: RestartEntry,
+    recovery: RecoveryEntry,
+    repair: RepairEntry,
     storage: StorageEntry,
 }
 
@@ -46,6 +52,16 @@ struct NodesEntry {
 #[derive(Deserialize)]
 struct RestartEntry {
     minutes: f64,
+}
+
+#[derive(Deserialize)]
+struct RecoveryEntry {
+    seconds: f64,
+}
+
+#[derive(Deserialize)]
+struct RepairEntry {
+    hours: f64,
 }
 
 #[derive(Deserialize)]
@@ -64,6 +80,8 @@ impl FailureRate {
             node_mtbf_s: file.nodes.mtbf_hours * 3600.0,
             source: file.nodes.source,
             restart_s: file.restart.minutes * 60.0,
+            recovery_s: file.recovery.seconds,
+            repair_s: file.repair.hours * 3600.0,
             node_bytes_per_s: file.storage.gb_per_s_per_node * 1e9,
             bytes_per_s: file.storage.gb_per_s * 1e9,
             to_host_bytes_per_s: file.storage.gb_per_s_per_gpu_to_host * 1e9,
@@ -194,7 +212,7 @@ fn exact(mtbf: f64, save: f64) -> f64 {
 }
 
 /// The share of the time that is not work.
-fn lost(mtbf: f64, save: f64, restart: f64, work: f64) -> f64 {
+pub(crate) fn lost(mtbf: f64, save: f64, restart: f64, work: f64) -> f64 {
     let whole = mtbf * (restart / mtbf).exp() * ((work + save) / mtbf).exp_m1();
     1.0 - work / whole
 }

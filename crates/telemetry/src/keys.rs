@@ -8,6 +8,7 @@ pub fn unit(key: &str) -> &'static str {
         "tokens" | "critical_batch_tokens" => "tokens",
         "tokens_per_s" => "tokens/s",
         "mfu" => "share of peak",
+        "goodput" => "share of time",
         "shadow_difference" => "share of loss",
         "fp8_overflow" | "fp8_underflow" => "share of elements",
         "noise_scale" => "sequences",

@@ -11,13 +11,13 @@ use lockstep_exec::comm::Communicator;
 use lockstep_exec::comm::processes::ProcessCommunicator;
 use lockstep_host::Membership;
 use lockstep_ir::units;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// A world of an elastic run that others came before, for whoever shows it: a line of the run's history.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorldChange {
     /// Its number; the one that was started is 0.
     pub epoch: u64,
@@ -43,6 +43,25 @@ pub struct WorldChange {
     pub lost_steps: u64,
     /// Seconds from the end of the world before until this one is about to step.
     pub recovery_s: f64,
+    /// Where they went.
+    #[serde(flatten)]
+    pub parts: RecoveryParts,
+}
+
+/// Where the time of a recovery goes, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RecoveryParts {
+    /// Until the loss was noticed, from the last step on: what this process did of the next step is in it. Not part of the recovery.
+    pub noticed_s: f64,
+    /// To agree on a world and to connect.
+    pub agreed_s: f64,
+    /// To bring snapshots together.
+    pub gathered_s: f64,
+    /// To plan and compile the program.
+    pub compiled_s: f64,
+    /// To take memory, and to write the state into it.
+    pub loaded_s: f64,
 }
 
 /// What an elastic run knows beyond one world.
@@ -53,17 +72,23 @@ pub(crate) struct ElasticRun<'a> {
     /// Ranks that would train if one more came.
     pub(crate) usable: &'a (dyn Fn(usize) -> usize + Sync),
     pub(crate) every: u64,
+    /// Whether others came before this world.
+    pub(crate) is_later: bool,
     /// Whether this world has begun: what the command line asks for once is done.
     pub(crate) begun: AtomicBool,
     /// What the world before has left.
     pub(crate) found: Mutex<Option<Loaded>>,
     pub(crate) change: Mutex<Option<(WorldChange, Instant)>>,
+    /// When the ranks had agreed on this world and held its state.
+    pub(crate) made: Instant,
     pub(crate) goodput: &'a Mutex<Goodput>,
 }
 
 /// Time in steps that counted, against all time.
 pub(crate) struct Goodput {
     begun: Instant,
+    /// When the last of them was done.
+    last: Option<Instant>,
     /// Steps that this process has seen, with their seconds.
     steps: Vec<(u64, f64)>,
 }
@@ -71,14 +96,20 @@ pub(crate) struct Goodput {
 impl Goodput {
     /// Of a run that begins now.
     pub(crate) fn new() -> Self {
-        Self { begun: Instant::now(), steps: Vec::new() }
+        Self { begun: Instant::now(), last: None, steps: Vec::new() }
     }
 
     /// A step is done: the share of all time so far that was in steps which count.
     fn step(&mut self, step: u64, seconds: f64) -> f64 {
         self.steps.retain(|(before, _)| *before < step);
         self.steps.push((step, seconds));
+        self.last = Some(Instant::now());
         self.steps.iter().map(|(_, seconds)| seconds).sum::<f64>() / self.begun.elapsed().as_secs_f64().max(1e-9)
+    }
+
+    /// Seconds since the last step; 0 before the first.
+    pub(crate) fn since_last(&self) -> f64 {
+        self.last.map_or(0.0, |last| last.elapsed().as_secs_f64())
     }
 }
 
@@ -109,6 +140,7 @@ impl ElasticRun<'_> {
         self.begun.store(true, Ordering::Release);
         if is_first {
             lock(&self.membership).clear_others();
+            lock(&self.membership).begin();
         }
     }
 
@@ -117,13 +149,21 @@ impl ElasticRun<'_> {
         lock(&self.found).take()
     }
 
+    /// The program of this world is compiled.
+    pub(crate) fn compiled(&self) {
+        if let Some((change, _)) = &mut *lock(&self.change) {
+            change.parts.compiled_s = rounded(self.made.elapsed().as_secs_f64());
+        }
+    }
+
     /// What has changed, once, when the state of `step` is there; with the last step that this process knows to have been done.
     pub(crate) fn take_change(&self, step: u64, from_memory: bool) -> Option<WorldChange> {
         let (mut change, since) = lock(&self.change).take()?;
         let done = lock(self.goodput).steps.last().map_or(step, |(last, _)| *last);
         (change.step, change.from_memory) = (step, from_memory);
         change.lost_steps = done.saturating_sub(step);
-        change.recovery_s = (since.elapsed().as_secs_f64() * 1e3).round() / 1e3;
+        change.recovery_s = rounded(since.elapsed().as_secs_f64());
+        change.parts.loaded_s = rounded(self.made.elapsed().as_secs_f64() - change.parts.compiled_s);
         Some(change)
     }
 
@@ -133,9 +173,15 @@ impl ElasticRun<'_> {
     }
 }
 
+/// Seconds to the millisecond.
+pub(crate) fn rounded(seconds: f64) -> f64 {
+    (seconds * 1e3).round() / 1e3
+}
+
 impl std::fmt::Display for WorldChange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { gone, joined, ranks, spares, layout, step, from_memory, lost_steps, recovery_s, .. } = self;
+        let Self { gone, joined, ranks, spares, layout, step, from_memory, lost_steps, recovery_s, parts, .. } = self;
+        let RecoveryParts { agreed_s, gathered_s, compiled_s, loaded_s, .. } = parts;
         match (&gone[..], joined) {
             ([], 0) => write!(f, "the ranks met again")?,
             ([], joined) => {
@@ -153,6 +199,8 @@ impl std::fmt::Display for WorldChange {
         let again = if *lost_steps == 1 { "1 step is".to_owned() } else { format!("{lost_steps} steps are") };
         let ranks = if *ranks == 1 { "1 rank goes".to_owned() } else { format!("{ranks} ranks go") };
         write!(f, "; {ranks} on ({layout}{spares}) {from}: {again} done again, {recovery_s:.1} s lost")?;
+        write!(f, " ({agreed_s:.1} s to agree, {gathered_s:.1} s to gather the state, ")?;
+        write!(f, "{compiled_s:.1} s to compile, {loaded_s:.1} s to load)")?;
         match self.changes_bits {
             true => write!(f, "; this layout changes the bits of losses"),
             false => Ok(()),

@@ -118,6 +118,11 @@ pub enum Event<'a> {
         /// How many there are.
         ranks: usize,
     },
+    /// The others of an elastic run have gone on without this process, which waits to join them.
+    LeftOut {
+        /// What it has lost before.
+        cause: Option<&'a str>,
+    },
     /// Ranks were lost or have joined, and the run goes on.
     WorldChanged(&'a WorldChange),
     /// A validation is under way.

@@ -180,6 +180,7 @@ fn run_here(
     let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
     team.meet("begin")?;
     if let Some(elastic) = elastic {
+        elastic.compiled();
         elastic.begin(team.is_first());
     }
     let somebody_waits = || elastic.is_some_and(ElasticRun::somebody_waits);
@@ -293,7 +294,7 @@ impl Run<'_> {
             self.remember()?;
         }
         // In a run whose ranks come and go, a loss before the first step would be the last one again.
-        let later_world = self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.epoch() > 0);
+        let later_world = self.elastic.as_ref().is_some_and(|(elastic, _)| elastic.is_later);
         if self.status.pending.is_some() || (!self.outcome.finished && !later_world) {
             self.outcome.first_val_loss = self.validate(stop, show)?;
         }
@@ -358,6 +359,7 @@ impl Run<'_> {
             }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
+            self.cross_check(step, show)?;
             self.name_slow_rank(&metrics, show)?;
             self.name_low_peak(&metrics.line, show);
             if let Some(end) = self.session.poll_save()? {

@@ -6,6 +6,7 @@ mod tests;
 
 use crate::Result;
 use crate::checkpoint::Saver;
+use crate::cross_check::{self, Rotated, Suspects};
 use crate::fp8::{Fp8Metrics, fp8_class};
 use crate::metrics::ShadowMetrics;
 use crate::noise::Measured;
@@ -15,7 +16,7 @@ use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
 use lockstep_host::Devices;
-use lockstep_infer::feed::{Feed, Scored, TextScore, losses};
+use lockstep_infer::feed::{Feed, Scored, Sequences, TextScore, losses};
 use lockstep_infer::state::{self, Weights};
 use lockstep_infer::{InferError, Request};
 use lockstep_ir::graph::Fp8Class;
@@ -129,6 +130,17 @@ impl Session {
     pub fn new(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let mut session = Self::load(devices, config, plan)?;
         state::load(&session.tensors, session.executor.as_mut(), Weights::Initial, config.train.seed)?;
+        Ok(session)
+    }
+
+    /// Loads a plan, whose parameters a checkpoint replaces: those that none holds get their initial values.
+    pub(crate) fn to_restore(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
+        let mut session = Self::load(devices, config, plan)?;
+        let Self { tensors, executor, .. } = &mut session;
+        match state::are_all_stored(tensors) {
+            true => state::constants(tensors, executor.as_mut(), config.train.seed)?,
+            false => state::load(tensors, executor.as_mut(), Weights::Initial, config.train.seed)?,
+        }
         Ok(session)
     }
 
@@ -499,6 +511,34 @@ impl Session {
         };
         let (bf16, fp8) = (loss(StepProgram::EVALUATE_BF16)?, loss(StepProgram::EVALUATE)?);
         Ok(bf16.zip(fp8).map(|(bf16, fp8)| ShadowMetrics::of(bf16, fp8)).unwrap_or_default())
+    }
+}
+
+impl Session {
+    /// Compares what ranks hold and what they compute, on the samples from `first` on, between two steps. All processes call this together.
+    pub(crate) fn cross_check(&mut self, data: &Sampler, first: u64) -> Result<Vec<Suspects>> {
+        let mesh = self.executor.mesh();
+        let mut found = cross_check::state(self.executor.as_ref(), &self.tensors)?;
+        let (round, copies) = (self.feed.batch() as u64, cross_check::copies_of(&mesh) as u64);
+        if copies > 1 {
+            let rotated = Rotated { data, first, round, by: round / copies };
+            if let (Some(own), Some(rotated)) = (self.losses_of(data, first)?, self.losses_of(&rotated, first)?) {
+                found.extend(cross_check::losses(&mesh, &own, &rotated));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The losses of the sequences of the micro-batches that begin with the sample `first`; nothing where experts have too little room.
+    fn losses_of(&mut self, data: &dyn Sequences, first: u64) -> Result<Option<Vec<f64>>> {
+        let Self { feed, executor, .. } = self;
+        feed.load(executor.as_mut(), 0, data, first, u64::MAX)?;
+        executor.run(StepProgram::EVALUATE)?;
+        let bytes = executor.read(feed.loss(), 0)?;
+        match feed.require_room(executor.as_ref(), &bytes) {
+            Err(InferError::EvaluationBound { .. }) => Ok(None),
+            room => room.map(|()| Some(losses(&bytes).collect())).map_err(Into::into),
+        }
     }
 }
 

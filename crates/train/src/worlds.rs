@@ -5,7 +5,7 @@
 //! one is agreed on (`host/src/elastic.rs`).
 
 use crate::elastic::layout::{changes_bits, fitting};
-use crate::elastic::{ElasticRun, Goodput, Memory, WorldChange};
+use crate::elastic::{ElasticRun, Goodput, Memory, RecoveryParts, WorldChange, rounded};
 use crate::event::{Event, Show};
 use crate::run::{places, run_in};
 use crate::{Outcome, Result, RunOptions, TrainError};
@@ -47,7 +47,7 @@ pub fn run_elastic(
     let usable = |ranks: usize| fitting(config, ranks.min(bounds.most)).map_or(0, |(_, used)| used);
     let goodput = Mutex::new(Goodput::new());
     let mut memory = Memory::default();
-    let mut ended: Option<(Instant, Option<String>)> = None;
+    let mut ended: Option<Ended> = None;
     let mut options = options.clone();
     // One that comes late finds a run that has begun.
     let mut begun = *late;
@@ -61,16 +61,22 @@ pub fn run_elastic(
         (membership, Some(Rejoined { comm, epoch: 0, gone: Vec::new(), joined: 0 }))
     };
     loop {
+        let meets = Instant::now();
         let Rejoined { comm, epoch, gone, joined } = match world.take() {
             Some(world) => world,
-            None => membership.meet(&start.waiting)?,
+            None => {
+                let cause = ended.as_ref().and_then(|ended| ended.cause.as_deref());
+                membership.meet(&start.waiting, &mut || show(Event::LeftOut { cause }))?
+            }
         };
+        // Of a spare, others may have begun without it.
+        begun |= membership.has_begun();
         if begun {
             // What the first world has done once.
             (options.fresh, options.resume_from, options.change) = (false, None, Vec::new());
             options.given.clear();
         }
-        let one = World { config, process, membership, memory, comm, epoch, gone, joined, goodput: &goodput };
+        let one = World { config, process, membership, memory, comm, epoch, gone, joined, meets, goodput: &goodput };
         let (back, has_begun, result) = one.train(&options, &usable, ended.take(), *local, stop, show);
         (membership, memory) = back;
         begun |= has_begun;
@@ -90,8 +96,18 @@ pub fn run_elastic(
             error if is_loss(error) => Some(error.to_string()),
             _ => return Err(error),
         };
-        ended = Some((Instant::now(), cause));
+        let noticed_s = goodput.lock().unwrap_or_else(PoisonError::into_inner).since_last();
+        ended = Some(Ended { at: Instant::now(), cause, noticed_s });
     }
+}
+
+/// How a world came to its end.
+struct Ended {
+    at: Instant,
+    /// What was lost; none where somebody joins.
+    cause: Option<String>,
+    /// Seconds from its last step until then.
+    noticed_s: f64,
 }
 
 /// Whether ranks that are left can go on without those that are gone.
@@ -128,6 +144,8 @@ struct World<'a> {
     epoch: u64,
     gone: Vec<usize>,
     joined: usize,
+    /// When this process set out to meet the others.
+    meets: Instant,
     goodput: &'a Mutex<Goodput>,
 }
 
@@ -137,12 +155,13 @@ impl World<'_> {
         self,
         options: &RunOptions,
         usable: &(dyn Fn(usize) -> usize + Sync),
-        ended: Option<(Instant, Option<String>)>,
+        ended: Option<Ended>,
         local: Option<usize>,
         stop: &AtomicBool,
         show: Show,
     ) -> ((Membership, Memory), bool, Result<Option<Outcome>>) {
-        let Self { config, process, mut membership, memory, comm, epoch, gone, joined, goodput } = self;
+        let Self { config, process, mut membership, memory, comm, epoch, gone, joined, meets, goodput } = self;
+        let agreed_s = meets.elapsed().as_secs_f64();
         let ranks = comm.ranks();
         let Some((at, used)) =
             fitting(config, ranks.min(process.bounds.most)).filter(|(_, used)| *used >= process.bounds.least)
@@ -158,6 +177,7 @@ impl World<'_> {
             Ok(found) => found,
             Err(error) => return ((membership, memory), false, Err(error)),
         };
+        let gathered_s = meets.elapsed().as_secs_f64() - agreed_s;
         // Those that the layout has no place for wait for the next world.
         let comm = match membership.narrow(comm, used, &process.start.waiting) {
             Ok(Some(comm)) => Arc::new(comm),
@@ -165,7 +185,17 @@ impl World<'_> {
             Err(error) => return ((membership, memory), false, Err(error.into())),
         };
         comm.goes_on_within(process.start.timeout);
-        let change = ended.or((epoch > 0).then(|| (Instant::now(), None))).map(|(since, cause)| {
+        let made = Instant::now();
+        let agreed_s = (made - meets).as_secs_f64() - gathered_s;
+        let parts = ended.as_ref().map_or_else(RecoveryParts::default, |ended| RecoveryParts {
+            noticed_s: rounded(ended.noticed_s),
+            agreed_s: rounded(agreed_s),
+            gathered_s: rounded(gathered_s),
+            ..RecoveryParts::default()
+        });
+        // One that joins has lost no time.
+        let joins = Ended { at: made, cause: None, noticed_s: 0.0 };
+        let change = ended.or((epoch > 0).then_some(joins)).map(|Ended { at: since, cause, .. }| {
             let change = WorldChange {
                 epoch,
                 gone,
@@ -179,6 +209,7 @@ impl World<'_> {
                 from_memory: false,
                 lost_steps: 0,
                 recovery_s: 0.0,
+                parts,
             };
             (change, since)
         });
@@ -189,9 +220,11 @@ impl World<'_> {
             comm: comm.clone(),
             usable,
             every: config.cluster.snapshot_every,
+            is_later: epoch > 0,
             begun: AtomicBool::new(false),
             found: Mutex::new(found),
             change: Mutex::new(change),
+            made,
             goodput,
         };
         let result = Processes::of(comm, &at, local)

@@ -16,7 +16,7 @@ fn registered(name: &str, rank: Option<usize>, reached: &[&str], tried: &[&str])
     let names = |of: &[&str]| of.iter().map(|name| (*name).to_owned()).collect();
     let listens = "127.0.0.1:1".parse().unwrap();
     let (reached, tried) = (names(reached), names(tried));
-    Registered { seat: seat(name), rank, common: common(), listens, reached, tried }
+    Registered { seat: seat(name), rank, common: common(), listens, reached, tried, asks: true }
 }
 
 fn member(folder: &Path, name: &str, bounds: Elastic) -> Membership {
@@ -30,11 +30,18 @@ fn member(folder: &Path, name: &str, bounds: Elastic) -> Membership {
         timeout: Duration::from_secs(60),
         common: common(),
         secret: JobSecret::from_hex(&"5e".repeat(32)).unwrap(),
+        unreached: None,
         looked: Instant::now(),
     }
 }
 
-/// What `a` proposes after a time, of those that have registered.
+fn epoch(number: u64, names: &[&str], unreached: &[&str]) -> Epoch {
+    let unreached = unreached.iter().map(|name| (*name).to_owned()).collect();
+    let members = names.iter().map(|name| seat(name)).collect();
+    Epoch { epoch: number, members, address: String::new(), common: common(), unreached }
+}
+
+/// What `a` proposes after a time, of those that have registered: the members, and after "without" those that they do not reach.
 fn proposed(
     others: &[Registered],
     reached: &[&str],
@@ -43,12 +50,15 @@ fn proposed(
 ) -> Result<Option<Vec<String>>, String> {
     let names = ["a", "b", "c", "d"];
     let me = member(Path::new("/nowhere"), "a", Elastic { least, most: 4 });
-    let last = Epoch { epoch: 0, members: names.map(seat).to_vec(), address: String::new(), common: common() };
+    let last = epoch(0, &names, &[]);
     let tried: Vec<&str> = others.iter().map(|other| other.seat.id.as_str()).collect();
     let mine = registered("a", Some(0), reached, &tried);
     let begun = Instant::now().checked_sub(after).unwrap();
     match me.proposal(&last, &mine, others, begun) {
-        Ok(found) => Ok(found.map(|seats| seats.into_iter().map(|seat| seat.id).collect())),
+        Ok(found) => Ok(found.map(|(seats, unreached)| {
+            let without = if unreached.is_empty() { vec![] } else { [vec!["without".to_owned()], unreached].concat() };
+            seats.into_iter().map(|seat| seat.id).chain(without).collect()
+        })),
         Err(error) => Err(error.with_hint()),
     }
 }
@@ -80,7 +90,10 @@ fn those_that_reach_each_other_go_on_if_they_are_more_than_half() {
     let (b_sees, c_sees) = (seen("b", &["a", "c", "e"]), seen("c", &["a", "b", "e"]));
     assert_eq!(proposed(&[e.clone(), b_sees.clone(), c_sees], &["b", "c", "e"], 1, late), names(&["a", "b", "c", "e"]));
     let c_cut = seen("c", &["a", "b"]);
-    assert_eq!(proposed(&[e, b_sees, c_cut], &["b", "c", "e"], 1, late), names(&["a", "b", "c"]));
+    assert_eq!(proposed(&[e, b_sees, c_cut], &["b", "c", "e"], 1, late), names(&["a", "b", "c", "without", "e"]));
+    // One that has tried nobody yet is only late.
+    let new = registered("e", None, &[], &[]);
+    assert_eq!(proposed(&[new, b(), c()], &["b", "c"], 1, late), names(&["a", "b", "c"]));
     // Halves end: the other may go on.
     let later = Duration::from_secs(11);
     let half = || registered("b", Some(1), &["a"], &all);
@@ -97,15 +110,41 @@ fn of_two_epochs_with_one_number_the_first_counts() {
     let folder = tempfile::tempdir().unwrap();
     let bounds = Elastic { least: 1, most: 4 };
     let (a, b) = (member(folder.path(), "a", bounds), member(folder.path(), "b", bounds));
-    let epoch = |name: &str| Epoch { epoch: 3, members: vec![seat(name)], address: name.into(), common: common() };
-    a.publish(&epoch("a")).unwrap();
-    b.publish(&epoch("b")).unwrap();
+    a.publish(&epoch(3, &["a"], &[])).unwrap();
+    b.publish(&epoch(3, &["b"], &[])).unwrap();
     for member in [&a, &b] {
         assert_eq!(member.read_epoch(3).unwrap().members, [seat("a")]);
     }
     assert_eq!(a.newest_there(), 3);
     // Nothing else is left behind.
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn one_that_is_not_reached_asks_less_and_less_often() {
+    let folder = tempfile::tempdir().unwrap();
+    let bounds = Elastic { least: 1, most: 4 };
+    let (mut a, mut e) = (member(folder.path(), "a", bounds), member(folder.path(), "e", bounds));
+    let ago = |duration| Instant::now().checked_sub(duration).unwrap();
+    a.last = Some(epoch(1, &["a"], &["e"]));
+    let waits = |a: &mut Membership, e: &Membership| {
+        let (_, mine) = e.register().unwrap();
+        e.write_registration(2, &mine).unwrap();
+        a.looked = ago(LOOK_BESIDE_STEPS);
+        a.somebody_waits()
+    };
+    assert!(waits(&mut a, &e));
+    // Whoever is left out for another reason asks at once.
+    e.left_out(&epoch(1, &["a"], &[]));
+    assert!(waits(&mut a, &e));
+    for expected in [10, 20, 40, 80, 160, 320, 600, 600] {
+        e.left_out(&epoch(1, &["a"], &["e"]));
+        let (since, wait) = e.unreached.unwrap();
+        assert_eq!(wait, Duration::from_secs(expected));
+        assert!(since.elapsed() < wait && !waits(&mut a, &e));
+        e.unreached = Some((ago(wait + Duration::from_secs(1)), wait));
+        assert!(waits(&mut a, &e));
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ const token = new URLSearchParams(location.search).get("token");
 const $ = (id) => document.getElementById(id);
 const COLORS = ["#2f7ed8", "#e0662b", "#2a9d5c", "#a259c4", "#c8374a", "#8a6d1f", "#128c9c", "#d6469b"];
 const CLASSES = { parameters: "#2f7ed8", gradients: "#e0662b", optimizer: "#2a9d5c", activations: "#a259c4", workspace: "#8a6d1f", communication: "#128c9c" };
-const EVENTS = { checkpoint: "#8a94a0", skipped: "#c8374a", roll_back: "#7a1fa2", start: "#2a9d5c", interrupt: "#e0662b", finish: "#2a9d5c", change: "#a259c4", set_aside: "#a259c4", slow_rank: "#8a6d1f", checkpoint_failed: "#c8374a", mirror_failed: "#c8374a", sink_failed: "#c8374a", metrics_gap: "#c8374a" };
+const EVENTS = { checkpoint: "#8a94a0", skipped: "#c8374a", roll_back: "#7a1fa2", start: "#2a9d5c", interrupt: "#e0662b", finish: "#2a9d5c", change: "#a259c4", set_aside: "#a259c4", slow_rank: "#8a6d1f", world: "#e0662b", cross_check: "#c8374a", checkpoint_failed: "#c8374a", mirror_failed: "#c8374a", sink_failed: "#c8374a", metrics_gap: "#c8374a" };
 /** Which keys stand in a chart together, in this order; every other key has a chart of its own. */
 const CHARTS = [
   { title: "Loss", keys: ["loss", "val_loss"], log: true, events: true },
@@ -17,6 +17,7 @@ const CHARTS = [
   { title: "Learning rate", keys: ["lr"] },
   { title: "Throughput", keys: ["tokens_per_s"] },
   { title: "MFU", keys: ["mfu"], percent: true },
+  { title: "Goodput", keys: ["goodput"], percent: true },
   { title: "Step time", keys: ["step_s", "data_wait_s"], predicted: true },
   { title: "Memory", keys: ["arena_bytes", "gpu_memory_bytes"], bytes: true },
   { title: "Power", keys: ["power_w", "gpu_power_w"] },

@@ -1,10 +1,12 @@
-//! What a run evaluates between its steps: validation, tasks, and its loss in bf16 beside that in fp8.
+//! What a run evaluates between its steps: validation, tasks, its loss in bf16 beside that in fp8, and what ranks compute beside each other.
 
 use super::{LOOK_EVERY, Run};
+use crate::cross_check::Compared;
 use crate::event::{Event, Show};
 use crate::metrics::{ShadowMetrics, StepMetrics};
 use crate::{Result, TrainError};
 use lockstep_data::Sampler;
+use lockstep_exec::comm::processes::host;
 use lockstep_host::StopSignal;
 use lockstep_infer::{InferError, TaskFile, TaskRequests};
 use serde_json::json;
@@ -40,6 +42,41 @@ impl Run<'_> {
         }
         let compared = self.session.shadow(&self.train, first_sample);
         compared.map_err(|error| self.in_step(step, error))
+    }
+
+    /// Whether ranks are compared after this step.
+    pub(super) fn cross_checks(&self, step: u64) -> bool {
+        let every = self.config.cluster.cross_check;
+        every > 0 && step.is_multiple_of(every)
+    }
+
+    /// Compares ranks after a step, if it is one after which they are, and names those that do not have or compute the same as others.
+    pub(super) fn cross_check(&mut self, step: u64, show: Show) -> Result<()> {
+        if !self.cross_checks(step) {
+            return Ok(());
+        }
+        let first = self.batches.at(step - 1).first_sample + self.status.spikes.left_out(step - 1);
+        let found = self.session.cross_check(&self.train, first).map_err(|error| self.in_step(step, error))?;
+        let processes = self.devices.team().0;
+        let host = |rank: usize| processes.map_or_else(host, |processes| processes.host(rank).to_owned());
+        for suspects in found {
+            let text = suspects.text(&host);
+            show(Event::Warning(&format!("step {step}: {text}; memory or arithmetic there is wrong")));
+            let hosts: Vec<String> = suspects.ranks.iter().map(|rank| host(*rank)).collect();
+            let tensors = match &suspects.of {
+                Compared::State(names) => Some(names),
+                Compared::Losses => None,
+            };
+            let fields = json!({
+                "step": step,
+                "ranks": suspects.ranks,
+                "hosts": hosts,
+                "certain": suspects.certain,
+                "tensors": tensors,
+            });
+            self.dir.event("cross_check", fields)?;
+        }
+        Ok(())
     }
 
     /// Scores the tasks after a step, if it is one after which they are; false if the run is to stop before that is done.

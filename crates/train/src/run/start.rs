@@ -5,6 +5,7 @@ use super::evaluate::Evaluations;
 use super::input::RunInput;
 use super::status::RunStatus;
 use super::{Outcome, Pace, Profiling, Run, RunOptions};
+use crate::cross_check::copies_of;
 use crate::elastic::ElasticRun;
 use crate::energy::{ENERGY_KWH, RunEnergy};
 use crate::event::{Event, Show};
@@ -88,8 +89,8 @@ pub(super) fn start<'a>(
     // Those that adapters stand beside, which checkpoints do not hold.
     let base = found.loaded.as_ref().map_or(Ok(None), |loaded| InitialWeights::beside(config, loaded))?;
     let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
-    let mut program = LoadedProgram::load(config, plan, devices, &input.train, show)?;
     let loaded = found.loaded.as_ref();
+    let mut program = LoadedProgram::load(config, (plan, loaded.is_some()), devices, &input.train, show)?;
     if let Some(loaded) = loaded {
         if loaded.state["data"] != json!(format!("{:016x}", input.data.fingerprint())) {
             return Err(InferError::DataChanged { dir: input.folder }.into());
@@ -247,6 +248,11 @@ fn announce(
         show(Event::Warning(&why));
     }
     course.warnings.iter().for_each(|w| show(Event::Warning(w)));
+    if course.config.cluster.cross_check > 0 && copies_of(&plan.layout.mesh) == 1 {
+        let text =
+            "cluster.cross_check compares no losses: there is one copy of the model, and nobody else has its weights";
+        show(Event::Warning(text));
+    }
     if let Some(text) = nothing_in_fp8(&course.config, plan) {
         show(Event::Warning(&text));
     }
@@ -288,12 +294,21 @@ struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    fn load(config: &Config, plan: &Plan, devices: &Devices, train: &Sampler, show: Show) -> Result<Self> {
+    fn load(
+        config: &Config,
+        (plan, goes_on): (&Plan, bool),
+        devices: &Devices,
+        train: &Sampler,
+        show: Show,
+    ) -> Result<Self> {
         let team = devices.team();
         // The arena may leave no memory to measure in.
         let peak = team.told("measure", || devices.matmul_peak(plan))?;
         let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
-        let mut session = Session::new(devices, config, plan)?;
+        let mut session = match goes_on {
+            true => Session::to_restore(devices, config, plan)?,
+            false => Session::new(devices, config, plan)?,
+        };
         let planned = plan.checkpoint_bytes();
         if snapshot {
             let bytes = session.reserve_snapshot()?;

@@ -58,6 +58,7 @@ impl Run<'_> {
         self.profiles(step + 1)
             || self.compares(step + 1)
             || counts_updates
+            || self.cross_checks(step)
             || self.validates(step)
             || self.scores_tasks(step)
             || self.checkpoints.again
