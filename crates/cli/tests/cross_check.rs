@@ -122,3 +122,24 @@ fn of_two_ranks_both_are_named() {
     assert!(reports.iter().all(|report| report["ranks"] == json!([0, 1]) && report["certain"] == false), "{reports:?}");
     assert!(text.contains("do not agree: each computes another loss of the same micro-batch"), "{text}");
 }
+
+#[test]
+fn ranks_that_agree_are_not_named_and_the_run_does_not_notice() {
+    let place = place();
+    let layouts: [&[&str]; 3] = [
+        &["parallel.dp=2", "parallel.pp=2"],
+        &["parallel.dp=2", "parallel.tp=2", "parallel.zero=1", "precision.policy=bf16"],
+        &["model.architecture=mixtral", "model.experts=4", "parallel.dp=2", "parallel.ep=2"],
+    ];
+    for (number, layout) in layouts.into_iter().enumerate() {
+        let run = ["train.steps=4", "train.micro_batch=1", "train.validate_every=2", "train.device=cpu"];
+        let trajectory = |name: &str, set: &[&str]| {
+            let dir = format!("{name}{number}");
+            place.ok(&command("train", &dir, &[&run[..], layout, set].concat()));
+            (place.trajectory(&dir), fs::read_to_string(place.path(&dir).join("events.jsonl")).unwrap())
+        };
+        let (compared, events) = trajectory("compared", &["cluster.cross_check=1"]);
+        assert!(!events.contains("cross_check"), "{layout:?}: {events}");
+        assert_eq!(compared, trajectory("alone", &[]).0, "{layout:?}");
+    }
+}

@@ -103,6 +103,27 @@ fn the_last_line_says_how_often_to_save() {
 }
 
 #[test]
+fn what_failures_cost_is_shown_up_to_16_384_gpus() {
+    let place = Place::new();
+    place.config(SMALL);
+    let found = json(&place, &["--gpu", "h100", "--gpus", "16", "--goodput"]);
+    let rows = found["rows"].as_array().unwrap();
+    let gpus: Vec<u64> = rows.iter().map(|row| row["gpus"].as_u64().unwrap()).collect();
+    assert_eq!(gpus, [16, 512, 1024, 2048, 4096, 8192, 16_384]);
+    let share = |row: &Value, way: &str| row["goodput"][way].as_f64().unwrap();
+    for pair in rows.windows(2) {
+        assert!(share(&pair[1], "restart") < share(&pair[0], "restart"), "{pair:?}");
+    }
+    let last = &rows[6];
+    assert!(
+        share(last, "restart") < share(last, "elastic") && share(last, "spares") >= share(last, "snapshots"),
+        "{last}"
+    );
+    let text = place.ok(&["plan", "run.toml", "--gpu", "h100", "--gpus", "16", "--goodput"]);
+    assert!(text.contains("419 unexpected interruptions in 54 days") && text.contains("16,384"), "{text}");
+}
+
+#[test]
 fn a_budget_buys_a_model_and_tokens() {
     let place = Place::new();
     let ask = |args: &[&str]| -> Value {
