@@ -80,6 +80,9 @@ struct Common {
     config: String,
 }
 
+/// The members of a next epoch, and the names of those that want to be in it and that they do not reach.
+type Proposal = (Vec<Seat>, Vec<String>);
+
 /// What a process says when it registers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Registered {
@@ -465,7 +468,7 @@ impl Membership {
         mine: &Registered,
         others: &[Registered],
         begun: Instant,
-    ) -> Result<Option<(Vec<Seat>, Vec<String>)>, HostError> {
+    ) -> Result<Option<Proposal>, HostError> {
         let settled = begun.elapsed() > SETTLES_WITHIN;
         let there: Vec<&Registered> = others.iter().filter(|other| other.common == self.common).collect();
         let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
