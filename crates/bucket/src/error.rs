@@ -46,6 +46,12 @@ impl BucketError {
         Self::of(address, fault, problem)
     }
 
+    /// Whether the request was wrong, rather than the world around it.
+    pub fn is_request(&self) -> bool {
+        use BucketFault::{Address, Denied, Missing, NoBucket, NoCredentials};
+        matches!(self.fault, Address | Missing | NoBucket | Denied | NoCredentials)
+    }
+
     /// What to do about it.
     pub fn hint(&self) -> String {
         match self.fault {
@@ -71,7 +77,7 @@ impl BucketError {
                 "a proxy may have certificates of its own: name a file with them, as PEM, in AWS_CA_BUNDLE".into()
             }
             BucketFault::Unreachable => {
-                "the same command again goes on from the last checkpoint; check the connection, AWS_ENDPOINT_URL_S3 and AWS_REGION, or wait longer (data.bucket_timeout)".into()
+                "check the connection, AWS_ENDPOINT_URL_S3 and AWS_REGION; the same command again goes on where this one ended".into()
             }
             BucketFault::Refused => "the server's own message says why; its quota or its disk may be full".into(),
             BucketFault::Local => "check the file and its permissions".into(),

@@ -47,6 +47,8 @@ struct State {
     /// Whether requests without a signature are answered.
     open: bool,
     down: bool,
+    /// Goes down after this many more answers to GET.
+    gets_left: Option<usize>,
     /// What a listing has at most.
     page: usize,
 }
@@ -123,7 +125,13 @@ impl LocalS3 {
 
     /// Closes every connection from now on, or not any more.
     pub fn set_down(&self, down: bool) {
-        self.state().down = down;
+        let mut state = self.state();
+        (state.down, state.gets_left) = (down, None);
+    }
+
+    /// Goes down after this many more answers to GET.
+    pub fn goes_down_after(&self, gets: usize) {
+        self.state().gets_left = Some(gets);
     }
 
     pub fn answers_all(&self) {
@@ -153,6 +161,13 @@ impl LocalS3 {
             range: request.headers.get("range").cloned(),
         };
         state.heard.push(heard);
+        if let (Some(left), "GET") = (state.gets_left, request.method.as_str()) {
+            state.gets_left = left.checked_sub(1);
+            state.down = left == 0;
+            if state.down {
+                return;
+            }
+        }
         let all = format!("{path}?{}", request.query);
         let fits = |(method, end, _, times): &&mut (String, String, Mischief, usize)| {
             *times > 0 && *method == request.method && (path.ends_with(end.as_str()) || all.ends_with(end.as_str()))
