@@ -3,6 +3,7 @@
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use lockstep_bucket::BucketError;
 use lockstep_ir::units;
 
 use crate::manifest::{IN_PARTS_WITH_BLOCKS, WHOLE};
@@ -115,6 +116,14 @@ pub enum CheckpointError {
         free: u64,
     },
 
+    /// A bucket cannot be read or written.
+    #[error("{error}")]
+    #[hint("{}", error.hint())]
+    Bucket {
+        /// What the bucket or the connection said.
+        error: BucketError,
+    },
+
     /// [`save`](crate::save) was asked for something that could not be read back; nothing was written.
     #[error("cannot save step {step} in {}: {cause}", dir.display())]
     #[hint("this is a mistake in the caller, not in the run; earlier checkpoints are untouched")]
@@ -129,6 +138,18 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
+    pub(crate) fn bucket(error: BucketError) -> Self {
+        CheckpointError::Bucket { error }
+    }
+
+    /// What a reader of an object met.
+    pub(crate) fn of_reader(cause: io::Error, path: &Path) -> Self {
+        match cause.get_ref().and_then(|inner| inner.downcast_ref::<BucketError>()) {
+            Some(error) => Self::bucket(error.clone()),
+            None => CheckpointError::Io { action: "read", path: path.to_owned(), cause },
+        }
+    }
+
     pub(crate) fn unfit(path: &Path, cause: impl Into<String>, hint: impl Into<String>) -> Self {
         CheckpointError::Unfit { path: path.to_owned(), cause: cause.into(), hint: hint.into() }
     }

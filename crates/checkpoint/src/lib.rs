@@ -29,6 +29,7 @@
 
 #![deny(unsafe_code)]
 
+mod bucket;
 mod bytes;
 mod draft;
 mod error;
@@ -45,6 +46,7 @@ mod stored;
 mod tensor_file;
 mod weights;
 
+pub use bucket::BucketMirror;
 pub use bytes::{Take, TensorBytes};
 pub use draft::{Draft, PartRef};
 pub use error::{CheckpointError, Result};

@@ -138,10 +138,17 @@ impl Manifest {
         let (file, _) = open_regular(folder, NAME)?;
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).at("read", &folder.join(NAME))?;
-        Manifest::unseal(&bytes).map_err(|reason| match reason {
+        Manifest::unseal(&bytes).map_err(|reason| reason.at(folder))
+    }
+}
+
+impl Unreadable {
+    /// The error for a manifest of the checkpoint at `folder`.
+    pub(crate) fn at(self, folder: &Path) -> CheckpointError {
+        match self {
             Unreadable::Damaged(cause) => damaged(folder, NAME, cause),
             Unreadable::UnknownFormat(found) => CheckpointError::UnknownFormat { path: folder.to_owned(), found },
-        })
+        }
     }
 }
 

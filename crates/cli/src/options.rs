@@ -124,6 +124,14 @@ pub fn text_paths(paths: &[PathBuf], extensions: &[String]) -> Result<Vec<PathBu
     Ok(found?)
 }
 
+/// Lets the user hear when a bucket is waited for, and when it answers again.
+pub fn tell_of_buckets() {
+    // Settings that are wrong are told where a bucket is first needed.
+    if let Ok(buckets) = lockstep_bucket::Buckets::of_process() {
+        buckets.on_wait(|line| warn(&[line.to_owned()]));
+    }
+}
+
 /// Says on stderr what the user should know of a config.
 pub fn warn(warnings: &[String]) {
     for warning in warnings {

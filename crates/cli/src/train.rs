@@ -179,6 +179,7 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
 
 /// Trains; where other processes were started for the same run, as one rank of it.
 pub fn run(args: Args) -> Result<ExitCode> {
+    crate::options::tell_of_buckets();
     // A run that is not started needs no others.
     let place = if args.dry_run { None } else { processes::place()? };
     let rank = place.as_ref().map_or(0, |place| place.rank);

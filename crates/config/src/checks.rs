@@ -3,6 +3,7 @@
 use crate::architecture::{Architecture, Features};
 use crate::conflict::Conflict;
 use crate::experts;
+use crate::inherit::is_in_bucket;
 use crate::latent;
 use crate::layers;
 use crate::legal::{self, Extents};
@@ -415,25 +416,30 @@ fn special_tokens_have_a_tokenizer(values: &Values) -> Option<Conflict> {
     ))
 }
 
-/// Nothing is fetched: what is read are files and folders.
+/// Text, prepared data and copies of checkpoints may be in a bucket; other addresses are not fetched.
 pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
-    let copy = "copy the files to a folder first (`aws s3 sync`), or mount the bucket, and name the folder; hf:datasets/OWNER/NAME is a \
+    let copy = "of addresses, s3://BUCKET/KEY is read; of others, copy the files to a folder first, and name it; hf:datasets/OWNER/NAME is a \
                 dataset on the Hugging Face Hub";
     let fetch = "copy the folder first (`aws s3 sync`), and name it; hf:OWNER/NAME is a model on the Hugging Face Hub";
+    let bucket = "of addresses, s3://BUCKET/KEY can be named here, at any server that speaks the protocol of S3 (AWS_ENDPOINT_URL_S3)";
     let keys = [
-        ("data.paths", "files and folders", copy),
-        ("data.corpora", "files and folders", copy),
-        ("data.tokenizer", "a file", FETCH_TOKENIZER),
-        ("train.init_from", "a folder", fetch),
+        ("data.paths", "files, folders and objects in buckets", copy, true),
+        ("data.corpora", "files, folders and objects in buckets", copy, true),
+        ("data.prepared", "a folder, here or in a bucket", bucket, true),
+        ("data.cache", "a folder", "name a folder on a disk of the node", false),
+        ("data.tokenizer", "a file", FETCH_TOKENIZER, false),
+        ("train.init_from", "a folder", fetch, false),
+        ("checkpoint.mirror", "a folder, here or in a bucket", bucket, true),
     ];
-    keys.into_iter().find_map(|(key, names, hint)| {
+    keys.into_iter().find_map(|(key, names, hint, takes_buckets)| {
         let given: Vec<&String> = match values.get(key)? {
             Value::Text(text) => vec![text],
             Value::Texts(texts) => texts.iter().collect(),
             Value::Corpora(corpora) => corpora.iter().flat_map(|corpus| &corpus.paths).collect(),
             _ => return None,
         };
-        let address = given.into_iter().find(|text| text.contains("://"))?;
+        let other = |text: &&String| text.contains("://") && !(takes_buckets && is_in_bucket(text));
+        let address = given.into_iter().find(other)?;
         Some(Conflict::new(&[key], format!("{address}: this is an address, and {key} names {names}"), hint))
     })
 }

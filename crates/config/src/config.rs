@@ -8,7 +8,7 @@ use lockstep_ir::{Axes, Layout, Mesh, MeshAxis};
 
 use crate::declare::Key;
 use crate::error::{ConfigError, Location, Problem};
-use crate::inherit::{Inherited, Located, NamedFiles, NotInherited, Opener, is_hub_name};
+use crate::inherit::{Inherited, Located, NamedFiles, NotInherited, Opener, is_hub_name, is_in_bucket};
 use crate::legal::Extents;
 use crate::origin::{Given, Origin, Provenance};
 use crate::resolve;
@@ -259,7 +259,7 @@ impl Config {
     fn paths_of(&self, key: &'static str, text: &str) -> Vec<PathBuf> {
         match self.located(key, text) {
             Some(located) => located.paths.clone(),
-            None if is_hub_name(text) => vec![text.into()],
+            None if is_hub_name(text) || is_in_bucket(text) => vec![text.into()],
             None => vec![self.base_dir().join(text)],
         }
     }
@@ -272,7 +272,7 @@ impl Config {
     pub(crate) fn pinned(&self, key: &'static str, text: &str) -> String {
         match self.located(key, text) {
             Some(located) => located.pinned.clone(),
-            None if is_hub_name(text) => text.to_owned(),
+            None if is_hub_name(text) || is_in_bucket(text) => text.to_owned(),
             None => self.base_dir().join(text).to_string_lossy().into_owned(),
         }
     }
@@ -339,14 +339,24 @@ impl Config {
         (is_name && !is_json && !path.exists()).then_some((problem, crate::checks::FETCH_TOKENIZER))
     }
 
+    /// A folder of this machine, or an address in a bucket as it is.
+    fn folder(&self, text: &str) -> PathBuf {
+        if is_in_bucket(text) { text.into() } else { self.base_dir().join(text) }
+    }
+
+    /// `data.cache`, resolved in the same way.
+    pub fn cache_dir(&self) -> Option<PathBuf> {
+        self.data.cache.as_ref().map(|folder| self.base_dir().join(folder))
+    }
+
     /// `data.prepared`, resolved in the same way.
     pub fn prepared_dir(&self) -> Option<PathBuf> {
-        self.data.prepared.as_ref().map(|folder| self.base_dir().join(folder))
+        self.data.prepared.as_ref().map(|folder| self.folder(folder))
     }
 
     /// `checkpoint.mirror`, resolved in the same way.
     pub fn mirror_dir(&self) -> Option<PathBuf> {
-        self.checkpoint.mirror.as_ref().map(|folder| self.base_dir().join(folder))
+        self.checkpoint.mirror.as_ref().map(|folder| self.folder(folder))
     }
 
     /// The files of `eval.tasks`, resolved in the same way.

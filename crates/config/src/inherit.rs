@@ -44,6 +44,11 @@ pub struct Located {
     pub paths: Vec<PathBuf>,
 }
 
+/// Whether a text names objects in a bucket, which are the same from any folder.
+pub(crate) fn is_in_bucket(text: &str) -> bool {
+    text.starts_with("s3://")
+}
+
 /// Whether a text is a name on a hub, whatever files there are.
 pub(crate) fn is_hub_name(text: &str) -> bool {
     text.starts_with("hf:")

@@ -238,7 +238,7 @@ tables! {
     /// What is read.
     data: DataConfig {
         /// Files, or folders to search for files, relative to the config file's folder: text, or Megatron's tokens (.bin, .idx). Or
-        /// hf:datasets/OWNER/NAME/PATH, files of a dataset on the Hugging Face Hub.
+        /// hf:datasets/OWNER/NAME/PATH, files of a dataset on the Hugging Face Hub. Or s3://BUCKET/KEY: text in a bucket.
         paths: Vec<String> = Texts(PATHS), Fixed("[]"), Conduct, finds ["dataset", "training data", "data_path", "Megatron", "indexed dataset"];
         /// Several corpora to mix, each with its name, its paths, its weight, and if it changes, its weights from given tokens on
         /// (`schedule`), instead of `data.paths`.
@@ -281,8 +281,16 @@ tables! {
         bos_token: Option<String> = Text(TOKEN), Unset, Trajectory,
             finds ["BOS", "add_bos_token", "beginning of text", "begin_of_text"];
         /// Folder of prepared (tokenized, packed) data to share between runs, relative to the config file's folder; if not
-        /// set, each run has its own.
-        prepared: Option<String> = Text(FOLDER), Unset, Conduct, finds ["tokenized data", "data cache", "packed data"];
+        /// set, each run has its own. Or s3://BUCKET/KEY: such a folder in a bucket, which is read while the run trains.
+        prepared: Option<String> = Text(FOLDER), Unset, Conduct,
+            finds ["tokenized data", "packed data", "S3", "bucket", "object storage", "streaming dataset"];
+        /// Folder where blocks of prepared data in a bucket are kept, relative to the config file's folder; if not set, lockstep/buckets in
+        /// the user's cache ($XDG_CACHE_HOME, or ~/.cache). A disk of the node is best.
+        cache: Option<String> = Text(FOLDER), Unset, Conduct, finds ["data cache", "local cache", "cache_dir"];
+        /// The most bytes that it may have: the least recently used blocks go first.
+        cache_size: Bytes = Size, Fixed("\"16 GiB\""), Conduct, finds ["cache limit", "cache_limit"];
+        /// Seconds that a bucket which does not answer is asked again, for data and for checkpoints, before that is an error.
+        bucket_timeout: f64 = Float(UP_TO_A_DAY), Fixed("600.0"), Conduct, finds ["S3 timeout", "retries", "max_attempts"];
         /// Whether a token attends to its own document only, with positions counted from its start, where a packed sequence
         /// holds several.
         document_mask: bool = Bool, Derived("true for chats, else false", defaults::document_mask), Changeable,
@@ -625,7 +633,7 @@ tables! {
         /// Whether the checkpoint with the lowest validation loss stays.
         keep_best: bool = Bool, Fixed("false"), Conduct, finds ["load_best_model_at_end", "save_best", "best model"];
         /// Folder for a second copy of every checkpoint, on another disk, relative to the config file's folder; this run's are in a folder
-        /// inside that has the name of the run directory. It is used by itself where the first place is damaged or gone.
+        /// inside that has the name of the run directory. It is used by itself where the first place is damaged or gone. Or s3://BUCKET/KEY.
         mirror: Option<String> = Text(FOLDER), Unset, Conduct, finds ["backup", "replica", "second checkpoint folder"];
         /// Whether checkpoints are written in the background: steps wait for a copy of parameters and optimizer state in host memory
         /// alone, which takes as many bytes as a checkpoint. Where they are not free, steps wait for the disk.

@@ -152,6 +152,7 @@ impl Config {
             "data.tokenizer" => Some(Value::Text(self.pinned(key.path, &self.data.tokenizer))),
             "data.chat_template" => self.chat_template_path().map(|path| Value::Text(text(path))),
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
+            "data.cache" => self.cache_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.train.init_from.as_ref().map(|name| Value::Text(self.pinned(key.path, name))),
             "lora.init_from" => self.adapter_dir().map(|path| Value::Text(text(path))),
             "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),

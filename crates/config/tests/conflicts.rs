@@ -334,14 +334,14 @@ hint: remove data.bos_token, or name a tokenizer.json
 #[test]
 fn addresses_are_refused_where_they_stand() {
     check(
-        &format!("{TINY}[data]\npaths = [\"text\", \"s3://bucket/text\"]\n"),
+        &format!("{TINY}[data]\npaths = [\"s3://bucket/text\", \"gs://bucket/text\"]\n"),
         "
-s3://bucket/text: this is an address, and data.paths names files and folders
+gs://bucket/text: this is an address, and data.paths names files, folders and objects in buckets
   --> run.toml:4
   |
-4 | paths = [\"text\", \"s3://bucket/text\"]
-  |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-hint: copy the files to a folder first (`aws s3 sync`), or mount the bucket, and name the folder; hf:datasets/OWNER/NAME is a dataset on the Hugging Face Hub
+4 | paths = [\"s3://bucket/text\", \"gs://bucket/text\"]
+  |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+hint: of addresses, s3://BUCKET/KEY is read; of others, copy the files to a folder first, and name it; hf:datasets/OWNER/NAME is a dataset on the Hugging Face Hub
 ",
     );
     check(
@@ -366,6 +366,28 @@ hf://owner/model: this is an address, and train.init_from names a folder
 hint: copy the folder first (`aws s3 sync`), and name it; hf:OWNER/NAME is a model on the Hugging Face Hub
 ",
     );
+}
+
+#[test]
+fn buckets_are_taken_where_they_are_read_and_written_and_refused_elsewhere() {
+    let error = |keys: &str| {
+        Config::parse(&format!("{TINY}{keys}"), "run.toml", &[])
+            .err()
+            .map(|error| error.to_string())
+            .unwrap_or_default()
+    };
+    let taken = "[data]\npaths = [\"s3://b-1/text\"]\nprepared = \"s3://b-1/tokens\"\n[checkpoint]\nmirror = \"s3://b-1/runs\"\n";
+    assert_eq!(error(taken), "");
+    for (keys, said) in [
+        ("[data]\nprepared = \"https://host/tokens\"\n", "data.prepared names a folder, here or in a bucket"),
+        ("[data]\ncache = \"s3://b-1/cache\"\n", "data.cache names a folder"),
+        ("[data]\ntokenizer = \"s3://b-1/tokenizer.json\"\n", "data.tokenizer names a file"),
+        ("[train]\ninit_from = \"s3://b-1/model\"\n", "train.init_from names a folder"),
+        ("[checkpoint]\nmirror = \"gs://b-1/runs\"\n", "checkpoint.mirror names a folder, here or in a bucket"),
+    ] {
+        let error = error(keys);
+        assert!(error.contains("this is an address") && error.contains(said), "{keys}: {error}");
+    }
 }
 
 #[test]

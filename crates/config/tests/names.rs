@@ -42,8 +42,10 @@ fn a_resolved_file_of_before_the_renames_reads_as_it_did() {
                 [data]\ntokenizer = \"t.json\"\neos_token = \"</s>\"\n[parallel]\ntimeout = 5.0\n";
     let now = parsed(text, &[]);
     let resolved = now.resolved_toml();
-    let old =
-        resolved.replace("sliding_window", "window").replace("eos_token", "end_token").replace("timeout", "patience");
+    let old = resolved
+        .replace("sliding_window", "window")
+        .replace("eos_token", "end_token")
+        .replace("\ntimeout", "\npatience");
     assert_ne!(old, resolved);
     let before = parsed(&old, &[]);
     assert_eq!(before, now);

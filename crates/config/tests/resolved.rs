@@ -89,6 +89,9 @@ tokenizer = "bytes"  # default
 # eos_token is not set
 # bos_token is not set
 # prepared is not set
+# cache is not set
+cache_size = "16 GiB"  # default
+bucket_timeout = 600.0  # default
 document_mask = false  # default
 validation_fraction = 0.05  # default
 

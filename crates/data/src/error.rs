@@ -1,5 +1,6 @@
 //! What can go wrong with data, each with its file, its cause and one hint.
 
+use lockstep_bucket::BucketError;
 use lockstep_ir::Hint;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -190,6 +191,22 @@ pub enum DataError {
         cause: String,
     },
 
+    /// An object in a bucket cannot be read.
+    #[error("{error}")]
+    #[hint("{}", error.hint())]
+    Bucket {
+        /// What the bucket or the connection said.
+        error: BucketError,
+    },
+
+    /// A bucket has no prepared data where a config says that they are.
+    #[error("{path}: no prepared data there (no data.json)")]
+    #[hint("prepare them in a folder, and copy it there: `aws s3 sync DIR {}`", path.display())]
+    NothingPrepared {
+        /// The address.
+        path: PathBuf,
+    },
+
     /// A sequence of no tokens was asked for.
     #[error("{path}: cannot be cut into sequences of 0 tokens")]
     #[hint("use a sequence length of at least 1")]
@@ -332,6 +349,12 @@ pub enum ShardFault {
     },
 }
 
+impl From<BucketError> for DataError {
+    fn from(error: BucketError) -> Self {
+        DataError::Bucket { error }
+    }
+}
+
 impl DataError {
     /// The hint, in which the setting that may help has the name that `name` gives it.
     pub fn hint_by(&self, name: impl Fn(DataSetting) -> &'static str) -> Option<String> {
@@ -347,7 +370,11 @@ impl DataError {
     }
 
     pub(crate) fn unreadable(path: &Path, cause: io::Error) -> Self {
-        DataError::Unreadable { path: path.to_owned(), cause }
+        // What a bucket says has a hint of its own.
+        match cause.get_ref().and_then(|inner| inner.downcast_ref::<BucketError>()) {
+            Some(error) => error.clone().into(),
+            None => DataError::Unreadable { path: path.to_owned(), cause },
+        }
     }
 
     pub(crate) fn unwritable(path: &Path, cause: io::Error) -> Self {

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use lockstep_bucket::is_address;
 use memmap2::{Mmap, MmapOptions};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -81,6 +82,13 @@ pub fn token_files(spec: &PrepareSpec) -> Result<Option<Vec<PathBuf>>> {
     let (mut files, mut text) = (Vec::new(), None);
     for path in &spec.paths {
         let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+        if is_address(path) && (extension == "idx" || extension == "bin" || wanted) {
+            return Err(DataError::source(
+                path,
+                "Megatron's tokens are read from files, not from a bucket",
+                "copy them to a folder (`aws s3 sync`), and name it",
+            ));
+        }
         if extension == "idx" || extension == "bin" {
             files.push(path.with_extension("idx"));
         } else if beside(path, "idx").is_file() && !path.exists() {

@@ -49,7 +49,9 @@ pub fn export(
     while at < tokens.len() {
         go_on(stop)?;
         let ids = &mut ids[..PIECE.min(tokens.len() - at) as usize];
+        tokens.expect(at, 2 * PIECE);
         tokens.copy(at, ids);
+        tokens.require_read()?;
         bytes.clear();
         width.append(ids, &mut bytes);
         bin.write(&bytes)?;
@@ -92,6 +94,7 @@ pub fn export(
     for document in 0..=documents {
         index.write(&document.to_le_bytes())?;
     }
+    tokens.require_read()?;
     // The index is what a pair is known by, so it comes last.
     bin.publish()?;
     let path = index.publish()?;

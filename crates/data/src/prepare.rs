@@ -13,7 +13,7 @@ use crate::output::{DATA_JSON, FILES_JSONL, TOKENIZER_JSON, hexadecimal};
 use crate::partial::{Part, Partial};
 use crate::prepared::{Description, files_jsonl};
 use crate::scan::{Form, Found, SourceFile, scan};
-use crate::source::{Cursor, Fields, Reading, Units};
+use crate::source::{Cursor, Fields, Input, Reading, Units};
 use crate::stop::{NEVER, go_on};
 use crate::workers::{Queue, Work, Workers};
 use crate::{
@@ -195,7 +195,7 @@ pub fn excerpt(spec: &PrepareSpec, out: &Path, to: &Path, most: u64, stop: &Atom
 /// Copies the beginning of a file, up to the end of a line.
 fn beginning(path: &Path, to: &Path, most: u64) -> Result<PathBuf> {
     let mut bytes = Vec::new();
-    let file = File::open(path).map_err(|cause| DataError::unreadable(path, cause))?;
+    let file = Input::open(path).map_err(|cause| DataError::unreadable(path, cause))?;
     file.take(most).read_to_end(&mut bytes).map_err(|cause| DataError::unreadable(path, cause))?;
     if let Some(end) = memchr::memrchr(b'\n', &bytes) {
         bytes.truncate(end + 1);

@@ -5,6 +5,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use lockstep_bucket::{BucketAddress, Buckets, Reads};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -72,11 +73,20 @@ impl Prepared {
         self.in_place.is_some()
     }
 
-    /// Opens a folder that [`prepare`](crate::prepare) wrote; `None` if it has no `data.json`, so was not finished.
+    /// Whether the tokens are in a bucket.
+    pub fn is_remote(&self) -> bool {
+        self.train.is_remote()
+    }
+
+    /// Opens a folder that [`prepare`](crate::prepare) wrote, on the disk or in a bucket; `None` if it has no `data.json`, so was not finished.
     ///
     /// Checks that the shards are those of `data.json`. The tokens of large shards are not read; [`Shard::verify`]
     /// does that.
     pub fn open(folder: &Path) -> Result<Option<Self>> {
+        if let Some(address) = BucketAddress::of(folder) {
+            let there = Buckets::of_process()?.look(&address?.join(DATA_JSON))?.is_some();
+            return if there { Prepared::load(folder).map(Some) } else { Ok(None) };
+        }
         match folder.join(DATA_JSON).try_exists() {
             Ok(true) => Prepared::load(folder).map(Some),
             Ok(false) => Ok(None),
@@ -155,6 +165,10 @@ impl Prepared {
         match &self.spec().tokenizer {
             spec if self.is_in_place() => Tokenizer::open(spec),
             TokenizerSpec::Bytes => Ok(Tokenizer::bytes()),
+            spec @ TokenizerSpec::File { .. } if self.is_remote() => {
+                let path = self.folder.join(TOKENIZER_JSON);
+                Tokenizer::of_json(&spec.clone().at(path.clone()), contents(&path)?)
+            }
             spec @ TokenizerSpec::File { .. } => Tokenizer::open(&spec.clone().at(self.folder.join(TOKENIZER_JSON))),
         }
     }
@@ -165,7 +179,7 @@ impl Prepared {
             return Ok(files.clone());
         }
         let path = self.folder.join(FILES_JSONL);
-        let text = fs::read(&path).map_err(|cause| DataError::unreadable(&path, cause))?;
+        let text = contents(&path)?;
         let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());
         let refuse = |cause: serde_json::Error| DataError::Description { path: path.clone(), cause: cause.to_string() };
         lines.map(|line| Ok(serde_json::from_slice::<FileLine>(line).map_err(refuse)?.path.into())).collect()
@@ -257,7 +271,7 @@ impl Description {
 
     fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(DATA_JSON);
-        let text = fs::read(&path).map_err(|cause| DataError::unreadable(&path, cause))?;
+        let text = contents(&path)?;
         let refuse = |cause| DataError::Description { path: path.clone(), cause };
         // The format is looked at first: another one may have other fields.
         let Format { format } = parse(&text).map_err(refuse)?;
@@ -268,6 +282,20 @@ impl Description {
         parse(&text).map_err(refuse)
     }
 }
+
+/// All of a file, or of an object.
+fn contents(path: &Path) -> Result<Vec<u8>> {
+    match BucketAddress::of(path) {
+        None => fs::read(path).map_err(|cause| DataError::unreadable(path, cause)),
+        Some(address) => {
+            let read = Buckets::of_process()?.read(&address?, MOST_OBJECT_BYTES)?;
+            read.ok_or_else(|| DataError::unreadable(path, std::io::ErrorKind::NotFound.into()))
+        }
+    }
+}
+
+/// Objects that are read whole have less: the names of the files of a corpus, at the most.
+const MOST_OBJECT_BYTES: u64 = 4 << 30;
 
 #[derive(Deserialize)]
 struct Format {
@@ -290,7 +318,10 @@ fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStre
             return Err(refuse("not a description of prepared data: a shard is not in the folder"));
         }
         let path = folder.join(&described.file);
-        let shard = Shard::open(&path)?;
+        let shard = match BucketAddress::of(&path) {
+            None => Shard::open(&path)?,
+            Some(address) => Shard::remote(Buckets::of_process()?.open(&address?, Reads::Scattered)?)?,
+        };
         let differs = |what| Err(DataError::shard(&path, ShardFault::NotDescribed { what }));
         if shard.len() != described.tokens {
             return differs("another number of tokens");
@@ -299,6 +330,7 @@ fn open_described(folder: &Path, summary: &SplitSummary) -> Result<Arc<TokenStre
             return differs("another hash");
         }
         if let Some(sampled) = described.sampled.as_ref().filter(|_| !shard.is_verified())
+            && !shard.is_remote()
             && *sampled != hexadecimal(shard.sampled())
         {
             return differs("samples of the tokens are others");

@@ -178,6 +178,11 @@ impl Sampler {
         (&self.corpora[corpus].tokens, offset)
     }
 
+    /// Refuses what was read of the corpora since the last call where some of it did not come; see [`TokenStream::require_read`].
+    pub fn require_read(&self) -> Result<()> {
+        self.corpora.iter().try_for_each(|corpus| corpus.tokens.require_read())
+    }
+
     /// Writes a sample's tokens, and as targets the token after each, those of prompts as
     /// [`IGNORED_TARGET`](lockstep_ir::op::IGNORED_TARGET). Does not allocate.
     ///

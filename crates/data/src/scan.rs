@@ -2,16 +2,18 @@
 //!
 //! A run knows its text by content and not by an absolute path, so that both can be moved.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, FileType};
+use std::fs::{self, FileType};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use lockstep_bucket::{BucketAddress, Buckets};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::output::{DATA_JSON, TRAIN_SHARD, is_output};
+use crate::source::Input;
 use crate::stop::go_on;
 use crate::{DataError, PrepareSpec, Result};
 
@@ -97,7 +99,7 @@ impl SourceFile {
         };
         hasher.update(&[form]);
         hasher.update(&self.bytes.to_le_bytes());
-        let mut file = File::open(&self.path)?;
+        let mut file = Input::open(&self.path)?;
         let (mut block, mut begins) = (Vec::new(), [0; 6]);
         for (from, length) in sample_blocks(self.bytes) {
             file.seek(SeekFrom::Start(from))?;
@@ -228,6 +230,9 @@ impl Walk<'_> {
         if path.to_str().is_none() {
             return Err(DataError::PathNotUtf8 { path: path.to_owned() });
         }
+        if let Some(address) = BucketAddress::of(path) {
+            return self.bucket(&address?);
+        }
         let metadata = fs::metadata(path).map_err(|cause| match cause.kind() {
             io::ErrorKind::NotFound => DataError::MissingPath { path: path.to_owned() },
             _ => DataError::unreadable(path, cause),
@@ -264,6 +269,59 @@ impl Walk<'_> {
             }
         }
         Ok(())
+    }
+
+    /// An object, or all objects in what stands for a folder: those that a folder with the same files would give, in its order.
+    fn bucket(&mut self, address: &BucketAddress) -> Result<()> {
+        let buckets = Buckets::of_process()?;
+        if !address.key().is_empty()
+            && let Some((bytes, _)) = buckets.look(address)?
+        {
+            self.found(&address.path(), bytes);
+            return Ok(());
+        }
+        let listed = buckets.list(address)?;
+        if listed.is_empty() {
+            return Err(DataError::MissingPath { path: address.path() });
+        }
+        let before = address.key().len() + usize::from(!address.key().is_empty());
+        let mut inside: Vec<(Vec<&str>, u64)> =
+            listed.iter().map(|listed| (listed.address.key()[before..].split('/').collect(), listed.bytes)).collect();
+        // As folders are walked: by the names of the folders first.
+        inside.sort();
+        let mut names: BTreeMap<Vec<&str>, BTreeSet<&str>> = BTreeMap::new();
+        for (parts, _) in &inside {
+            let (name, folder) = parts.split_last().unwrap_or((&"", &[]));
+            names.entry(folder.to_vec()).or_default().insert(name);
+        }
+        let is_made = |folder: &[&str]| {
+            let names = names.get(folder);
+            names.is_some_and(|names| MARKERS.iter().any(|files| files.iter().all(|file| names.contains(file))))
+        };
+        for (parts, bytes) in &inside {
+            go_on(self.stop)?;
+            let depth = parts.len() - 1;
+            let made_above = (1..=depth).any(|depth| is_made(&parts[..depth]));
+            let hidden = parts.iter().any(|name| name.starts_with('.'));
+            let skipped = parts[..depth].iter().any(|name| SKIPPED_FOLDERS.contains(name));
+            let ours = is_made(&[]) && (depth == 0 && is_output(parts[0]) || RUN_ENTRIES.contains(&parts[0]));
+            let path = address.join(&parts.join("/")).path();
+            if !(made_above || hidden || skipped || ours) && self.has_wanted_extension(&path) {
+                self.found(&path, *bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// A file of a bucket.
+    fn found(&mut self, path: &Path, bytes: u64) {
+        if !self.seen.insert(path.to_owned()) {
+            return;
+        }
+        match bytes {
+            0 => self.found.empty_files += 1,
+            bytes => self.found.files.push(SourceFile { path: path.to_owned(), bytes, form: Form::of(path) }),
+        }
     }
 
     fn has_wanted_extension(&self, path: &Path) -> bool {

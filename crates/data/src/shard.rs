@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 
+use lockstep_bucket::{BucketError, BucketFile};
 use memmap2::{Mmap, MmapOptions};
 use xxhash_rust::xxh3::Xxh3;
 
@@ -30,7 +32,7 @@ const VERIFY_ON_OPEN_BYTES: usize = 64 << 20;
 /// Bytes that are hashed between two looks at whether to go on.
 const VERIFY_PIECE_BYTES: usize = 16 << 20;
 
-/// One open file of tokens, mapped into memory.
+/// One open file of tokens: mapped into memory, or in a bucket.
 ///
 /// # Format, version 2
 ///
@@ -56,8 +58,36 @@ const VERIFY_PIECE_BYTES: usize = 16 << 20;
 #[derive(Debug)]
 pub struct Shard {
     path: PathBuf,
-    map: Mmap,
+    content: Content,
     header: Header,
+}
+
+/// Where the bytes of a shard are.
+#[derive(Debug)]
+enum Content {
+    Mapped(Mmap),
+    Remote(Box<Remote>),
+}
+
+/// A shard in a bucket, and why the last read of it failed. What did not come is made of ones: as a place in the table that is one
+/// after the last, and as a token one that no vocabulary has.
+#[derive(Debug)]
+struct Remote {
+    file: BucketFile,
+    failure: Mutex<Option<BucketError>>,
+}
+
+impl Remote {
+    fn read(&self, at: u64, into: &mut [u8]) {
+        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        if failure.is_none() {
+            drop(failure);
+            let Err(error) = self.file.read_at(at, into) else { return };
+            failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+            failure.get_or_insert(error);
+        }
+        into.fill(0xff);
+    }
 }
 
 impl Shard {
@@ -85,11 +115,50 @@ impl Shard {
         // SAFETY: The map is read-only and any byte is a valid u8. Shards are written under another name and renamed,
         // never changed in place, so the bytes under the map stay as they are.
         let map = unsafe { MmapOptions::new().len(expected).map(&file) }.map_err(unreadable)?;
-        let shard = Shard { path: path.to_owned(), map, header };
+        let shard = Shard { path: path.to_owned(), content: Content::Mapped(map), header };
         if shard.is_verified() {
             shard.verify()?;
         }
         Ok(shard)
+    }
+
+    /// Opens a shard in a bucket and checks its header against its length.
+    pub(crate) fn remote(file: BucketFile) -> Result<Self> {
+        let path = file.address().path();
+        let fault = |fault| DataError::shard(&path, fault);
+        let bytes = file.len();
+        if bytes < HEADER_BYTES as u64 {
+            return Err(fault(ShardFault::NoHeader { bytes }));
+        }
+        let mut header = [0; HEADER_BYTES];
+        file.read_at(0, &mut header)?;
+        let header = Header::parse(&header).map_err(fault)?;
+        let expected = header.file_bytes().map_err(fault)? as u64;
+        if expected != bytes {
+            return Err(fault(ShardFault::Length { expected, found: bytes }));
+        }
+        let content = Content::Remote(Box::new(Remote { file, failure: Mutex::new(None) }));
+        Ok(Shard { path, content, header })
+    }
+
+    /// Bytes of the file.
+    fn bytes(&self) -> u64 {
+        match &self.content {
+            Content::Mapped(map) => map.len() as u64,
+            Content::Remote(remote) => remote.file.len(),
+        }
+    }
+
+    /// Gives the bytes of a range to `see`.
+    fn with<T>(&self, from: u64, bytes: usize, see: impl FnOnce(&[u8]) -> T) -> T {
+        match &self.content {
+            Content::Mapped(map) => see(&map[from as usize..][..bytes]),
+            Content::Remote(remote) => {
+                let mut read = vec![0; bytes];
+                remote.read(from, &mut read);
+                see(&read)
+            }
+        }
     }
 
     /// Reads everything, compares its hash with the header's and checks the document table.
@@ -99,15 +168,14 @@ impl Shard {
 
     /// Whether it was read in full when it was opened.
     pub(crate) fn is_verified(&self) -> bool {
-        self.map.len() < VERIFY_ON_OPEN_BYTES
+        matches!(&self.content, Content::Mapped(map) if map.len() < VERIFY_ON_OPEN_BYTES)
     }
 
     /// A hash of samples of tokens and documents, for what is too long to be read whenever it is opened.
     pub(crate) fn sampled(&self) -> u64 {
         let mut hasher = Xxh3::new();
-        let payload = &self.map[HEADER_BYTES..];
-        for (from, length) in sample_blocks(payload.len() as u64) {
-            hasher.update(&payload[from as usize..(from + length) as usize]);
+        for (from, length) in sample_blocks(self.payload_bytes()) {
+            self.with(HEADER_BYTES as u64 + from, length as usize, |block| hasher.update(block));
         }
         hasher.digest()
     }
@@ -126,9 +194,14 @@ impl Shard {
     fn entry(&self, index: u64, field: usize) -> u64 {
         assert!(index < self.documents(), "document {index} is outside a table of {}", self.documents());
         let each = entry_bytes(self.header.prompts);
-        let table = self.map.len() - self.header.documents as usize * each;
-        let at = table + index as usize * each + field;
-        u64::from_le_bytes(std::array::from_fn(|i| self.map[at + i]))
+        let table = self.bytes() - self.header.documents * each as u64;
+        let at = table + index * each as u64 + field as u64;
+        let mut entry = [0; 8];
+        match &self.content {
+            Content::Mapped(map) => entry.copy_from_slice(&map[at as usize..][..8]),
+            Content::Remote(remote) => remote.read(at, &mut entry),
+        }
+        u64::from_le_bytes(entry)
     }
 }
 
@@ -163,15 +236,22 @@ impl TokenFile for Shard {
     }
 
     fn payload_bytes(&self) -> u64 {
-        (self.map.len() - HEADER_BYTES) as u64
+        self.bytes() - HEADER_BYTES as u64
     }
 
     fn verify_with(&self, stop: &AtomicBool, read: &mut dyn FnMut(u64)) -> Result<()> {
         let mut hasher = Xxh3::new();
-        for piece in self.map[HEADER_BYTES..].chunks(VERIFY_PIECE_BYTES) {
+        let (mut at, end) = (HEADER_BYTES as u64, self.bytes());
+        while at < end {
             go_on(stop)?;
-            hasher.update(piece);
-            read(piece.len() as u64);
+            let piece = (end - at).min(VERIFY_PIECE_BYTES as u64);
+            if let Content::Remote(remote) = &self.content {
+                remote.file.expect(at, 2 * piece);
+            }
+            self.with(at, piece as usize, |piece| hasher.update(piece));
+            self.failure().map_or(Ok(()), Err)?;
+            read(piece);
+            at += piece;
         }
         let (expected, found) = (self.header.hash, hasher.digest());
         if found != expected {
@@ -187,7 +267,9 @@ impl TokenFile for Shard {
             let end = if index + 1 < self.documents() { self.start_of(index + 1) } else { self.len() };
             self.start_of(index) < end && self.prompt(index) <= end - self.start_of(index)
         };
-        if sound && (0..self.documents()).all(within) {
+        let sound = sound && (0..self.documents()).all(within);
+        self.failure().map_or(Ok(()), Err)?;
+        if sound {
             return Ok(());
         }
         Err(DataError::shard(&self.path, ShardFault::Documents))
@@ -196,9 +278,23 @@ impl TokenFile for Shard {
     fn copy(&self, offset: u64, tokens: &mut [u32]) {
         check_range(offset, tokens.len(), self.len());
         let width = self.header.width as usize;
-        // In range of the map, so of usize.
-        let source = &self.map[HEADER_BYTES + offset as usize * width..][..tokens.len() * width];
-        self.header.width.read(source, tokens);
+        let from = HEADER_BYTES as u64 + offset * width as u64;
+        self.with(from, tokens.len() * width, |source| self.header.width.read(source, tokens));
+    }
+
+    fn is_remote(&self) -> bool {
+        matches!(self.content, Content::Remote(_))
+    }
+
+    fn expect(&self, offset: u64, count: u64) {
+        let Content::Remote(remote) = &self.content else { return };
+        let width = self.header.width as u64;
+        remote.file.expect(HEADER_BYTES as u64 + offset * width, count * width);
+    }
+
+    fn failure(&self) -> Option<DataError> {
+        let Content::Remote(remote) = &self.content else { return None };
+        Some(remote.failure.lock().unwrap_or_else(PoisonError::into_inner).take()?.into())
     }
 }
 

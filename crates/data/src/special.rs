@@ -38,6 +38,7 @@ impl Prepared {
             stream.copy(from, &mut tokens);
             let mut starts = Vec::new();
             stream.documents_beginning_in(from, from + count, |document| starts.push((document.start - from) as usize));
+            stream.require_read()?;
             // What began earlier counts where nothing else is here.
             if starts.is_empty() {
                 starts.push(0);

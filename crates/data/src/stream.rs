@@ -16,6 +16,8 @@ pub struct TokenStream {
     shards: Vec<Arc<dyn TokenFile>>,
     /// Where each shard begins, and after the last the number of all tokens.
     starts: Vec<u64>,
+    /// Whether any of them is in a bucket.
+    remote: bool,
 }
 
 impl TokenStream {
@@ -31,7 +33,8 @@ impl TokenStream {
             let end = starts[starts.len() - 1].checked_add(shard.len());
             starts.push(end.expect("mapped files hold fewer than 2⁶⁴ tokens"));
         }
-        TokenStream { shards, starts }
+        let remote = shards.iter().any(|shard| shard.is_remote());
+        TokenStream { shards, starts, remote }
     }
 
     /// Number of tokens.
@@ -82,6 +85,31 @@ impl TokenStream {
         }
     }
 
+    /// Whether any of it is in a bucket.
+    pub fn is_remote(&self) -> bool {
+        self.remote
+    }
+
+    /// Says that these tokens will be copied soon: what is in a bucket is fetched by then, if it can be.
+    pub fn expect(&self, offset: u64, count: u64) {
+        let end = offset.saturating_add(count).min(self.len());
+        let first = self.starts.partition_point(|&start| start <= offset).saturating_sub(1);
+        for (shard, &base) in self.shards.iter().zip(&self.starts).skip(first).take_while(|(_, base)| **base < end) {
+            let (from, to) = (offset.max(base) - base, (end - base).min(shard.len()));
+            if from < to {
+                shard.expect(from, to - from);
+            }
+        }
+    }
+
+    /// Refuses what was read since the last call where some of it did not come, which only happens with what is in a bucket.
+    pub fn require_read(&self) -> Result<()> {
+        if !self.remote {
+            return Ok(());
+        }
+        self.shards.iter().find_map(|shard| shard.failure()).map_or(Ok(()), Err)
+    }
+
     /// Copies the token after each of those from `offset` on, what is to be predicted; tokens of prompts are
     /// [`IGNORED_TARGET`]. Does not allocate.
     ///
@@ -111,8 +139,8 @@ impl TokenStream {
             return;
         }
         let mut ignore = |document: Document| {
-            let end = (document.start + document.prompt).clamp(from, to);
-            visit((document.start.max(from) - from) as usize..(end - from) as usize);
+            let end = document.start.saturating_add(document.prompt).clamp(from, to);
+            visit((document.start.clamp(from, end) - from) as usize..(end - from) as usize);
         };
         ignore(self.document_at(from));
         self.entries_in(from + 1, to, ignore);
@@ -181,7 +209,7 @@ impl TokenStream {
         let base = self.starts[shard];
         let after = self.shards[shard].first_document_from(offset - base + 1);
         let document = self.shards[shard].document(after.saturating_sub(1));
-        Document { start: base + document.start, ..document }
+        Document { start: base.saturating_add(document.start), ..document }
     }
 
     /// The file that holds the token at `offset`.

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use crate::Result;
+use crate::{DataError, Result};
 
 /// Tokens on the disk, in documents: a [`Shard`](crate::Shard), or a part of Megatron's files
 /// ([`IndexedTokens`](crate::IndexedTokens)).
@@ -58,6 +58,20 @@ pub trait TokenFile: fmt::Debug + Send + Sync {
 
     /// A number that differs where tokens or documents differ.
     fn hash(&self) -> u64;
+
+    /// Whether it is in a bucket, where reading takes a connection and may fail.
+    fn is_remote(&self) -> bool {
+        false
+    }
+
+    /// Says that tokens will be copied soon. What is on the disk needs no such word.
+    fn expect(&self, _offset: u64, _count: u64) {}
+
+    /// Why something that was read since the last call did not come. Until it was asked for, whatever is read of the file is made of
+    /// ones, so readers of what [`is_remote`](Self::is_remote) ask before they use what they have.
+    fn failure(&self) -> Option<DataError> {
+        None
+    }
 
     /// Bytes that [`verify_with`](Self::verify_with) reads.
     fn payload_bytes(&self) -> u64;

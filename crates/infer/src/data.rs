@@ -4,11 +4,13 @@ mod prepare;
 
 pub use prepare::{Existing, prepare_data};
 
+use lockstep_bucket::{Buckets, Limits, is_address};
 use lockstep_config::Config;
 use lockstep_data::{ChatSpec, Corpus, DataError, Prepared, Sampler, SpecialInText, TokenStream, Tokenizer};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 /// The prepared corpora of a run, in the order of the config.
 #[derive(Debug)]
@@ -35,6 +37,23 @@ const MOST_CHECKED_BYTES: u64 = 4 << 30;
 /// The folder of a run's prepared data: `data.prepared`, or else one in the run directory.
 pub fn data_folder(config: &Config, run_dir: &Path) -> PathBuf {
     config.prepared_dir().unwrap_or_else(|| run_dir.join("data"))
+}
+
+/// Gives the client of this process the limits of a config that names a bucket.
+pub fn limit_buckets(config: &Config) -> Result<(), DataError> {
+    let mirror = config.mirror_dir();
+    let mut paths = config.data_paths();
+    paths.extend(config.corpora().into_iter().flat_map(|corpus| corpus.paths).map(PathBuf::from));
+    if !paths.iter().chain(&config.prepared_dir()).chain(&mirror).any(|path| is_address(path)) {
+        return Ok(());
+    }
+    let limits = Limits {
+        cache: config.cache_dir(),
+        cache_bytes: config.data.cache_size.0,
+        give_up: Duration::try_from_secs_f64(config.data.bucket_timeout).unwrap_or(Duration::MAX),
+    };
+    Buckets::of_process()?.set_limits(limits);
+    Ok(())
 }
 
 /// The way from a folder to another, so that it is found where both were moved.
@@ -68,7 +87,8 @@ impl RunData {
     /// As [`RunData::verify`] for data that are read in some seconds, which is most; of larger ones, headers, lengths and samples were
     /// looked at when they were opened, and of Megatron's files the index is all that can be checked. Says whether every token was read.
     pub fn check(&self, stop: &AtomicBool, progress: &mut dyn FnMut(u64, u64)) -> Result<bool, DataError> {
-        if self.verified_bytes() > MOST_CHECKED_BYTES {
+        // Of a bucket, every range is checked against the object's ETag when it is read.
+        if self.verified_bytes() > MOST_CHECKED_BYTES || self.streams().any(|tokens| tokens.is_remote()) {
             return Ok(false);
         }
         self.verify(stop, progress)?;
@@ -96,6 +116,11 @@ impl RunData {
             })?;
         }
         Ok(())
+    }
+
+    /// Refuses what was read of them since the last call where some of it did not come.
+    pub fn require_read(&self) -> Result<(), DataError> {
+        self.streams().try_for_each(|tokens| tokens.require_read())
     }
 
     /// The tokenizer that made the tokens, from the copy beside them.

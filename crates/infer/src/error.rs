@@ -124,6 +124,8 @@ impl InferError {
         match self {
             InferError::Host(error) => error.is_request(),
             InferError::Checkpoint(error) => matches!(error, CheckpointError::Unfit { .. }),
+            // A server that is gone is not the user's mistake.
+            InferError::Data(DataError::Bucket { error }) => error.is_request(),
             InferError::Data(error) => !matches!(error, DataError::Interrupted),
             InferError::Hub(error) => error.is_request(),
             InferError::EvaluationBound { .. } | InferError::NotFinite { .. } => false,

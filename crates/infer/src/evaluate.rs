@@ -4,7 +4,7 @@ use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
 use crate::text::with_tokens_of;
 use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
 use lockstep_config::{Config, DataFormat};
-use lockstep_data::{PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
+use lockstep_data::{DataError, PrepareSpec, Progress, Sampler, TokenStream, TokenizerSpec, prepare};
 use lockstep_exec::Executor;
 use lockstep_host::Devices;
 use lockstep_ir::StepProgram;
@@ -171,6 +171,7 @@ pub fn evaluate(
     };
     let mut model = Model::load(devices, trained, seq, cut)?;
     model.score(&material, cut, &mut scored)?;
+    material.require_read()?;
     if all.tokens == 0 {
         return Err(nothing_to_predict("no token of the text counts in the loss"));
     }
@@ -270,6 +271,13 @@ impl Material {
                 let targets = tokens.len().saturating_sub(1);
                 Cut { sequences: targets / seq as u64, rest: (targets % seq as u64) as usize }
             }
+        }
+    }
+
+    fn require_read(&self) -> Result<(), DataError> {
+        match self {
+            Material::Validation { samples, .. } => samples.require_read(),
+            Material::Text(tokens) => tokens.require_read(),
         }
     }
 

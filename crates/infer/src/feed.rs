@@ -174,9 +174,11 @@ impl Reading {
     /// Reads the sequences from `first` on, and the `last` one again where there are no more. Does not allocate.
     pub fn read(&self, into: &mut MicroBatch, data: &dyn Sequences, first: u64, last: u64) -> Result<(), DataError> {
         (into.first, into.counted) = (first, 0);
+        self.expect(data, first, last);
         for b in 0..self.batch {
             let (stream, offset) = data.source((first + b as u64).min(last));
             into.counted += stream.counted_targets(offset, self.seq);
+            stream.require_read()?;
         }
         for (place, row) in self.rows.iter().enumerate() {
             let range = place * self.seq..(place + 1) * self.seq;
@@ -184,18 +186,37 @@ impl Reading {
             if row.tokens {
                 let to = &mut into.tokens[range.clone()];
                 stream.copy(offset, to);
+                stream.require_read()?;
                 require_known(to, self.vocab, stream, offset)?;
             }
             if row.targets {
                 let to = &mut into.targets[range.clone()];
                 stream.copy_targets(offset, to);
+                stream.require_read()?;
                 require_known(to, self.vocab, stream, offset + 1)?;
             }
             if row.starts {
                 stream.document_starts(offset, &mut into.starts[range]);
+                stream.require_read()?;
             }
         }
         Ok(())
+    }
+
+    /// Says which sequences of this micro-batch and the next ones will be read: those in a bucket are fetched side by side.
+    fn expect(&self, data: &dyn Sequences, first: u64, last: u64) {
+        const SEQUENCES: usize = 64;
+        if self.rows.is_empty() || !data.source(first.min(last)).0.is_remote() {
+            return;
+        }
+        for micro_batch in 0..SEQUENCES.div_ceil(self.rows.len()) {
+            for row in &self.rows {
+                let (stream, offset) =
+                    data.source((first + (micro_batch * self.batch + row.sequence) as u64).min(last));
+                // The last target is the token after it.
+                stream.expect(offset, self.seq as u64 + 1);
+            }
+        }
     }
 }
 

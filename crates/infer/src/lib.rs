@@ -25,7 +25,7 @@ mod text;
 mod trained;
 
 pub use batch::{BatchCounts, Ended, TextBatch, TextRequest, Written};
-pub use data::{Existing, RunCorpus, RunData, data_folder, prepare_data, way};
+pub use data::{Existing, RunCorpus, RunData, data_folder, limit_buckets, prepare_data, way};
 pub use error::{InferError, Result};
 pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
 pub use generate::{Generated, Generator, Stop, generate};

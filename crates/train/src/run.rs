@@ -32,7 +32,7 @@ use lockstep_config::{Batches, Config, SaveEvery};
 use lockstep_data::{DataError, Sampler};
 use lockstep_exec::ExecError;
 use lockstep_host::{Devices, Peak, StopSignal};
-use lockstep_infer::{InferError, RunTokenizer};
+use lockstep_infer::{InferError, RunTokenizer, limit_buckets};
 use lockstep_ir::units;
 use lockstep_plan::{LayoutChoice, Plan, plan};
 use lockstep_rundir::{RunDir, RunDirError, StartedBy, require_sinks};
@@ -147,6 +147,7 @@ fn run_here(
 ) -> Result<Outcome> {
     let team = devices.team();
     config.require_data()?;
+    limit_buckets(config)?;
     team.agree_on_start(config, &options.given)?;
     let mut planning = |small, whole| show(Event::Planning { small, whole });
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
@@ -166,6 +167,9 @@ fn run_here(
     team.require_shared(&options.dir)?;
     team.record_failures(&options.dir);
     let in_memory = elastic.and_then(ElasticRun::take_found);
+    if in_memory.is_none() {
+        team.told::<_, TrainError>("checkpoint", || Ok(checkpoint::bring_back(config, options, show)?))?;
+    }
     let (found, mut course) = resume(devices, config, options, in_memory)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
     team.agree("checkpoint", &resumed)?;
@@ -212,6 +216,14 @@ fn run_here(
             Ok(Outcome::before_the_first_step(options, course.config.train.steps))
         }
         error => Err(error),
+    }
+}
+
+/// Whether data in a bucket did not come.
+fn is_of_bucket(error: &TrainError) -> bool {
+    match error {
+        TrainError::InStep { error, .. } => is_of_bucket(error),
+        error => matches!(error, TrainError::Infer(InferError::Data(DataError::Bucket { .. }))),
     }
 }
 
@@ -309,15 +321,23 @@ impl Run<'_> {
         self.energy.begin(self.session.world())?;
         let mut saved = self.is_saved.then_some(self.outcome.step);
         let mut ahead: Option<Queued> = None;
+        let mut unread: Option<TrainError> = None;
         while ahead.is_some() || (self.outcome.step < steps && !stop.look()? && !stop.changes()) {
             let current = match ahead.take() {
                 Some(queued) => queued,
-                None => self.queue(self.outcome.step, false)?,
+                None => match unread.take().map_or_else(|| self.queue(self.outcome.step, false), Err) {
+                    Err(error) if is_of_bucket(&error) => return self.without_data(error, saved, show),
+                    queued => queued?,
+                },
             };
             self.look_at_time(current.step)?;
             // A device that is given its next step before this one is done never waits for the host.
             if !current.work.is_done() && !self.needs_result(current.step) && !stop.look()? && !stop.changes() {
-                ahead = Some(self.queue(current.step, true)?);
+                match self.queue(current.step, true) {
+                    // This step is computed all the same, and saved.
+                    Err(error) if is_of_bucket(&error) => unread = Some(error),
+                    queued => ahead = Some(queued?),
+                }
             }
             let prompts_alone = current.prompts_alone;
             let mut metrics = self.finish(current)?;
@@ -412,6 +432,19 @@ impl Run<'_> {
             self.outcome.profile = Some(profile(self.plan.program(), &self.profiling.taken, &peaks)?);
         }
         Ok(self.outcome)
+    }
+
+    /// Ends a run whose data do not come: with a checkpoint of its last step, so that nothing is lost. Of several processes the others may
+    /// wait for this one in the next step, so none is saved there.
+    fn without_data(mut self, error: TrainError, saved: Option<u64>, show: Show) -> Result<Outcome> {
+        if self.devices.team().0.is_none() && self.status.spikes.skipped.is_empty() {
+            self.await_save(show)?;
+            if saved != Some(self.outcome.step) || self.checkpoints.again {
+                self.save_now(show)?;
+            }
+            self.dir.event("interrupt", json!({ "step": self.outcome.step }))?;
+        }
+        Err(error)
     }
 
     /// Whether a snapshot is taken after this step, in memory.

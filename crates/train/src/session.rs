@@ -491,6 +491,7 @@ impl Session {
             progress(scored.index + 1);
         };
         let whole = self.feed.evaluate(executor, StepProgram::EVALUATE, sequences, data, stop, add)?;
+        data.require_read()?;
         Ok(whole.then(|| sum / targets.max(1) as f64))
     }
 

@@ -63,6 +63,7 @@ pub fn run(args: Args) -> Result<()> {
         }
         _ => None,
     };
+    data.require_read()?;
     let value = || {
         let mut json = serde_json::json!(statistics);
         json["sample"] = serde_json::json!(sample);

@@ -49,7 +49,7 @@ impl Template {
                 let hint = DataHint::of("mend the template, or name another in {}", DataSetting::ChatTemplate);
                 DataError::template(path, format!("not a chat template: {}", said(&error)), hint)
             })?;
-            Ok(environment)
+            Ok::<_, DataError>(environment)
         };
         Ok(Template {
             plain: compiled(Way::Plain)?,

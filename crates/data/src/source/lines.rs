@@ -1,11 +1,10 @@
 //! Files of a JSON object per line, plain or compressed.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::{Content, Cursor, MAX_RECORD_BYTES, Unit, record};
+use super::{Content, Cursor, Input, MAX_RECORD_BYTES, Unit, record};
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
 use crate::stop::go_on;
@@ -25,7 +24,7 @@ pub(super) struct Lines {
 impl Lines {
     pub(super) fn open(file: &SourceFile, compressed: bool, at: Cursor, stop: &AtomicBool) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
-        let mut opened = File::open(&file.path).map_err(unreadable)?;
+        let mut opened = Input::open(&file.path).map_err(unreadable)?;
         let raw = Arc::new(AtomicU64::new(0));
         let reader: Box<dyn BufRead> = if compressed {
             let counted = Counted { reader: opened, count: raw.clone() };
@@ -95,7 +94,7 @@ impl Lines {
 
 /// Counts what is read through it.
 struct Counted {
-    reader: File,
+    reader: Input,
     count: Arc<AtomicU64>,
 }
 

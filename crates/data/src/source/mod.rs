@@ -1,5 +1,6 @@
 //! From files to stretches of text, in order, from any place on.
 
+mod input;
 mod lines;
 mod nested;
 mod pages;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::holdout::{self, HoldOut, Split};
 use crate::scan::{Form, Found, SourceFile};
 use crate::{Origin, Result, Tokenizer};
+pub(crate) use input::Input;
 use lines::Lines;
 use nested::Nested;
 use rows::Rows;

@@ -1,7 +1,6 @@
 //! The pages of a Parquet file, looked at before the library reads them: it believes the sizes in their headers and makes
 //! room for them.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,19 +9,21 @@ use bytes::Bytes;
 use parquet::errors::{ParquetError, Result};
 use parquet::file::reader::{ChunkReader, Length};
 
+use super::Input;
+
 /// The largest page that is read, after decompression; writers aim at 1 MiB.
 const MAX_PAGE_BYTES: i64 = 256 << 20;
 
 /// A file whose pages are checked.
 pub(super) struct Pages {
-    file: File,
+    file: Input,
     /// Whether reads are of pages; before, they are of the footer.
     begun: Arc<AtomicBool>,
 }
 
 impl Pages {
     /// The file, and what to set when its footer has been read.
-    pub(super) fn new(file: File) -> (Self, Arc<AtomicBool>) {
+    pub(super) fn new(file: Input) -> (Self, Arc<AtomicBool>) {
         let begun = Arc::new(AtomicBool::new(false));
         (Pages { file, begun: begun.clone() }, begun)
     }
@@ -35,7 +36,7 @@ impl Length for Pages {
 }
 
 impl ChunkReader for Pages {
-    type T = BufReader<File>;
+    type T = BufReader<Input>;
 
     fn get_read(&self, start: u64) -> Result<Self::T> {
         if self.begun.load(Ordering::Relaxed) {

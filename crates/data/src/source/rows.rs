@@ -1,7 +1,6 @@
 //! Parquet files.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parquet::basic::{Compression, Type as Physical};
@@ -11,7 +10,7 @@ use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
 use super::pages::Pages;
-use super::{Content, Cursor, Fields, MAX_RECORD_BYTES, Unit, record};
+use super::{Content, Cursor, Fields, Input, MAX_RECORD_BYTES, Unit, record};
 use crate::guard::caught;
 use crate::holdout::HoldOut;
 use crate::scan::SourceFile;
@@ -155,7 +154,7 @@ impl Column {
 
 /// Opens a file; gives the number of its rows too.
 pub(super) fn open_file(file: &SourceFile) -> Result<(SerializedFileReader<Pages>, u64)> {
-    let opened = File::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
+    let opened = Input::open(&file.path).map_err(|cause| DataError::unreadable(&file.path, cause))?;
     let (pages, begun) = Pages::new(opened);
     let reader = guarded(|| SerializedFileReader::new(pages)).map_err(|cause| damaged(file, &cause))?;
     begun.store(true, Ordering::Relaxed);

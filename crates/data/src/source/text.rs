@@ -1,10 +1,9 @@
 //! Files that are one document each.
 
-use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 
 use super::lines::changed;
-use super::{Content, Cursor, Unit};
+use super::{Content, Cursor, Input, Unit};
 use crate::cut::{self, CONTEXT_BYTES, LOOK_AHEAD, PIECE_BYTES};
 use crate::holdout::{HoldOut, Split};
 use crate::scan::SourceFile;
@@ -15,7 +14,7 @@ const UNIT_BYTES: u64 = 16 * PIECE_BYTES;
 
 /// Reads a file of text, which must have the length it was listed with.
 pub(super) struct Text {
-    reader: File,
+    reader: Input,
     /// The end of what stands before the next unit, of whatever split.
     before: Vec<u8>,
     /// Bytes that were read but are after the last unit.
@@ -27,7 +26,7 @@ pub(super) struct Text {
 impl Text {
     pub(super) fn open(file: &SourceFile, at: Cursor) -> Result<Self> {
         let unreadable = |cause| DataError::unreadable(&file.path, cause);
-        let mut reader = File::open(&file.path).map_err(unreadable)?;
+        let mut reader = Input::open(&file.path).map_err(unreadable)?;
         let mut before = vec![0; at.offset.min(CONTEXT_BYTES as u64) as usize];
         reader.seek(SeekFrom::Start(at.offset - before.len() as u64)).map_err(unreadable)?;
         reader.read_exact(&mut before).map_err(|cause| unread(file, cause))?;

@@ -1,9 +1,10 @@
 //! From the keys of `[data]` to prepared corpora: which there are, which are taken as they are, which are made.
 
-use super::{RunCorpus, RunData, data_folder};
+use super::{RunCorpus, RunData, data_folder, limit_buckets};
 use crate::chat::{chat_spec, train_on};
 use crate::text::{require_vocabulary, tokenizer_spec, with_tokens_of};
 use crate::{InferError, Result};
+use lockstep_bucket::is_address;
 use lockstep_checkpoint::list;
 use lockstep_config::{Config, DataFormat};
 use lockstep_data::{
@@ -76,6 +77,7 @@ impl RunData {
         progress: &mut dyn FnMut(&str, Progress),
     ) -> Result<Self> {
         config.require_data()?;
+        limit_buckets(config)?;
         if existing == Existing::Keep
             && let Some(data) = RunData::open(config, folder)?
         {
@@ -113,6 +115,7 @@ impl RunData {
             };
             let data = match found {
                 Some(data) => data,
+                None if is_address(folder) => return Err(DataError::NothingPrepared { path: folder.clone() }.into()),
                 None => prepare_with(spec, folder, &options, &mut |at| progress(&wanted.name, at))?,
             };
             corpora.push(wanted.with(data));
@@ -124,6 +127,7 @@ impl RunData {
     /// else the text that would be prepared. Writes nothing.
     pub fn look(config: &Config, folder: &Path, existing: Existing, stop: &AtomicBool) -> Result<Result<Self, Survey>> {
         config.require_data()?;
+        limit_buckets(config)?;
         let open = RunData::open(config, folder)?;
         if let (Existing::Keep, Some(data)) = (existing, open) {
             return Ok(Ok(data));
@@ -162,6 +166,7 @@ impl RunData {
 
     /// Opens the corpora under `folder`; none where one of them is not prepared.
     pub fn open(config: &Config, folder: &Path) -> Result<Option<Self>, DataError> {
+        limit_buckets(config)?;
         let mut corpora = Vec::new();
         for wanted in wanted(config, folder, &TokenizerSpec::Bytes, None) {
             let data = match token_files(&wanted.spec)? {
@@ -221,7 +226,8 @@ impl RunData {
 /// Prepared data in `data.prepared` whose text or tokenizer is gone: they hold all that a run needs. Whatever is left of both must
 /// be what they were made of. None where nothing is gone, or nothing was prepared.
 fn shared_without_source(config: &Config, folder: &Path, stop: &AtomicBool) -> Result<Option<RunData>> {
-    let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !path.exists());
+    // A bucket that cannot be reached is no text that is gone.
+    let lacks_text = |spec: &PrepareSpec| spec.paths.iter().any(|path| !is_address(path) && !path.exists());
     let lacks_tokenizer = config.tokenizer_path().is_some_and(|path| !path.exists());
     let wanted = wanted(config, folder, &TokenizerSpec::Bytes, None);
     let is_shared = config.prepared_dir().is_some_and(|shared| shared == folder);
@@ -290,6 +296,9 @@ fn is_from(spec: &PrepareSpec, data: &Prepared) -> bool {
 /// What decides which text is read, for comparison: paths without `.` and `..`, extensions, field.
 fn settings(spec: &PrepareSpec) -> String {
     let plain = |path: &PathBuf| {
+        if is_address(path) {
+            return path.display().to_string();
+        }
         let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
         let mut plain = PathBuf::new();
         for part in whole.components() {

@@ -4,7 +4,7 @@
 
 use super::snapshot::{Snapshot, Writing};
 use crate::Result;
-use lockstep_checkpoint::{About, CheckpointError, Draft, Keep, require_space};
+use lockstep_checkpoint::{About, BucketMirror, CheckpointError, Draft, Keep, require_space};
 use lockstep_exec::{ExecError, World};
 use lockstep_ir::Hint;
 use lockstep_ir::program::Tensor;
@@ -30,7 +30,7 @@ pub struct SaveRequest {
     pub attachments: Vec<(&'static str, Vec<u8>)>,
     /// Which checkpoints stay.
     pub keep: Keep,
-    /// A second place for it.
+    /// A second place for it: a folder, or an address in a bucket.
     pub mirror: Option<PathBuf>,
 }
 
@@ -45,8 +45,16 @@ impl SaveRequest {
     pub(crate) fn mirrored(&self, path: PathBuf) -> Published {
         // Where the first place failed, the second is the only one.
         let second = self.mirror.as_ref().filter(|mirror| **mirror != self.dir);
-        let failed = second.and_then(|mirror| lockstep_checkpoint::mirror(&path, mirror, &self.keep).err());
-        (path, failed.map(|error| error.to_string()))
+        let failed = second.and_then(|mirror| match BucketMirror::of(mirror) {
+            None => lockstep_checkpoint::mirror(&path, mirror, &self.keep).err(),
+            Some(bucket) => bucket.and_then(|bucket| bucket.copy(&path, &self.keep)).err(),
+        });
+        // One line: where a bucket refuses, what to do about it is not seen from its words.
+        let told = |error: CheckpointError| match &error {
+            CheckpointError::Bucket { error } => format!("{error} ({})", error.hint()),
+            error => error.to_string(),
+        };
+        (path, failed.map(told))
     }
 }
 

@@ -6,7 +6,10 @@ use crate::checkpoint::{SaveEnd, SaveFailure, SaveRequest};
 use crate::elastic::SnapshotState;
 use crate::event::{Event, Show};
 use crate::{Result, TrainError};
-use lockstep_checkpoint::{CheckpointError, Keep, free_bytes, list, require_space, set_aside_from};
+use lockstep_bucket::is_address;
+use lockstep_checkpoint::{
+    BucketMirror, CheckpointError, Keep, free_bytes, latest, list, require_space, set_aside_from,
+};
 use lockstep_config::Config;
 use lockstep_infer::{ATTACHMENT, BASE, InferError, TOKENIZER};
 use lockstep_ir::units;
@@ -21,9 +24,65 @@ pub(crate) fn places(config: &Config, run_dir: &Path) -> Vec<PathBuf> {
     [Some(run_dir.join("checkpoints")), mirror].into_iter().flatten().collect()
 }
 
+/// Brings the checkpoint that a run goes on from out of a mirror in a bucket, where the run directory has none as new. The first
+/// process does this, before all look for one.
+pub(super) fn bring_back(config: &Config, options: &RunOptions, show: Show) -> Result<(), CheckpointError> {
+    let places = places(config, &options.dir);
+    let Some(mirror) = places.get(1).and_then(|mirror| BucketMirror::of(mirror)).filter(|_| !options.fresh) else {
+        return Ok(());
+    };
+    let own = match options.resume_from {
+        Some(step) => list(&places[0])?.into_iter().map(|(saved, _)| saved).find(|saved| *saved == step),
+        None => match latest(&places[0]) {
+            Ok(found) => found.loaded.map(|loaded| loaded.step),
+            // All that are there are damaged: the mirror is what is left.
+            Err(CheckpointError::NoneWhole { .. }) => None,
+            Err(error) => return Err(error),
+        },
+    };
+    let found = mirror.and_then(|mirror| mirror.steps().map(|steps| (mirror, steps)));
+    let (mirror, steps) = match found {
+        Ok(found) => found,
+        // Without one of its own, a run would begin again what the mirror has.
+        Err(error) if own.is_none() => return Err(error),
+        Err(error) => {
+            show(Event::Warning(&format!("the mirror cannot be read: {error}")));
+            return Ok(());
+        }
+    };
+    let wanted = |step: &&u64| match options.resume_from {
+        Some(wanted) => **step == wanted && own.is_none(),
+        None => own.is_none_or(|own| **step > own),
+    };
+    let mut damaged = None;
+    for step in steps.iter().rev().filter(wanted) {
+        match mirror.fetch(*step, &places[0]) {
+            Ok(_) => {
+                let place = places[1].display();
+                show(Event::Warning(&format!(
+                    "the run directory has no checkpoint as new as the mirror's; using step {step} of {place}"
+                )));
+                return Ok(());
+            }
+            Err(error @ CheckpointError::Damaged { .. }) => {
+                show(Event::Warning(&error.to_string()));
+                damaged.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    damaged.filter(|_| own.is_none()).map_or(Ok(()), Err)
+}
+
+/// The places that are folders. A bucket is read by [`bring_back`], and is never written to but from the run directory.
+pub(super) fn folders(mut places: Vec<PathBuf>) -> Vec<PathBuf> {
+    places.retain(|place| !is_address(place));
+    places
+}
+
 /// Looks at the disk before a run starts: one checkpoint must fit, and those that stay at a time should.
 pub(crate) fn look_at_disk(places: &[PathBuf], bytes: u64, config: &Config, show: Show) -> Result<()> {
-    for (place, dir) in places.iter().enumerate() {
+    for (place, dir) in places.iter().enumerate().filter(|(_, dir)| !is_address(dir)) {
         match require_space(dir, bytes) {
             Err(error) if place == 0 => return Err(error.into()),
             Err(error) => show(Event::Warning(&error.to_string())),
@@ -49,7 +108,11 @@ pub(crate) fn look_at_disk(places: &[PathBuf], bytes: u64, config: &Config, show
 /// Takes checkpoints of the mirror out of the way that a run which starts over, or goes back, would find there later.
 pub(super) fn set_mirror_aside(mirror: &Path, options: &RunOptions) -> Result<(), CheckpointError> {
     let first = if options.fresh { Some(0) } else { options.resume_from.map(|step| step + 1) };
-    first.map_or(Ok(()), |first| set_aside_from(mirror, first).map(|_| ()))
+    match (first, BucketMirror::of(mirror)) {
+        (None, _) => Ok(()),
+        (Some(first), None) => set_aside_from(mirror, first).map(|_| ()),
+        (Some(first), Some(bucket)) => bucket?.set_aside_from(first),
+    }
 }
 
 /// Where and when a run saves its checkpoints, and what they hold of its origin.
@@ -153,13 +216,16 @@ impl Run<'_> {
     pub(super) fn save_now(&mut self, show: Show) -> Result<()> {
         let (step, mut causes) = (self.outcome.step, Vec::new());
         self.checkpoints.last = Instant::now();
-        for place in self.checkpoints.places.clone() {
+        // A bucket takes no parts of ranks: what it has comes from a folder.
+        let places = folders(self.checkpoints.places.clone());
+        let count = places.len();
+        for place in places {
             let request = SaveRequest { dir: place, ..self.request() };
             match self.save_at(request, show)? {
                 Ok(()) => return Ok(()),
                 Err(cause) => causes.push(cause),
             }
-            if self.checkpoints.places.len() > causes.len() {
+            if count > causes.len() {
                 show(Event::Warning(&format!("step {step} was not saved: {}; saving in the mirror", causes[0])));
             }
         }

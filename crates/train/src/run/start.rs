@@ -38,7 +38,7 @@ pub(crate) fn resume(
     options: &RunOptions,
     in_memory: Option<Loaded>,
 ) -> Result<(LatestCheckpoint, ResumePlan)> {
-    let places = checkpoint::places(config, &options.dir);
+    let places = checkpoint::folders(checkpoint::places(config, &options.dir));
     let found = match options.resume_from {
         // It was found to be newer than what is on the disk.
         _ if in_memory.is_some() => LatestCheckpoint { loaded: in_memory, warnings: Vec::new() },
