@@ -11,7 +11,7 @@ vocab_size = 256
 [data]
 paths = ["corpus"]
 [train]
-steps = 160
+steps = 120
 seq = 64
 global_batch = 12
 micro_batch = 1
@@ -61,10 +61,10 @@ python3 - <<'PY'
 import json
 read = lambda run: {m["step"]: m for m in map(json.loads, open(f"{run}/metrics.jsonl"))}
 killed, whole = read("killed"), read("whole")
-assert len(killed) == len(whole) == 160, (len(killed), len(whole))
+assert len(killed) == len(whole) == 120, (len(killed), len(whole))
 apart = max(abs(killed[s]["loss"] - whole[s]["loss"]) / whole[s]["loss"] for s in whole)
 same = sum(killed[s]["loss"] == whole[s]["loss"] for s in whole)
-last = killed[160]
+last = killed[120]
 print(f"{same} of {len(whole)} losses have the same bits, the others are {apart:.1e} apart at most; goodput {last['goodput']:.2f}")
 assert apart < 0.01
 PY
