@@ -19,7 +19,7 @@ const MOST_WAITING: usize = 256;
 pub(crate) struct Key {
     object: Arc<Object>,
     index: u64,
-    name: (String, String, u64),
+    name: BlockName,
 }
 
 impl Key {
@@ -28,6 +28,9 @@ impl Key {
         Self { object: object.clone(), index, name }
     }
 }
+
+/// Address and entity tag of an object, and the number of a block in it.
+type BlockName = (String, String, u64);
 
 #[derive(Default)]
 pub(crate) struct Blocks {
@@ -38,13 +41,13 @@ pub(crate) struct Blocks {
 
 #[derive(Default)]
 struct State {
-    held: BTreeMap<(String, String, u64), (Arc<[u8]>, u64)>,
+    held: BTreeMap<BlockName, (Arc<[u8]>, u64)>,
     held_bytes: usize,
     /// Counts uses, to know the least recent.
     uses: u64,
-    under_way: BTreeSet<(String, String, u64)>,
+    under_way: BTreeSet<BlockName>,
     /// Why a block that somebody waits for did not come.
-    failed: BTreeMap<(String, String, u64), BucketError>,
+    failed: BTreeMap<BlockName, BucketError>,
     waiting: VecDeque<Key>,
     threads: usize,
 }

@@ -136,7 +136,8 @@ impl NcclWorld {
         let within = goes_on.unwrap_or(ABORTED_WITHIN);
         // All at once: one may wait for what runs on behalf of another, and each waits for the graphs.
         let mut work: Vec<Box<dyn FnOnce() + Send>> = vec![Box::new(move || drop(graphs))];
-        for communicator in self.communicators.values().cloned() {
+        for communicator in self.communicators.values() {
+            let communicator = communicator.clone();
             work.push(Box::new(move || communicator.abort()));
         }
         let aborted = self.in_threads(work, within);

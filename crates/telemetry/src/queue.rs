@@ -295,8 +295,7 @@ struct Sender<T> {
 impl<T: Transport> Sender<T> {
     fn run(&mut self) {
         let mut pause = FIRST_PAUSE;
-        loop {
-            let Some((from, to)) = self.next() else { break };
+        while let Some((from, to)) = self.next() {
             let (records, bytes) = self.read(from, to);
             match self.transport.send(&records) {
                 Ok(()) => {
