@@ -5,7 +5,7 @@
 //! credentials from where the `aws` command looks for them ([`BucketSettings`]).
 //!
 //! What fails in a way that may pass is tried again, with pauses that double and jitter, until nothing has come for
-//! [`BucketSettings::give_up`]. A body that ends too early is read on from where it ended. An object that changes while it is read
+//! [`Limits::give_up`]. A body that ends too early is read on from where it ended. An object that changes while it is read
 //! is an error: every range is checked against the ETag that the object was opened with.
 //!
 //! HTTP is `ureq`: blocking, on the caller's thread. This crate knows nothing of tokens, checkpoints and configs.
