@@ -3,7 +3,8 @@
 #
 #     ./release.sh [--no-book]      needs cargo, Python with venv, and for the book mdbook (cargo install mdbook)
 #
-# Both have the stripped binary, completions for three shells, and manual pages.
+# Both have the stripped binary, completions for three shells, and manual pages. It is linked by zig against glibc 2.28, so that it starts on what
+# clusters have since 2018 (RHEL 8, Debian 11): bench/scripts/old-glibc.sh looks.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -22,8 +23,8 @@ work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 
 # The wheel with the binary alone: pyproject.toml.
 python3 -m venv "$work/python"
-"$work/python/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.9,<2' wheel
-"$work/python/bin/maturin" build --release --out "$work/wheel"
+"$work/python/bin/pip" install --quiet --disable-pip-version-check 'maturin[zig]>=1.9,<2' wheel
+PATH=$work/python/bin:$PATH "$work/python/bin/maturin" build --release --zig --compatibility manylinux_2_28 --out "$work/wheel"
 "$work/python/bin/wheel" unpack --dest "$work/unpacked" "$work"/wheel/*.whl >/dev/null
 tree=("$work"/unpacked/*) data=("$work"/unpacked/*/*.data)
 binary=${data[0]}/scripts/lockstep

@@ -33,7 +33,7 @@ impl DiskCache {
         sha256(format!("{server}\n{address}\n{etag}").as_bytes())[..32].to_owned()
     }
 
-    /// A block of so many bytes.
+    /// A block of `bytes` bytes.
     pub fn read(&self, limits: &Limits, object: &str, index: u64, bytes: u64) -> Option<Vec<u8>> {
         let path = folder(limits).join(object).join(index.to_string());
         let mut block = fs::read(&path).ok()?;

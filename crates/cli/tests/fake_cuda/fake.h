@@ -77,7 +77,7 @@ void fake_unlock(void);
 int fake_group_done(struct group *group);
 /* The group is queued: its calls are compared with those of other ranks. A captured one is every time that its graph runs. */
 struct group *fake_post_group(struct group *group);
-/* So many more graphs, or fewer, have the group. */
+/* This many more graphs have the group; fewer where it is negative. */
 void fake_hold_group(struct group *group, int graphs);
 
 #endif
