@@ -811,9 +811,9 @@ fn names_and_addresses_are_not_paths() {
     let said = "hint: for a model on the Hugging Face Hub, set train.init_from = \"hf:meta-llama/Llama-3.2-1B\"";
     assert!(hub.contains(said), "{hub}");
     let model = "[model]\npreset = \"llama-15m\"\n";
-    let bucket = error(&format!("{model}[data]\npaths = [\"s3://bucket/text\"]\n"));
+    let bucket = error(&format!("{model}[data]\npaths = [\"gs://bucket/text\"]\n"));
     assert!(
-        bucket.starts_with("s3://bucket/text: this is an address") && bucket.contains("\nhint: copy the files"),
+        bucket.starts_with("gs://bucket/text: this is an address") && bucket.contains("of others, copy the files"),
         "{bucket}"
     );
     let model_at = error("[train]\ninit_from = \"https://hub/model\"\n[data]\npaths = [\"x\"]\n");
