@@ -78,7 +78,13 @@ impl NcclWorld {
             // One that never comes about is aborted with the others.
             let joining = Arc::new(NcclComm::begin(nccl, id, index, ranks.len())?);
             world.communicators.insert(connection.clone(), joining.clone());
-            joining.joined(&watch)?;
+            if let Err(error) = joining.joined(&watch) {
+                // Where no rank is lost it is the library that cannot join them, and there is nothing to close.
+                if !world.has_failed() {
+                    world.communicators.remove(connection);
+                }
+                return Err(error.into());
+            }
         }
         comm.at(place);
         world.connect_messages(all, place)?;
