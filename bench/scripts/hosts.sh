@@ -3,7 +3,7 @@
 # bench/scripts/hosts.sh LOCKSTEP [ROUNDS] [SEED]
 # Every case ends in bounded time with a cause that names a rank on every side, or goes on, and no loss has another bit than in a run that nobody
 # disturbed. Fails where that is not so. A case that lies in the moment is repeated ROUNDS times.
-relay=$(realpath "$(dirname "$0")/relay.py")
+relay=$(realpath "$(dirname "$0")/relay.py") late=$(realpath "$(dirname "$0")/late_files.py")
 source "$(dirname "$0")/killing.sh"
 rounds=${2:-4}
 RANDOM=${3:-1}
@@ -47,7 +47,7 @@ clear_hosts() {
     relaying=
     for space in $(ip netns list | cut -d' ' -f1 | grep "^$name" || true); do ip netns del "$space"; done
 }
-trap 'kill $(jobs -p) 2>/dev/null || true; clear_hosts; rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; clear_hosts; unmount; rm -rf "$work"' EXIT
 switch() { ip -n "${name}switch" "$@"; }
 on_host() { ip -n "$name$1" "${@:2}"; }
 
@@ -91,8 +91,21 @@ estrange() {
     on_host "$1" route add blackhole "10.213.77.$(($2 + 1))/32"
     on_host "$2" route add blackhole "10.213.77.$(($1 + 1))/32"
 }
+# late_files SECONDS: each host sees the folder `shared` by a mount of its own, which shows what others do that much later.
+late_files() {
+    unmount
+    mkdir -p shared
+    for host in $(seq 0 $((hosts - 1))); do
+        mkdir -p "view$host"
+        python3 "$late" shared "view$host" "$1" >"view$host.log" 2>&1 &
+        disown
+        until mountpoint -q "view$host"; do kill -0 $! || { cat "view$host.log" && exit 1; } && sleep 0.05; done
+    done
+}
+unmount() { for view in view*; do if mountpoint -q "$view"; then umount --lazy "$view"; fi; done; }
 there() {
-    exec ip netns exec "$name$1" unshare --uts sh -c 'hostname "$0"; exec "$@"' "host$1" "${@:2}"
+    exec ip netns exec "$name$1" unshare --uts --mount sh -c \
+        'hostname "$0" && if mountpoint -q "$1"; then mount --bind "$1" shared; fi && shift && exec "$@"' "host$1" "view$1" "${@:2}"
 }
 
 # --- runs ----------------------------------------------------------------------------------------------------------------------------------
@@ -379,5 +392,43 @@ then
     done_with "it is rank 0 of the next world: $(history)"
 else
     echo "$case: skipped, there is no C compiler"
+fi
+if [ -w /dev/fuse ] && python3 -c 'import fuse' 2>/dev/null; then
+    begins "files of other hosts are seen 3 s later"
+    network 2 && late_files 3
+    start shared/late 4 parallel.dp=4 parallel.zero=1 checkpoint.every=20
+    for rank in 0 1 2 3; do ends $rank 0 900; done
+    same_bits shared/late
+    for whole in shared/late/checkpoints/step-*; do "$lockstep" checkpoint verify "$whole" >/dev/null || fail "$whole is damaged"; done
+    done_with "the run ends well, with $(ls -d shared/late/checkpoints/step-* | wc -l) checkpoints"
+
+    begins "files of other hosts are seen 3 s later, and all ranks are killed"
+    start shared/killed 4 parallel.dp=4 parallel.zero=3 checkpoint.every=10
+    comes_to 25
+    kill -9 "${pids[@]}" && wait "${pids[@]}" 2>/dev/null || true
+    goes_on parallel.dp=4 parallel.zero=3 checkpoint.every=10
+    done_with "the same command goes on at once"
+
+    network 3 && late_files 3
+    for alone in 0 2; do
+        begins "files of other hosts are seen 3 s later, elastic, rank $alone is killed"
+        start "shared/lost$alone" 3 parallel.dp=3 cluster.elastic=1..3
+        comes_to 4 && a_moment 1
+        kill -9 "${pids[$alone]}" && wait "${pids[$alone]}" 2>/dev/null || true
+        for rank in 0 1 2; do if [ $rank != $alone ]; then ends $rank 0 900; fi; done
+        same_bits "shared/lost$alone"
+        done_with "the others go on: $(history)"
+    done
+
+    begins "files of other hosts are seen 3 s later, elastic, host 0 of three alone"
+    start shared/alone 3 parallel.dp=3 cluster.elastic=1..3
+    comes_to 4 && a_moment 1
+    part 0
+    for rank in 0 1 2; do ends $rank 0 900; done
+    left_out 0
+    same_bits shared/alone
+    done_with "it waits, the others go on: $(history)"
+else
+    echo "files of other hosts are seen later: skipped, this takes /dev/fuse, libfuse 2 and Python's fusepy"
 fi
 echo "no loss has another bit"

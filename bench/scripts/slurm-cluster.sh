@@ -57,6 +57,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=10
+# A node that is lost is noticed after this many seconds.
+SlurmdTimeout=10
 NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=$cpus
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
 CONF

@@ -98,6 +98,7 @@ impl Draft {
             header -= of_header;
             wrote(bytes - of_header);
         };
+        self.temporary.await_seen();
         let xxh3_128 = write_synced(&self.temporary.path.join(&name), |to| file.write(to, &mut beyond_header))?;
         let entry = FileEntry { name, bytes: file.bytes(), xxh3_128 };
         let written = Written { entry, group: group.to_owned(), places };

@@ -3,11 +3,24 @@
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::error::{AtPath, Result};
 
 const TEMPORARY: &str = ".tmp-";
 const TRASH: &str = ".trash-";
+
+/// How long a file system may take to show here what another host has made.
+const SEEN_WITHIN: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// Waits until what another process has made is seen here: network file systems show it later. Where it never is, whoever uses it says so.
+pub(crate) fn await_seen(path: &Path) {
+    let until = Instant::now() + SEEN_WITHIN;
+    while path.symlink_metadata().is_err_and(|e| e.kind() == ErrorKind::NotFound) && Instant::now() < until {
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
 
 /// The checkpoints in `dir` by ascending step, whole or not; empty where there is no `dir`.
 pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {

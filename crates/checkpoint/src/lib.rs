@@ -53,7 +53,7 @@ pub use error::{CheckpointError, Result};
 pub use find::{LatestCheckpoint, latest, latest_of};
 pub use folder::{list, set_aside_from};
 pub use keep::{Keep, prune};
-pub use load::{Loaded, TensorView, open};
+pub use load::{Loaded, TensorView, open, open_found_by_another};
 pub use memory::MemoryFile;
 pub use mirror::{free_bytes, mirror, require_space};
 pub use save::{About, TensorGroup, TensorRef, looks_whole, save};

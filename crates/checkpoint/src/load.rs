@@ -208,6 +208,12 @@ pub fn open(path: &Path) -> Result<Loaded> {
     Ok(Loaded::assembled(manifest.step, path.to_owned(), manifest.state, (files, attachments), groups))
 }
 
+/// As [`open`], of a checkpoint that another process has found: it is waited for where a network file system shows it here later.
+pub fn open_found_by_another(path: &Path) -> Result<Loaded> {
+    folder::await_seen(path);
+    open(path)
+}
+
 fn open_file(folder: &Path, entry: &FileEntry) -> Result<(FileBytes, BTreeMap<String, TensorPlace>)> {
     let file = open_mapped(folder, entry)?;
     let places = tensor_file::read_header(&file.bytes).map_err(|cause| damaged(folder, &entry.name, cause))?;

@@ -156,6 +156,13 @@ impl TemporaryFolder {
         TemporaryFolder { path: path.to_owned(), stays: true }
     }
 
+    /// Waits until a folder that another process has made is seen here.
+    pub(crate) fn await_seen(&self) {
+        if self.stays {
+            folder::await_seen(&self.path);
+        }
+    }
+
     /// Writes files that hold no tensors, and makes them durable.
     pub(crate) fn attach(&self, attachments: &[(&str, &[u8])]) -> Result<Vec<FileEntry>> {
         let mut entries = Vec::with_capacity(attachments.len());

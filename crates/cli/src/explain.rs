@@ -375,7 +375,8 @@ fn moments_text(config: &Config, plan: &Plan) -> String {
 /// Bytes of a checkpoint, and of the host memory in which it waits to be written.
 fn checkpoint_bytes(config: &Config, plan: &Plan) -> serde_json::Value {
     let bytes = plan.checkpoint_bytes();
-    json!({ "bytes": bytes, "snapshot_bytes": config.checkpoint.asynchronous.then_some(bytes) })
+    let elastic = config.cluster.elastic.is_some().then(|| plan.elastic_bytes());
+    json!({ "bytes": bytes, "snapshot_bytes": config.checkpoint.asynchronous.then_some(bytes), "elastic_bytes": elastic })
 }
 
 fn checkpoint_text(config: &Config, plan: &Plan) -> String {
@@ -385,8 +386,17 @@ fn checkpoint_text(config: &Config, plan: &Plan) -> String {
         true => format!("host memory for a snapshot of it: as much{over}"),
         false => "steps wait while one is written".to_owned(),
     };
+    let elastic = match config.cluster.elastic.is_some() {
+        true => {
+            format!(
+                "; snapshots of the elastic run: {} of host memory{over}, two and their copies",
+                units::bytes(plan.elastic_bytes())
+            )
+        }
+        false => String::new(),
+    };
     let text = format!(
-        "checkpoint: {} ({} bytes) of parameters and optimizer state; {snapshot}",
+        "checkpoint: {} ({} bytes) of parameters and optimizer state; {snapshot}{elastic}",
         units::bytes(bytes),
         thousands(bytes)
     );

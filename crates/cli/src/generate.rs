@@ -139,7 +139,7 @@ fn of_rank(args: &Args, place: Option<&ProcessPlace>) -> Result<ExitCode> {
     let size = (context, args.ranks.tp());
     let mut generator = Generator::shared(&devices, &trained.config, size, trained.weights())?;
 
-    let first = devices.team().is_first();
+    let first = devices.group().is_first();
     let mut screen = Screen::new(tokenizer.clone(), first && args.format == Format::Text);
     // Ranks end a text together.
     let alone = place.is_none();
@@ -230,16 +230,17 @@ fn of_file(args: &Args, sampling: Sampling, files: (&Path, &Path), place: Option
     let begun = Instant::now();
     let mut progress = Progress::new(0);
     let speed = |tokens: u64| tokens as f64 / begun.elapsed().as_secs_f64().max(1e-9);
-    let first = devices.team().is_first();
-    let summary = write_prompts(&mut batch, &tokenizer, files, &options, devices.team(), &mut |p: &PromptProgress| {
-        if !first {
-            return;
-        }
-        let (done, total) = p.texts;
-        let (filled, rate) = (100.0 * p.filled, units::count(speed(p.tokens) as u64));
-        let more = format!(", {} under way, cache {filled:.0}% full, {rate} tokens/s", p.running);
-        progress.work_with("texts", (done as u64, total as u64), |n| n.to_string(), &more);
-    })?;
+    let first = devices.group().is_first();
+    let summary =
+        write_prompts(&mut batch, &tokenizer, files, &options, devices.group(), &mut |p: &PromptProgress| {
+            if !first {
+                return;
+            }
+            let (done, total) = p.texts;
+            let (filled, rate) = (100.0 * p.filled, units::count(speed(p.tokens) as u64));
+            let more = format!(", {} under way, cache {filled:.0}% full, {rate} tokens/s", p.running);
+            progress.work_with("texts", (done as u64, total as u64), |n| n.to_string(), &more);
+        })?;
     progress.clear();
     if !first {
         return Ok(ExitCode::SUCCESS);

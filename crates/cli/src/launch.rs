@@ -82,12 +82,6 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         return Err(HostError::OtherRanks { layout: config.layout().to_string(), ranks, processes }.into());
     }
     let elastic = train::elastic_bounds(&config)?.is_some();
-    if args.slurm.slurm && elastic {
-        return Err(Failure::request(
-            "launch --slurm writes no jobs of elastic runs yet",
-            "leave out --elastic and cluster.elastic; --chain goes on after a lost node",
-        ));
-    }
     if args.slurm.slurm {
         slurm::run(&args.slurm, args.train, &config, ranks)?;
         return Ok(ExitCode::SUCCESS);
@@ -105,11 +99,11 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let signals = train::on_interrupt()?;
     for attempt in 0..=args.restarts {
         let arguments = [vec!["train".into()], args.train.arguments()].concat();
-        let mut team = Team::start(&arguments, processes, args.share_gpus)?;
+        let mut launched = LaunchedRanks::start(&arguments, processes, args.share_gpus)?;
         if elastic {
-            team.elastic(args.restarts - attempt, args.train.run_dir());
+            launched.elastic(args.restarts - attempt, args.train.run_dir());
         }
-        let end = team.wait(&signals)?;
+        let end = launched.wait(&signals)?;
         let again = attempt < args.restarts && !end.recurs && end.failed.is_some() && !end.asked_to_stop;
         if let Some(failure) = &end.failed {
             tell(&format!("error: {}", failure.with_hint()));
@@ -132,7 +126,7 @@ pub fn require_gpus(ranks: usize, first: usize, share: bool) -> Result<()> {
 
 /// Runs this program with these arguments as this many ranks, which end with this process.
 pub fn run_ranks(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<ExitCode> {
-    let end = Team::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
+    let end = LaunchedRanks::start(arguments, ranks, share_gpus)?.wait(&AtomicBool::new(false))?;
     if let Some(failure) = &end.failed {
         tell(&format!("error: {failure}"));
     }
@@ -145,7 +139,7 @@ fn tell(text: &str) {
 }
 
 /// The processes of one attempt, by rank. Those that still run when this goes are killed.
-struct Team {
+struct LaunchedRanks {
     children: Vec<Child>,
     ended: Vec<Option<ExitStatus>>,
     /// Which of them were killed here, and why.
@@ -208,7 +202,7 @@ struct End {
     asked_to_stop: bool,
 }
 
-impl Team {
+impl LaunchedRanks {
     /// Starts this program again with these arguments, once for every rank.
     fn start(arguments: &[OsString], ranks: usize, share_gpus: bool) -> Result<Self> {
         // Free now; should somebody else take it before rank 0 does, that tells the others of another.
@@ -217,11 +211,11 @@ impl Team {
         let (ended, killed, stopped) = (vec![None; ranks], vec![None; ranks], vec![None; ranks]);
         let start =
             StartOfRank { arguments: arguments.to_vec(), ranks, port, secret, share_gpus, run_dir: PathBuf::new() };
-        let mut team = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
+        let mut launched = Self { children: Vec::new(), ended, killed, stopped, start, elastic: None };
         for rank in 0..ranks {
-            team.children.push(team.start.spawn(rank, false)?);
+            launched.children.push(launched.start.spawn(rank, false)?);
         }
-        Ok(team)
+        Ok(launched)
     }
 
     /// The others go on when some are lost; up to this many are started again, to join them.
@@ -420,7 +414,7 @@ fn is_lost(status: ExitStatus) -> bool {
     status.signal().is_some() || status.code() == Some(1)
 }
 
-impl Drop for Team {
+impl Drop for LaunchedRanks {
     fn drop(&mut self) {
         self.kill();
         for child in &mut self.children {

@@ -2,6 +2,9 @@
 //!
 //! A job that is about to reach its time limit gets a signal, saves a checkpoint and ends with exit code 75. Its script then puts it
 //! back into the queue; in a chain, the next job goes on instead.
+//!
+//! The job of an elastic run goes on without nodes that are lost. Its step then ends with the exit code of a rank that was lost, so the script asks the
+//! run's events how it ended.
 
 use crate::failure::{Failure, INTERRUPTED, Result};
 use crate::shell::shell_quoted;
@@ -182,6 +185,8 @@ struct Job<'a> {
     command: Vec<String>,
     log: String,
     requeue: bool,
+    /// The events of a run that goes on without nodes that are lost.
+    elastic: Option<String>,
 }
 
 impl<'a> Job<'a> {
@@ -211,6 +216,8 @@ impl<'a> Job<'a> {
             ));
         }
         let per_node = cluster.gpus_per_node;
+        // Those that wait for a place have nodes too.
+        let (trained, ranks) = (ranks, ranks + cluster.spares);
         let nodes = nodes(cluster, ranks);
         if !ranks.is_multiple_of(nodes) || per_node.is_some_and(|gpus| ranks / nodes > gpus) {
             let why = match per_node.filter(|gpus| ranks.is_multiple_of(nodes) && ranks / nodes > *gpus) {
@@ -219,8 +226,15 @@ impl<'a> Job<'a> {
             };
             let fits = |n: &usize| ranks.is_multiple_of(*n) && per_node.is_none_or(|gpus| ranks / n <= gpus);
             let near = (1..=ranks).filter(fits).min_by_key(|n| n.abs_diff(nodes)).unwrap_or(ranks);
+            let spares = match cluster.spares {
+                0 => String::new(),
+                spares => format!(" and {spares} to spare"),
+            };
             return Err(Failure::request(
-                format!("{ranks} ranks ({}) cannot be spread evenly over {nodes} nodes{why}", config.layout()),
+                format!(
+                    "{trained} ranks ({}){spares} cannot be spread evenly over {nodes} nodes{why}",
+                    config.layout()
+                ),
                 format!("cluster.nodes = {near} fits"),
             ));
         }
@@ -242,6 +256,7 @@ impl<'a> Job<'a> {
             // Slurm replaces names after a percent sign.
             log: job_log(&PathBuf::from(dir.display().to_string().replace('%', "%%")), "%j").display().to_string(),
             requeue,
+            elastic: cluster.elastic.is_some().then(|| dir.join("events.jsonl").display().to_string()),
         })
     }
 
@@ -253,7 +268,7 @@ impl<'a> Job<'a> {
 
     /// The script, unless what it asks for cannot be written there.
     fn script(&self) -> Result<String> {
-        let Self { cluster, name, nodes, ranks, time, command, log, requeue } = self;
+        let Self { cluster, name, nodes, ranks, time, command, log, requeue, elastic } = self;
         let per_node = ranks / nodes;
         let mut asks = vec![
             format!("--job-name={}", shell_quoted(name)),
@@ -272,6 +287,7 @@ impl<'a> Job<'a> {
         ask("cpus-per-task", cluster.cpus_per_rank.map(|cpus| cpus.to_string()));
         let again = if *requeue { ["--requeue", "--open-mode=append"] } else { ["--no-requeue", "--open-mode=append"] };
         asks.extend(again.map(str::to_owned));
+        asks.extend(elastic.iter().map(|_| "--no-kill".to_owned()));
         asks.extend(cluster.sbatch.iter().cloned());
         if let Some(ask) = asks.iter().find(|ask| ask.contains(char::is_control)) {
             let shown = ask.escape_debug();
@@ -288,11 +304,20 @@ impl<'a> Job<'a> {
         text += "# Written by `lockstep launch --slurm`.\n\n";
         cluster.modules.iter().for_each(|module| text += &format!("module load {}\n", shell_quoted(module)));
         cluster.setup.iter().for_each(|line| text += &format!("{line}\n"));
-        let mut srun = vec!["srun".to_owned(), "--kill-on-bad-exit=1".to_owned()];
+        let mut srun = vec!["srun".to_owned()];
+        let ends = match elastic {
+            Some(_) => &["--no-kill", "--kill-on-bad-exit=0", "--wait=0"][..],
+            None => &["--kill-on-bad-exit=1"],
+        };
+        srun.extend(ends.iter().map(|&end| end.to_owned()));
         srun.extend(cluster.cpus_per_rank.map(|cpus| format!("--cpus-per-task={cpus}")));
         srun.extend(cluster.srun.iter().cloned());
         srun.extend(cluster.container.clone());
         srun.extend(command.iter().map(|word| shell_quoted(word)));
+        if let Some(events) = elastic {
+            let events = shell_quoted(events);
+            text += &format!("\nevents={events}\nbefore=$(cat \"$events\" 2>/dev/null | wc -l)");
+        }
         text += &format!(
             "\n{} &\nstep=$!\n\
              # The signal to save and stop, which comes {} s before the time limit: the ranks exit with code {INTERRUPTED}. It ends the\n\
@@ -302,6 +327,13 @@ impl<'a> Job<'a> {
             srun.join(" "),
             cluster.signal_before
         );
+        if elastic.is_some() {
+            text += &format!(
+                "# Ranks that were lost leave their exit code with the step. How the run ended is the last of its events.\n\
+                 case $(tail -n +$((before + 1)) \"$events\" 2>/dev/null | tail -n 1) in\n    \
+                 *'\"event\":\"finish\"'*) code=0 ;;\n    *'\"event\":\"interrupt\"'*) code={INTERRUPTED} ;;\nesac\n"
+            );
+        }
         if *requeue {
             text += &format!(
                 "if [ $code -eq {INTERRUPTED} ]; then\n    echo \"interrupted with a checkpoint: job $SLURM_JOB_ID goes back into the \

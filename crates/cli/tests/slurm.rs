@@ -172,6 +172,63 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
     assert!(said.starts_with("finished "), "{said}");
 }
 
+/// Ends all that runs on a node, as when it loses its power.
+fn lose(slurm: &Slurm, node: &str) {
+    let variable = format!("SLURMD_NODENAME={node}");
+    let of = |pid: &str| fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let on_node = |pid: &str| of(pid).split(|byte| *byte == 0).any(|set| set == variable.as_bytes());
+    let processes = fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let tasks: Vec<String> = processes.filter(|name| name.parse::<u32>().is_ok() && on_node(name)).collect();
+    assert!(!tasks.is_empty(), "nothing runs on {node}");
+    // What has started a task belongs to the node as well, and is told apart from other tests' by it.
+    let parent = |pid: &String| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.split(' ').nth(1).map(str::to_owned)
+    };
+    let stepd = |pid: &String| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim().starts_with("slurmstepd"))
+    };
+    let steps: Vec<String> = tasks.iter().filter_map(parent).filter(stepd).collect();
+    let daemon = fs::read_to_string(slurm.folder.path().join(format!("slurmd-{node}.pid"))).unwrap().trim().to_owned();
+    let all: Vec<String> = [daemon].into_iter().chain(steps).chain(tasks).collect();
+    // Some end with others.
+    let _ = Command::new("kill").arg("-KILL").args(&all).stderr(Stdio::null()).status().unwrap();
+}
+
+#[test]
+fn an_elastic_job_goes_on_without_a_node_and_with_a_spare_one() {
+    let Some(slurm) = Slurm::start() else { return };
+    let place = Place::new();
+    let train = "steps = 300\nmicro_batch = 1\nreproducible = true";
+    let config = CONFIG
+        .replace("steps = 20", train)
+        .replace("every = 5", "every = 0")
+        .replace("global_batch = 8", "global_batch = 12");
+    let cluster = "\n[cluster]\ntime = \"20\"\nnodes = 4\nelastic = \"2..4\"\n";
+    place.config(&format!("{config}\n[parallel]\ndp = 4\ntimeout = 20\n{cluster}"));
+    let fewer = slurm.launch(&place, "fewer", &[]);
+    let spare = ["--set", "cluster.elastic=\"2..3\"", "--set", "cluster.spares=1", "--set", "parallel.dp=3"];
+    let spare = slurm.launch(&place, "spare", &spare);
+    wait_for_steps(&place, "fewer", 20);
+    wait_for_steps(&place, "spare", 20);
+    // Each job has nodes of its own; the script runs on the first.
+    for (job, which) in [(&fewer[0], 2), (&spare[0], 1)] {
+        let text = slurm.ask(&["scontrol", "-o", "show", "job", job]);
+        let nodes = text.split(" NodeList=").nth(1).unwrap().split(' ').next().unwrap();
+        let nodes = slurm.ask(&["scontrol", "show", "hostnames", nodes]);
+        lose(&slurm, nodes.lines().nth(which).unwrap());
+    }
+    slurm.wait_for(&place, "fewer", &fewer[0], "COMPLETED");
+    slurm.wait_for(&place, "spare", &spare[0], "COMPLETED");
+    place.ok(&["train", "run.toml", "--run-dir", "threads", "--quiet", "--set", "cluster.elastic=\"2..4\""]);
+    assert_eq!(place.trajectory("fewer"), place.trajectory("threads"));
+    for (dir, layout) in [("fewer", "dp=3"), ("spare", "dp=3")] {
+        let events = fs::read_to_string(place.path(dir).join("events.jsonl")).unwrap();
+        let world = events.lines().find(|line| line.contains("\"event\":\"world\"")).unwrap();
+        assert!(world.contains(layout), "{world}");
+    }
+}
+
 #[test]
 fn the_script_asks_for_what_the_config_says_and_wrong_requests_are_refused() {
     let place = place();
@@ -225,13 +282,19 @@ fn the_script_asks_for_what_the_config_says_and_wrong_requests_are_refused() {
     let srun =
         "\nsrun --kill-on-bad-exit=1 --cpus-per-task=8 --mpi=pmix apptainer exec --nv l.sif lockstep train run.toml ";
     assert!(script.contains(srun) && !script.contains("--dry-run"), "{script}");
-    let syntax = Command::new("bash").args(["-n", "-c", &script]).status().unwrap();
-    assert!(syntax.success());
+    let syntax = |script: &str| assert!(Command::new("bash").args(["-n", "-c", script]).status().unwrap().success());
+    syntax(&script);
+    let elastic = ["--dry-run", "--elastic", "2..4", "--nodes", "3", "--set", "cluster.spares=2"];
+    let script = place.ok(&with(&elastic));
+    assert!(script.contains("#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=2\n"), "{script}");
+    assert!(script.contains("#SBATCH --no-kill\n") && script.contains("--no-kill --kill-on-bad-exit=0"), "{script}");
+    assert!(script.contains("events=run/events.jsonl\n"), "{script}");
+    syntax(&script);
     let chain = place.ok(&with(&["--dry-run", "--chain", "3"]));
     assert!(chain.contains("#SBATCH --no-requeue\n"), "{chain}");
     let last = "--dependency=afternotok:$job1,afternotok:$job2 --kill-on-invalid-dep=yes run/job.sh)\n";
     assert!(chain.ends_with(last) && chain.contains("# job1=$(sbatch --parsable run/job.sh)\n"), "{chain}");
-    assert!(Command::new("bash").args(["-n", "-c", &chain]).status().unwrap().success());
+    syntax(&chain);
     // Slurm replaces what follows a percent sign, and a line ends at a line break.
     let run_in = |dir: &'static str| vec!["launch", "run.toml", "--slurm", "--dry-run", "--run-dir", dir];
     assert!(place.ok(&run_in("50%j")).contains("#SBATCH --output=50%%j/slurm-%j.log\n"));

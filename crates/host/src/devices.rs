@@ -4,7 +4,7 @@ use crate::device::{CpuDevice, CudaDevice, HostDevice};
 use crate::error::exec_hint;
 use crate::hardware::profile_of;
 use crate::peak::{self, Peak};
-use crate::processes::{Processes, Team};
+use crate::processes::{ProcessGroup, Processes};
 use crate::{HostError, Result};
 use lockstep_compile::{Precision, fusable_matmuls};
 use lockstep_config::{Config, DeviceChoice};
@@ -78,8 +78,8 @@ impl Devices {
     }
 
     /// The processes that run together.
-    pub fn team(&self) -> Team<'_> {
-        Team(self.processes.as_ref())
+    pub fn group(&self) -> ProcessGroup<'_> {
+        ProcessGroup(self.processes.as_ref())
     }
 
     /// The GPU of this process.
@@ -100,7 +100,7 @@ impl Devices {
         let faster = match plan.target {
             // Of several processes the first times them: all run one program.
             Target::Cuda { deterministic: false } if !matmuls.is_empty() => {
-                let found: Vec<bool> = self.team().told::<_, HostError>("tune", || {
+                let found: Vec<bool> = self.group().told::<_, HostError>("tune", || {
                     let faster = self.gpu()?.faster(&matmuls).map_err(ExecError::from)?;
                     Ok(matmuls.iter().map(|matmul| faster.contains(matmul)).collect())
                 })?;
@@ -177,12 +177,25 @@ impl Devices {
         }
     }
 
+    /// Host memory must have room for the snapshots of an elastic run, beside arenas where those are there too and what else waits there. All processes
+    /// call this, and find the same.
+    pub fn require_elastic_memory(&self, plan: &Plan) -> Result<()> {
+        let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
+        let needed = plan.elastic_bytes();
+        let free = self.device(Target::Cpu)?.available_bytes()?;
+        let available = free.map_or(u64::MAX, |free| free.saturating_sub(arenas + plan.host_bytes()));
+        match self.group().all("snapshot", needed <= available)? {
+            true => Ok(()),
+            false => Err(PlanError::ElasticMemory { needed, available }.into()),
+        }
+    }
+
     /// Whether host memory has room for snapshots of all ranks, beside their arenas where those are there too. All processes find the
     /// same.
     pub fn room_for_snapshot(&self, plan: &Plan) -> Result<bool> {
         let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
         let free = self.device(Target::Cpu)?.available_bytes()?;
-        self.team()
+        self.group()
             .all("snapshot", free.is_none_or(|free| arenas + plan.host_bytes() + plan.checkpoint_bytes() <= free))
     }
 

@@ -72,7 +72,7 @@ impl Devices {
             lockstep_plan::Target::Cpu => None,
             lockstep_plan::Target::Cuda { .. } => Some(self.gpu()?),
         };
-        Ok(EnergyMeter::new(gpu, self.team().0))
+        Ok(EnergyMeter::new(gpu, self.group().0))
     }
 }
 

@@ -160,9 +160,9 @@ impl Processes {
 
 /// The processes of a run, if there are several: everything that they do in turns or together.
 #[derive(Clone, Copy)]
-pub struct Team<'a>(pub Option<&'a Processes>);
+pub struct ProcessGroup<'a>(pub Option<&'a Processes>);
 
-impl<'a> Team<'a> {
+impl<'a> ProcessGroup<'a> {
     /// Whether this process is the one that shows and writes what concerns all.
     pub fn is_first(self) -> bool {
         self.0.is_none_or(|p| p.rank() == 0)
@@ -339,7 +339,7 @@ fn difference(first: &str, other: &str) -> (String, String) {
 pub struct StopSignal<'a> {
     asked: &'a AtomicBool,
     agreed: AtomicBool,
-    team: Team<'a>,
+    group: ProcessGroup<'a>,
     /// Whether the first process wants the world to end, for another one.
     changes: Option<&'a dyn Fn() -> bool>,
     changing: AtomicBool,
@@ -347,8 +347,8 @@ pub struct StopSignal<'a> {
 
 impl<'a> StopSignal<'a> {
     /// Of a run of these processes, of which this one is asked by a flag.
-    pub fn new(asked: &'a AtomicBool, team: Team<'a>) -> Self {
-        Self { asked, agreed: AtomicBool::new(false), team, changes: None, changing: AtomicBool::new(false) }
+    pub fn new(asked: &'a AtomicBool, group: ProcessGroup<'a>) -> Self {
+        Self { asked, agreed: AtomicBool::new(false), group, changes: None, changing: AtomicBool::new(false) }
     }
 
     /// The same, where the first process also says when the world is to end, for another one.
@@ -363,9 +363,9 @@ impl<'a> StopSignal<'a> {
 
     /// Looks whether any process was asked to stop. All must look at the same points.
     pub fn look(&self) -> Result<bool> {
-        let Some(processes) = self.team.0 else { return Ok(self.asked.load(Ordering::SeqCst)) };
+        let Some(processes) = self.group.0 else { return Ok(self.asked.load(Ordering::SeqCst)) };
         if !self.agreed.load(Ordering::SeqCst) {
-            let changes = self.team.is_first() && self.changes.is_some_and(|changes| changes());
+            let changes = self.group.is_first() && self.changes.is_some_and(|changes| changes());
             let mine = u8::from(self.asked.load(Ordering::SeqCst)) | u8::from(changes) << 1;
             let all = processes.exchange("stop", &[mine])?;
             let any = |bit: u8| all.iter().any(|asked| asked.first().is_none_or(|asked| asked & bit != 0));
@@ -377,7 +377,7 @@ impl<'a> StopSignal<'a> {
 
     /// What was found when all last looked; with one process, what is asked of it.
     pub fn flag(&self) -> &AtomicBool {
-        if self.team.0.is_some() { &self.agreed } else { self.asked }
+        if self.group.0.is_some() { &self.agreed } else { self.asked }
     }
 
     /// What is asked of this process, for work that it does while the others wait.

@@ -5,7 +5,7 @@
 
 use crate::{InferError, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream, Written};
 use lockstep_data::{Chat, Conversation};
-use lockstep_host::Team;
+use lockstep_host::ProcessGroup;
 use lockstep_ir::counter;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
@@ -72,7 +72,7 @@ pub fn write_prompts(
     tokenizer: &RunTokenizer,
     (prompts, out): (&Path, &Path),
     options: &PromptOptions,
-    team: Team,
+    group: ProcessGroup,
     show: &mut dyn FnMut(&PromptProgress),
 ) -> Result<PromptSummary> {
     options.sampling.check()?;
@@ -84,9 +84,9 @@ pub fn write_prompts(
     }
     let total = lines.len() * options.samples;
     let settings = settings(options, &text);
-    team.agree("prompts and settings", &Value::Object(settings.clone()).to_string())?;
+    group.agree("prompts and settings", &Value::Object(settings.clone()).to_string())?;
     let mut to = None;
-    let before = team.told("texts", || {
+    let before = group.told("texts", || {
         let (file, before) = resume(out, &settings, total)?;
         to = Some(file);
         Ok::<_, InferError>(before)

@@ -67,6 +67,21 @@ pub enum PlanError {
         /// Ranks that share them.
         ranks: usize,
     },
+    /// The snapshots of an elastic run are larger than what is free in the memory of the hosts.
+    #[error(
+        "the snapshots of an elastic run take {} of host memory on all ranks, five times a checkpoint, and {} are free",
+        units::bytes(*needed),
+        units::bytes(*available)
+    )]
+    #[hint(
+        "end other programs, allow the job more memory or take more hosts; without cluster.elastic, --restarts goes on from checkpoints"
+    )]
+    ElasticMemory {
+        /// Bytes that are needed.
+        needed: u64,
+        /// Bytes that are free.
+        available: u64,
+    },
     /// An op of `recompute.ops` makes nothing that could be recomputed.
     #[error("recompute.ops: \"{op}\" makes nothing that a layer of this model saves for backward")]
     #[hint(

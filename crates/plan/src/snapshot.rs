@@ -6,7 +6,16 @@ use lockstep_ir::program::{Role, Tensor};
 use lockstep_ir::{Coordinates, MeshAxis, StepProgram};
 use std::collections::BTreeSet;
 
+/// What an elastic run keeps of each part of a checkpoint in host memory: two snapshots, each with a copy at another rank, and the buffer that they are
+/// taken in.
+const ELASTIC_COPIES: u64 = 5;
+
 impl Plan {
+    /// Bytes of host memory that the snapshots of an elastic run take on all ranks together.
+    pub fn elastic_bytes(&self) -> u64 {
+        ELASTIC_COPIES * self.checkpoint_bytes()
+    }
+
     /// Bytes of the tensors of a checkpoint: every parameter and every moment once, as they are kept. The snapshots of all ranks make them up.
     pub fn checkpoint_bytes(&self) -> u64 {
         let mut names = BTreeSet::new();

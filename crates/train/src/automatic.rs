@@ -40,7 +40,7 @@ pub(crate) fn with_layout(
     }
     let ranks = devices.processes().or(config.parallel.ranks).unwrap_or(1);
     // What fits is the first process's to find out: others may have other memory.
-    let found = devices.team().told::<_, TrainError>("plan", || match begun(config, dir, ranks) {
+    let found = devices.group().told::<_, TrainError>("plan", || match begun(config, dir, ranks) {
         Some(found) => Ok(found),
         None => searched(devices, config, ranks, heard),
     })?;

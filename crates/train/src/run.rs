@@ -133,7 +133,7 @@ pub(crate) fn run_in(
             error => matches!(error, TrainError::WorldChanges),
         };
         if !known {
-            devices.team().fail(&error.to_string());
+            devices.group().fail(&error.to_string());
         }
     })
 }
@@ -145,10 +145,10 @@ fn run_here(
     stop: &AtomicBool,
     show: Show,
 ) -> Result<Outcome> {
-    let team = devices.team();
+    let group = devices.group();
     config.require_data()?;
     limit_buckets(config)?;
-    team.agree_on_start(config, &options.given)?;
+    group.agree_on_start(config, &options.given)?;
     let mut planning = |small, whole| show(Event::Planning { small, whole });
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
     if let Some(how) = config.layout_planned() {
@@ -159,36 +159,41 @@ fn run_here(
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
-    if team.is_first() && elastic.is_none_or(|elastic| elastic.epoch() == 0) {
+    if group.is_first() && elastic.is_none_or(|elastic| elastic.epoch() == 0) {
         require_sinks(config)?;
     }
     let unchanged = plan(devices, config)?;
-    let dir = if team.is_first() { open_dir(devices, config, options, elastic)? } else { RunDir::follow(&options.dir) };
-    team.require_shared(&options.dir)?;
-    team.record_failures(&options.dir);
+    let dir =
+        if group.is_first() { open_dir(devices, config, options, elastic)? } else { RunDir::follow(&options.dir) };
+    group.require_shared(&options.dir)?;
+    group.record_failures(&options.dir);
     let in_memory = elastic.and_then(ElasticRun::take_found);
     if in_memory.is_none() {
-        team.told::<_, TrainError>("checkpoint", || Ok(checkpoint::bring_back(config, options, show)?))?;
+        group.told::<_, TrainError>("checkpoint", || Ok(checkpoint::bring_back(config, options, show)?))?;
     }
     let (found, mut course) = resume(devices, config, options, in_memory)?;
     let resumed = found.loaded.as_ref().map_or("none".to_owned(), |loaded| format!("step {}", loaded.step));
-    team.agree("checkpoint", &resumed)?;
+    group.agree("checkpoint", &resumed)?;
     let plan = if course.changes.is_empty() { unchanged } else { plan(devices, &course.config)? };
     let plan = devices.tuned(&course.config, plan)?;
     let programs: Vec<String> = plan.compiled.programs.iter().map(|p| format!("{:016x}", p.fingerprint())).collect();
-    team.agree("program", &programs.join(" "))?;
+    group.agree("program", &programs.join(" "))?;
     if let Some((config, line)) = with_checkpoint_interval(devices, &course.config, &plan, &options.dir)? {
         show(Event::Warning(&line));
         course.config = config;
     }
-    let aside = if options.fresh && team.is_first() { Some(dir.set_aside()?) } else { None };
-    team.meet("begin")?;
+    let aside = if options.fresh && group.is_first() { Some(dir.set_aside()?) } else { None };
+    group.meet("begin")?;
     if let Some(elastic) = elastic {
+        // Those of a world before are there already.
+        if !elastic.is_later {
+            devices.require_elastic_memory(&plan)?;
+        }
         elastic.compiled();
-        elastic.begin(team.is_first());
+        elastic.begin(group.is_first());
     }
     let somebody_waits = || elastic.is_some_and(ElasticRun::somebody_waits);
-    let stop = &StopSignal::new(stop, team).or_change(elastic.map(|_| &somebody_waits as &dyn Fn() -> bool));
+    let stop = &StopSignal::new(stop, group).or_change(elastic.map(|_| &somebody_waits as &dyn Fn() -> bool));
     let error = match start::start(&course, (&plan, devices), dir, found, (options, elastic), stop, show) {
         Ok(mut run) => {
             if run.debug_nans && !run.session.executor().check_numbers() {
@@ -243,7 +248,7 @@ fn open_dir(
             opened => return opened,
         }
     };
-    Ok(match devices.team().0 {
+    Ok(match devices.group().0 {
         Some(processes) => processes.busy("open the run directory", open)?,
         None => open()?,
     })
@@ -408,7 +413,7 @@ impl Run<'_> {
         self.dir.event(kind, json!({ "step": self.outcome.step, ENERGY_KWH: self.energy.total_kwh() }))?;
         // Its memory is enough for the sample too, and for measuring peaks.
         drop(self.session);
-        if !self.devices.team().is_first() {
+        if !self.devices.group().is_first() {
             return Ok(self.outcome);
         }
         if let (Some(checkpoint), true) = (&self.outcome.checkpoint, self.outcome.finished) {
@@ -437,7 +442,7 @@ impl Run<'_> {
     /// Ends a run whose data do not come: with a checkpoint of its last step, so that nothing is lost. Of several processes the others may
     /// wait for this one in the next step, so none is saved there.
     fn without_data(mut self, error: TrainError, saved: Option<u64>, show: Show) -> Result<Outcome> {
-        if self.devices.team().0.is_none() && self.status.spikes.skipped.is_empty() {
+        if self.devices.group().0.is_none() && self.status.spikes.skipped.is_empty() {
             self.await_save(show)?;
             if saved != Some(self.outcome.step) || self.checkpoints.again {
                 self.save_now(show)?;
@@ -456,7 +461,7 @@ impl Run<'_> {
     fn remember(&mut self) -> Result<()> {
         let about = self.snapshot_state();
         let Some((_, keeper)) = &mut self.elastic else { return Ok(()) };
-        keeper.take(self.devices.team(), self.session.world(), about)
+        keeper.take(self.devices.group(), self.session.world(), about)
     }
 
     /// Ends this world with the state of its last step in memory: another world goes on from there.
@@ -466,10 +471,10 @@ impl Run<'_> {
         if let Some((_, keeper)) = &mut self.elastic {
             // The one before must be done, or this one would be left out.
             keeper.wait()?;
-            self.devices.team().meet("snapshot")?;
-            keeper.take(self.devices.team(), self.session.world(), about)?;
+            self.devices.group().meet("snapshot")?;
+            keeper.take(self.devices.group(), self.session.world(), about)?;
             keeper.wait()?;
-            self.devices.team().meet("snapshot")?;
+            self.devices.group().meet("snapshot")?;
         }
         Err(TrainError::WorldChanges)
     }
@@ -482,7 +487,7 @@ impl Run<'_> {
 
     /// Says which rank all wait for, if one stands out.
     fn name_slow_rank(&mut self, metrics: &Step, show: Show) -> Result<()> {
-        let Some(processes) = self.devices.team().0 else { return Ok(()) };
+        let Some(processes) = self.devices.group().0 else { return Ok(()) };
         let Some(slow) = self.pace.slow_ranks.step(&metrics.rank_busy_s, Instant::now()) else { return Ok(()) };
         let Slow { rank, busy_s, others_s, same_stage } = slow;
         let (step, host) = (metrics.step, processes.host(rank));

@@ -154,7 +154,7 @@ impl Session {
     fn load(devices: &Devices, config: &Config, plan: &Plan) -> Result<Self> {
         let total = devices.require_memory(config, plan)?;
         // What one has allocated is not free for the others to see.
-        devices.team().meet("load")?;
+        devices.group().meet("load")?;
         let programs = plan.compiled.programs.clone();
         let tensors = state::tensors(&programs);
         let timeout = std::time::Duration::from_secs_f64(config.parallel.timeout);

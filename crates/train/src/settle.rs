@@ -25,7 +25,7 @@ fn with_offload(devices: &Devices, config: Config) -> Result<Config> {
     if config.offload.optimizer != OffloadSize::Auto {
         return Ok(config);
     }
-    let (bytes, how) = devices.team().told::<_, TrainError>("settle", || {
+    let (bytes, how) = devices.group().told::<_, TrainError>("settle", || {
         let Some(room) = devices.room(&config) else { return Ok((0, "the memory is not known".to_owned())) };
         let found = with_fitting_offload(devices, config.clone(), &room)?;
         let how = format!("the least that fits {} {}", units::bytes(room.bytes), room.place);
@@ -39,7 +39,7 @@ fn with_micro_batch_found(devices: &Devices, config: &Config, dir: Option<&Path>
         return Ok(config.clone());
     }
     // What fits is the first process's to find out: others may have other memory.
-    let (sequences, how) = devices.team().told::<_, TrainError>("settle", || {
+    let (sequences, how) = devices.group().told::<_, TrainError>("settle", || {
         let found = settled_here(devices, config, dir)?;
         Ok((found.train.micro_batch, found.micro_batch_found().map(str::to_owned)))
     })?;

@@ -64,7 +64,7 @@ impl RankArgs {
         let devices = Devices::of_processes(Processes::join(&start, &config.at(&layout), place.local)?);
         let given: Vec<(String, String)> =
             std::env::args().skip(1).enumerate().map(|(i, word)| (format!("argument {}", i + 1), word)).collect();
-        devices.team().agree_on_start(config, &given)?;
+        devices.group().agree_on_start(config, &given)?;
         Ok(devices)
     }
 }

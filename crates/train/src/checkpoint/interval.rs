@@ -18,7 +18,7 @@ pub(crate) fn with_checkpoint_interval(
     dir: &Path,
 ) -> Result<Option<(Config, String)>> {
     let SaveEvery::Auto = config.checkpoint.every else { return Ok(None) };
-    let (steps, how) = devices.team().told("checkpoint interval", || found(devices, plan, dir))?;
+    let (steps, how) = devices.group().told("checkpoint interval", || found(devices, plan, dir))?;
     let line = format!("checkpoint.every = {steps}: {how}");
     Ok(Some((config.with_checkpoint_every(steps, &how), line)))
 }

@@ -10,7 +10,7 @@ use lockstep_checkpoint::{Loaded, MemoryFile};
 use lockstep_exec::comm::processes::{Member, ProcessCommunicator};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_exec::{ExecError, World};
-use lockstep_host::Team;
+use lockstep_host::ProcessGroup;
 use lockstep_infer::state::GROUPS;
 use lockstep_ir::program::Tensor;
 use serde::{Deserialize, Serialize};
@@ -175,9 +175,9 @@ fn partners(members: &[Member], rank: usize) -> Option<(usize, usize)> {
 
 impl Keeper {
     /// Begins a snapshot of a step, if all processes are done with the one before. All call this at the same steps.
-    pub(crate) fn take(&mut self, team: Team<'_>, world: &dyn World, about: SnapshotState) -> Result<()> {
+    pub(crate) fn take(&mut self, group: ProcessGroup<'_>, world: &dyn World, about: SnapshotState) -> Result<()> {
         let done = self.copying.as_ref().is_none_or(JoinHandle::is_finished);
-        if !team.all("snapshot", done)? {
+        if !group.all("snapshot", done)? {
             return Ok(());
         }
         self.wait()?;

@@ -143,7 +143,7 @@ impl Run<'_> {
         let Some(minutes) = self.config.checkpoint.every_minutes else { return Ok(()) };
         let passed =
             self.checkpoints.last.elapsed() >= Duration::try_from_secs_f64(60.0 * minutes).unwrap_or(Duration::MAX);
-        if self.devices.team().told::<_, TrainError>("save", || Ok(passed))? {
+        if self.devices.group().told::<_, TrainError>("save", || Ok(passed))? {
             self.checkpoints.timed = Some(step);
         }
         Ok(())
@@ -248,15 +248,15 @@ impl Run<'_> {
         } else {
             let SaveRequest { dir, keep, .. } = &request;
             let saved = request.about(|about| self.session.save(dir, step, about, keep.clone(), progress));
-            let team = self.devices.team();
+            let group = self.devices.group();
             match saved {
                 // Processes that wait for one that has failed hear of it when the run ends.
-                Err(TrainError::Infer(InferError::Checkpoint(error))) if team.0.is_none() => {
+                Err(TrainError::Infer(InferError::Checkpoint(error))) if group.0.is_none() => {
                     return Ok(Err(error.into()));
                 }
                 Err(error) => return Err(error),
                 Ok(path) => {
-                    let failed = team.told::<_, TrainError>("save", || Ok(request.mirrored(path.clone()).1))?;
+                    let failed = group.told::<_, TrainError>("save", || Ok(request.mirrored(path.clone()).1))?;
                     (path, failed)
                 }
             }
@@ -292,7 +292,7 @@ impl Run<'_> {
 
     /// A cause with the process that it comes from.
     fn whose(&self, rank: Option<usize>, cause: SaveFailure) -> SaveFailure {
-        match (rank, self.devices.team().0) {
+        match (rank, self.devices.group().0) {
             (Some(rank), Some(processes)) => {
                 SaveFailure { text: format!("rank {rank} on host {}: {cause}", processes.host(rank)), ..cause }
             }

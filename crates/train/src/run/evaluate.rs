@@ -57,7 +57,7 @@ impl Run<'_> {
         }
         let first = self.batches.at(step - 1).first_sample + self.status.spikes.left_out(step - 1);
         let found = self.session.cross_check(&self.train, first).map_err(|error| self.in_step(step, error))?;
-        let processes = self.devices.team().0;
+        let processes = self.devices.group().0;
         let host = |rank: usize| processes.map_or_else(host, |processes| processes.host(rank).to_owned());
         for suspects in found {
             let text = suspects.text(&host);

@@ -6,7 +6,7 @@ use lockstep_checkpoint::{LatestCheckpoint, list};
 use lockstep_config::Config;
 use lockstep_data::{DataError, Progress, Sampler};
 use lockstep_exec::Note;
-use lockstep_host::{StopSignal, Team};
+use lockstep_host::{ProcessGroup, StopSignal};
 use lockstep_infer::{
     Existing, InferError, InitialWeights, Kept, RunData, RunTokenizer, TaskFile, TaskRequests, data_folder,
     unused_vocabulary,
@@ -31,7 +31,7 @@ impl RunInput {
     /// Opens them; data that are not prepared yet are prepared.
     pub(super) fn open(
         config: &Config,
-        team: Team<'_>,
+        group: ProcessGroup<'_>,
         dir: &Path,
         (found, initial): (&LatestCheckpoint, Option<&InitialWeights>),
         stop: &StopSignal<'_>,
@@ -41,14 +41,14 @@ impl RunInput {
         let started = found.loaded.is_some() || list(&dir.join("checkpoints")).is_ok_and(|l| !l.is_empty());
         let existing = if started { Existing::Keep } else { Existing::Refresh };
         let folder = data_folder(config, dir);
-        if !team.is_first() && RunData::open(config, &folder)?.is_none() {
+        if !group.is_first() && RunData::open(config, &folder)?.is_none() {
             show(Event::Preparing(Progress { waiting: true, ..Progress::default() }));
         }
         let mut read_in_full = true;
-        let data = first_then_others(team, "prepare data", || {
+        let data = first_then_others(group, "prepare data", || {
             let data =
                 RunData::prepare(config, &folder, existing, stop.asked(), &mut |_, p| show(Event::Preparing(p)))?;
-            if team.is_first() {
+            if group.is_first() {
                 data.refuse_other_text(config, &folder, stop.asked(), &mut |text| show(Event::Warning(text)))?;
                 read_in_full = data.check(stop.asked(), &mut |done, total| show(Event::Checking { done, total }))?;
             }
@@ -58,12 +58,12 @@ impl RunInput {
             let text = "of the data lengths, headers and samples were checked; `lockstep data verify` reads what has checksums";
             show(Event::Note(&Note::Cost(text.into())));
         }
-        team.agree("data", &format!("{:016x}", data.fingerprint()))?;
+        group.agree("data", &format!("{:016x}", data.fingerprint()))?;
         let tokenizer = RunTokenizer::from(data.tokenizer()?);
         if let Some((problem, hint)) = unused_vocabulary(config, &tokenizer) {
             show(Event::Trouble { what: "", error: &TrainError::Rehearsal { problem, hint } });
         }
-        if team.is_first() && found.loaded.is_none() {
+        if group.is_first() && found.loaded.is_none() {
             data.warnings()?.iter().for_each(|w| show(Event::Warning(w)));
         }
         let tasks = TaskFile::open_all(&config.task_paths(), config.eval.items)?;
@@ -84,13 +84,13 @@ impl RunInput {
 
 /// Lets the first process do something, and then the others. Where the first was interrupted, all are.
 fn first_then_others<T>(
-    team: Team<'_>,
+    group: ProcessGroup<'_>,
     op: &'static str,
     work: impl FnOnce() -> Result<T, InferError>,
 ) -> Result<T, InferError> {
-    let Some(processes) = team.0 else { return work() };
-    if !team.is_first() {
-        return match team.told::<bool, InferError>(op, || Ok(false))? {
+    let Some(processes) = group.0 else { return work() };
+    if !group.is_first() {
+        return match group.told::<bool, InferError>(op, || Ok(false))? {
             true => Err(DataError::Interrupted.into()),
             false => processes.busy(op, work),
         };
@@ -99,7 +99,7 @@ fn first_then_others<T>(
     let interrupted = matches!(result, Err(InferError::Data(DataError::Interrupted)));
     // Of other errors the others hear when this run ends.
     if result.is_ok() || interrupted {
-        team.told::<bool, InferError>(op, || Ok(interrupted))?;
+        group.told::<bool, InferError>(op, || Ok(interrupted))?;
     }
     result
 }

@@ -10,12 +10,9 @@ use crate::energy::ENERGY_KWH;
 use crate::event::{Event, Show};
 use crate::spikes::{self, RollBack, SkippedStep};
 use crate::{Result, TrainError};
-use lockstep_checkpoint::{Loaded, latest_of, open, set_aside_from};
+use lockstep_checkpoint::{latest_of, set_aside_from};
 use lockstep_infer::InitialWeights;
 use serde_json::json;
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
-use std::path::PathBuf;
 
 /// Steps in a row whose gradients may be non-finite before a run without a spike policy gives up.
 const MOST_SKIPPED: u64 = 3;
@@ -61,8 +58,7 @@ impl Run<'_> {
         if number >= self.config.spikes.roll_backs {
             return Err(TrainError::Spikes { step, roll_backs: before, skipped });
         }
-        let team = self.devices.team();
-        let mut found: Option<Loaded> = None;
+        let group = self.devices.group();
         let first = first.step;
         let sample = |steps: u64| self.batches.at(steps).first_sample + self.status.spikes.left_out(steps);
         // With those before it that count where the run goes on.
@@ -71,22 +67,19 @@ impl Run<'_> {
             let this = RollBack { number: number + 1, to, from: step, first_sample, samples, skipped: skipped.clone() };
             before.iter().filter(|earlier| earlier.to <= to).cloned().chain([this]).collect::<Vec<_>>()
         };
-        let path = team.told::<Vec<u8>, TrainError>("roll back", || {
+        let found = start::found_by_first(group, &self.checkpoints.places, || {
             // An interrupt may have saved in the middle of these steps.
             for place in &self.checkpoints.places {
                 set_aside_from(place, first)?;
             }
             let latest = latest_of(&self.checkpoints.places)?;
             latest.warnings.iter().for_each(|text| show(Event::Warning(text)));
-            found = latest.loaded;
-            let to = found.as_ref().map_or(0, |loaded| loaded.step);
+            let to = latest.loaded.as_ref().map_or(0, |loaded| loaded.step);
             let roll_backs = with(to);
             self.dir.roll_backs(!roll_backs.is_empty(), &spikes::written(&roll_backs))?;
-            Ok(found.as_ref().map_or(Vec::new(), |loaded| loaded.path.as_os_str().as_encoded_bytes().to_vec()))
+            Ok(latest)
         })?;
-        if !team.is_first() && !path.is_empty() {
-            found = Some(open(&PathBuf::from(OsString::from_vec(path)))?);
-        }
+        let found = found.loaded;
         let roll_backs = with(found.as_ref().map_or(0, |loaded| loaded.step));
         match &found {
             Some(loaded) => {

@@ -13,13 +13,13 @@ use crate::fp8::nothing_in_fp8;
 use crate::session::Session;
 use crate::slow_rank::SlowRanks;
 use crate::{Result, TrainError, learning_rate, settled, spikes};
-use lockstep_checkpoint::{LatestCheckpoint, Loaded, latest_of, list, open};
+use lockstep_checkpoint::{LatestCheckpoint, Loaded, latest_of, list, open, open_found_by_another};
 use lockstep_config::Config;
 use lockstep_cuda::Gpu;
 use lockstep_data::Sampler;
 use lockstep_exec::Note;
 use lockstep_exec::comm::processes::host;
-use lockstep_host::{Devices, Peak, Prediction, Processes, StopSignal, predict};
+use lockstep_host::{Devices, Peak, Prediction, ProcessGroup, Processes, StopSignal, predict};
 use lockstep_infer::feed::Sequences;
 use lockstep_infer::{InferError, InitialWeights, export_problem, way};
 use lockstep_ir::blocks::document_blocks;
@@ -29,6 +29,7 @@ use lockstep_rundir::{ResumePlan, RunDir, RunStart, StartCircumstances, largest_
 use lockstep_telemetry::SinkNews;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Instant;
 
 /// The checkpoint that a run goes on from, if there is one, and the config that it goes on with. Writes nothing.
@@ -43,8 +44,8 @@ pub(crate) fn resume(
         // It was found to be newer than what is on the disk.
         _ if in_memory.is_some() => LatestCheckpoint { loaded: in_memory, warnings: Vec::new() },
         _ if options.fresh => LatestCheckpoint { loaded: None, warnings: Vec::new() },
-        None => latest_of(&places)?,
-        Some(step) => {
+        None => found_by_first(devices.group(), &places, || Ok(latest_of(&places)?))?,
+        Some(step) => found_by_first(devices.group(), &places, || {
             let mut there = list(&places[0])?;
             if let Some(mirror) = places.get(1) {
                 let known = there.clone();
@@ -56,8 +57,8 @@ pub(crate) fn resume(
                 let there = there.iter().map(|(saved, _)| *saved).collect();
                 return Err(TrainError::NoSuchStep { dir: options.dir.clone(), step, there });
             };
-            LatestCheckpoint { loaded: Some(open(path)?), warnings: Vec::new() }
-        }
+            Ok(LatestCheckpoint { loaded: Some(open(path)?), warnings: Vec::new() })
+        })?,
     };
     if let Some(loaded) = &found.loaded
         && !loaded.state["imported"].is_null()
@@ -73,6 +74,28 @@ pub(crate) fn resume(
     Ok((found, course))
 }
 
+/// The checkpoint that the first process finds, opened by all: a network file system may show it to others later.
+pub(super) fn found_by_first(
+    group: ProcessGroup<'_>,
+    places: &[PathBuf],
+    find: impl FnOnce() -> Result<LatestCheckpoint>,
+) -> Result<LatestCheckpoint> {
+    let mut found = LatestCheckpoint { loaded: None, warnings: Vec::new() };
+    // Its name in one of the places: processes may have other paths to these.
+    let name = |loaded: &Loaded| {
+        let place = places.iter().position(|place| loaded.path.parent() == Some(place))?;
+        Some((place, loaded.path.file_name()?.to_str()?.to_owned()))
+    };
+    let told = group.told::<Option<(usize, String)>, TrainError>("find a checkpoint", || {
+        found = find()?;
+        Ok(found.loaded.as_ref().and_then(name))
+    })?;
+    if let Some((place, name)) = told.filter(|_| !group.is_first()) {
+        found.loaded = Some(open_found_by_another(&places[place].join(name))?);
+    }
+    Ok(found)
+}
+
 /// Everything before the first step, in stages that each give what the next needs.
 pub(super) fn start<'a>(
     course: &'a ResumePlan,
@@ -83,12 +106,12 @@ pub(super) fn start<'a>(
     stop: &StopSignal<'_>,
     show: Show,
 ) -> Result<Run<'a>> {
-    let (config, team) = (&course.config, devices.team());
+    let (config, group) = (&course.config, devices.group());
     announce(course, (plan, devices), &found, options, show);
     let initial = initial_weights(config, &found, show)?;
     // Those that adapters stand beside, which checkpoints do not hold.
     let base = found.loaded.as_ref().map_or(Ok(None), |loaded| InitialWeights::beside(config, loaded))?;
-    let input = RunInput::open(config, team, dir.path(), (&found, initial.as_ref()), stop, show)?;
+    let input = RunInput::open(config, group, dir.path(), (&found, initial.as_ref()), stop, show)?;
     let loaded = found.loaded.as_ref();
     let mut program = LoadedProgram::load(config, (plan, loaded.is_some()), devices, &input.train, show)?;
     if let Some(loaded) = loaded {
@@ -117,21 +140,21 @@ pub(super) fn start<'a>(
     let beside_adapters = frozen.map(InitialWeights::fingerprint).transpose()?;
     let read_ahead = program.session.read_ahead(&input.train, config.batches().at(step).first_sample)?;
     let places = checkpoint::places(config, &options.dir);
-    if team.is_first() && step < config.train.steps {
+    if group.is_first() && step < config.train.steps {
         checkpoint::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
     }
-    if let Some(mirror) = places.get(1).filter(|_| team.is_first()) {
+    if let Some(mirror) = places.get(1).filter(|_| group.is_first()) {
         checkpoint::set_mirror_aside(mirror, options)?;
     }
     // Before metrics are cut back: what was done in vain took energy too.
-    let energy_before = largest_recorded(dir.path(), ENERGY_KWH).filter(|_| team.is_first());
+    let energy_before = largest_recorded(dir.path(), ENERGY_KWH).filter(|_| group.is_first());
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
     let prediction = begin.write(&mut dir, show)?;
     let (peak, snapshot) = (&program.peak, program.snapshot_bytes);
     show(Event::Started {
         plan,
         peak,
-        processes: team.0.map(Processes::summary),
+        processes: group.0.map(Processes::summary),
         arena_bytes: program.session.arena_bytes(),
         snapshot_bytes: snapshot,
         context_bytes: devices.device(plan.target)?.gpu().and_then(Gpu::context_bytes),
@@ -165,7 +188,7 @@ pub(super) fn start<'a>(
         dir.event("world", json!(change))?;
         show(Event::WorldChanged(&change));
     }
-    let keeper = match (elastic, team.0) {
+    let keeper = match (elastic, group.0) {
         (Some(elastic), Some(_)) => {
             let world = program.session.world();
             let keeper = elastic.memory.keeper(&elastic.comm, elastic.epoch(), (world, program.session.tensors()))?;
@@ -226,7 +249,7 @@ pub(super) fn start<'a>(
             asked: options.profile_steps.clone(),
             taken: Vec::new(),
             // Not the first, which touches new memory, nor the second, which captures a CUDA graph.
-            observed: prediction.filter(|_| team.0.is_none()).map(|_| step + 3),
+            observed: prediction.filter(|_| group.0.is_none()).map(|_| step + 3),
         },
         debug_nans: options.debug_nans,
         elastic: keeper,
@@ -301,9 +324,9 @@ impl LoadedProgram {
         train: &Sampler,
         show: Show,
     ) -> Result<Self> {
-        let team = devices.team();
+        let group = devices.group();
         // The arena may leave no memory to measure in.
-        let peak = team.told("measure", || devices.matmul_peak(plan))?;
+        let peak = group.told("measure", || devices.matmul_peak(plan))?;
         let snapshot = config.checkpoint.asynchronous && devices.room_for_snapshot(plan)?;
         let mut session = match goes_on {
             true => Session::to_restore(devices, config, plan)?,
@@ -313,7 +336,7 @@ impl LoadedProgram {
         if snapshot {
             let bytes = session.reserve_snapshot()?;
             // One program, many readers here too.
-            let expected = team.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
+            let expected = group.0.map_or(planned, |processes| plan.snapshot_bytes(processes.rank()));
             assert_eq!(bytes, expected, "the snapshot is not what the plan says");
         } else if config.checkpoint.asynchronous {
             let bytes = units::bytes(planned);
@@ -350,7 +373,7 @@ impl RecordedStart<'_> {
     /// Writes it, and says what changes. Gives what is predicted of a step.
     fn write(&self, dir: &mut RunDir, show: Show) -> Result<Option<Prediction>> {
         let Self { course, plan, devices, options, step, status, input } = *self;
-        let (config, team) = (&course.config, devices.team());
+        let (config, group) = (&course.config, devices.group());
         let (later, aside) = match options.resume_from {
             Some(step) => dir.set_later_aside(step)?,
             None => (Vec::new(), None),
@@ -372,9 +395,9 @@ impl RecordedStart<'_> {
                 taken_back: options.resume_from.is_some(),
                 fresh: options.fresh,
                 changed: &course.new,
-                hosts: team.0.map_or_else(|| vec![host()], Processes::hosts),
+                hosts: group.0.map_or_else(|| vec![host()], Processes::hosts),
                 device: &plan.device,
-                world: team.0.map(Processes::summary),
+                world: group.0.map(Processes::summary),
                 data: input.data.fingerprint(),
                 data_check: if input.read_in_full { "full" } else { "sampled" },
                 program: plan.program().fingerprint(),

@@ -129,7 +129,7 @@ fn go(config: &Config, dir: &Path, how: How) -> Seen {
         _ => {}
     };
     let devices = Devices::new();
-    let asked = StopSignal::new(&stop, devices.team());
+    let asked = StopSignal::new(&stop, devices.group());
     let plan = plan(&devices, config).unwrap();
     let options = RunOptions { dir: dir.to_owned(), ..RunOptions::default() };
     let (found, course) = resume(&devices, config, &options, None).unwrap();
