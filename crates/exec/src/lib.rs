@@ -1,8 +1,8 @@
 //! Executors: they run step programs and decide nothing.
 //!
 //! This crate owns the [`Executor`] trait, the CPU executor with its kernels, and the f64 reference that every kernel
-//! is held against. It knows nothing of models, passes or training. `unsafe` is confined to this crate's kernels,
-//! arena and thread pool.
+//! is held against. It knows nothing of models, passes or training. `unsafe` stands only in `cpu`, `comm`, `copy` and
+//! `library`.
 
 pub mod bound;
 pub mod comm;

@@ -1,6 +1,6 @@
 //! From a config to its programs, and what they cost: what `explain` prints and `train` runs.
 //!
-//! This crate compiles and runs nothing. It needs no device: what the compiler must know of one comes as a
+//! This crate runs no program. It needs no device: what the compiler must know of one comes as a
 //! [`DeviceProfile`](lockstep_ir::DeviceProfile) from a [`Machine`], and the memory that a plan is held against as a [`Room`].
 //! It does no I/O.
 #![forbid(unsafe_code)]
