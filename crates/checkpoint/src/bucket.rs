@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use lockstep_bucket::{BucketAddress, Buckets, Listed, Reads};
 use xxhash_rust::xxh3::Xxh3;
@@ -25,6 +26,8 @@ use crate::save::{TemporaryFolder, write_synced};
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
+/// What is said of a copy that nobody waits for.
+const GIVEN_UP: &str = "the copy was given up, as the run has ended";
 /// The longest manifest.
 const MOST_MANIFEST_BYTES: u64 = 64 << 20;
 
@@ -70,8 +73,8 @@ impl BucketMirror {
     }
 
     /// Copies the checkpoint in the folder `from` there, and removes those that `keep` does not keep. What is copied is checked against
-    /// its checksums, so that damage does not spread.
-    pub fn copy(&self, from: &Path, keep: &Keep) -> Result<()> {
+    /// its checksums, so that damage does not spread. Where it is given up meanwhile, it ends soon, and there is no copy.
+    pub fn copy(&self, from: &Path, keep: &Keep, given_up: &AtomicBool) -> Result<()> {
         let manifest = Manifest::read(from)?;
         let to = self.place.join(&folder::step_name(manifest.step));
         // One of the same step is none from here on.
@@ -81,7 +84,7 @@ impl BucketMirror {
             if bytes != entry.bytes {
                 return Err(damaged(from, &entry.name, format!("{bytes} bytes instead of {}", entry.bytes)));
             }
-            let mut reader = Hashed { file, hash: Xxh3::new() };
+            let mut reader = Hashed { file, hash: Xxh3::new(), given_up };
             self.buckets.upload(&to.join(&entry.name), &mut reader, bytes).map_err(CheckpointError::bucket)?;
             if checksum(reader.hash.digest128()) != entry.xxh3_128 {
                 return Err(damaged(from, &entry.name, "checksum differs"));
@@ -89,6 +92,9 @@ impl BucketMirror {
         }
         let refused = |cause| CheckpointError::Refused { dir: self.place.path(), step: manifest.step, cause };
         let sealed = manifest.seal().map_err(refused)?;
+        if given_up.load(Ordering::Acquire) {
+            return Err(refused(GIVEN_UP.to_owned()));
+        }
         self.buckets.write(&to.join(manifest::NAME), &sealed).map_err(CheckpointError::bucket)?;
         self.prune(manifest.step, keep)
     }
@@ -201,13 +207,17 @@ fn is_whole(objects: &[Listed]) -> bool {
 }
 
 /// Hashes what is read of a file.
-struct Hashed {
+struct Hashed<'a> {
     file: File,
     hash: Xxh3,
+    given_up: &'a AtomicBool,
 }
 
-impl Read for Hashed {
+impl Read for Hashed<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.given_up.load(Ordering::Acquire) {
+            return Err(io::Error::other(GIVEN_UP));
+        }
         let read = self.file.read(into)?;
         self.hash.update(&into[..read]);
         Ok(read)

@@ -114,6 +114,7 @@ fn main() -> ExitCode {
     if let Err(unusable) = lockstep_exec::cpu::Simd::chosen() {
         return failure::Failure::refused(unusable).report();
     }
+    options::tell_of_buckets();
     let result = match command {
         Command::Train(args) => return reported(train::run(args)),
         Command::Bench(args) => return reported(bench::run(args)),

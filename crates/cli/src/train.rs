@@ -179,7 +179,6 @@ fn steps(text: &str) -> Result<RangeInclusive<u64>, String> {
 
 /// Trains; where other processes were started for the same run, as one rank of it.
 pub fn run(args: Args) -> Result<ExitCode> {
-    crate::options::tell_of_buckets();
     // A run that is not started needs no others.
     let place = if args.dry_run { None } else { processes::place()? };
     let rank = place.as_ref().map_or(0, |place| place.rank);
@@ -266,6 +265,10 @@ pub fn elastic_bounds(config: &Config) -> Result<Option<Elastic>> {
         _ if config.plans_layout() => Err(Failure::request(
             "cluster.elastic does not go with parallel.layout = \"auto\": every world would have another layout",
             "set parallel.dp and the other axes; `lockstep plan` finds them",
+        )),
+        Some(ranks) if ranks < bounds.least => Err(Failure::request(
+            format!("cluster.elastic = {text:?} needs at least {} ranks, and the layout has {ranks}", bounds.least),
+            format!("set parallel.dp or another axis, or cluster.elastic = \"{ranks}..{}\"", bounds.most),
         )),
         Some(ranks) if ranks > bounds.most => Err(Failure::request(
             format!("cluster.elastic = {text:?} allows at most {} ranks, and the layout has {ranks}", bounds.most),

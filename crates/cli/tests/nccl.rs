@@ -108,7 +108,7 @@ fn auto_takes_gpus_where_every_rank_has_one_and_train_gpu_is_the_first_of_them()
     let lines = std::fs::read_to_string(fake.place.path("run/metrics.jsonl")).unwrap();
     let last: serde_json::Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
     let power = last["power_w"].as_f64().unwrap_or_else(|| panic!("{last}"));
-    assert!((power / 1000.0 - 1.0).abs() < 0.2, "{last}");
+    assert!((power / 1000.0 - 1.0).abs() < 0.5, "{last}");
     let text = fake.ok(&launch("cpu", &["train.device=auto", "parallel.dp=2"]), &[]);
     let why = format!("warning: training on the CPU: host {} has 1 GPU for 2 ranks", host());
     assert!(text.contains(&why), "{text}");

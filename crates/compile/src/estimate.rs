@@ -1,6 +1,6 @@
 //! The programs of a model under any recompute policy, for looking at: nothing verifies them, nothing runs them.
 
-use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_behind};
+use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_after};
 use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::stage::RankGraph;
 use crate::{CompileError, Context, Evaluation, evaluations, lower, model_flops, of_rank, offload, placed, stage};
@@ -38,7 +38,7 @@ impl Estimator {
     pub fn programs(&self, recompute: Recompute) -> Result<Vec<StepProgram>, CompileError> {
         let context = Context { recompute, ..self.context.clone() };
         let mut graph = None;
-        for pass in passes_behind(&AUTODIFF) {
+        for pass in passes_after(&AUTODIFF) {
             graph = Some((pass.run)(graph.as_ref().unwrap_or(&self.derived), &context)?);
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);

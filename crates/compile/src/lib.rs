@@ -26,7 +26,7 @@ pub use estimate::Estimator;
 pub use forward::compile_forward;
 pub use join::fusable_matmuls;
 pub use lower::SEND_BUFFER_COPIES;
-use passes::{AUTODIFF, EVALUATION_PASSES, passes_behind};
+use passes::{AUTODIFF, EVALUATION_PASSES, passes_after};
 pub use passes::{
     Effect, FIRST_STATS, FORWARD_PASSES, LOADS, MISSES, Pass, ROWS_BEYOND, SEEN, STATS, Stays, TRAINING_PASSES,
     autodiff, fp8_layers, fuse, in_bytes,
@@ -113,7 +113,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     let pipeline = context.layout.pipeline();
     let cuts = stage::cut(&graph, context)?;
     let model_flops = model_flops(&graph)?;
-    passes_behind(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
+    passes_after(&AUTODIFF).try_for_each(|pass| run(pass, &mut graph))?;
     let mut programs = Vec::new();
     for rank in 0..pipeline.slots.len() {
         let extract = |graph: &Graph| stage::extract(graph, &cuts, &pipeline, rank);

@@ -273,7 +273,7 @@ tables! {
         /// folder, or hf:OWNER/NAME for that of a model on the Hugging Face Hub.
         tokenizer: String = Text(TOKENIZER), Fixed("\"bytes\""), Trajectory,
             finds ["tokenizer_path", "BPE", "byte-level"];
-        /// The EOS token, which ends each document, for a tokenizer without one of the usual names for it.
+        /// The EOS token, which ends each document. If not set, that of the tokenizer: of its folder, or the one of a usual name.
         eos_token: Option<String> = Text(TOKEN), Unset, Trajectory,
             finds ["EOS", "EOD", "end of text", "end of document", "separator"], was ["end_token"];
         /// The BOS token, which begins each document and prompt; if not set, that of a Hugging Face folder in `train.init_from` whose

@@ -69,8 +69,8 @@ enum Content {
     Remote(Box<Remote>),
 }
 
-/// A shard in a bucket, and why the last read of it failed. What did not come is made of ones: as a place in the table that is one
-/// after the last, and as a token one that no vocabulary has.
+/// A shard in a bucket, and why a read of it failed, for all who read it from then on. What did not come is made of ones, and may be read as a token: whoever
+/// uses what was read asks first whether all of it came.
 #[derive(Debug)]
 struct Remote {
     file: BucketFile,
@@ -294,7 +294,7 @@ impl TokenFile for Shard {
 
     fn failure(&self) -> Option<DataError> {
         let Content::Remote(remote) = &self.content else { return None };
-        Some(remote.failure.lock().unwrap_or_else(PoisonError::into_inner).take()?.into())
+        Some(remote.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()?.into())
     }
 }
 

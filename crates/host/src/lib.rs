@@ -23,7 +23,7 @@ pub use gpus::SHARES as SHARES_GPUS;
 pub use hardware::{catalogue, catalogue_folder, machines_folder, profile_of, write_machine, write_profile};
 pub use peak::{Peak, date};
 pub use prediction::{Prediction, machine_profile, predict, predict_by};
-pub use processes::{ProcessGroup, Processes, StopSignal};
+pub use processes::{ProcessGroup, Processes, StopSignal, busy};
 
 /// Lets `?` turn errors of lower crates into one that holds them through another: `from_below!(Outer, Inner: A, B)`.
 #[macro_export]

@@ -68,7 +68,8 @@ impl Processes {
         self.comm.ranks()
     }
 
-    pub(crate) fn comm(&self) -> &Arc<ProcessCommunicator> {
+    /// What they talk over.
+    pub fn comm(&self) -> &Arc<ProcessCommunicator> {
         &self.comm
     }
 
@@ -122,21 +123,7 @@ impl Processes {
 
     /// Shows the others signs of life while this process does something that may take long and that no program has.
     pub fn busy<T>(&self, op: &'static str, work: impl FnOnce() -> T) -> T {
-        let done = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            let beats = std::thread::Builder::new().name("lockstep-busy".into()).spawn_scoped(scope, || {
-                while !done.load(Ordering::Acquire) {
-                    self.comm.at(ProgramPlace::outside(op));
-                    std::thread::park_timeout(BEAT_EVERY);
-                }
-            });
-            let result = work();
-            done.store(true, Ordering::Release);
-            if let Ok(beats) = &beats {
-                beats.thread().unpark();
-            }
-            result
-        })
+        busy(&self.comm, op, work)
     }
 
     /// Every process gives some bytes, and all get everybody's, by rank. They say for what, so that ranks which are elsewhere in the
@@ -156,6 +143,25 @@ impl Processes {
         };
         all.iter().enumerate().map(part).collect()
     }
+}
+
+/// Shows the others signs of life while this process does something that may take long and that no program has.
+pub fn busy<T>(comm: &ProcessCommunicator, op: &'static str, work: impl FnOnce() -> T) -> T {
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let beats = std::thread::Builder::new().name("lockstep-busy".into()).spawn_scoped(scope, || {
+            while !done.load(Ordering::Acquire) {
+                comm.at(ProgramPlace::outside(op));
+                std::thread::park_timeout(BEAT_EVERY);
+            }
+        });
+        let result = work();
+        done.store(true, Ordering::Release);
+        if let Ok(beats) = &beats {
+            beats.thread().unpark();
+        }
+        result
+    })
 }
 
 /// The processes of a run, if there are several: everything that they do in turns or together.

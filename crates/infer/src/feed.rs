@@ -2,14 +2,19 @@
 
 use crate::tasks::Request;
 use crate::{InferError, Result};
+use lockstep_bucket::is_address;
 use lockstep_compile::{MISSES, ROWS_BEYOND};
+use lockstep_config::Config;
 use lockstep_data::{DataError, Sampler, TokenStream};
 use lockstep_exec::Executor;
+use lockstep_exec::comm::processes::ProcessCommunicator;
+use lockstep_host::{ProcessGroup, busy};
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::program::Tensor;
 use lockstep_ir::{StepProgram, counter};
 use lockstep_model::names;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where sequences come from, by their index.
@@ -239,6 +244,27 @@ pub struct Feed {
     keys: Option<Vec<u32>>,
     seed: u64,
     bytes: Vec<u8>,
+    awaits: DataWait,
+}
+
+/// How data that may be long in coming are waited for: where several processes train, the others see meanwhile that this one lives.
+#[derive(Clone, Default)]
+pub struct DataWait(Option<Arc<ProcessCommunicator>>);
+
+impl DataWait {
+    /// For the data of a config: those in a bucket may be long in coming.
+    pub fn of(config: &Config, group: ProcessGroup<'_>) -> Self {
+        let remote = config.prepared_dir().is_some_and(|dir| is_address(&dir));
+        Self(group.0.filter(|_| remote).map(|processes| processes.comm().clone()))
+    }
+
+    /// Waits for data by `wait`.
+    pub fn by<T>(&self, wait: impl FnOnce() -> T) -> T {
+        match &self.0 {
+            Some(comm) => busy(comm, "wait for data", wait),
+            None => wait(),
+        }
+    }
 }
 
 impl Feed {
@@ -290,6 +316,7 @@ impl Feed {
             tokens: vec![0; positions],
             targets: vec![0; positions],
             bytes: Vec::with_capacity(positions * 4),
+            awaits: DataWait::default(),
         }
     }
 
@@ -333,6 +360,16 @@ impl Feed {
         Self { bound: bound.unwrap_or(1.0), ..self }
     }
 
+    /// With how its data are waited for.
+    pub fn awaiting(self, awaits: DataWait) -> Self {
+        Self { awaits, ..self }
+    }
+
+    /// How its data are waited for.
+    pub fn awaits(&self) -> &DataWait {
+        &self.awaits
+    }
+
     /// Refuses losses of the first micro-batch that are not finite because rows found no place with their experts.
     pub fn require_room(&self, executor: &dyn Executor, bytes: &[u8]) -> Result<()> {
         if self.beyond.is_empty() || losses(bytes).all(f64::is_finite) {
@@ -356,7 +393,7 @@ impl Feed {
         last: u64,
     ) -> Result<u64> {
         let mut read = std::mem::take(&mut self.read);
-        let result = self.reading.read(&mut read, data, first, last);
+        let result = self.awaits.by(|| self.reading.read(&mut read, data, first, last));
         let given = result.map_err(InferError::from).and_then(|()| self.give(executor, micro_batch, &read, last));
         self.read = read;
         given

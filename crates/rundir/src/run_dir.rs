@@ -28,7 +28,7 @@ pub struct RunDir {
     /// What is to be told of sinks since the last line of metrics.
     news: Vec<SinkNews>,
     /// None where another process has it, and writes all files.
-    lock: Option<File>,
+    lock: Option<Arc<File>>,
 }
 
 /// Files and folders of a run.
@@ -46,7 +46,11 @@ const CHECKPOINTS: &str = "checkpoints";
 
 /// The open sinks of a run, for whoever ends them when its directory is closed.
 #[derive(Clone, Default)]
-pub struct OpenSinks(Arc<Mutex<Sinks>>);
+pub struct OpenSinks {
+    sinks: Arc<Mutex<Sinks>>,
+    /// They write in the run directory until they have ended, so it stays locked.
+    _lock: Option<Arc<File>>,
+}
 
 impl OpenSinks {
     /// Ends them, and waits a while for what is still sent. Gives what is to be told.
@@ -55,7 +59,7 @@ impl OpenSinks {
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Sinks) -> T) -> T {
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.sinks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -150,7 +154,8 @@ impl RunDir {
     }
 
     fn closed(path: &Path, lock: Option<File>) -> Self {
-        let (sinks, news) = (OpenSinks::default(), Vec::new());
+        let lock = lock.map(Arc::new);
+        let (sinks, news) = (OpenSinks { _lock: lock.clone(), ..OpenSinks::default() }, Vec::new());
         let (resolved, start) = (String::new(), Value::Null);
         Self { path: path.to_owned(), metrics: None, events: None, sinks, resolved, start, news, lock }
     }

@@ -3,6 +3,7 @@ use lockstep_checkpoint::CheckpointError;
 use lockstep_config::ConfigError;
 use lockstep_data::DataError;
 use lockstep_exec::ExecError;
+use lockstep_exec::comm::CommError;
 use lockstep_exec::comm::processes::JoinError;
 use lockstep_host::{ElasticError, HostError, from_below};
 use lockstep_infer::InferError;
@@ -193,6 +194,35 @@ impl TrainError {
             TrainError::Infer(InferError::EvaluationBound { .. }) => true,
             TrainError::Infer(error) => error.is_request(),
             _ => true,
+        }
+    }
+
+    /// Whether ranks that are left can go on without those that are gone.
+    pub(crate) fn is_loss(&self) -> bool {
+        let TrainError::Host(error) = self else { return false };
+        match error {
+            HostError::Exec(error) => match &**error {
+                ExecError::Rank(
+                    CommError::Lost { .. } | CommError::Cut { .. } | CommError::Stalled { .. } | CommError::Left { .. },
+                ) => true,
+                // Of another rank, which has ended.
+                ExecError::Rank(CommError::Failed { host, .. }) => host.is_some(),
+                _ => false,
+            },
+            // Somebody was lost while the ranks met.
+            HostError::Join(error) => {
+                use JoinError::{Abandoned, Early, Missing, NoAnswer, Refused, Unconnected};
+                matches!(
+                    error,
+                    Abandoned { .. }
+                        | Early { .. }
+                        | Missing { .. }
+                        | NoAnswer { .. }
+                        | Refused(_)
+                        | Unconnected { .. }
+                )
+            }
+            _ => false,
         }
     }
 

@@ -159,7 +159,7 @@ fn run_here(
         show(Event::Warning(&format!("train.micro_batch = {}: {how}", config.train.micro_batch)));
     }
     // What can be refused without touching the directory is refused first.
-    if group.is_first() && elastic.is_none_or(|elastic| elastic.epoch() == 0) {
+    if group.is_first() && elastic.is_none_or(|elastic| !elastic.is_later) {
         require_sinks(config)?;
     }
     let unchanged = plan(devices, config)?;
@@ -201,11 +201,12 @@ fn run_here(
             }
             let sinks = run.dir.sinks();
             let result = run.go(stop, show);
-            // A run whose world changes goes on with other sinks.
+            // A run whose world changes goes on with other sinks, in this process or in another one.
             let how = match &result {
                 Ok(outcome) if outcome.finished => RunEnd::Finished,
                 Ok(_) => RunEnd::Interrupted,
                 Err(TrainError::WorldChanges) => RunEnd::Continues,
+                Err(error) if elastic.is_some() && error.is_loss() => RunEnd::Continues,
                 Err(_) => RunEnd::Failed,
             };
             sinks.end(how).iter().for_each(|text| show(Event::Warning(text)));
@@ -371,7 +372,15 @@ impl Run<'_> {
                 continue;
             }
             if self.validates(step) {
-                self.validate_after(&mut metrics.line, stop, show)?;
+                match self.validate_after(&mut metrics.line, stop, show) {
+                    // The step is done, and the next one was not queued.
+                    Err(error) if is_of_bucket(&error) => {
+                        self.record(&metrics.line, show)?;
+                        show(Event::Stepped(&metrics.line));
+                        return self.without_data(error, saved, show);
+                    }
+                    validated => validated?,
+                }
                 if metrics.line.val_loss.is_none() {
                     // Interrupted: the next call takes the validation and then writes the line.
                     self.status.pending = Some(metrics.line);
@@ -384,7 +393,10 @@ impl Run<'_> {
             }
             self.record(&metrics.line, show)?;
             show(Event::Stepped(&metrics.line));
-            self.cross_check(step, show)?;
+            match self.cross_check(step, show) {
+                Err(error) if is_of_bucket(&error) => return self.without_data(error, saved, show),
+                checked => checked?,
+            }
             self.name_slow_rank(&metrics, show)?;
             self.name_low_peak(&metrics.line, show);
             if let Some(end) = self.session.poll_save()? {

@@ -16,7 +16,7 @@ use lockstep_config::{Batch, Config};
 use lockstep_data::Sampler;
 use lockstep_exec::{DeviceTime, ExecError, Executor, Note, Ticket, Timing, World};
 use lockstep_host::Devices;
-use lockstep_infer::feed::{Feed, Scored, Sequences, TextScore, losses};
+use lockstep_infer::feed::{DataWait, Feed, Scored, Sequences, TextScore, losses};
 use lockstep_infer::state::{self, Weights};
 use lockstep_infer::{InferError, Request};
 use lockstep_ir::graph::Fp8Class;
@@ -182,7 +182,8 @@ impl Session {
                 (config.train.seed, config.model.vocab_size),
                 &|name, elements| executor.has(name, elements),
             )
-            .bounded(config.parallel.ep_bound),
+            .bounded(config.parallel.ep_bound)
+            .awaiting(DataWait::of(config, devices.group())),
             results: Vec::new(),
             weighted: (1..=config.model.mtp_depth)
                 .map(|depth| format!("{}.{}", StepScalars::NAME, names::further(names::LOSS, depth)))
@@ -313,11 +314,14 @@ impl Session {
         let micro_batches = batch.sequences / self.feed.batch();
         let Self { feed, executor, .. } = self;
         let (mut targets, mut waited) = (0, Duration::ZERO);
+        let awaits = feed.awaits().clone();
         let mut ahead = self.read_ahead.as_mut().filter(|ahead| ahead.reads(data));
         for m in 0..micro_batches {
             let first = batch.first_sample + (m * feed.batch()) as u64;
             let (counted, wait) = match &mut ahead {
-                Some(ahead) => ahead.take(first, |read| feed.give(executor.as_mut(), m, read, u64::MAX))?,
+                Some(ahead) => {
+                    awaits.by(|| ahead.take(first, |read| feed.give(executor.as_mut(), m, read, u64::MAX)))?
+                }
                 None => {
                     let start = Instant::now();
                     (feed.load(executor.as_mut(), m, data, first, u64::MAX)?, start.elapsed())

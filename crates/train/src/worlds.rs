@@ -12,8 +12,7 @@ use crate::{Outcome, Result, RunOptions, TrainError};
 use lockstep_checkpoint::{Loaded, list};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
-use lockstep_exec::comm::CommError;
-use lockstep_exec::comm::processes::{JoinError, ProcessCommunicator, Start, join};
+use lockstep_exec::comm::processes::{ProcessCommunicator, Start, join};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_host::{Devices, Elastic, HostError, Membership, Processes, Rejoined};
 use std::sync::atomic::AtomicBool;
@@ -93,7 +92,7 @@ pub fn run_elastic(
         };
         let cause = match &error {
             TrainError::WorldChanges => None,
-            error if is_loss(error) => Some(error.to_string()),
+            error if error.is_loss() => Some(error.to_string()),
             _ => return Err(error),
         };
         let noticed_s = goodput.lock().unwrap_or_else(PoisonError::into_inner).since_last();
@@ -108,30 +107,6 @@ struct Ended {
     cause: Option<String>,
     /// Seconds from its last step until then.
     noticed_s: f64,
-}
-
-/// Whether ranks that are left can go on without those that are gone.
-fn is_loss(error: &TrainError) -> bool {
-    let TrainError::Host(error) = error else { return false };
-    match error {
-        HostError::Exec(error) => match &**error {
-            ExecError::Rank(
-                CommError::Lost { .. } | CommError::Cut { .. } | CommError::Stalled { .. } | CommError::Left { .. },
-            ) => true,
-            // Of another rank, which has ended.
-            ExecError::Rank(CommError::Failed { host, .. }) => host.is_some(),
-            _ => false,
-        },
-        // Somebody was lost while the ranks met.
-        HostError::Join(error) => {
-            use JoinError::{Abandoned, Early, Missing, NoAnswer, Refused, Unconnected};
-            matches!(
-                error,
-                Abandoned { .. } | Early { .. } | Missing { .. } | NoAnswer { .. } | Refused(_) | Unconnected { .. }
-            )
-        }
-        _ => false,
-    }
 }
 
 /// One world of a run.

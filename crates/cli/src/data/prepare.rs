@@ -24,7 +24,6 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    crate::options::tell_of_buckets();
     let config = args.config.load()?;
     let run_dir = args.config.run_dir(args.run_dir);
     let stop = on_interrupt()?;

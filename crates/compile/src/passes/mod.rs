@@ -80,7 +80,7 @@ pub const FORWARD_PASSES: [Pass; 5] = [FUSE, PRECISION, BYTES, EXPERTS, FP8];
 pub(crate) const EVALUATION_PASSES: [Pass; 3] = [SCORE, SHARD, ZERO];
 
 /// The passes of a training step after this one.
-pub(crate) fn passes_behind(pass: &Pass) -> impl Iterator<Item = Pass> {
+pub(crate) fn passes_after(pass: &Pass) -> impl Iterator<Item = Pass> {
     TRAINING_PASSES.into_iter().skip_while(|p| p.name != pass.name).skip(1)
 }
 

@@ -47,7 +47,7 @@ pub(super) fn watch(graph: &Graph, _: &Context) -> Result<Graph, TypeError> {
 mod tests {
     use crate::passes::fp8::tests::graph;
     use crate::passes::tests::lines;
-    use crate::passes::{FP8, PRECISION, RECOMPUTE, autodiff, passes_behind};
+    use crate::passes::{FP8, PRECISION, RECOMPUTE, autodiff, passes_after};
     use crate::settings::{Fp8, Fp8Scaling, Recompute};
     use lockstep_ir::Graph;
 
@@ -59,7 +59,7 @@ mod tests {
         let stored = (FP8.run)(&(PRECISION.run)(&g, &context).unwrap(), &context).unwrap();
         let watched = super::watch(&autodiff(&stored, &context).unwrap(), &context).unwrap();
         let recomputed = (RECOMPUTE.run)(&watched, &context).unwrap();
-        passes_behind(&RECOMPUTE).fold(recomputed, |g, pass| (pass.run)(&g, &context).unwrap())
+        passes_after(&RECOMPUTE).fold(recomputed, |g, pass| (pass.run)(&g, &context).unwrap())
     }
 
     #[test]

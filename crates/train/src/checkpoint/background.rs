@@ -14,6 +14,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -41,13 +42,13 @@ impl SaveRequest {
         f(About { state: &self.state, attachments: &attachments })
     }
 
-    /// Copies a checkpoint that is there to the second place, if there is one.
-    pub(crate) fn mirrored(&self, path: PathBuf) -> Published {
+    /// Copies a checkpoint that is there to the second place, if there is one, as long as nobody gives the copy up.
+    pub(crate) fn mirrored(&self, path: PathBuf, given_up: &AtomicBool) -> Published {
         // Where the first place failed, the second is the only one.
         let second = self.mirror.as_ref().filter(|mirror| **mirror != self.dir);
         let failed = second.and_then(|mirror| match BucketMirror::of(mirror) {
             None => lockstep_checkpoint::mirror(&path, mirror, &self.keep).err(),
-            Some(bucket) => bucket.and_then(|bucket| bucket.copy(&path, &self.keep)).err(),
+            Some(bucket) => bucket.and_then(|bucket| bucket.copy(&path, &self.keep, given_up)).err(),
         });
         // One line: where a bucket refuses, what to do about it is not seen from its words.
         let told = |error: CheckpointError| match &error {
@@ -138,10 +139,18 @@ enum Phase {
     All(JoinHandle<(Snapshot, Result<Published, CheckpointError>)>),
     /// Every process writes its parts.
     Parts(JoinHandle<(Snapshot, Result<Draft, CheckpointError>)>),
-    /// All parts are written; the first process gives the checkpoint its name.
-    Publish(Option<JoinHandle<Result<Published, CheckpointError>>>),
+    /// All parts are written; the first process gives the checkpoint its name, and copies it to the second place.
+    Publish(Option<Publishing>),
     /// It could not be begun.
     Failed(SaveFailure),
+}
+
+struct Publishing {
+    thread: JoinHandle<Result<Published, CheckpointError>>,
+    /// Whether the checkpoint is there.
+    published: Arc<AtomicBool>,
+    /// Whether its copy is not waited for.
+    given_up: Arc<AtomicBool>,
 }
 
 /// Where a checkpoint is, and why its second place has none.
@@ -186,7 +195,7 @@ impl Saver {
                     let SaveRequest { dir, step, keep, .. } = &*request;
                     let room = require_space(dir, snapshot.bytes());
                     let save = || request.about(|about| snapshot.save(dir, *step, about, keep, &writing));
-                    let result = room.and_then(|()| save()).map(|path| request.mirrored(path));
+                    let result = room.and_then(|()| save()).map(|path| request.mirrored(path, &AtomicBool::new(false)));
                     (snapshot, result)
                 })?)
             }
@@ -257,25 +266,29 @@ impl Saver {
                         Ok(None) => save.phase = Phase::Publish(None),
                         Ok(Some(draft)) => {
                             let request = save.request.clone();
+                            let (published, given_up) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+                            let (is_published, is_given_up) = (published.clone(), given_up.clone());
                             let publish = move || {
                                 let path = request.about(|about| draft.publish(about, request.keep.clone()))?;
-                                Ok(request.mirrored(path))
+                                is_published.store(true, Ordering::Release);
+                                Ok(request.mirrored(path, &is_given_up))
                             };
-                            save.phase = Phase::Publish(Some(spawn(publish)?));
+                            let thread = spawn(publish)?;
+                            save.phase = Phase::Publish(Some(Publishing { thread, published, given_up }));
                         }
                     }
                 }
             }
-            Phase::Publish(thread) => {
+            Phase::Publish(publishing) => {
                 let mut mirror_failed = None;
-                let told = match thread {
-                    Some(thread) if !thread.is_finished() => {
-                        save.phase = Phase::Publish(Some(thread));
+                let told = match publishing {
+                    Some(publishing) if !publishing.thread.is_finished() => {
+                        save.phase = Phase::Publish(Some(publishing));
                         said(BUSY, &[])
                     }
-                    Some(thread) => {
+                    Some(publishing) => {
                         save.phase = Phase::Publish(None);
-                        match joined(thread) {
+                        match joined(publishing.thread) {
                             Ok((path, failed)) => {
                                 mirror_failed = failed;
                                 said(DONE, path.as_os_str().as_bytes())
@@ -344,7 +357,8 @@ impl Saver {
 }
 
 impl Drop for Saver {
-    /// A save that this process does alone is finished. One that needs others, who may be gone, is not.
+    /// A save that this process does alone is finished. One that needs others, who may be gone, is not; and where others wait to go on without those, a copy
+    /// in a bucket, which may take minutes, is given up.
     fn drop(&mut self) {
         let Some(save) = self.in_flight.take() else { return };
         match save.phase {
@@ -353,7 +367,12 @@ impl Drop for Saver {
                 save.writing.cancel();
                 drop(thread.join());
             }
-            Phase::Publish(Some(thread)) => drop(thread.join()),
+            Phase::Publish(Some(Publishing { thread, published, given_up })) => {
+                given_up.store(true, Ordering::Release);
+                while !published.load(Ordering::Acquire) && !thread.is_finished() {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+            }
             Phase::Publish(None) | Phase::Failed(_) => {}
         }
     }

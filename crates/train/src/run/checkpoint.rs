@@ -15,6 +15,7 @@ use lockstep_infer::{ATTACHMENT, BASE, InferError, TOKENIZER};
 use lockstep_ir::units;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// The places of a run's checkpoints: that in the run directory, and the mirror if there is one.
@@ -256,7 +257,9 @@ impl Run<'_> {
                 }
                 Err(error) => return Err(error),
                 Ok(path) => {
-                    let failed = group.told::<_, TrainError>("save", || Ok(request.mirrored(path.clone()).1))?;
+                    let failed = group.told::<_, TrainError>("save", || {
+                        Ok(request.mirrored(path.clone(), &AtomicBool::new(false)).1)
+                    })?;
                     (path, failed)
                 }
             }

@@ -143,9 +143,11 @@ pub(super) fn start<'a>(
     if group.is_first() && step < config.train.steps {
         checkpoint::look_at_disk(&places, plan.checkpoint_bytes(), config, show)?;
     }
-    if let Some(mirror) = places.get(1).filter(|_| group.is_first()) {
-        checkpoint::set_mirror_aside(mirror, options)?;
-    }
+    // Copies in a bucket take their time.
+    group.told::<_, TrainError>("set the mirror aside", || match places.get(1) {
+        Some(mirror) => Ok(checkpoint::set_mirror_aside(mirror, options)?),
+        None => Ok(()),
+    })?;
     // Before metrics are cut back: what was done in vain took energy too.
     let energy_before = largest_recorded(dir.path(), ENERGY_KWH).filter(|_| group.is_first());
     let begin = RecordedStart { course, plan, devices, options, step, status: &status, input: &input };
