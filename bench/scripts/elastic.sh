@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Kills random ranks at random moments of elastic runs of 4 to 8 processes, also while the others meet again, 200 times in all, and holds the
 # losses against those of runs that nobody disturbed: bench/scripts/elastic.sh LOCKSTEP [KILLS] [SEED]
+# KINDS=1: the same of runs with offload, adapters, other formats, further predictions and experts, nine of them with 54 kills.
 # Fails where a run does not end, or where a loss differs in a bit. Prints for each run how long its ranks took to go on.
 source "$(dirname "$0")/killing.sh"
 kills=${2:-200}
@@ -43,23 +44,44 @@ print(f"{len(worlds)} worlds, {len(lost)} after losses, {sum(w['from_memory'] fo
 PY
 }
 
-done_kills=0 runs=0 worst=0
-# With less than a copy of the model, the bits are those of another layout.
+done_kills=0 runs=0 most=25
+# With less than a copy of the model, the bits are those of another layout. Keys with a dot are of the config; those of KINDS=1 take the place of the others.
 layouts=("1..4 dp=4 zero=1" "1..6 dp=6 zero=3" "1..4 dp=2 pp=2" "1..8 dp=8 zero=2" "2..4 dp=2 tp=2" "2..8 dp=4 cp=2")
+if [ -n "${KINDS:-}" ]; then
+    most=6
+    layouts=(
+        "1..4 dp=4 zero=1 offload.optimizer=true"
+        "1..4 dp=4 lora.rank=4"
+        "1..4 dp=4 zero=1 precision.policy=\"bf16\" precision.master=\"bf16\" precision.moments=\"bf16\""
+        "1..4 dp=4 precision.policy=\"bf16\" precision.moments=\"int8\""
+        "1..4 dp=4 zero=3 precision.policy=\"fp8\""
+        "1..4 dp=4 precision.policy=\"fp8\" precision.fp8_recipe=\"delayed\""
+        "1..4 dp=4 model.mtp_depth=1"
+        "1..4 dp=4 model.experts=4 model.experts_per_token=2"
+        "2..4 dp=4 ep=2 model.experts=4 model.experts_per_token=2"
+    )
+fi
 while [ "$done_kills" -lt "$kills" ]; do
     read -r bounds layout <<<"${layouts[$((runs % ${#layouts[@]}))]}"
     ranks=${bounds#*..} set=()
-    for key in $layout; do set+=(--set "parallel.$key"); done
-    # What has the bits of the run is one copy of the model.
-    one=()
-    for key in $layout; do case $key in dp=* | zero=*) ;; *) one+=("$key") ;; esac; done
+    for key in $layout; do case $key in *.*) ;; *) key=parallel.$key ;; esac && set+=(--set "$key"); done
+    # What has the bits of the run is one copy of the model; experts are spread over copies.
+    one=() ranks_of_one=1
+    for key in $layout; do
+        case $key in
+            dp=* | zero=*) ;;
+            ep=*) one+=("parallel.dp=${key#*=}" "parallel.$key") ranks_of_one=2 ;;
+            *.*) one+=("$key") ;;
+            *) one+=("parallel.$key") ranks_of_one=2 ;;
+        esac
+    done
     whole="whole-${one[*]:-alone}"
-    whole=${whole// /-}
+    whole=${whole//[\" ]/-}
     if [ ! -d "$whole" ]; then
         of_one=()
-        for key in "${one[@]}"; do of_one+=(--set "parallel.$key"); done
-        if [ "${#one[@]}" = 0 ]; then
-            "$lockstep" train run.toml --quiet --run-dir "$whole" >/dev/null
+        for key in "${one[@]}"; do of_one+=(--set "$key"); done
+        if [ "$ranks_of_one" = 1 ]; then
+            "$lockstep" train run.toml --quiet --run-dir "$whole" "${of_one[@]}" >/dev/null
         else
             "$lockstep" launch run.toml --quiet --run-dir "$whole" "${of_one[@]}" >/dev/null
         fi
@@ -68,7 +90,7 @@ while [ "$done_kills" -lt "$kills" ]; do
     "$lockstep" launch run.toml --quiet --run-dir "$run" "${set[@]}" --elastic "$bounds" --restarts 1000 >"$run.out" 2>"$run.err" &
     launcher=$!
     here=0
-    while kill -0 $launcher 2>/dev/null && [ "$done_kills" -lt "$kills" ] && [ "$here" -lt 25 ]; do
+    while kill -0 $launcher 2>/dev/null && [ "$done_kills" -lt "$kills" ] && [ "$here" -lt "$most" ]; do
         # A third of them follow at once: the others are about to meet again.
         case $((RANDOM % 3)) in
             0) sleep "0.$(printf %03d $((RANDOM % 400)))" ;;

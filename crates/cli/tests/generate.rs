@@ -124,7 +124,7 @@ fn a_model_that_ends_the_document_goes_on_where_eos_is_ignored() {
     place.ok(&["train", "run.toml", "--run-dir", "run"]);
     let args = ["run", "--prompt", "a", "--temperature", "0", "--max-tokens", "8"];
     let ended = json(&place, &args);
-    assert_eq!((&ended["stop"], &ended["tokens"]), (&"eos_token".into(), &0.into()));
+    assert_eq!((&ended["stop"], &ended["tokens"]), (&"separator".into(), &0.into()));
     let on = json(&place, &[&args[..], &["--ignore-eos"]].concat());
     assert_eq!((&on["stop"], &on["tokens"]), (&"max_tokens".into(), &8.into()));
 }

@@ -120,7 +120,7 @@ impl Generator {
 #[serde(rename_all = "snake_case")]
 pub enum Stop {
     /// The model ended the document.
-    #[serde(rename = "eos_token")]
+    #[serde(rename = "separator")]
     Eos,
     /// As many tokens as were asked for.
     MaxTokens,

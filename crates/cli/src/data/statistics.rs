@@ -15,7 +15,7 @@ pub struct Statistics {
     vocabulary: u32,
     eos_token: u32,
     /// The name that it had before.
-    eos_token: u32,
+    separator: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     bos_token: Option<u32>,
     corpora: Vec<CorpusStatistics>,
@@ -64,7 +64,7 @@ pub fn of(folder: &Path, corpora: &[RunCorpus]) -> Statistics {
         tokenizer: tokenizer.unwrap_or_default(),
         vocabulary: largest(|corpus| corpus.data.vocabulary()),
         eos_token,
-        eos_token,
+        separator: eos_token,
         bos_token: corpora.iter().find_map(|corpus| corpus.data.bos()),
         corpora: corpora.iter().map(of_corpus).collect(),
     }
