@@ -124,6 +124,39 @@ fn a_run_starts_from_a_name_and_says_what_it_took() {
 }
 
 #[test]
+fn adapters_on_the_hub_are_those_of_a_folder() {
+    let test = Test::new();
+    let lora = ["--set", "lora.rank=4"];
+    test.ok(&[&["train", "run.toml", "--run-dir", "first", "--set", "optimizer.lr=0.05"], &lora[..]].concat());
+    test.ok(&["checkpoint", "export", "first", "--out", "adapters"]);
+    for name in ["adapter_config.json", "adapter_model.safetensors"] {
+        let bytes = std::fs::read(test.place.path("adapters").join(name)).unwrap();
+        test.hub.file(name, bytes, name.ends_with("safetensors"));
+    }
+    test.heard();
+    let with = |dir, from| [&["train", "run.toml", "--run-dir", dir, "--set", from], &lora[..]].concat();
+    test.ok(&with("named", "lora.init_from=\"hf:org/name\""));
+    let heard = test.heard();
+    assert_eq!(heard.iter().filter(|file| file.starts_with("adapter_")).count(), 2, "{heard:?}");
+    test.ok(&with("folder", "lora.init_from=\"adapters\""));
+    assert_eq!(test.place.trajectory("named"), test.place.trajectory("folder"));
+    let config = test.read("named/run.toml");
+    assert!(config.contains(&format!("init_from = \"hf:org/name@{COMMIT}\"  # --set\n")), "{config}");
+    // A run that goes on has its own.
+    test.ok(&[
+        "train",
+        "run.toml",
+        "--run-dir",
+        "named",
+        "--set",
+        "lora.rank=4",
+        "--set",
+        "lora.init_from=\"hf:org/name\"",
+    ]);
+    assert_eq!(test.heard().len(), 0);
+}
+
+#[test]
 fn a_run_goes_on_without_the_hub_at_the_revision_that_it_has() {
     let test = Test::new();
     test.ok(&["train", "run.toml", "--run-dir", "run"]);

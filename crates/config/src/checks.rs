@@ -429,6 +429,7 @@ pub(crate) fn paths_are_no_addresses(values: &Values) -> Option<Conflict> {
         ("data.cache", "a folder", "name a folder on a disk of the node", false),
         ("data.tokenizer", "a file", FETCH_TOKENIZER, false),
         ("train.init_from", "a folder", fetch, false),
+        ("lora.init_from", "a folder", fetch, false),
         ("checkpoint.mirror", "a folder, here or in a bucket", bucket, true),
     ];
     keys.into_iter().find_map(|(key, names, hint, takes_buckets)| {

@@ -281,8 +281,11 @@ impl Config {
     pub fn hub_names(&self) -> Vec<(&'static str, String)> {
         let data = self.data.paths.iter().map(|path| ("data.paths", path));
         let corpora = self.data.corpora.iter().flat_map(|corpus| &corpus.paths).map(|path| ("data.corpora", path));
-        let others =
-            [("data.tokenizer", Some(&self.data.tokenizer)), ("train.init_from", self.train.init_from.as_ref())];
+        let others = [
+            ("data.tokenizer", Some(&self.data.tokenizer)),
+            ("train.init_from", self.train.init_from.as_ref()),
+            ("lora.init_from", self.lora.init_from.as_ref()),
+        ];
         let others = others.into_iter().filter_map(|(key, text)| Some((key, text?)));
         let all = others.chain(data).chain(corpora).map(|(key, text)| (key, self.pinned(key, text)));
         all.filter(|(_, name)| is_hub_name(name)).collect()
@@ -376,7 +379,7 @@ impl Config {
 
     /// `lora.init_from`, resolved in the same way.
     pub fn adapter_dir(&self) -> Option<PathBuf> {
-        self.lora.init_from.as_ref().map(|folder| self.base_dir().join(folder))
+        self.paths_of("lora.init_from", self.lora.init_from.as_ref()?).into_iter().next()
     }
 
     /// Refuses a config without data; only training needs any.

@@ -220,9 +220,9 @@ impl Layers<'_> {
         Ok(Some(inherited))
     }
 
-    /// Finds where the names of data and their tokenizer lead.
+    /// Finds where the names of data, their tokenizer and adapters lead.
     fn locate_data(&mut self) -> Result<(), ConfigError> {
-        for key in ["data.tokenizer", "data.paths", "data.corpora"] {
+        for key in ["data.tokenizer", "data.paths", "data.corpora", "lora.init_from"] {
             let named: Vec<String> = match self.values.get(key) {
                 Some(Value::Text(text)) => vec![text.clone()],
                 Some(Value::Texts(texts)) => texts.clone(),

@@ -594,7 +594,7 @@ tables! {
         /// letter. The output head and routers have none.
         targets: Vec<String> = Texts(TARGETS), Fixed("[\"*\"]"), Trajectory,
             finds ["target_modules", "lora targets", "all-linear", "q_proj"];
-        /// Folder of adapters to start from, as PEFT writes it.
+        /// Folder of adapters to start from, as PEFT writes it, or hf:OWNER/NAME for one on the Hugging Face Hub.
         init_from: Option<String> = Text(FOLDER), Unset, Trajectory, finds ["adapter_name_or_path", "PEFT folder"];
     }
 

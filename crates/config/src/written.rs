@@ -113,7 +113,7 @@ impl Config {
                 Some(Value::Corpora(corpora))
             }
             // A name on the hub is that of a revision.
-            ("data.tokenizer" | "train.init_from", Some(Value::Text(text)))
+            ("data.tokenizer" | "train.init_from" | "lora.init_from", Some(Value::Text(text)))
                 if is_hub_name(&self.pinned(key.path, &text)) =>
             {
                 Some(Value::Text(self.pinned(key.path, &text)))
@@ -154,7 +154,7 @@ impl Config {
             "data.prepared" => self.prepared_dir().map(|path| Value::Text(text(path))),
             "data.cache" => self.cache_dir().map(|path| Value::Text(text(path))),
             "train.init_from" => self.train.init_from.as_ref().map(|name| Value::Text(self.pinned(key.path, name))),
-            "lora.init_from" => self.adapter_dir().map(|path| Value::Text(text(path))),
+            "lora.init_from" => self.lora.init_from.as_ref().map(|name| Value::Text(self.pinned(key.path, name))),
             "checkpoint.mirror" => self.mirror_dir().map(|path| Value::Text(text(path))),
             _ => value_of(self, key),
         }

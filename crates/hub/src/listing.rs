@@ -11,6 +11,8 @@ const TOKENIZER: &str = "tokenizer.json";
 const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
+const ADAPTERS: [&str; 2] = ["adapter_config.json", "adapter_model.safetensors"];
+
 /// What is small and stands beside the weights of a model.
 const BESIDE: [&str; 9] = [
     CONFIG,
@@ -33,6 +35,8 @@ pub enum HubFiles {
     Description,
     /// The tokenizer and what stands beside it.
     Tokenizer,
+    /// Adapters, as PEFT writes them.
+    Adapters,
     /// The file that the name's path is, or the files below it with these extensions.
     Data(Vec<String>),
 }
@@ -93,6 +97,7 @@ impl Listing {
         let get = |file: &str| self.files.get(file).ok_or_else(|| no(file));
         let mut files: Vec<&HubFile> = match wanted {
             HubFiles::Data(extensions) => return self.data(name, extensions),
+            HubFiles::Adapters => return ADAPTERS.into_iter().map(get).collect(),
             _ => BESIDE.iter().filter_map(|file| self.files.get(*file)).collect(),
         };
         match wanted {
@@ -149,6 +154,7 @@ impl Listing {
     pub fn is_likely_whole(&self, name: &HubName, wanted: &HubFiles) -> bool {
         match wanted {
             HubFiles::Data(_) => self.files.contains_key(name.path()),
+            HubFiles::Adapters => ADAPTERS.into_iter().all(|file| self.files.contains_key(file)),
             _ => self.files.contains_key(TOKENIZER) && self.files.contains_key("tokenizer_config.json"),
         }
     }

@@ -67,7 +67,7 @@ impl<'a> HubOpener<'a> {
         let NamedFiles { key, text, base_dir, extensions } = *named;
         let is_path = match key {
             "data.tokenizer" => text == "bytes" || text.ends_with(".json"),
-            "train.init_from" => false,
+            "train.init_from" | "lora.init_from" => false,
             _ => is_file(text, extensions),
         };
         if !text.starts_with(PREFIX) && (is_path || !is_bare_name(text, base_dir)) {
@@ -94,6 +94,7 @@ impl<'a> HubOpener<'a> {
             ("train.init_from", _) => HubFiles::Description,
             (_, HubNeed::Description) => return Ok(unknown(name)),
             ("data.tokenizer", _) => HubFiles::Tokenizer,
+            ("lora.init_from", _) => HubFiles::Adapters,
             _ => HubFiles::Data(extensions.to_vec()),
         };
         let goes_on = self.need == HubNeed::Resume && key != "train.init_from";
@@ -105,7 +106,7 @@ impl<'a> HubOpener<'a> {
             fetched => fetched?,
         };
         let paths = match &files {
-            HubFiles::Model | HubFiles::Description => vec![fetched.folder.clone()],
+            HubFiles::Model | HubFiles::Description | HubFiles::Adapters => vec![fetched.folder.clone()],
             HubFiles::Tokenizer => vec![fetched.folder.join(hf::TOKENIZER)],
             // Files are links: whoever searches folders passes over those.
             HubFiles::Data(_) => fetched.files.keys().map(|file| fetched.folder.join(file)).collect(),
