@@ -112,15 +112,16 @@ there() {
 
 # start RUN RANKS KEY=VALUE...: the ranks of a run, spread over the hosts in their order.
 start() {
-    run=$1 ranks=$2 pids=()
-    local set=()
+    run=$1 ranks=$2 pids=() set=()
     for key in "${@:3}"; do set+=(--set "$key"); done
-    for rank in $(seq 0 $((ranks - 1))); do
-        RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=0 MASTER_ADDR=10.213.77.1 MASTER_PORT=29500 there $((rank * hosts / ranks)) \
-            env ${preload[$rank]:+LD_PRELOAD="${preload[$rank]}"} "$lockstep" train run.toml --quiet --run-dir "$run" "${set[@]}" \
-            >"$run.$rank.out" 2>"$run.$rank.err" &
-        pids[rank]=$!
-    done
+    for rank in $(seq 0 $((ranks - 1))); do start_rank "$rank"; done
+}
+# start_rank RANK [VARIABLE=VALUE]: one of them.
+start_rank() {
+    RANK=$1 WORLD_SIZE=$ranks LOCAL_RANK=0 MASTER_ADDR=10.213.77.1 MASTER_PORT=29500 there $(($1 * hosts / ranks)) \
+        env ${preload[$1]:+LD_PRELOAD="${preload[$1]}"} "${@:2}" "$lockstep" train run.toml --quiet --run-dir "$run" "${set[@]}" \
+        >>"$run.$1.out" 2>>"$run.$1.err" &
+    pids[$1]=$!
 }
 declare -A preload=()
 fail() {
@@ -360,6 +361,28 @@ awaits_worlds 2 0
 for rank in 0 1 2; do ends $rank 0 900; done
 same_bits back whole600
 done_with "$(history)"
+
+begins "elastic, hosts are killed and come back"
+network 3
+start hostkills 6 parallel.dp=6 parallel.zero=1 cluster.elastic=1..6 train.steps=600 cluster.snapshot_every=5
+comes_to 4
+killed=0
+while [ "$killed" -lt $((rounds * 5)) ] && [ "$(steps "$run")" -lt 500 ]; do
+    host=$((RANDOM % 3)) before=$(worlds)
+    a_moment 2
+    kill -9 "${pids[$((2 * host))]}" "${pids[$((2 * host + 1))]}" 2>/dev/null || true
+    wait "${pids[$((2 * host))]}" "${pids[$((2 * host + 1))]}" 2>/dev/null || true
+    killed=$((killed + 1))
+    # The others go on, or have met with its next processes already.
+    for _ in $(seq 600); do if [ "$(worlds)" -gt "$before" ]; then break; fi && sleep 0.05; done
+    [ "$(worlds)" -gt "$before" ] || fail "the others do not go on"
+    before=$(worlds)
+    for rank in $((2 * host)) $((2 * host + 1)); do start_rank $rank LOCKSTEP_JOINS_LATE=1; done
+    for _ in $(seq 600); do if [ "$(worlds)" -gt "$before" ]; then break; fi && sleep 0.05; done
+done
+for rank in 0 1 2 3 4 5; do ends $rank 0 900; done
+same_bits hostkills whole600
+done_with "$killed hosts of 2 ranks each are killed: $(worlds) worlds"
 
 begins "elastic, a host whose clock is an hour ahead"
 if cc -shared -fPIC -o clock.so -xc - 2>cc.err <<'C'

@@ -210,6 +210,37 @@ fn who_is_of_another_config_or_job_does_not_join() {
 }
 
 #[test]
+fn two_join_together_where_no_layout_has_a_place_for_one() {
+    let place = place();
+    let secret = "5e".repeat(32);
+    // Three ranks do not divide eight sequences.
+    let more = ["train.global_batch=8", "cluster.elastic=1..4", "parallel.dp=2", "train.steps=100000"];
+    let args = command("train", "run", &[&RUN[..7], &more].concat());
+    let port = common::free_port();
+    let mut ranks: Vec<Child> = (0..2)
+        .map(|rank| {
+            let mut command = as_rank(place.command(&args), (rank, 2), &port);
+            command.env("LOCKSTEP_JOB_SECRET", &secret);
+            spawn(command)
+        })
+        .collect();
+    comes_to(&mut ranks[0], &place, "run", 2);
+    for _ in 0..2 {
+        assert!(worlds(&place, "run").is_empty());
+        ranks.push(spawn(late(&place, &secret, &args)));
+        let before = steps(&place, "run");
+        comes_to(&mut ranks[0], &place, "run", before + 2);
+    }
+    waits_for_worlds(&mut ranks[0], &place, "run", 1);
+    assert_eq!(worlds(&place, "run")[0]["ranks"], 4);
+    signal(ranks[2].id() as i32, libc::SIGTERM);
+    for rank in ranks {
+        let output = end(rank, HANG);
+        assert_eq!(output.status.code(), Some(75), "{}", said(&output));
+    }
+}
+
+#[test]
 fn bounds_that_cannot_be_meant_are_refused() {
     let place = place();
     for (bounds, problem) in [

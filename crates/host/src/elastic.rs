@@ -206,19 +206,16 @@ impl Membership {
         self.last.as_ref().map_or(self.newest, |last| last.epoch)
     }
 
-    /// Whether somebody waits to join. Looks now and then only.
-    pub fn somebody_waits(&mut self) -> bool {
+    /// How many wait to join. Looks now and then only: none in between.
+    pub fn waiting(&mut self) -> usize {
         if self.looked.elapsed() < LOOK_BESIDE_STEPS {
-            return false;
+            return 0;
         }
         self.looked = Instant::now();
-        let Some(last) = &self.last else { return false };
-        if last.members.len() >= self.bounds.most {
-            return false;
-        }
-        self.registered(last.epoch + 1)
-            .iter()
-            .any(|other| other.rank.is_none() && other.asks && other.common == self.common)
+        let Some(last) = &self.last else { return 0 };
+        let places = self.bounds.most.saturating_sub(last.members.len());
+        let waits = |other: &&Registered| other.rank.is_none() && other.asks && other.common == self.common;
+        self.registered(last.epoch + 1).iter().filter(waits).count().min(places)
     }
 
     /// Removes what earlier jobs have left in the run directory. Only who has that directory to itself may do so.

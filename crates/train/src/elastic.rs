@@ -131,8 +131,9 @@ impl ElasticRun<'_> {
     /// Whether somebody waits to join who would train.
     pub(crate) fn somebody_waits(&self) -> bool {
         let ranks = self.comm.ranks();
-        // Looks once a second at most; which layout there would be is found out only when somebody is there.
-        lock(&self.membership).somebody_waits() && (self.usable)(ranks + 1) > ranks
+        // Looks once a second at most; which layout there would be is found out only when somebody is there. One alone may have no place where two have.
+        let waiting = lock(&self.membership).waiting();
+        waiting > 0 && (self.usable)(ranks + waiting) > ranks
     }
 
     /// The run has begun, in a run directory that is this one's alone.

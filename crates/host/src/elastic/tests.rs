@@ -131,7 +131,7 @@ fn one_that_is_not_reached_asks_less_and_less_often() {
         let (_, mine) = e.register().unwrap();
         e.write_registration(2, &mine).unwrap();
         a.looked = ago(LOOK_BESIDE_STEPS);
-        a.somebody_waits()
+        a.waiting() > 0
     };
     assert!(waits(&mut a, &e));
     // Whoever is left out for another reason asks at once.
