@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Kills random ranks at random moments of elastic runs of 4 to 8 processes, also while the others meet again, 200 times in all, and holds the
 # losses against those of runs that nobody disturbed: bench/scripts/elastic.sh LOCKSTEP [KILLS] [SEED]
-# KINDS=1: the same of runs with offload, adapters, other formats, further predictions and experts, nine of them with 54 kills.
+# KINDS=1: the same of runs with offload, adapters, other formats, further predictions and experts, seven of them with 42 kills. Not fp8: its bits depend on
+# the micro-batches of a rank.
 # Fails where a run does not end, or where a loss differs in a bit. Prints for each run how long its ranks took to go on.
 source "$(dirname "$0")/killing.sh"
 kills=${2:-200}
@@ -54,8 +55,6 @@ if [ -n "${KINDS:-}" ]; then
         "1..4 dp=4 lora.rank=4"
         "1..4 dp=4 zero=1 precision.policy=\"bf16\" precision.master=\"bf16\" precision.moments=\"bf16\""
         "1..4 dp=4 precision.policy=\"bf16\" precision.moments=\"int8\""
-        "1..4 dp=4 zero=3 precision.policy=\"fp8\""
-        "1..4 dp=4 precision.policy=\"fp8\" precision.fp8_recipe=\"delayed\""
         "1..4 dp=4 model.mtp_depth=1"
         "1..4 dp=4 model.experts=4 model.experts_per_token=2"
         "2..4 dp=4 ep=2 model.experts=4 model.experts_per_token=2"

@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::fs::{self, File};
 use std::io::{ErrorKind, Read};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,6 +31,14 @@ pub struct Loaded {
     files: Vec<FileBytes>,
     attachments: Vec<FileBytes>,
     groups: BTreeMap<String, BTreeMap<String, Stored>>,
+    /// What has the bytes of its files, where they are in the memory of several processes.
+    held: Option<Arc<dyn HeldByMany>>,
+}
+
+/// The files of a checkpoint in the memory of several processes. What is read of them is read by all of these together, in the same order.
+pub trait HeldByMany: Debug + Send + Sync {
+    /// The bytes of these ranges of files, in their order. After a failure any bytes: who reads asks for it at the end.
+    fn read(&self, wanted: &[(usize, Range<usize>)]) -> Vec<Vec<u8>>;
 }
 
 /// A tensor of a [`Loaded`] checkpoint: whole, in however many files its elements lie.
@@ -41,6 +50,7 @@ pub struct TensorView<'a> {
     pub shape: &'a [usize],
     pieces: &'a [Piece],
     files: &'a [FileBytes],
+    held: Option<&'a dyn HeldByMany>,
 }
 
 /// A file of a checkpoint.
@@ -54,7 +64,9 @@ pub(crate) struct FileBytes {
 #[derive(Debug)]
 pub(crate) enum Bytes {
     Mapped(Mmap),
-    Held(Arc<Vec<u8>>),
+    Held(Vec<u8>),
+    /// Those who hold it are asked.
+    Elsewhere,
 }
 
 impl Deref for Bytes {
@@ -64,6 +76,7 @@ impl Deref for Bytes {
         match self {
             Bytes::Mapped(map) => map,
             Bytes::Held(bytes) => bytes,
+            Bytes::Elsewhere => &[],
         }
     }
 }
@@ -72,7 +85,7 @@ impl<'a> TensorView<'a> {
     /// Its elements: row-major, little-endian bytes at any alignment. Borrowed where one file has them in order.
     pub fn bytes(&self) -> Cow<'a, [u8]> {
         match self.pieces {
-            [piece] if piece.slices.len() <= 1 => Cow::Borrowed(self.of(piece)),
+            [piece] if piece.slices.len() <= 1 => self.contents().swap_remove(0),
             pieces => {
                 let mut bytes = vec![0; pieces.iter().map(|piece| piece.range.len()).sum()];
                 self.copy_to(&mut bytes);
@@ -84,8 +97,8 @@ impl<'a> TensorView<'a> {
     /// Copies its elements to `bytes`, which must be as long as they are.
     pub fn copy_to(&self, bytes: &mut [u8]) {
         let width = self.dtype.bytes();
-        for piece in self.pieces {
-            let mut from = self.of(piece);
+        for (piece, contents) in self.pieces.iter().zip(self.contents()) {
+            let mut from = &contents[..];
             for slice in &piece.slices {
                 for start in slice.starts() {
                     let (run, rest) = from.split_at(slice.len * width);
@@ -100,8 +113,8 @@ impl<'a> TensorView<'a> {
     pub(crate) fn copy_range(&self, start: usize, bytes: &mut [u8]) {
         let width = self.dtype.bytes();
         let end = start + bytes.len() / width;
-        for piece in self.pieces {
-            let (all, mut before) = (self.of(piece), 0);
+        for (piece, all) in self.pieces.iter().zip(self.contents()) {
+            let mut before = 0;
             for slice in &piece.slices {
                 let first = start.saturating_sub(slice.start) / slice.stride;
                 for n in first..slice.count {
@@ -126,8 +139,18 @@ impl<'a> TensorView<'a> {
         self.pieces.first().map_or("", |piece| &self.files[piece.file].name)
     }
 
-    fn of(&self, piece: &Piece) -> &'a [u8] {
-        &self.files[piece.file].bytes[piece.range.clone()]
+    /// The bytes of its pieces.
+    fn contents(&self) -> Vec<Cow<'a, [u8]>> {
+        match self.held {
+            Some(held) => {
+                let wanted: Vec<_> = self.pieces.iter().map(|piece| (piece.file, piece.range.clone())).collect();
+                held.read(&wanted).into_iter().map(Cow::Owned).collect()
+            }
+            None => {
+                let of = |piece: &Piece| Cow::Borrowed(&self.files[piece.file].bytes[piece.range.clone()]);
+                self.pieces.iter().map(of).collect()
+            }
+        }
     }
 }
 
@@ -140,12 +163,17 @@ impl Loaded {
         (files, attachments): (Vec<FileBytes>, Vec<FileBytes>),
         groups: BTreeMap<String, BTreeMap<String, Stored>>,
     ) -> Loaded {
-        Loaded { step, path, state, files, attachments, groups }
+        Loaded { step, path, state, files, attachments, groups, held: None }
+    }
+
+    /// With those who have the bytes of its files.
+    pub(crate) fn held_by(self, held: Arc<dyn HeldByMany>) -> Loaded {
+        Loaded { held: Some(held), ..self }
     }
 
     /// Whether it is no folder: its files are in memory.
     pub fn is_in_memory(&self) -> bool {
-        self.files.iter().any(|file| matches!(file.bytes, Bytes::Held(_)))
+        self.held.is_some()
     }
 
     /// The tensor `name` of `group`.
@@ -155,7 +183,7 @@ impl Loaded {
             let hint = format!("group `{group}` has {} tensors of other names", tensors.len());
             return Err(self.absent(format!("tensor `{name}` in group `{group}`"), hint));
         };
-        Ok(TensorView { dtype: *dtype, shape, pieces, files: &self.files })
+        Ok(TensorView { dtype: *dtype, shape, pieces, files: &self.files, held: self.held.as_deref() })
     }
 
     /// Whether `group` is there and has a tensor of this name.

@@ -184,13 +184,25 @@ pub(crate) struct TensorPlace {
 
 /// Reads the header of a whole file of any origin. Every place it returns lies inside `file`.
 pub(crate) fn read_header(file: &[u8]) -> Result<BTreeMap<String, TensorPlace>, String> {
+    read_header_of(file, file.len())
+}
+
+/// The header of a file, with its length before it; what comes after it is not read.
+pub(crate) fn header_of(file: &[u8]) -> Result<&[u8], String> {
     let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or("too short for a header")?;
-    let (header, payload) = rest.split_at(header_length(*length, rest.len() as u64)?);
-    let metadata = read_metadata(header, payload.len() as u64)?;
+    Ok(&file[..LENGTH_BYTES + header_length(*length, rest.len() as u64)?])
+}
+
+/// As [`read_header`], of a file of `bytes` bytes that begins so, with the whole header.
+pub(crate) fn read_header_of(file: &[u8], bytes: usize) -> Result<BTreeMap<String, TensorPlace>, String> {
+    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or("too short for a header")?;
+    let header = rest.get(..header_length(*length, rest.len() as u64)?).unwrap_or_default();
+    let base = LENGTH_BYTES + header.len();
+    let payload = bytes.checked_sub(base).ok_or("too short for its header")?;
+    let metadata = read_metadata(header, payload as u64)?;
     let described = metadata.metadata().as_ref().and_then(|map| map.get(PARTS)).map_or("{}", String::as_str);
     let mut parts: BTreeMap<String, PartOf> =
         serde_json::from_str(described).map_err(|error| format!("wrong `{PARTS}`: {error}"))?;
-    let base = file.len() - payload.len();
     let mut places = BTreeMap::new();
     for (name, info) in metadata.tensors() {
         let (dtype, width) = known_dtype(info)

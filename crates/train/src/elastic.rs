@@ -4,7 +4,7 @@
 pub(crate) mod layout;
 mod memory;
 
-pub(crate) use memory::{Keeper, Memory, SnapshotState};
+pub(crate) use memory::{Gathered, HeldTogether, Keeper, Memory, SnapshotState};
 
 use lockstep_checkpoint::Loaded;
 use lockstep_exec::comm::Communicator;
@@ -78,6 +78,8 @@ pub(crate) struct ElasticRun<'a> {
     pub(crate) begun: AtomicBool,
     /// What the world before has left.
     pub(crate) found: Mutex<Option<Loaded>>,
+    /// Who holds that.
+    pub(crate) held: Option<Arc<HeldTogether>>,
     pub(crate) change: Mutex<Option<(WorldChange, Instant)>>,
     /// When the ranks had agreed on this world and held its state.
     pub(crate) made: Instant,
@@ -148,6 +150,11 @@ impl ElasticRun<'_> {
     /// The state that the ranks held in memory; once.
     pub(crate) fn take_found(&self) -> Option<Loaded> {
         lock(&self.found).take()
+    }
+
+    /// Refuses what was read of it if not all of it came.
+    pub(crate) fn require_read(&self) -> crate::Result<()> {
+        self.held.as_ref().map_or(Ok(()), |held| held.require_read())
     }
 
     /// The program of this world is compiled.

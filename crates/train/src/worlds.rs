@@ -5,11 +5,11 @@
 //! one is agreed on (`host/src/elastic.rs`).
 
 use crate::elastic::layout::{changes_bits, fitting};
-use crate::elastic::{ElasticRun, Goodput, Memory, RecoveryParts, WorldChange, rounded};
+use crate::elastic::{ElasticRun, Gathered, Goodput, Memory, RecoveryParts, WorldChange, rounded};
 use crate::event::{Event, Show};
 use crate::run::{places, run_in};
 use crate::{Outcome, Result, RunOptions, TrainError};
-use lockstep_checkpoint::{Loaded, list};
+use lockstep_checkpoint::list;
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{ProcessCommunicator, Start, join};
@@ -146,7 +146,7 @@ impl World<'_> {
         };
         let found = match epoch {
             0 => Ok(None),
-            _ => from_memory(&comm, &memory, config, options),
+            _ => from_memory((&comm, used), &memory, config, options),
         };
         let found = match found {
             Ok(found) => found,
@@ -188,6 +188,9 @@ impl World<'_> {
             };
             (change, since)
         });
+        if let Some(found) = &found {
+            found.held.read_over(&comm);
+        }
         show(Event::InWorld { rank: comm.rank(), ranks: used });
         let run = ElasticRun {
             memory,
@@ -197,7 +200,8 @@ impl World<'_> {
             every: config.cluster.snapshot_every,
             is_later: epoch > 0,
             begun: AtomicBool::new(false),
-            found: Mutex::new(found),
+            held: found.as_ref().map(|found| found.held.clone()),
+            found: Mutex::new(found.map(|found| found.loaded)),
             change: Mutex::new(change),
             made,
             goodput,
@@ -213,16 +217,16 @@ impl World<'_> {
 
 /// The newest state that the ranks of a world hold, if there is none as new on the disk.
 fn from_memory(
-    comm: &ProcessCommunicator,
+    (comm, used): (&ProcessCommunicator, usize),
     memory: &Memory,
     config: &Config,
     options: &RunOptions,
-) -> Result<Option<Loaded>> {
+) -> Result<Option<Gathered>> {
     let newest = |place| list(place).unwrap_or_default().last().map_or(0, |(step, _)| *step);
     // Rank 0 looks for all: others may see a file later.
     let there = places(config, &options.dir).iter().map(|place| newest(place)).max().unwrap_or(0);
     let told =
         comm.exchange(ProgramPlace::outside("gather snapshots"), &there.to_le_bytes()).map_err(ExecError::from)?;
     let there = told[0][..].try_into().map_or(0, u64::from_le_bytes);
-    memory.gather(comm, Some(there), &options.dir.join("checkpoints"))
+    memory.gather((comm, used), Some(there), &options.dir.join("checkpoints"))
 }

@@ -6,7 +6,7 @@
 
 use crate::checkpoint::Snapshot;
 use crate::{Result, TrainError};
-use lockstep_checkpoint::{Loaded, MemoryFile};
+use lockstep_checkpoint::{HeldByMany, HeldFile, Loaded, MemoryFile};
 use lockstep_exec::comm::processes::{Member, ProcessCommunicator};
 use lockstep_exec::comm::{Communicator, ProgramPlace};
 use lockstep_exec::{ExecError, World};
@@ -16,8 +16,10 @@ use lockstep_ir::program::Tensor;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
 /// What this process holds of snapshots.
@@ -57,8 +59,8 @@ pub(crate) struct Keeper {
     partners: Option<(usize, usize)>,
 }
 
-fn lock(kept: &Mutex<Vec<Kept>>) -> MutexGuard<'_, Vec<Kept>> {
-    kept.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Memory {
@@ -75,13 +77,112 @@ impl Memory {
     }
 
     /// The newest snapshot that all of these processes hold together, where there is one that is newer than step `after`. All call this
-    /// together, and keep what they hold: another loss may come before the next snapshot.
-    pub(crate) fn gather(&self, comm: &ProcessCommunicator, after: Option<u64>, path: &Path) -> Result<Option<Loaded>> {
+    /// together, and keep what they hold: another loss may come before the next snapshot. The first `used` go on from it.
+    pub(crate) fn gather(
+        &self,
+        (comm, used): (&ProcessCommunicator, usize),
+        after: Option<u64>,
+        path: &Path,
+    ) -> Result<Option<Gathered>> {
         let mine = std::mem::take(&mut *lock(&self.kept));
-        let found = gathered(comm, &mine, after, path);
+        let found = gathered((comm, used), &mine, after, path);
         *lock(&self.kept) = mine;
         found
     }
+}
+
+/// A snapshot that several processes hold, and what reads it.
+pub(crate) struct Gathered {
+    pub(crate) loaded: Loaded,
+    pub(crate) held: Arc<HeldTogether>,
+}
+
+/// The files of a snapshot in the memory of ranks. Whoever holds what is wanted of them sends it to all: no rank ever has all of them.
+pub(crate) struct HeldTogether {
+    /// By file, the rank that sends it.
+    holders: Vec<usize>,
+    /// Those that this rank sends.
+    own: BTreeMap<usize, Arc<Vec<u8>>>,
+    /// The ranks that read them.
+    comm: OnceLock<Arc<ProcessCommunicator>>,
+    failure: Mutex<Option<ExecError>>,
+}
+
+impl HeldTogether {
+    /// These are the ranks that read them.
+    pub(crate) fn read_over(&self, comm: &Arc<ProcessCommunicator>) {
+        // There is one world that does.
+        let _ = self.comm.set(comm.clone());
+    }
+
+    /// Refuses what was read if not all of it came.
+    pub(crate) fn require_read(&self) -> Result<()> {
+        lock(&self.failure).take().map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    fn read_into(&self, wanted: &[(usize, Range<usize>)], all: &mut [Vec<u8>]) -> Result<(), ExecError> {
+        let wrong = |what: &str| ExecError::Internal(format!("snapshots in memory: {what}"));
+        let comm = self.comm.get().ok_or_else(|| wrong("they are read before there is a world"))?;
+        for round in rounds(wanted) {
+            let mut mine = Vec::new();
+            for (of, range) in &round {
+                let file = wanted[*of].0;
+                if self.holders[file] == comm.rank() {
+                    let bytes = self.own.get(&file).and_then(|bytes| bytes.get(range.clone()));
+                    mine.extend_from_slice(bytes.ok_or_else(|| wrong("a file is not what was said"))?);
+                }
+            }
+            let given = comm.exchange(PLACE, &mine)?;
+            let mut at = vec![0; given.len()];
+            for (of, range) in round {
+                let (file, whole) = &wanted[of];
+                let holder = self.holders[*file];
+                let bytes = given[holder].get(at[holder]..at[holder] + range.len());
+                let into = &mut all[of][range.start - whole.start..][..range.len()];
+                into.copy_from_slice(bytes.ok_or_else(|| wrong("a rank sent too little"))?);
+                at[holder] += range.len();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for HeldTogether {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeldTogether").field("holders", &self.holders).finish_non_exhaustive()
+    }
+}
+
+impl HeldByMany for HeldTogether {
+    fn read(&self, wanted: &[(usize, Range<usize>)]) -> Vec<Vec<u8>> {
+        let mut all: Vec<Vec<u8>> = wanted.iter().map(|(_, range)| vec![0; range.len()]).collect();
+        // The others do not take part any more.
+        if lock(&self.failure).is_none()
+            && let Err(error) = self.read_into(wanted, &mut all)
+        {
+            *lock(&self.failure) = Some(error);
+        }
+        all
+    }
+}
+
+/// Ranges in the order in which they are sent, cut so that all of a round are of [`CHUNK`] bytes at most. Each with its place among those that are wanted.
+fn rounds(wanted: &[(usize, Range<usize>)]) -> Vec<Vec<(usize, Range<usize>)>> {
+    let (mut rounds, mut room) = (vec![Vec::new()], CHUNK);
+    for (of, (_, range)) in wanted.iter().enumerate() {
+        let mut start = range.start;
+        while start < range.end {
+            if room == 0 {
+                rounds.push(Vec::new());
+                room = CHUNK;
+            }
+            let end = range.end.min(start + room);
+            rounds.last_mut().into_iter().for_each(|round| round.push((of, start..end)));
+            (room, start) = (room - (end - start), end);
+        }
+    }
+    rounds.retain(|round| !round.is_empty());
+    rounds
 }
 
 /// What a process says that it holds.
@@ -97,9 +198,15 @@ struct Said {
 /// Bytes that go to all at once.
 const CHUNK: usize = 64 << 20;
 
-fn gathered(comm: &ProcessCommunicator, mine: &[Kept], after: Option<u64>, path: &Path) -> Result<Option<Loaded>> {
-    let place = ProgramPlace::outside("gather snapshots");
-    let exchange = |bytes: &[u8]| comm.exchange(place, bytes).map_err(ExecError::from);
+const PLACE: ProgramPlace = ProgramPlace::outside("gather snapshots");
+
+fn gathered(
+    (comm, used): (&ProcessCommunicator, usize),
+    mine: &[Kept],
+    after: Option<u64>,
+    path: &Path,
+) -> Result<Option<Gathered>> {
+    let exchange = |bytes: &[u8]| comm.exchange(PLACE, bytes).map_err(ExecError::from);
     let wrong = |what: &str| TrainError::from(ExecError::Internal(format!("snapshots in memory: {what}")));
     let said = |kept: &Kept| Said {
         epoch: kept.epoch,
@@ -122,40 +229,103 @@ fn gathered(comm: &ProcessCommunicator, mine: &[Kept], after: Option<u64>, path:
     let newer = |id: &&(u64, u64, usize)| after.is_none_or(|after| id.0 > after);
     let Some(id) = ids.iter().rev().filter(newer).find(|id| is_whole(id)).copied() else { return Ok(None) };
     let held = mine.iter().find(|kept| (kept.about.step, kept.epoch, kept.ranks) == id);
-    // What belongs to it besides tensors is the same for all who hold some of it.
-    let first = of(id).map(|(holder, _)| holder).min().unwrap_or(0);
-    let about = match held.filter(|_| first == comm.rank()) {
-        Some(kept) => serde_json::to_vec(&(&kept.about.state, &kept.about.attachments)).unwrap_or_default(),
-        None => Vec::new(),
-    };
-    let about = exchange(&about)?.swap_remove(first);
-    let (state, attachments): (Value, Vec<(String, Vec<u8>)>) =
-        serde_json::from_slice(&about).map_err(|e| wrong(&e.to_string()))?;
-    let mut files = Vec::new();
+    // Who sends the files of a rank: the holders take turns. A spare passes what nobody else has on to one that goes on.
+    let (mut files, mut holders, mut passed) = (Vec::new(), Vec::new(), Vec::new());
     for rank in 0..id.2 {
-        let Some((holder, said)) = of(id).find(|(_, said)| said.files.contains_key(&rank)) else { continue };
-        let own = held.and_then(|kept| kept.files.get(&rank));
-        for (number, (group, bytes)) in said.files[&rank].iter().enumerate() {
-            let mine = own.and_then(|files| files.get(number)).map(|file| &file.bytes[..]);
-            let mut whole = Vec::new();
-            if mine.is_none() && whole.try_reserve_exact(*bytes as usize).is_err() {
-                return Err(wrong(&format!("no memory for {bytes} bytes of rank {rank}")));
-            }
-            for start in (0..*bytes as usize).step_by(CHUNK) {
-                let end = (start + CHUNK).min(*bytes as usize);
-                let given = mine.filter(|_| holder == comm.rank()).map_or(&[][..], |mine| &mine[start..end]);
-                let all = exchange(given)?;
-                if mine.is_none() {
-                    whole.extend_from_slice(&all[holder]);
+        let who: Vec<(usize, &Said)> = of(id).filter(|(_, said)| said.files.contains_key(&rank)).collect();
+        let stay: Vec<usize> = who.iter().map(|(holder, _)| *holder).filter(|holder| *holder < used).collect();
+        let Some((from, said)) = who.first() else { continue };
+        for (group, bytes) in &said.files[&rank] {
+            let number = files.len();
+            files.push((group.clone(), rank, *bytes as usize));
+            holders.push(match stay.is_empty() {
+                true => {
+                    passed.push((number, *from, rank % used));
+                    rank % used
                 }
-            }
-            files.push(match own.and_then(|files| files.get(number)) {
-                Some(file) => file.clone(),
-                None => MemoryFile { group: group.clone(), rank, bytes: Arc::new(whole) },
+                false => stay[rank % stay.len()],
             });
         }
     }
-    Ok(Some(Loaded::from_memory(id.0, path, state, attachments, &files)?))
+    let own = |file: usize| {
+        let (group, rank, _) = &files[file];
+        held?.files.get(rank)?.iter().find(|file| file.group == *group)
+    };
+    // What belongs to it besides tensors is the same for all who hold some of it. Headers are small; those who send a file say its own.
+    let sender = |file: usize| passed.iter().find(|(of, ..)| *of == file).map_or(holders[file], |(_, from, _)| *from);
+    let first = of(id).map(|(holder, _)| holder).min().unwrap_or(0);
+    let about = held.filter(|_| first == comm.rank()).map(|kept| (&kept.about.state, &kept.about.attachments));
+    let (mut numbers, mut text) = (Vec::new(), Vec::new());
+    for file in (0..files.len()).filter(|file| sender(*file) == comm.rank()) {
+        let header = own(file).ok_or_else(|| wrong("a file is not what was said"))?.header()?;
+        numbers.push((file, header.len()));
+        text.extend_from_slice(header);
+    }
+    // Their numbers and lengths first, then the headers.
+    let begin = serde_json::to_vec(&(about, numbers)).unwrap_or_default();
+    let told = exchange(&[&(begin.len() as u64).to_le_bytes()[..], &begin, &text].concat())?;
+    let (mut state, mut headers) = (None, BTreeMap::new());
+    for (rank, told) in told.iter().enumerate() {
+        let (length, told) = told.split_first_chunk().ok_or_else(|| wrong("a rank said too little"))?;
+        let (begin, mut text) = told
+            .split_at_checked(u64::from_le_bytes(*length) as usize)
+            .ok_or_else(|| wrong("a rank said too little"))?;
+        let (about, numbers): (Option<About>, Vec<(usize, usize)>) =
+            serde_json::from_slice(begin).map_err(|e| wrong(&e.to_string()))?;
+        state = if rank == first { about } else { state };
+        for (file, length) in numbers {
+            let (header, rest) = text.split_at_checked(length).ok_or_else(|| wrong("a rank said too little"))?;
+            headers.insert(file, header.to_vec());
+            text = rest;
+        }
+    }
+    let (state, attachments) = state.ok_or_else(|| wrong("nobody has their state"))?;
+    let mut kept = BTreeMap::new();
+    for (file, from, to) in passed {
+        if let Some(bytes) = pass_on(comm, (files[file].2, own(file)), (from, to))? {
+            kept.insert(file, Arc::new(bytes));
+        }
+    }
+    for file in (0..files.len()).filter(|file| holders[*file] == comm.rank()) {
+        if let Some(own) = own(file) {
+            kept.insert(file, own.bytes.clone());
+        }
+    }
+    let described = files.into_iter().enumerate().map(|(file, (group, rank, bytes))| HeldFile {
+        group,
+        rank,
+        header: headers.remove(&file).unwrap_or_default(),
+        bytes,
+    });
+    let described: Vec<HeldFile> = described.collect();
+    let held = HeldTogether { holders, own: kept, comm: OnceLock::new(), failure: Mutex::default() };
+    let held = Arc::new(held);
+    let loaded = Loaded::from_memory((id.0, path), state, attachments, &described, held.clone())?;
+    Ok(Some(Gathered { loaded, held }))
+}
+
+/// What a snapshot has besides tensors.
+type About = (Value, Vec<(String, Vec<u8>)>);
+
+/// Sends a file from one rank to another, which gets its bytes. All take part.
+fn pass_on(
+    comm: &ProcessCommunicator,
+    (bytes, own): (usize, Option<&MemoryFile>),
+    (from, to): (usize, usize),
+) -> Result<Option<Vec<u8>>> {
+    let mut whole = Vec::new();
+    if to == comm.rank() && whole.try_reserve_exact(bytes).is_err() {
+        let text = format!("snapshots in memory: no memory for {bytes} bytes");
+        return Err(ExecError::Internal(text).into());
+    }
+    for start in (0..bytes).step_by(CHUNK) {
+        let mine = own.filter(|_| from == comm.rank()).and_then(|own| own.bytes.get(start..bytes.min(start + CHUNK)));
+        let all = comm.exchange(PLACE, mine.unwrap_or_default()).map_err(ExecError::from)?;
+        if to == comm.rank() {
+            whole.extend_from_slice(&all[from]);
+        }
+    }
+    Ok((to == comm.rank()).then_some(whole))
 }
 
 fn sizes(files: &[MemoryFile]) -> Vec<(String, u64)> {
@@ -268,6 +438,19 @@ fn copy(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rounds_are_all_that_is_wanted_in_pieces_that_fit() {
+        let wanted = [(3, 5..5), (0, 10..20), (1, 0..2 * CHUNK + 7), (0, 0..1)];
+        let rounds = rounds(&wanted);
+        assert!(rounds.iter().all(|round| round.iter().map(|(_, range)| range.len()).sum::<usize>() <= CHUNK));
+        let mut ends: Vec<usize> = wanted.iter().map(|(_, range)| range.start).collect();
+        for (of, range) in rounds.into_iter().flatten() {
+            assert_eq!(range.start, ends[of], "in order");
+            ends[of] = range.end;
+        }
+        assert!(ends.iter().zip(&wanted).all(|(end, (_, range))| *end == range.end));
+    }
 
     #[test]
     fn copies_go_to_other_hosts_where_there_are_some() {

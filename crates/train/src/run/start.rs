@@ -122,6 +122,7 @@ pub(super) fn start<'a>(
             program.session.start_from(base.source())?;
         }
         let converted = program.session.restore(loaded)?;
+        elastic.map_or(Ok(()), ElasticRun::require_read)?;
         converted.iter().for_each(|kind| show(Event::Converted(kind)));
     }
     let step = loaded.map_or(0, |loaded| loaded.step);
