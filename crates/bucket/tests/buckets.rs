@@ -3,9 +3,13 @@
 mod server;
 
 use lockstep_bucket::{BucketAddress, BucketError, BucketFault, BucketSettings, Buckets, Credentials, Limits, Reads};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use server::{KEY_ID, LocalS3, Mischief, REGION, SECRET};
 use std::io::{Read, Seek, SeekFrom};
+use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 fn settings(server: &LocalS3, cache: Option<&Path>) -> BucketSettings {
@@ -294,4 +298,30 @@ fn parts_of_uploads_that_nobody_completes_are_taken_away() {
     assert_eq!(server.open_uploads(), 1);
     buckets(&server).remove_unfinished(&BucketAddress::parse("s3://data").unwrap());
     assert_eq!(server.open_uploads(), 0);
+}
+
+/// A server with a certificate that nobody has signed.
+#[test]
+fn a_certificate_that_is_not_trusted_is_an_error_at_once() {
+    let pem = include_bytes!("server/self-signed.pem");
+    let certificate = CertificateDer::from_pem_slice(pem).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(pem).unwrap();
+    let provider = rustls::crypto::ring::default_provider().into();
+    let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = Arc::new(config.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("https://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut connection = rustls::ServerConnection::new(config.clone()).unwrap();
+            let _ = connection.complete_io(&mut stream);
+        }
+    });
+    let local = LocalS3::new("data");
+    let own = Buckets::new(BucketSettings { endpoint: Some(endpoint), ..settings(&local, None) }).unwrap();
+    give_up_soon(&own);
+    let error = own.look(&at("a")).unwrap_err();
+    assert_eq!(error.fault, BucketFault::Unreachable);
+    assert!(error.problem.contains("certificate") && !error.problem.contains("attempts"), "{error}");
+    assert!(error.hint().contains("AWS_CA_BUNDLE"), "{}", error.hint());
 }
