@@ -59,6 +59,11 @@ impl BucketAddress {
         Self { bucket: self.bucket.clone(), key }
     }
 
+    /// What the keys inside begin with.
+    pub(crate) fn prefix(&self) -> String {
+        if self.key.is_empty() { String::new() } else { format!("{}/", self.key) }
+    }
+
     /// Another key of the same bucket.
     pub(crate) fn with_key(&self, key: &str) -> Self {
         Self { bucket: self.bucket.clone(), key: key.to_owned() }

@@ -21,10 +21,13 @@ use xxhash_rust::xxh3::xxh3_64;
 /// A block's time of use is written again after this long.
 const TOUCH_AFTER: Duration = Duration::from_secs(60);
 
+/// The folder is looked at again when a process has written this part of its limit: other processes write too.
+const LOOKED_AT: u64 = 64;
+
 #[derive(Default)]
 pub(crate) struct DiskCache {
-    /// Bytes that were there when it was last looked at, and those written since; none before.
-    bytes: Mutex<Option<u64>>,
+    /// Bytes that were there when it was last looked at, and those that this process has written since; none before.
+    bytes: Mutex<Option<(u64, u64)>>,
 }
 
 impl DiskCache {
@@ -65,10 +68,11 @@ impl DiskCache {
         };
         let mut bytes = lock(&self.bytes);
         let new = block.len() as u64 + 8;
-        let before = bytes.unwrap_or_else(|| blocks_in(&root).iter().map(|(_, bytes, _)| bytes).sum());
-        *bytes = Some(before + new);
-        if before + new > limits.cache_bytes {
-            *bytes = Some(shrink(&root, limits.cache_bytes.saturating_sub(new)) + new);
+        let known = bytes.filter(|(_, own)| own + new <= limits.cache_bytes / LOOKED_AT);
+        let (there, own) = known.unwrap_or_else(|| (blocks_in(&root).iter().map(|(_, bytes, _)| bytes).sum(), 0));
+        *bytes = Some((there, own + new));
+        if there + own + new > limits.cache_bytes {
+            *bytes = Some((shrink(&root, limits.cache_bytes.saturating_sub(new)), new));
         }
         if new <= limits.cache_bytes && write().is_err() {
             let _ = fs::remove_file(&beside);
@@ -165,5 +169,18 @@ mod tests {
         let nowhere = Limits { cache: Some("/dev/null/x".into()), ..limits };
         cache.write(&nowhere, &object, 0, &[1; 10]);
         assert_eq!(cache.read(&nowhere, &object, 0, 10), None);
+    }
+
+    #[test]
+    fn several_processes_keep_to_one_limit() {
+        let root = tempfile::tempdir().unwrap();
+        let limits = Limits { cache: Some(root.path().to_owned()), cache_bytes: 10_000, ..Limits::default() };
+        let processes: [DiskCache; 4] = Default::default();
+        let object = DiskCache::name("", &BucketAddress::parse("s3://bucket/a").unwrap(), "tag");
+        for index in 0..40 {
+            processes[index as usize % 4].write(&limits, &object, index, &[3; 1000]);
+            let bytes: u64 = blocks_in(root.path()).iter().map(|(_, bytes, _)| bytes).sum();
+            assert!(bytes <= 10_000, "{bytes} bytes after block {index}");
+        }
     }
 }

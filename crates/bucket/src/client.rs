@@ -131,7 +131,7 @@ impl Buckets {
     /// All objects in what stands for a folder, in the order of their keys. Keys that could be no path, and those that stand for a folder
     /// themselves, are left out.
     pub fn list(&self, folder: &BucketAddress) -> Result<Vec<Listed>, BucketError> {
-        let prefix = if folder.key().is_empty() { String::new() } else { format!("{}/", folder.key()) };
+        let prefix = folder.prefix();
         let mut found: Vec<Listed> = Vec::new();
         let mut next: Option<String> = None;
         loop {
@@ -146,14 +146,12 @@ impl Buckets {
             })?;
             let text = answer.text();
             let nonsense = |what: &str| BucketError::at(folder, BucketFault::Refused, format!("its listing {what}"));
-            let is_url = xml::text(&text, "EncodingType").is_some_and(|encoding| encoding == "url");
-            let decoded = |key: String| if is_url { xml::percent_decoded(&key) } else { Some(key) };
+            let is_url = xml::is_url(&text);
             if !text.contains("ListBucketResult") {
                 return Err(nonsense("is no listing"));
             }
             for entry in xml::elements(&text, "Contents") {
-                let key =
-                    xml::text(entry, "Key").and_then(decoded).ok_or_else(|| nonsense("has an entry without a key"))?;
+                let key = xml::key(entry, is_url).ok_or_else(|| nonsense("has an entry without a key"))?;
                 let bytes = xml::text(entry, "Size").and_then(|size| size.parse().ok());
                 let bytes = bytes.ok_or_else(|| nonsense("has an entry without a size"))?;
                 if is_key(&key) && key.starts_with(&prefix) {

@@ -274,14 +274,26 @@ impl Client {
                 request.call()
             }
         };
-        let response = sent.map_err(|error| match error {
-            ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::Tls(_) | ureq::Error::Rustls(_) => {
-                Failed::Final(BucketError::at(address, BucketFault::Unreachable, error.to_string()))
-            }
-            error => Failed::Again { cause: error.to_string(), after: None },
+        let response = sent.map_err(|error| match is_final(&error) {
+            true => Failed::Final(BucketError::at(address, BucketFault::Unreachable, error.to_string())),
+            false => Failed::Again { cause: error.to_string(), after: None },
         })?;
         let body = ask.method != Method::HEAD;
         whole(response, if body { MOST_TEXT.max(range_bytes(ask)) } else { 0 })
+    }
+}
+
+/// Whether a request will fail in the same way again.
+fn is_final(error: &ureq::Error) -> bool {
+    use ureq::Error::{BadUri, Http, Io, Rustls, Tls};
+    match error {
+        BadUri(_) | Http(_) | Tls(_) | Rustls(_) => true,
+        // A handshake fails inside of an I/O error.
+        Io(error) => {
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            matches!(inner, Some(rustls::Error::InvalidCertificate(_)))
+        }
+        _ => false,
     }
 }
 

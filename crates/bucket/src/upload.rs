@@ -1,5 +1,6 @@
 //! Objects from files and bytes, and copies inside of a server.
 
+use crate::address::is_key;
 use crate::http::{Answer, Ask, Attempts, Failed, lock};
 use crate::xml;
 use crate::{BucketAddress, BucketError, BucketFault, Buckets};
@@ -7,13 +8,13 @@ use std::io::Read;
 use std::sync::Mutex;
 use ureq::http::Method;
 
-/// Bytes of a part; more where there would be more than 10,000 of them, which is the most that servers take.
+/// Bytes of a part, and the most parts that servers take.
 const PART_BYTES: u64 = 16 << 20;
 const MOST_PARTS: u64 = 10_000;
 /// Parts that are sent at once.
 const THREADS: usize = 4;
-/// The largest object that one request copies, 5 GiB at Amazon.
-const MOST_COPIED: u64 = 1 << 30;
+/// Bytes that one request copies: a server may say nothing until it is done, and a long silence is a failure.
+const COPIED_BYTES: u64 = 128 << 20;
 
 impl Buckets {
     /// Writes an object at once.
@@ -29,7 +30,7 @@ impl Buckets {
         bytes: u64,
     ) -> Result<(), BucketError> {
         let local = |cause: std::io::Error| BucketError::at(address, BucketFault::Local, cause.to_string());
-        let each = PART_BYTES.max(bytes.div_ceil(MOST_PARTS));
+        let each = part_bytes(PART_BYTES, bytes);
         if bytes <= each {
             let mut all = Vec::with_capacity(bytes as usize);
             from.take(bytes).read_to_end(&mut all).map_err(local)?;
@@ -58,7 +59,8 @@ impl Buckets {
     /// Copies an object of `bytes` bytes to another key of its server.
     pub fn copy(&self, from: &BucketAddress, to: &BucketAddress, bytes: u64) -> Result<(), BucketError> {
         let source = crate::address::escaped(&format!("/{}/{}", from.bucket(), from.key()), true);
-        if bytes <= MOST_COPIED {
+        let each = part_bytes(COPIED_BYTES, bytes);
+        if bytes <= each {
             let ask = Ask { method: Method::PUT, headers: vec![("x-amz-copy-source", source)], ..Ask::default() };
             let answer = self.client.ask(to, &ask)?;
             return said_no(to, &answer);
@@ -70,12 +72,32 @@ impl Buckets {
                 if *at == bytes {
                     return Ok(None);
                 }
-                let (start, end) = (*at, bytes.min(*at + MOST_COPIED));
+                let (start, end) = (*at, bytes.min(*at + each));
                 *at = end;
                 let range = format!("bytes={start}-{}", end - 1);
-                Ok(Some((start / MOST_COPIED + 1, Part::Range(source.clone(), range))))
+                Ok(Some((start / each + 1, Part::Range(source.clone(), range))))
             })
         })
+    }
+
+    /// Takes away the parts of uploads into a folder that were neither completed nor taken away: those of processes that were killed. Every
+    /// request is sent once. Where the server cannot list uploads, or the credentials may not, the parts stay.
+    pub fn remove_unfinished(&self, folder: &BucketAddress) {
+        let prefix = folder.prefix();
+        let query = vec![("uploads", String::new()), ("encoding-type", "url".to_owned()), ("prefix", prefix.clone())];
+        let Ok(answer) = self.client.once(&folder.with_key(""), &Ask { query, ..Ask::default() }) else { return };
+        let text = answer.text();
+        let is_url = xml::is_url(&text);
+        for entry in xml::elements(&text, "Upload") {
+            if let (Some(key), Some(id)) = (xml::key(entry, is_url), xml::text(entry, "UploadId"))
+                && is_key(&key)
+                && key.starts_with(&prefix)
+            {
+                let query = vec![("uploadId", id)];
+                let _ =
+                    self.client.once(&folder.with_key(&key), &Ask { method: Method::DELETE, query, ..Ask::default() });
+            }
+        }
     }
 
     /// Begins an upload in parts, lets them be sent, and ends it; with an error, takes them away.
@@ -85,12 +107,13 @@ impl Buckets {
         bytes: u64,
         send: impl FnOnce(&str) -> Result<Vec<(u64, String)>, BucketError>,
     ) -> Result<(), BucketError> {
+        let before = self.look(address)?.map(|(_, etag)| etag);
         let begin = Ask { method: Method::POST, query: vec![("uploads", String::new())], ..Ask::default() };
         let id = xml::text(&self.client.ask(address, &begin)?.text(), "UploadId").filter(|id| !id.is_empty());
         let Some(id) = id else {
             return Err(BucketError::at(address, BucketFault::Refused, "the server names no upload"));
         };
-        let done = send(&id).and_then(|parts| self.complete(address, &id, parts, bytes));
+        let done = send(&id).and_then(|parts| self.complete(address, &id, parts, (bytes, before)));
         if done.is_err() {
             // Once: a server that is gone is not waited for a second time.
             let query = vec![("uploadId", id)];
@@ -148,13 +171,14 @@ impl Buckets {
         })
     }
 
-    /// Makes an object of the parts. Where an answer was lost, the object itself tells that they were taken.
+    /// Makes an object of the parts, of this length. Where an answer was lost, the object itself tells that they were taken: it has another
+    /// ETag than `before`.
     fn complete(
         &self,
         address: &BucketAddress,
         id: &str,
         parts: Vec<(u64, String)>,
-        bytes: u64,
+        (bytes, before): (u64, Option<String>),
     ) -> Result<(), BucketError> {
         let part = |(number, tag): &(u64, String)| {
             format!("<Part><PartNumber>{number}</PartNumber><ETag>&quot;{}&quot;</ETag></Part>", xml::escaped(tag))
@@ -164,24 +188,29 @@ impl Buckets {
         let query = vec![("uploadId", id.to_owned())];
         let ask = Ask { method: Method::POST, query, body: body.as_bytes(), also: &[404], ..Ask::default() };
         let mut attempts = Attempts::new(&self.client, address);
-        loop {
+        let is_answered = loop {
             let failed = match self.client.once(address, &ask) {
                 Ok(Answer { cut: Some(cause), .. }) => Failed::Again { cause, after: None },
                 Ok(answer) => match (answer.status, said_no(address, &answer)) {
-                    (404, _) => break,
-                    (_, Ok(())) => break,
+                    (404, _) => break false,
+                    (_, Ok(())) => break true,
                     (_, Err(error)) => Failed::Again { cause: error.problem, after: None },
                 },
                 Err(failed) => failed,
             };
             attempts.wait(failed)?;
-        }
+        };
         attempts.succeeded();
         match self.look(address)? {
-            Some((there, _)) if there == bytes => Ok(()),
+            Some((there, etag)) if there == bytes && (is_answered || before.as_ref() != Some(&etag)) => Ok(()),
             _ => Err(BucketError::at(address, BucketFault::Refused, "the server has lost the upload")),
         }
     }
+}
+
+/// Bytes of a part of an object: `least`, or more where there would be too many parts.
+fn part_bytes(least: u64, bytes: u64) -> u64 {
+    least.max(bytes.div_ceil(MOST_PARTS))
 }
 
 /// What is sent as a part.

@@ -30,6 +30,17 @@ pub(crate) fn text(xml: &str, name: &str) -> Option<String> {
     elements(xml, name).first().map(|text| unescaped(text))
 }
 
+/// Whether the keys of a listing are written as parts of an address.
+pub(crate) fn is_url(listing: &str) -> bool {
+    text(listing, "EncodingType").is_some_and(|encoding| encoding == "url")
+}
+
+/// The key of an entry of a listing.
+pub(crate) fn key(entry: &str, is_url: bool) -> Option<String> {
+    let key = text(entry, "Key")?;
+    if is_url { percent_decoded(&key) } else { Some(key) }
+}
+
 fn unescaped(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -60,7 +71,7 @@ pub(crate) fn escaped(text: &str) -> String {
 }
 
 /// A text whose characters may be written as `%41`, as listings have them.
-pub(crate) fn percent_decoded(text: &str) -> Option<String> {
+fn percent_decoded(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((&byte, after)) = rest.split_first() {

@@ -3,9 +3,13 @@
 mod server;
 
 use lockstep_bucket::{BucketAddress, BucketError, BucketFault, BucketSettings, Buckets, Credentials, Limits, Reads};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use server::{KEY_ID, LocalS3, Mischief, REGION, SECRET};
 use std::io::{Read, Seek, SeekFrom};
+use std::net::TcpListener;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 fn settings(server: &LocalS3, cache: Option<&Path>) -> BucketSettings {
@@ -14,15 +18,20 @@ fn settings(server: &LocalS3, cache: Option<&Path>) -> BucketSettings {
         region: REGION.into(),
         credentials: Some(Credentials { key_id: KEY_ID.into(), secret: SECRET.into(), token: None }),
         anonymous: false,
-        timeout: Duration::from_millis(500),
+        timeout: Duration::from_secs(20),
         pause: Duration::from_millis(5),
         certificates: None,
         limits: Limits {
             cache: cache.map(Path::to_owned),
             cache_bytes: if cache.is_some() { 100 << 20 } else { 0 },
-            give_up: Duration::from_secs(1),
+            give_up: Duration::from_secs(60),
         },
     }
+}
+
+/// Gives up soon from now on.
+fn give_up_soon(buckets: &Buckets) {
+    buckets.set_limits(Limits { cache: None, cache_bytes: 0, give_up: Duration::from_secs(1) });
 }
 
 fn buckets(server: &LocalS3) -> Buckets {
@@ -95,12 +104,11 @@ fn what_may_pass_is_tried_again_and_what_does_not_is_an_error_in_time() {
         server.plant("GET", "a", mischief, 2);
     }
     server.plant("HEAD", "a", Mischief::Silence(Duration::from_millis(2000)), 1);
-    let own = buckets(&server);
-    let limits = settings(&server, None).limits;
-    own.set_limits(Limits { give_up: Duration::from_secs(60), ..limits.clone() });
+    let timeout = Duration::from_millis(500);
+    let own = Buckets::new(BucketSettings { timeout, ..settings(&server, None) }).unwrap();
     assert_eq!(own.read(&at("a"), 10).unwrap(), Some(b"text".to_vec()));
 
-    own.set_limits(limits);
+    give_up_soon(&own);
     server.set_down(true);
     let lines = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
     let heard = lines.clone();
@@ -242,17 +250,78 @@ fn long_objects_go_up_in_parts_which_are_sent_again_or_taken_away() {
     assert_eq!(server.get("data", "short").unwrap(), b"text");
 
     // A full server is waited for, and no part stays where it remains so.
+    give_up_soon(&own);
     server.plant("PUT", "partNumber=3&uploadId=upload-2", Mischief::Status(507, "Full"), 10_000);
     let text = refused(own.upload(&at("b"), &mut &content[..], content.len() as u64), BucketFault::Unreachable);
     assert!(text.contains("507 Full"), "{text}");
     assert_eq!((server.open_uploads(), server.get("data", "b")), (0, None));
     // A file that is shorter than it was.
+    let own = buckets(&server);
     let short = &content[..content.len() - 1];
     refused(own.upload(&at("b"), &mut &short[..], content.len() as u64), BucketFault::Local);
     assert_eq!((server.open_uploads(), server.get("data", "b")), (0, None));
+
+    // An object of before that has the same length is not what was sent.
+    server.plant("POST", "uploadId=upload-4", Mischief::Status(404, "NoSuchUpload"), 1);
+    let other = vec![7; content.len()];
+    let text = refused(own.upload(&at("a"), &mut &other[..], other.len() as u64), BucketFault::Refused);
+    assert!(text.contains("has lost the upload") && server.get("data", "a").unwrap() == content, "{text}");
 
     own.copy(&at("short"), &at("c d"), 4).unwrap();
     own.remove(&at("short")).unwrap();
     own.remove(&at("short")).unwrap();
     assert_eq!(server.keys("data"), ["a", "c d"]);
+}
+
+#[test]
+fn long_objects_are_copied_in_ranges_that_do_not_take_long() {
+    let server = LocalS3::new("data");
+    server.put("data", "a", "short");
+    // The object is shorter than that, so it is no copy in the end.
+    refused(buckets(&server).copy(&at("a"), &at("b"), (128 << 20) + 3), BucketFault::Refused);
+    let mut ranges: Vec<_> = server.heard().into_iter().filter_map(|heard| heard.range).collect();
+    ranges.sort();
+    assert_eq!(ranges, ["bytes=0-134217727", "bytes=134217728-134217730"]);
+}
+
+#[test]
+fn parts_of_uploads_that_nobody_completes_are_taken_away() {
+    let server = LocalS3::new("data");
+    for key in ["run/a", "run/old 1/b", "running/c"] {
+        server.begin_upload("data", key);
+    }
+    // Who may not list them has them still, and no error.
+    server.plant("GET", "uploads=", Mischief::Status(501, "NotImplemented"), 1);
+    buckets(&server).remove_unfinished(&at("run"));
+    assert_eq!(server.open_uploads(), 3);
+    buckets(&server).remove_unfinished(&at("run"));
+    assert_eq!(server.open_uploads(), 1);
+    buckets(&server).remove_unfinished(&BucketAddress::parse("s3://data").unwrap());
+    assert_eq!(server.open_uploads(), 0);
+}
+
+/// A server with a certificate that nobody has signed.
+#[test]
+fn a_certificate_that_is_not_trusted_is_an_error_at_once() {
+    let pem = include_bytes!("server/self-signed.pem");
+    let certificate = CertificateDer::from_pem_slice(pem).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(pem).unwrap();
+    let provider = rustls::crypto::ring::default_provider().into();
+    let config = rustls::ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = Arc::new(config.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("https://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut connection = rustls::ServerConnection::new(config.clone()).unwrap();
+            let _ = connection.complete_io(&mut stream);
+        }
+    });
+    let local = LocalS3::new("data");
+    let own = Buckets::new(BucketSettings { endpoint: Some(endpoint), ..settings(&local, None) }).unwrap();
+    give_up_soon(&own);
+    let error = own.look(&at("a")).unwrap_err();
+    assert_eq!(error.fault, BucketFault::Unreachable);
+    assert!(error.problem.contains("certificate") && !error.problem.contains("attempts"), "{error}");
+    assert!(error.hint().contains("AWS_CA_BUNDLE"), "{}", error.hint());
 }

@@ -14,7 +14,7 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use lockstep_bucket::{BucketAddress, Buckets, Listed, Reads};
+use lockstep_bucket::{BucketAddress, BucketFault, Buckets, Listed, Reads};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{CheckpointError, Result};
@@ -99,8 +99,9 @@ impl BucketMirror {
         self.prune(manifest.step, keep)
     }
 
-    /// Removes checkpoints that no rule keeps, and what uploads that ended early have left.
+    /// Removes checkpoints that no rule keeps, and what uploads that ended early have left: objects without a manifest, and parts.
     fn prune(&self, written: u64, keep: &Keep) -> Result<()> {
+        self.buckets.remove_unfinished(&self.place);
         let all = self.all()?;
         // The one just written counts as the latest, even where a run has gone back.
         let mut whole: Vec<u64> = all
@@ -120,7 +121,7 @@ impl BucketMirror {
 
     /// Removes the objects of a step, its manifest first.
     fn remove(&self, objects: &[Listed]) -> Result<()> {
-        let (manifests, others): (Vec<&Listed>, Vec<&Listed>) = objects.iter().partition(|listed| is_manifest(listed));
+        let (manifests, others) = manifests_and_others(objects);
         for listed in manifests.into_iter().chain(others) {
             self.buckets.remove(&listed.address).map_err(CheckpointError::bucket)?;
         }
@@ -131,8 +132,18 @@ impl BucketMirror {
     pub fn fetch(&self, step: u64, dir: &Path) -> Result<PathBuf> {
         let from = self.place.join(&folder::step_name(step));
         let path = from.path();
-        let sealed =
-            self.buckets.read(&from.join(manifest::NAME), MOST_MANIFEST_BYTES).map_err(CheckpointError::bucket)?;
+        // An object that is gone, or is written while it is read: an earlier checkpoint may be whole.
+        let judged = |error: CheckpointError, file: &str| match error {
+            CheckpointError::Bucket { error }
+                if [BucketFault::Missing, BucketFault::Changed].contains(&error.fault) =>
+            {
+                damaged(&path, file, error.problem)
+            }
+            error => error,
+        };
+        let of_bucket = |error, file: &str| judged(CheckpointError::bucket(error), file);
+        let sealed = self.buckets.read(&from.join(manifest::NAME), MOST_MANIFEST_BYTES);
+        let sealed = sealed.map_err(|error| of_bucket(error, manifest::NAME))?;
         let sealed = sealed.ok_or_else(|| damaged(&path, manifest::NAME, "missing"))?;
         let manifest = Manifest::unseal(&sealed).map_err(|reason| reason.at(&path))?;
         if manifest.step != step {
@@ -144,7 +155,8 @@ impl BucketMirror {
         let mut chunk = vec![0; CHUNK];
         for entry in files() {
             // The manifest lets no names pass but those of files in its folder.
-            let object = self.buckets.open(&from.join(&entry.name), Reads::InOrder).map_err(CheckpointError::bucket)?;
+            let object = self.buckets.open(&from.join(&entry.name), Reads::InOrder);
+            let object = object.map_err(|error| of_bucket(error, &entry.name))?;
             if object.len() != entry.bytes {
                 return Err(damaged(&path, &entry.name, format!("{} bytes instead of {}", object.len(), entry.bytes)));
             }
@@ -165,7 +177,7 @@ impl BucketMirror {
                 }
             })?;
             if let Some(error) = failed {
-                return Err(CheckpointError::of_reader(error, &path));
+                return Err(judged(CheckpointError::of_reader(error, &path), &entry.name));
             }
             if checksum(hash.digest128()) != entry.xxh3_128 {
                 return Err(damaged(&path, &entry.name, "checksum differs"));
@@ -175,7 +187,8 @@ impl BucketMirror {
         temporary.finish(dir, &manifest, &Keep { last: usize::MAX, ..Keep::default() })
     }
 
-    /// Moves the checkpoints from `first` on to `old-1`, `old-2` … inside, so that a run that goes on before them does not find them.
+    /// Moves the checkpoints from `first` on to `old-1`, `old-2` … inside, so that a run that goes on before them does not find them. There too,
+    /// a manifest comes last.
     pub fn set_aside_from(&self, first: u64) -> Result<()> {
         let all = self.all()?;
         let later: Vec<&Vec<Listed>> = all.range(first..).map(|(_, objects)| objects).collect();
@@ -188,7 +201,8 @@ impl BucketMirror {
         }
         let before = self.place.key().len() + usize::from(!self.place.key().is_empty());
         for objects in later {
-            for listed in objects {
+            let (manifests, others) = manifests_and_others(objects);
+            for listed in others.into_iter().chain(manifests) {
                 let to = self.place.join(&format!("old-{n}/{}", &listed.address.key()[before..]));
                 self.buckets.copy(&listed.address, &to, listed.bytes).map_err(CheckpointError::bucket)?;
             }
@@ -200,6 +214,10 @@ impl BucketMirror {
 
 fn is_manifest(listed: &Listed) -> bool {
     listed.address.key().ends_with(&format!("/{}", manifest::NAME))
+}
+
+fn manifests_and_others(objects: &[Listed]) -> (Vec<&Listed>, Vec<&Listed>) {
+    objects.iter().partition(|listed| is_manifest(listed))
 }
 
 fn is_whole(objects: &[Listed]) -> bool {

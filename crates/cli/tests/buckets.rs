@@ -223,18 +223,22 @@ fn a_mirror_in_a_bucket_takes_over_and_is_complete_or_not_there() {
     let text = test.train("whole", &more);
     assert!(text.contains("using step 20 of s3://data/runs/whole"), "{text}");
     assert!(test.place.path("whole/checkpoints/step-00000020/manifest.json").exists());
-    // One that is older than the mirror's, after one of the mirror's that is damaged.
+    // One that is older than the mirror's, after one of the mirror's that lacks an object and one that is damaged.
     fs::remove_dir_all(test.place.path("whole/checkpoints")).unwrap();
-    let damaged = "runs/whole/step-00000020/model.safetensors";
+    test.server.remove("data", "runs/whole/step-00000020/model.safetensors");
+    test.server.begin_upload("data", "runs/whole/step-00000020/model.safetensors");
+    let damaged = "runs/whole/step-00000015/model.safetensors";
     let model = test.server.get("data", damaged).unwrap();
     test.server.put("data", damaged, vec![0; model.len()]);
     let text = test.train("whole", &more);
+    assert!(text.contains("is damaged (model.safetensors: no such object)"), "{text}");
     assert!(text.contains("is damaged (model.safetensors: checksum differs)"), "{text}");
-    assert!(text.contains("using step 15 of s3://data/runs/whole"), "{text}");
+    assert!(text.contains("using step 10 of s3://data/runs/whole"), "{text}");
     let again = test.place.trajectory("whole");
-    assert_eq!(again[again.len() - 5..], whole[15..]);
+    assert_eq!(again[again.len() - 10..], whole[10..]);
     assert_eq!(steps(&test.server, "runs/whole"), [10, 15, 20]);
     assert!(test.server.get("data", damaged) == Some(model), "written again");
+    assert_eq!(test.server.open_uploads(), 0);
 
     // A full server: the run goes on, and what came is no checkpoint.
     test.server.plant("PUT", "optimizer.safetensors", Mischief::Status(507, "InsufficientStorage"), 10_000);
@@ -248,11 +252,15 @@ fn a_mirror_in_a_bucket_takes_over_and_is_complete_or_not_there() {
     assert_eq!((test.place.trajectory("full"), steps(&test.server, "runs/full")), (whole.clone(), vec![]));
     test.server.behave();
 
-    // Who starts over does not find the other run there.
+    // Who starts over does not find the other run there: a manifest comes after what it stands for.
+    test.server.heard();
     let output = test.run(&[&train("whole", &set)[..], &["--fresh", "--set", "train.steps=5"]].concat());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(steps(&test.server, "runs/whole"), [5]);
     assert_eq!(steps(&test.server, "runs/whole/old-1"), [10, 15, 20]);
+    let copied = test.server.heard().into_iter().filter(|heard| heard.method == "PUT").map(|heard| heard.path);
+    let copied: Vec<_> = copied.filter(|path| path.contains("/old-1/step-00000015/")).collect();
+    assert!(copied.len() > 2 && copied.last().unwrap().ends_with("/manifest.json"), "{copied:?}");
 
     // Credentials that are wrong are told before a step, not after the first checkpoint.
     let text = test.fails(test.run_as("wrong", &train("denied", &set)), 1);

@@ -374,7 +374,20 @@ fn a_server_that_nobody_names_or_that_is_none_is_refused_before_the_start() {
         .env("MLFLOW_EXPERIMENT_NAME", "it's")
         .env("MLFLOW_TRACKING_TOKEN", "t");
     assert!(command.output().unwrap().status.success());
-    let tracked = server.tracked.lock().unwrap();
+    let mut tracked = server.tracked.lock().unwrap();
     assert_eq!(tracked.experiments, ["it's"]);
-    assert!(tracked.asked.iter().all(|(_, who)| who == "Bearer t"));
+    assert!(std::mem::take(&mut tracked.asked).iter().all(|(_, who)| who == "Bearer t"));
+    drop(tracked);
+    // A password in the address is sent to the server, and stands nowhere else.
+    let mut command = place.command(&["train", "run.toml", "--run-dir", "other", "--set", "train.steps=1"]);
+    let output = command.env("MLFLOW_TRACKING_URI", server.uri().replace("//", "//ada:pass%20word@")).output().unwrap();
+    let mut shown = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+    assert!(output.status.success(), "{shown}");
+    for file in ["run.toml", "starts.jsonl", "events.jsonl", "mlflow/state.json", "mlflow/queue.jsonl"] {
+        shown += &fs::read_to_string(place.path("other").join(file)).unwrap();
+    }
+    let tracked = server.tracked.lock().unwrap();
+    shown += &format!("{:?} {:?}", tracked.runs[1].params, tracked.runs[1].tags);
+    assert!(shown.contains("127.0.0.1") && !shown.contains("ada:") && !shown.contains("pass%20word"), "{shown}");
+    assert!(tracked.asked.iter().all(|(_, who)| who == "Basic YWRhOnBhc3Mgd29yZA=="), "{:?}", tracked.asked);
 }

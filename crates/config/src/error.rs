@@ -62,6 +62,17 @@ pub(crate) enum Location {
     Option(String),
 }
 
+impl Location {
+    /// The same place, without the value that stands there.
+    pub(crate) fn without_value(self) -> Self {
+        match self {
+            Location::Line { name, number, .. } => Location::File { name: format!("{name}:{number}") },
+            Location::Option(text) => Location::Option(text.split('=').next().unwrap_or_default().to_owned()),
+            Location::File { name } => Location::File { name },
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Report {
     text: String,

@@ -117,6 +117,10 @@ pub(crate) fn resolve(
         let place = layers.blame(&conflict);
         return Err(ConfigError::new(conflict.problem, layers.locate(place)));
     }
+    if let Some(conflict) = rules::servers_hold_no_password(&layers.values) {
+        let place = layers.blame(&conflict);
+        return Err(ConfigError::new(conflict.problem, layers.locate(place).without_value()));
+    }
     let inherited = layers.inherit()?;
     layers.check_required(&document)?;
     layers.fill_and_check()?;

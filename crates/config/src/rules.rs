@@ -1,4 +1,5 @@
-//! Rules of `[optimizer]` and `[precision]`: defaults that follow from the update rule and the schedule, and keys that do not go with them.
+//! Rules of `[optimizer]`, `[precision]` and `[telemetry]`: defaults that follow from the update rule and the schedule, and keys that do
+//! not go with them.
 
 use crate::conflict::{Conflict, Derived};
 use crate::optimizers::{CONSTANTS, Constant, OptimizerName};
@@ -210,4 +211,17 @@ pub(crate) fn constants_have_an_optimizer(values: &Values) -> Option<Conflict> {
         format!("{key} = {value} is given, and optimizer.name = {name} does not read it"),
         format!("remove {key}, or choose another optimizer.name"),
     ))
+}
+
+/// Run directories and tracking servers show the config to others.
+pub(crate) fn servers_hold_no_password(values: &Values) -> Option<Conflict> {
+    let Value::Text(server) = values.get("telemetry.mlflow_uri")? else { return None };
+    let (_, rest) = server.split_once("://")?;
+    let host = rest.split(['/', '?', '#']).next()?;
+    Conflict::when(
+        host.contains('@'),
+        &["telemetry.mlflow_uri"],
+        "telemetry.mlflow_uri has a user name or a password in it, and everybody who sees the run would see them",
+        "write the address without them, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    )
 }

@@ -767,3 +767,16 @@ fn attention_sinks_and_limits_of_a_swiglu_go_with_what_has_them() {
     let gpt_oss = parsed("architecture = \"gpt_oss\"\nexperts = 4\nsliding_window = 8").unwrap().model;
     assert!(gpt_oss.attention_sinks && gpt_oss.rope_local_theta.is_none() && gpt_oss.layer_types.len() == 2);
 }
+
+#[test]
+fn a_password_in_an_address_is_refused_and_not_shown() {
+    let problem =
+        "telemetry.mlflow_uri has a user name or a password in it, and everybody who sees the run would see them";
+    let hint = "hint: write the address without them, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN";
+    let key = |address: &str| format!("{TINY}[telemetry]\nmlflow_uri = \"{address}\"\n");
+    check(&key("https://ada:secret@host:5000/base"), &format!("{problem}\n  --> run.toml:4\n{hint}"));
+    let set = "telemetry.mlflow_uri=https://ada@host";
+    check_set(TINY, &[set], &format!("{problem}\n  --> --set telemetry.mlflow_uri\n{hint}"));
+    let sound = "https://host/@home";
+    assert_eq!(Config::parse(&key(sound), "run.toml", &[]).unwrap().telemetry.mlflow_uri.as_deref(), Some(sound));
+}

@@ -4,24 +4,21 @@
 //! server has made it already and the answer was lost, by a tag. Everything else can be sent twice: metrics have the time at
 //! which they came, and the server keeps one of two that are equal.
 
+mod server;
+
 use crate::each_scalar;
 use crate::queue::{Record, SendError, SendQueue, Transport, What};
 use crate::random_text;
-use crate::sink::{Opening, Sink, SinkAddress, SinkProblem, SinkRun};
+use crate::sink::{Opening, Sink, SinkRun};
 use serde_json::{Map, Value, json};
+pub(crate) use server::check;
+use server::{Server, agent, server, variable};
 use std::io;
-use std::time::Duration;
 use ureq::http::{Response, StatusCode, header};
-use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body, RequestBuilder};
 
-/// What the environment says, in the names that MLflow's own client reads.
-const SERVER: &str = "MLFLOW_TRACKING_URI";
+/// The variable that names the experiment, as in MLflow's own client.
 const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
-const TOKEN: &str = "MLFLOW_TRACKING_TOKEN";
-const USER: &str = "MLFLOW_TRACKING_USERNAME";
-const PASSWORD: &str = "MLFLOW_TRACKING_PASSWORD";
-const CERTIFICATES: &str = "MLFLOW_TRACKING_SERVER_CERT_PATH";
 
 /// Most of each in a request, by the server's limits, and most characters of their values.
 const METRICS: usize = 1000;
@@ -30,96 +27,21 @@ const TAGS: usize = 100;
 const PARAMETER_CHARACTERS: usize = 6000;
 const TAG_CHARACTERS: usize = 5000;
 
-/// How long a server may take to take a connection, and to answer.
-const CONNECT: Duration = Duration::from_secs(5);
-const ANSWER: Duration = Duration::from_secs(30);
-
 /// The tag by which a run of ours is found.
 const KEY: &str = "lockstep.key";
-
-/// Refuses what cannot be sent to, before a run starts.
-pub(crate) fn check(to: &SinkAddress) -> Result<(), SinkProblem> {
-    server(to)?;
-    agent().map(|_| ())
-}
 
 /// Opens the queue of a run.
 pub(crate) fn open(opening: Opening<'_>) -> io::Result<Box<dyn Sink>> {
     let run = opening.run;
     SendQueue::open(&opening.place, run.start.clone(), |state| {
         let wrong = |problem| io::Error::other(format!("{problem:?}"));
-        Mlflow::new(run, state, server(&run.to).map_err(wrong)?, agent().map_err(wrong)?)
+        Mlflow::new(run, state, server(&run.to, &variable).map_err(wrong)?, agent().map_err(wrong)?)
     })
-}
-
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
-}
-
-/// The address of the server: the config's, or the environment's.
-fn server(to: &SinkAddress) -> Result<String, SinkProblem> {
-    let server = to.server.clone().or_else(|| variable(SERVER)).ok_or(SinkProblem::NoServer)?;
-    let is_address = |rest: &str| !rest.is_empty() && format!("{server}/").parse::<ureq::http::Uri>().is_ok();
-    match server.strip_prefix("http://").or_else(|| server.strip_prefix("https://")) {
-        Some(rest) if is_address(rest) => Ok(server.trim_end_matches('/').to_owned()),
-        _ => Err(SinkProblem::BadServer(server)),
-    }
-}
-
-fn agent() -> Result<Agent, SinkProblem> {
-    let mut config = Agent::config_builder()
-        .http_status_as_error(false)
-        .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
-        .timeout_resolve(Some(CONNECT))
-        .timeout_connect(Some(CONNECT))
-        .timeout_send_body(Some(ANSWER))
-        .timeout_recv_response(Some(ANSWER))
-        .timeout_recv_body(Some(ANSWER));
-    if let Some(path) = variable(CERTIFICATES) {
-        let wrong = |why: String| SinkProblem::Certificates(format!("{CERTIFICATES} = {path}: {why}"));
-        let pem = std::fs::read(&path).map_err(|error| wrong(error.to_string()))?;
-        let certificates: Vec<_> = parse_pem(&pem)
-            .filter_map(|item| match item {
-                Ok(PemItem::Certificate(certificate)) => Some(certificate),
-                _ => None,
-            })
-            .collect();
-        if certificates.is_empty() {
-            return Err(wrong("it holds no certificate".into()));
-        }
-        config = config.tls_config(TlsConfig::builder().root_certs(RootCerts::new_with_certs(&certificates)).build());
-    }
-    Ok(config.build().new_agent())
-}
-
-/// The value of the header that says who asks.
-fn authorization() -> Option<String> {
-    match (variable(USER), variable(TOKEN)) {
-        (Some(user), _) => {
-            Some(format!("Basic {}", base64(&format!("{user}:{}", variable(PASSWORD).unwrap_or_default()))))
-        }
-        (None, Some(token)) => Some(format!("Bearer {token}")),
-        (None, None) => None,
-    }
-}
-
-fn base64(text: &str) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut out = String::new();
-    for three in text.as_bytes().chunks(3) {
-        let bits = three.iter().fold(0, |bits, byte| bits << 8 | usize::from(*byte)) << (8 * (3 - three.len()));
-        for digit in 0..4 {
-            let at = bits >> (18 - 6 * digit) & 63;
-            out.push(if digit > three.len() { '=' } else { DIGITS[at] as char });
-        }
-    }
-    out
 }
 
 struct Mlflow {
     agent: Agent,
-    server: String,
-    authorization: Option<String>,
+    server: Server,
     experiment: String,
     name: String,
     parameters: Vec<(String, String)>,
@@ -141,12 +63,11 @@ struct Batch {
 }
 
 impl Mlflow {
-    fn new(run: &SinkRun, state: &Value, server: String, agent: Agent) -> io::Result<Self> {
+    fn new(run: &SinkRun, state: &Value, server: Server, agent: Agent) -> io::Result<Self> {
         let text = |name: &str| state[name].as_str().map(str::to_owned);
         Ok(Self {
             agent,
             server,
-            authorization: authorization(),
             experiment: run
                 .to
                 .experiment
@@ -171,11 +92,11 @@ impl Mlflow {
     }
 
     fn address(&self, path: &str) -> String {
-        format!("{}/api/2.0/mlflow/{path}", self.server)
+        format!("{}/api/2.0/mlflow/{path}", self.server.address)
     }
 
     fn signed<B>(&self, request: RequestBuilder<B>) -> RequestBuilder<B> {
-        match &self.authorization {
+        match &self.server.authorization {
             Some(authorization) => request.header(header::AUTHORIZATION, authorization),
             None => request,
         }
@@ -263,12 +184,12 @@ impl Mlflow {
 
 impl Transport for Mlflow {
     fn name(&self) -> String {
-        format!("MLflow at {}", self.server)
+        format!("MLflow at {}", self.server.address)
     }
 
     fn state(&self) -> Value {
         json!({
-            "server": self.server,
+            "server": self.server.address,
             "experiment": self.experiment,
             "key": self.key,
             "run_id": self.run_id,
@@ -428,15 +349,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_are_encoded_as_the_rfc_has_them() {
-        for (text, expected) in
-            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foob", "Zm9vYg=="), ("é:", "w6k6")]
-        {
-            assert_eq!(base64(text), expected);
-        }
-    }
-
-    #[test]
     fn keys_are_those_that_the_server_takes() {
         assert_eq!(named("rank_busy_s/3"), "system/rank_busy_s/3");
         assert_eq!(named("gpu_power_w"), "system/gpu_power_w");
@@ -453,14 +365,5 @@ mod tests {
             json!({ "key": "system/rank_busy_s/0", "value": 0.5, "timestamp": 9, "step": 7 }),
         ];
         assert_eq!(all, expected);
-    }
-
-    #[test]
-    fn a_server_has_an_address() {
-        let of = |text: &str| server(&SinkAddress { server: Some(text.into()), experiment: None });
-        assert_eq!(of("http://host:5000/base/").unwrap(), "http://host:5000/base");
-        for wrong in ["host:5000", "file:///tmp/x", "https://", "http://a b", "databricks"] {
-            assert_eq!(of(wrong), Err(SinkProblem::BadServer(wrong.into())), "{wrong}");
-        }
     }
 }

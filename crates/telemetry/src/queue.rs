@@ -4,15 +4,18 @@
 //! the queue takes no memory, and what was not sent when the run ends, or is killed, is sent when it goes on. Whatever has been
 //! sent is cut off.
 
+mod stored;
+
 use crate::files::MOST_LINE_BYTES;
 use crate::sink::{RunEnd, Sink};
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use stored::{BATCH_LINES, Kept, QUEUE, STATE, lines, read, whole_lines, write_state};
+pub(crate) use stored::{Record, What};
 
 /// Whoever sends.
 pub(crate) trait Transport: Send + 'static {
@@ -24,6 +27,11 @@ pub(crate) trait Transport: Send + 'static {
 
     /// What it must know when the run goes on.
     fn state(&self) -> Value;
+
+    /// The longest pause between two attempts while the run goes on.
+    fn longest_pause(&self) -> Duration {
+        LONGEST_PAUSE
+    }
 }
 
 /// Why something was not sent.
@@ -33,33 +41,6 @@ pub(crate) enum SendError {
     Later(String),
     /// It is not taken, now or later.
     Refused(String),
-}
-
-/// A line of the queue.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Record {
-    /// When it came, in milliseconds since 1970.
-    pub(crate) unix_ms: u64,
-    #[serde(flatten)]
-    pub(crate) what: What,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum What {
-    /// The run starts, as `starts.jsonl` says.
-    Start(Value),
-    Metrics(Value),
-    Event(Value),
-    /// It ends: the word says how.
-    End(String),
-}
-
-impl Record {
-    /// Whether it ends the run.
-    pub(crate) fn is_end(&self) -> bool {
-        matches!(self.what, What::End(_))
-    }
 }
 
 /// A queue with its thread.
@@ -95,28 +76,14 @@ struct Inner {
     done: bool,
 }
 
-/// What a queue remembers.
-#[derive(Default, Serialize, Deserialize)]
-struct Kept {
-    sent: u64,
-    state: Value,
-}
-
-/// The file of lines, and that of what was sent.
-const QUEUE: &str = "queue.jsonl";
-const STATE: &str = "state.json";
-
 /// Most bytes that wait to be sent; later lines are not kept.
 const MOST_BYTES: u64 = 256 << 20;
-/// Bytes of lines that are sent together, and how many at most.
-const BATCH_BYTES: usize = 256 << 10;
-const BATCH_LINES: usize = 1000;
 /// Bytes of sent lines that stay in the file.
 const SENT_BYTES: u64 = 1 << 20;
 /// The time between two batches, and between attempts at first and at most.
 const BATCH_EVERY: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+pub(crate) const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// What a run's end waits for: as long as something gets through, this long for a slow answer, and this long where there is none.
 const LAST_ANSWER: Duration = Duration::from_secs(30);
 const LAST_SILENCE: Duration = Duration::from_secs(5);
@@ -134,14 +101,20 @@ impl SendQueue {
         transport: impl FnOnce(&Value) -> io::Result<T>,
     ) -> io::Result<Box<dyn Sink>> {
         fs::create_dir_all(folder)?;
-        let kept: Kept =
-            fs::read(folder.join(STATE)).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
+        let kept: Kept = match fs::read(folder.join(STATE)) {
+            Ok(bytes) => serde_json::from_slice(&bytes).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Kept::default(),
+            Err(error) => return Err(error),
+        };
         let transport = transport(&kept.state)?;
         let mut file = OpenOptions::new().create(true).read(true).append(true).open(folder.join(QUEUE))?;
         let written = whole_lines(&mut file)?;
         file.set_len(written)?;
         // A file that was cut and whose state is of before has nothing that was sent.
         let sent = if kept.sent > written { 0 } else { kept.sent };
+        // Before anything is sent: a kill in the middle of it must not make a second run of this one.
+        let kept = transport.state();
+        write_state(folder, sent, &kept)?;
         let inner = Inner {
             file,
             written,
@@ -158,7 +131,7 @@ impl SendQueue {
         let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
         let mut queue = Self { folder: folder.to_owned(), shared: shared.clone(), told: [false; 2] };
         queue.append(What::Start(start))?;
-        let mut sender = Sender { folder: folder.to_owned(), shared, transport, most: BATCH_LINES, kept: Value::Null };
+        let mut sender = Sender { folder: folder.to_owned(), shared, transport, most: BATCH_LINES, kept };
         std::thread::Builder::new().name("lockstep-send".into()).spawn(move || sender.run())?;
         Ok(Box::new(queue))
     }
@@ -172,7 +145,11 @@ impl SendQueue {
             inner.dropped += 1;
             return Ok(());
         }
-        inner.file.write_all(&line)?;
+        if let Err(error) = inner.file.write_all(&line) {
+            // No part of a line stays before the next one.
+            let _ = inner.file.set_len(inner.written);
+            return Err(error);
+        }
         inner.written += line.len() as u64;
         self.shared.changed.notify_all();
         Ok(())
@@ -181,11 +158,15 @@ impl SendQueue {
     /// What was not sent, for people.
     fn unsent(&self, inner: &Inner) -> Option<String> {
         let mut parts = Vec::new();
-        let waiting = lines(&self.folder.join(QUEUE), inner.sent, inner.written);
-        if waiting > 0 {
+        let waiting = match lines(&self.folder.join(QUEUE), inner.sent, inner.written) {
+            Ok(0) => None,
+            Ok(lines) => Some(format!("{lines} lines")),
+            Err(_) => Some(format!("{} bytes", inner.written - inner.sent)),
+        };
+        if let Some(waiting) = waiting {
             let why = inner.failing.as_ref().map_or("it is slow", |(_, cause)| cause.as_str());
             parts.push(format!(
-                "{waiting} lines of metrics and events were not sent to {}: {why}; they are in {}, and resuming the run sends them",
+                "{waiting} of metrics and events were not sent to {}: {why}; they are in {}, and resuming the run sends them",
                 inner.name,
                 self.folder.join(QUEUE).display()
             ));
@@ -253,9 +234,9 @@ impl Sink for SendQueue {
             RunEnd::Failed => ("failed", SHORT_SILENCE, SHORT_SILENCE),
             RunEnd::Continues => ("continues", SHORT_SILENCE, SHORT_SILENCE),
         };
-        if let Err(error) = self.append(What::End(word.into())) {
-            return Some(format!("{} cannot be written: {error}", self.folder.join(QUEUE).display()));
-        }
+        let unwritten = self.append(What::End(word.into())).err();
+        let unwritten =
+            unwritten.map(|error| format!("{} cannot be written: {error}", self.folder.join(QUEUE).display()));
         let mut inner = self.shared.lock();
         let begun = Instant::now();
         (inner.ending, inner.progress) = (true, begun);
@@ -271,7 +252,17 @@ impl Sink for SendQueue {
         inner.abandoned = true;
         self.shared.changed.notify_all();
         // Whoever comes next sends the rest.
-        if how == RunEnd::Continues { None } else { self.unsent(&inner) }
+        let unsent = if how == RunEnd::Continues { None } else { self.unsent(&inner) };
+        let told: Vec<String> = unwritten.into_iter().chain(unsent).collect();
+        (!told.is_empty()).then(|| told.join("; "))
+    }
+}
+
+impl Drop for SendQueue {
+    /// Ends the thread, once it has the answer that it waits for.
+    fn drop(&mut self) {
+        self.shared.lock().abandoned = true;
+        self.shared.changed.notify_all();
     }
 }
 
@@ -296,15 +287,22 @@ impl<T: Transport> Sender<T> {
     fn run(&mut self) {
         let mut pause = FIRST_PAUSE;
         while let Some((from, to)) = self.next() {
-            let (records, bytes) = self.read(from, to);
-            match self.transport.send(&records) {
+            let read = read(&self.folder.join(QUEUE), (from, to), self.most);
+            let sent = match &read {
+                Ok((records, _)) => self.transport.send(records),
+                Err(error) => {
+                    Err(SendError::Later(format!("{} cannot be read: {error}", self.folder.join(QUEUE).display())))
+                }
+            };
+            let (lines, bytes) = read.map_or((0, 0), |(records, bytes)| (records.len(), bytes));
+            match sent {
                 Ok(()) => {
                     (pause, self.most) = (FIRST_PAUSE, (2 * self.most).min(BATCH_LINES));
                     self.sent(from + bytes);
                     self.wait(BATCH_EVERY);
                 }
                 // One of them: each alone, until it is found.
-                Err(SendError::Refused(_)) if records.len() > 1 => self.most = records.len() / 2,
+                Err(SendError::Refused(_)) if lines > 1 => self.most = lines / 2,
                 Err(SendError::Refused(cause)) => {
                     let mut inner = self.shared.lock();
                     inner.refused = (inner.refused.0 + 1, cause);
@@ -312,16 +310,20 @@ impl<T: Transport> Sender<T> {
                     self.sent(from + bytes);
                 }
                 Err(SendError::Later(cause)) => {
-                    let mut inner = self.shared.lock();
+                    let shared = self.shared.clone();
+                    let mut inner = shared.lock();
+                    if inner.abandoned {
+                        break;
+                    }
                     let since = inner.failing.take().map_or_else(Instant::now, |(since, _)| since);
                     inner.failing = Some((since, cause));
-                    drop(inner);
                     // A run that was made there must be found again.
                     if self.transport.state() != self.kept {
                         self.keep(from);
                     }
+                    drop(inner);
                     self.wait(pause);
-                    pause = (2 * pause).min(LONGEST_PAUSE);
+                    pause = (2 * pause).min(self.transport.longest_pause());
                 }
             }
         }
@@ -344,29 +346,6 @@ impl<T: Transport> Sender<T> {
         }
     }
 
-    /// The next lines, and how many bytes they take.
-    fn read(&self, from: u64, to: u64) -> (Vec<Record>, u64) {
-        // No line is longer than this.
-        let read = || -> io::Result<Vec<u8>> {
-            let mut bytes = Vec::new();
-            let mut file = File::open(self.folder.join(QUEUE))?;
-            file.seek(SeekFrom::Start(from))?;
-            file.take((to - from).min((BATCH_BYTES + MOST_LINE_BYTES) as u64)).read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        let (mut records, mut taken) = (Vec::new(), 0);
-        for line in read().unwrap_or_default().split_inclusive(|byte| *byte == b'\n') {
-            if !line.ends_with(b"\n") || records.len() == self.most || (taken > BATCH_BYTES && !records.is_empty()) {
-                break;
-            }
-            taken += line.len();
-            // One that somebody has damaged is left out.
-            records.extend(serde_json::from_slice::<Record>(line).ok());
-        }
-        // A file that somebody has removed has nothing to send.
-        (records, if taken == 0 { to - from } else { taken as u64 })
-    }
-
     /// Everything up to here is sent.
     fn sent(&mut self, to: u64) {
         let shared = self.shared.clone();
@@ -382,16 +361,14 @@ impl<T: Transport> Sender<T> {
             self.keep(0);
             return;
         }
-        drop(inner);
         self.keep(to);
     }
 
-    /// Writes down what was sent. Where that fails some lines are sent a second time, which does no harm.
+    /// Writes down what was sent. Where that fails some lines are sent a second time, which does no harm. The caller holds the lock and has
+    /// seen that nobody else has the files.
     fn keep(&mut self, sent: u64) {
         self.kept = self.transport.state();
-        let text = json!(Kept { sent, state: self.kept.clone() }).to_string();
-        let temporary = self.folder.join(".state.json.new");
-        let _ = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, self.folder.join(STATE)));
+        let _ = write_state(&self.folder, sent, &self.kept);
     }
 
     /// Waits this long, or until the run ends; then a tenth of a second at most.
@@ -409,35 +386,11 @@ impl<T: Transport> Sender<T> {
     }
 }
 
-/// The length of a file up to its last line break.
-fn whole_lines(file: &mut File) -> io::Result<u64> {
-    let length = file.metadata()?.len();
-    let from = length.saturating_sub(2 * MOST_LINE_BYTES as u64);
-    file.seek(SeekFrom::Start(from))?;
-    let mut end = Vec::new();
-    file.take(length - from).read_to_end(&mut end)?;
-    Ok(end.iter().rposition(|byte| *byte == b'\n').map_or(from, |at| from + at as u64 + 1))
-}
-
-/// Lines of a part of a file.
-fn lines(path: &Path, from: u64, to: u64) -> usize {
-    let count = || -> io::Result<usize> {
-        let mut file = File::open(path)?;
-        file.seek(SeekFrom::Start(from))?;
-        let (mut rest, mut chunk, mut count) = (file.take(to - from), vec![0; 1 << 16], 0);
-        loop {
-            match rest.read(&mut chunk)? {
-                0 => return Ok(count),
-                bytes => count += chunk[..bytes].iter().filter(|byte| **byte == b'\n').count(),
-            }
-        }
-    };
-    count().unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+    use std::sync::mpsc;
 
     /// Takes lines, or does not.
     #[derive(Clone, Default)]
@@ -529,6 +482,79 @@ mod tests {
         let kept: Kept = serde_json::from_slice(&fs::read(folder.path().join(STATE)).unwrap()).unwrap();
         let length = fs::metadata(folder.path().join(QUEUE)).unwrap().len();
         assert_eq!((kept.sent, kept.state), (length, json!("kept")));
+    }
+
+    #[test]
+    fn a_queue_that_cannot_be_read_loses_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let taker = Taker::default();
+        taker.0.lock().unwrap().down = true;
+        let mut queue = open(folder.path(), &taker);
+        write(&mut queue, 1..=20);
+        fs::rename(path(QUEUE), path("aside")).unwrap();
+        fs::create_dir(path(QUEUE)).unwrap();
+        taker.0.lock().unwrap().down = false;
+        assert!(read(&path(QUEUE), (0, 100), 10).is_err());
+        let told = queue.end(RunEnd::Failed).unwrap();
+        assert!(
+            told.contains(" bytes of metrics and events were not sent") && told.contains("cannot be read: "),
+            "{told}"
+        );
+        drop(queue);
+        fs::remove_dir(path(QUEUE)).unwrap();
+        // One that is gone has nothing to send.
+        assert_eq!(read(&path(QUEUE), (0, 100), 10).unwrap().1, 100);
+        fs::rename(path("aside"), path(QUEUE)).unwrap();
+        assert_eq!(open(folder.path(), &taker).end(RunEnd::Finished), None);
+        assert_eq!(taker.0.lock().unwrap().steps, (1..=20).collect::<Vec<_>>());
+    }
+
+    /// Answers when it is told to, and says when it is asked and when it is gone.
+    struct Slow {
+        asked: mpsc::Sender<()>,
+        answers: mpsc::Receiver<()>,
+        gone: mpsc::Sender<()>,
+        state: &'static str,
+    }
+
+    impl Transport for Slow {
+        fn name(&self) -> String {
+            "the slow one".into()
+        }
+
+        fn send(&mut self, _: &[Record]) -> Result<(), SendError> {
+            self.asked.send(()).unwrap();
+            self.answers.recv().unwrap();
+            self.state = "made";
+            Err(SendError::Later("it took too long".into()))
+        }
+
+        fn state(&self) -> Value {
+            json!(self.state)
+        }
+    }
+
+    impl Drop for Slow {
+        fn drop(&mut self) {
+            self.gone.send(()).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_state_is_written_before_the_first_send_and_not_by_a_queue_that_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let ((asked, is_asked), (answer, answers), (gone, is_gone)) =
+            (mpsc::channel(), mpsc::channel(), mpsc::channel());
+        let queue = SendQueue::open(folder.path(), json!({}), |_| Ok(Slow { asked, answers, gone, state: "new" }));
+        is_asked.recv().unwrap();
+        let stored = || serde_json::from_slice::<Value>(&fs::read(folder.path().join(STATE)).unwrap()).unwrap();
+        assert_eq!(stored(), json!({ "sent": 0, "state": "new" }));
+        drop(queue);
+        answer.send(()).unwrap();
+        // The thread has ended.
+        is_gone.recv().unwrap();
+        assert_eq!(stored(), json!({ "sent": 0, "state": "new" }));
     }
 
     #[test]

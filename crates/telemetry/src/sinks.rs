@@ -39,9 +39,13 @@ pub struct SinkSpec {
     open: fn(Opening) -> io::Result<Box<dyn Sink>>,
 }
 
-/// The open sinks of a run. One that fails is not written to any more.
+/// The open sinks of a run.
 #[derive(Default)]
-pub struct Sinks(Vec<(&'static str, Box<dyn Sink>)>);
+pub struct Sinks {
+    open: Vec<(&'static str, Box<dyn Sink>)>,
+    /// Those that have failed: they are told how the run ends, and nothing else.
+    failed: Vec<(&'static str, Box<dyn Sink>)>,
+}
 
 /// What is to be told of a sink.
 #[derive(Debug)]
@@ -68,11 +72,13 @@ impl Sinks {
     pub fn open(&mut self, run: &SinkRun, metrics: &Path, step: u64, keys: &[&str]) -> Vec<SinkNews> {
         let mut news = Vec::new();
         for spec in SINKS.iter().filter(|spec| keys.contains(&spec.key)) {
-            if self.0.iter().any(|(name, _)| *name == spec.name) {
+            if self.open.iter().any(|(name, _)| *name == spec.name) {
                 continue;
             }
+            // What it has is read by the next one.
+            self.failed.retain(|(name, _)| *name != spec.name);
             match (spec.open)(Opening { place: run.dir.join(spec.name), metrics, step, run }) {
-                Ok(sink) => self.0.push((spec.name, sink)),
+                Ok(sink) => self.open.push((spec.name, sink)),
                 Err(error) => news.push(SinkNews::Failed { name: spec.name, error }),
             }
         }
@@ -81,13 +87,13 @@ impl Sinks {
 
     /// Closes those that are opened again when metrics are cut back.
     pub fn close_files(&mut self) {
-        self.0.retain(|(_, sink)| sink.stays());
+        self.open.retain(|(_, sink)| sink.stays());
     }
 
     /// Gives a line that `metrics.jsonl` has got to all sinks, and what is to be told of them back.
     pub fn write(&mut self, line: &str) -> Vec<SinkNews> {
         let mut news = self.each(|sink| sink.write(line));
-        news.extend(self.0.iter_mut().flat_map(|(_, sink)| sink.notes()).map(SinkNews::Note));
+        news.extend(self.open.iter_mut().flat_map(|(_, sink)| sink.notes()).map(SinkNews::Note));
         news
     }
 
@@ -97,20 +103,23 @@ impl Sinks {
     }
 
     fn each(&mut self, mut give: impl FnMut(&mut dyn Sink) -> io::Result<()>) -> Vec<SinkNews> {
-        let mut failed = Vec::new();
-        self.0.retain_mut(|(name, sink)| match give(sink.as_mut()) {
-            Ok(()) => true,
-            Err(error) => {
-                failed.push(SinkNews::Failed { name, error });
-                false
+        let mut news = Vec::new();
+        for (name, mut sink) in std::mem::take(&mut self.open) {
+            match give(sink.as_mut()) {
+                Ok(()) => self.open.push((name, sink)),
+                Err(error) => {
+                    news.push(SinkNews::Failed { name, error });
+                    self.failed.push((name, sink));
+                }
             }
-        });
-        failed
+        }
+        news
     }
 
     /// Ends all of them: waits a while for those that still send. Gives what is to be told.
     pub fn end(&mut self, how: RunEnd) -> Vec<String> {
-        std::mem::take(&mut self.0).into_iter().filter_map(|(_, mut sink)| sink.end(how)).collect()
+        let Self { open, failed } = std::mem::take(self);
+        open.into_iter().chain(failed).filter_map(|(_, mut sink)| sink.end(how)).collect()
     }
 }
 
@@ -124,6 +133,10 @@ mod tests {
         fn write(&mut self, _: &str) -> io::Result<()> {
             self.0 -= 1;
             if self.0 == 0 { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
+        }
+
+        fn end(&mut self, how: RunEnd) -> Option<String> {
+            Some(format!("{how:?}"))
         }
     }
 
@@ -139,7 +152,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let mut sinks = csv(folder.path(), 0);
-        sinks.0.insert(0, ("full", Box::new(Full(2))));
+        sinks.open.insert(0, ("full", Box::new(Full(2))));
         let mut told = Vec::new();
         let mut text = String::new();
         for step in 1..=4 {
@@ -153,6 +166,8 @@ mod tests {
         }
         assert_eq!(told, [(2, "full")]);
         assert_eq!(std::fs::read_to_string(path("metrics.csv")).unwrap(), "step\n1\n2\n3\n4\n");
+        // It hears how the run ends.
+        assert_eq!(sinks.end(RunEnd::Interrupted), ["Interrupted"]);
     }
 
     #[test]

@@ -33,13 +33,15 @@ pub struct Heard {
     /// Bucket and key.
     pub path: String,
     pub query: String,
+    /// The range that is read, or copied.
     pub range: Option<String>,
 }
 
 #[derive(Default)]
 struct State {
     buckets: BTreeMap<String, BTreeMap<String, Vec<u8>>>,
-    uploads: BTreeMap<String, BTreeMap<u64, Vec<u8>>>,
+    /// Bucket and key of each, and its parts.
+    uploads: BTreeMap<String, (String, BTreeMap<u64, Vec<u8>>)>,
     begun: u64,
     /// Method, end of the path or the query, what to do, how often.
     mischief: Vec<(String, String, Mischief, usize)>,
@@ -108,6 +110,15 @@ impl LocalS3 {
         self.state().buckets.get(bucket).map(|objects| objects.keys().cloned().collect()).unwrap_or_default()
     }
 
+    pub fn remove(&self, bucket: &str, key: &str) {
+        self.state().buckets.get_mut(bucket).unwrap().remove(key).unwrap();
+    }
+
+    /// Begins an upload in parts, as a process that is killed then.
+    pub fn begin_upload(&self, bucket: &str, key: &str) {
+        self.state().begin(&format!("{bucket}/{key}"));
+    }
+
     /// Uploads in parts that were begun and neither completed nor taken away.
     pub fn open_uploads(&self) -> usize {
         self.state().uploads.len()
@@ -158,7 +169,7 @@ impl LocalS3 {
             method: request.method.clone(),
             path: path.clone(),
             query: request.query.clone(),
-            range: request.headers.get("range").cloned(),
+            range: ["range", "x-amz-copy-source-range"].iter().find_map(|name| request.headers.get(*name).cloned()),
         };
         state.heard.push(heard);
         if let (Some(left), "GET") = (state.gets_left, request.method.as_str()) {
@@ -204,6 +215,13 @@ impl LocalS3 {
 }
 
 impl State {
+    fn begin(&mut self, path: &str) -> String {
+        self.begun += 1;
+        let id = format!("upload-{}", self.begun);
+        self.uploads.insert(id.clone(), (path.to_owned(), BTreeMap::new()));
+        id
+    }
+
     fn answer(&mut self, request: &Request, path: &str) -> Answer {
         let (bucket, key) = path.split_once('/').unwrap_or((path, ""));
         let query: BTreeMap<String, String> = request
@@ -229,21 +247,19 @@ impl State {
         let body = copied.unwrap_or_else(|| request.body.clone());
         match (request.method.as_str(), query.get("uploadId"), query.get("partNumber")) {
             ("POST", None, _) if query.contains_key("uploads") => {
-                self.begun += 1;
-                let id = format!("upload-{}", self.begun);
-                self.uploads.insert(id.clone(), BTreeMap::new());
+                let id = self.begin(path);
                 return xml(format!(
                     "<InitiateMultipartUploadResult><UploadId>{id}</UploadId></InitiateMultipartUploadResult>"
                 ));
             }
             ("PUT", Some(id), Some(number)) => {
-                let Some(parts) = self.uploads.get_mut(id) else { return error(404, "NoSuchUpload") };
+                let Some((_, parts)) = self.uploads.get_mut(id) else { return error(404, "NoSuchUpload") };
                 let headers = format!("ETag: \"{}\"\r\n", etag(&body));
                 parts.insert(number.parse().unwrap(), body);
                 return Answer { status: 200, headers, body: Vec::new() };
             }
             ("POST", Some(id), _) => {
-                let Some(parts) = self.uploads.remove(id) else { return error(404, "NoSuchUpload") };
+                let Some((_, parts)) = self.uploads.remove(id) else { return error(404, "NoSuchUpload") };
                 let wanted = String::from_utf8_lossy(&request.body).into_owned();
                 for (number, part) in &parts {
                     let line = format!("<PartNumber>{number}</PartNumber><ETag>&quot;{}&quot;</ETag>", etag(part));
@@ -258,6 +274,18 @@ impl State {
             ("DELETE", Some(id), _) => {
                 self.uploads.remove(id);
                 return Answer { status: 204, headers: String::new(), body: Vec::new() };
+            }
+            ("GET", None, None) if query.contains_key("uploads") => {
+                let prefix = format!("{bucket}/{}", query["prefix"]);
+                let all = self.uploads.iter().filter(|(_, (path, _))| path.starts_with(&prefix));
+                let entries = all.map(|(id, (path, _))| {
+                    let key = escaped(&path[bucket.len() + 1..]);
+                    format!("<Upload><Key>{key}</Key><UploadId>{id}</UploadId></Upload>")
+                });
+                let text: String = entries.collect();
+                return xml(format!(
+                    "<ListMultipartUploadsResult><EncodingType>url</EncodingType>{text}</ListMultipartUploadsResult>"
+                ));
             }
             _ => {}
         }
@@ -313,19 +341,15 @@ fn listing(objects: &BTreeMap<String, Vec<u8>>, query: &BTreeMap<String, String>
         text += &format!("<NextContinuationToken>{last}</NextContinuationToken>");
     }
     for (key, bytes) in shown {
-        let key: String = key
-            .bytes()
-            .map(|byte| {
-                if byte.is_ascii_alphanumeric() || b"/.-_".contains(&byte) {
-                    (byte as char).to_string()
-                } else {
-                    format!("%{byte:02X}")
-                }
-            })
-            .collect();
+        let key = escaped(key);
         text += &format!("<Contents><Key>{key}</Key><Size>{}</Size></Contents>", bytes.len());
     }
     xml(text + "</ListBucketResult>")
+}
+
+fn escaped(key: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/.-_".contains(&byte);
+    key.bytes().map(|byte| if plain(byte) { (byte as char).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
 fn xml(text: String) -> Answer {
@@ -347,7 +371,7 @@ fn hexadecimal(bytes: &[u8]) -> String {
 
 fn range_of(text: &str, length: usize) -> (usize, usize) {
     let (from, to) = text.trim_start_matches("bytes=").split_once('-').unwrap();
-    (from.parse().unwrap(), to.parse::<usize>().map_or(length, |to| (to + 1).min(length)))
+    (from.parse::<usize>().unwrap().min(length), to.parse::<usize>().map_or(length, |to| (to + 1).min(length)))
 }
 
 fn decoded(text: &str) -> String {
