@@ -127,8 +127,8 @@ fn a_run_starts_from_a_name_and_says_what_it_took() {
 fn adapters_on_the_hub_are_those_of_a_folder() {
     let test = Test::new();
     let lora = ["--set", "lora.rank=4"];
-    test.ok(&[&["train", "run.toml", "--run-dir", "first", "--set", "optimizer.lr=0.05"], &lora[..]].concat());
-    test.ok(&["checkpoint", "export", "first", "--out", "adapters"]);
+    test.ok(&[&["train", "run.toml", "--run-dir", "adapted", "--set", "optimizer.lr=0.05"], &lora[..]].concat());
+    test.ok(&["checkpoint", "export", "adapted", "--adapter", "--out", "adapters"]);
     for name in ["adapter_config.json", "adapter_model.safetensors"] {
         let bytes = std::fs::read(test.place.path("adapters").join(name)).unwrap();
         test.hub.file(name, bytes, name.ends_with("safetensors"));

@@ -27,12 +27,13 @@ const CHARTS = [
   { title: "GPU utilisation", keys: ["gpu_utilisation_percent"] },
   { title: "GPU temperature", keys: ["gpu_temperature_c"] },
   { title: "Compute time per rank", match: /^rank_busy_s\// },
+  { title: "Slowest rank", keys: ["slowest_rank"] },
   { title: "Tasks: accuracy", match: /^tasks\/.*\/acc/ , percent: true },
   { title: "Tasks: perplexity", match: /^tasks\/.*\/perplexity$/, log: true },
 ];
 const HIDDEN = new Set(["step", "tokens"]);
 /** Keys that are not smoothed; of these some have few values, and are drawn with points. */
-const exact = (key) => sparse(key) || key === "lr" || key.endsWith("_bytes") || key === "loss_scale";
+const exact = (key) => sparse(key) || key === "lr" || key === "slowest_rank" || key.endsWith("_bytes") || key === "loss_scale";
 const sparse = (key) => key === "val_loss" || key.startsWith("tasks/") || key.startsWith("shadow_");
 
 let runs = [], units = {}, charts = [], view = null, shown = [], series = null, pending = false, again = false;
@@ -42,8 +43,25 @@ let smoothing = 0, log = false;
 const SI = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]];
 const digits = (x) => { const a = Math.abs(x); return a === 0 ? "0" : a < 1e-3 || a >= 1e6 ? x.toExponential(3) : String(+x.toPrecision(5)); };
 const count = (x) => { for (const [size, name] of SI) if (Math.abs(x) >= size) return +(x / size).toPrecision(3) + name; return digits(x); };
+const flops = (x) => { for (const [size, name] of [[1e15, "P"], [1e12, "T"], [1e9, "G"]]) if (x >= size) return +(x / size).toPrecision(3) + " " + name + "FLOP/s"; return digits(x) + " FLOP/s"; };
 const bytes = (x) => { const names = ["B", "KiB", "MiB", "GiB", "TiB"]; let i = 0; while (Math.abs(x) >= 1024 && i < 4) { x /= 1024; i++; } return +x.toPrecision(4) + " " + names[i]; };
 const seconds = (s) => s < 1e-3 ? +(s * 1e6).toPrecision(3) + " µs" : s < 1 ? +(s * 1e3).toPrecision(3) + " ms" : s < 120 ? +s.toPrecision(3) + " s" : s < 7200 ? Math.round(s / 60) + " min" : s < 172800 ? (s / 3600).toFixed(1) + " h" : (s / 86400).toFixed(1) + " days";
+/** A field of an event: its name says the unit. */
+const told = ([key, value]) => {
+  if (typeof value !== "number") return key.replaceAll("_", " ") + " " + (typeof value === "string" ? value : JSON.stringify(value));
+  for (const [end, unit] of [["_s", seconds], ["_bytes", bytes], ["_flops", flops]]) if (key.endsWith(end)) return key.slice(0, -end.length).replaceAll("_", " ") + " " + unit(value);
+  return key.replaceAll("_", " ") + " " + digits(value);
+};
+/** Ranks that were lost or have joined, as the log says it. */
+const world = (of) => [
+  of.gone?.length ? "rank" + (of.gone.length > 1 ? "s " : " ") + of.gone.join(", ") + " gone" : null,
+  of.joined ? of.joined + " joined" : null,
+  of.ranks + " rank" + (of.ranks > 1 ? "s" : "") + " (" + of.layout + ")" + (of.spares ? ", " + of.spares + " waiting" : ""),
+  of.from_memory ? "from snapshots in memory" : "from a checkpoint",
+  of.lost_steps ? steps(of.lost_steps) + " step" + (of.lost_steps > 1 ? "s" : "") + " done again" : null,
+  seconds(of.recovery_s) + " lost",
+  of.changes_bits ? "bits of losses change" : null,
+].filter((part) => part).join("; ") + (of.cause ? ". " + of.cause : "");
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const steps = (x) => WHOLE.format(x);
 function format(key, x, chart) {
@@ -413,7 +431,7 @@ function details() {
   const events = runs.flatMap((run) => run.events.map((event) => ({ run, event }))).sort((a, b) => (b.event.unix_s || 0) - (a.event.unix_s || 0)).filter(({ event }) => event.event !== "checkpoint" || saved++ < 2 * runs.length).slice(0, 30);
   if (events.length) section("Latest events", table(["time", ...(runs.length > 1 ? ["run"] : []), "step", "event", ""], events.map(({ run, event }) => {
     const { event: kind, unix_s, step, ...rest } = event;
-    const more = Object.entries(rest).filter(([, value]) => value != null).map(([key, value]) => key + " " + (typeof value === "number" ? digits(value) : typeof value === "string" ? value : JSON.stringify(value))).join(", ");
+    const more = kind === "world" ? world(rest) : Object.entries(rest).filter(([, value]) => value != null).map(told).join(", ");
     return [unix_s ? time(unix_s) : "", ...(runs.length > 1 ? [run.name] : []), step == null ? "" : steps(step), kind.replaceAll("_", " "), more];
   }), "events"));
 }
