@@ -13,14 +13,18 @@
 //! Whoever is not in an epoch that has appeared registers for the one after it, and waits. One that the others did not reach asks them again
 //! after a while only, since every try ends their world.
 
+mod agree;
 mod error;
+mod files;
 mod seat;
 #[cfg(test)]
 mod tests;
 
 pub use error::ElasticError;
+pub use files::has_begun;
 pub use seat::Seat;
 
+use self::files::{BEGUN, ENDED, job_folder};
 use crate::HostError;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{
@@ -30,8 +34,7 @@ use lockstep_exec::comm::{Communicator, ProgramPlace};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -140,23 +143,6 @@ const LOOK_BESIDE_STEPS: Duration = Duration::from_secs(1);
 /// How long one that was not reached waits before it asks again; twice as long each time, up to the most.
 const ASKS_AFTER: Duration = Duration::from_secs(10);
 const ASKS_WITHIN: Duration = Duration::from_secs(600);
-
-/// The folder of epochs in a run directory.
-const FOLDER: &str = ".elastic";
-/// The file that says that a world has begun.
-const BEGUN: &str = "begun";
-/// The file that says that the run has ended.
-const ENDED: &str = "ended";
-
-/// Whether the run of a job has begun: processes that come now join it later.
-pub fn has_begun(run_dir: &Path, secret: &JobSecret) -> bool {
-    job_folder(run_dir, secret).join("epoch-0.json").exists()
-}
-
-/// Whoever does not know the secret does not find the folder of the job among those of others.
-fn job_folder(run_dir: &Path, secret: &JobSecret) -> PathBuf {
-    run_dir.join(FOLDER).join(format!("{:016x}", xxh3_64(secret.to_hex().as_bytes())))
-}
 
 impl Membership {
     /// This process in the world that was started, which is epoch 0.
@@ -360,13 +346,6 @@ impl Membership {
         self.last.as_ref().map_or_else(|| self.newest_there(), |last| last.epoch) + 1
     }
 
-    /// The newest epoch that has appeared.
-    fn newest_there(&self) -> u64 {
-        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let number = |name: String| name.strip_prefix("epoch-")?.strip_suffix(".json")?.parse().ok();
-        names.filter_map(|entry| number(entry.file_name().into_string().ok()?)).max().unwrap_or(0)
-    }
-
     /// Registers for the next epoch, and listens.
     fn register(&self) -> Result<(TcpListener, Registered), HostError> {
         self.make_folder()?;
@@ -383,226 +362,6 @@ impl Membership {
         };
         Ok((listener, mine))
     }
-
-    /// Waits until there is a next epoch; proposes it where that is this process's part.
-    fn agree(&mut self, mine: &Registered, waiting: &Waiting) -> Result<Epoch, HostError> {
-        let (mut mine, mut written) = (mine.clone(), None);
-        let (mut begun, mut waits_for_nobody) = (Instant::now(), false);
-        let mut number = self.next();
-        loop {
-            if mine.rank.is_none()
-                && let Some(epoch) = self.read_epoch(number - 1)
-            {
-                self.may_join(&epoch)?;
-            }
-            mine.asks = self.asks();
-            if written != Some((number, mine.asks)) {
-                // One that waits to join follows the run from epoch to epoch.
-                self.write_registration(number, &mine)?;
-                written = Some((number, mine.asks));
-            }
-            if let Some(epoch) = self.read_epoch(number) {
-                if mine.rank.is_some() || epoch.members.iter().any(|seat| seat.id == self.me.id) {
-                    return Ok(epoch);
-                }
-                self.newest = epoch.epoch;
-                self.left_out(&epoch);
-                number = self.next().max(number + 1);
-                // The others listen somewhere else by then.
-                mine.tried.clear();
-                mine.reached.clear();
-                continue;
-            }
-            if self.folder.join(ENDED).exists() {
-                return Err(ElasticError::Ended.into());
-            }
-            if waiting.stop.as_ref().is_some_and(|stop| stop.load(Ordering::SeqCst)) {
-                return Err(ElasticError::Stopped.into());
-            }
-            let others = self.registered(number);
-            if self.reach(&mut mine, &others) {
-                self.write_registration(number, &mine)?;
-            }
-            // Those that wait to join begin by themselves where all that they could join are gone.
-            let last = self.last.clone().or_else(|| self.read_epoch(number - 1).filter(|last| self.is_gone(last)));
-            if mine.rank.is_none() && last.is_some() && !waits_for_nobody {
-                // The time in which others may come counts from here.
-                (begun, waits_for_nobody) = (Instant::now(), true);
-            }
-            if let Some(last) = last
-                && let Some((members, unreached)) = self.proposal(&last, &mine, &others, begun)?
-            {
-                let (address, common) = (mine.listens.to_string(), self.common.clone());
-                let epoch = Epoch { epoch: number, members, address, common, unreached };
-                self.publish(&epoch)?;
-                continue;
-            }
-            if mine.rank.is_some() && begun.elapsed() > self.timeout + 2 * SETTLES_WITHIN {
-                return Err(ElasticError::Alone { within: begun.elapsed() }.into());
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-    }
-
-    /// An epoch has appeared without this process.
-    fn left_out(&mut self, of: &Epoch) {
-        if of.unreached.contains(&self.me.id) {
-            let waits = self.unreached.map_or(ASKS_AFTER, |(_, waits)| ASKS_WITHIN.min(2 * waits));
-            self.unreached = Some((Instant::now(), waits));
-        }
-    }
-
-    /// Whether a world that is under way is to end for this process.
-    fn asks(&self) -> bool {
-        self.unreached.is_none_or(|(since, waits)| since.elapsed() > waits)
-    }
-
-    /// The members of the next epoch, and those that they do not reach, if it is this process that proposes them and nobody is waited for any
-    /// more.
-    fn proposal(
-        &self,
-        last: &Epoch,
-        mine: &Registered,
-        others: &[Registered],
-        begun: Instant,
-    ) -> Result<Option<Proposal>, HostError> {
-        let settled = begun.elapsed() > SETTLES_WITHIN;
-        let there: Vec<&Registered> = others.iter().filter(|other| other.common == self.common).collect();
-        let is_there = |seat: &Seat| seat.id == self.me.id || there.iter().any(|other| other.seat.id == seat.id);
-        let alive: Vec<&Seat> = last.members.iter().filter(|seat| !seat.is_proven_dead(&self.me)).collect();
-        if !settled && !alive.iter().all(|seat| is_there(seat)) {
-            return Ok(None);
-        }
-        // Whom all of those before reach, by rank; those that join come last.
-        let mut sorted: Vec<&Registered> = there;
-        sorted.push(mine);
-        sorted.sort_by_key(|other| (other.rank.unwrap_or(usize::MAX), other.seat.id.clone()));
-        sorted.retain(|other| other.seat.id == self.me.id || !other.seat.is_proven_dead(&self.me));
-        let asked = |a: &Registered, b: &Registered| a.tried.contains(&b.seat.id);
-        let known = |a: &Registered, b: &Registered| asked(a, b) && asked(b, a);
-        let pairs = || sorted.iter().enumerate().flat_map(|(i, a)| sorted[..i].iter().map(move |b| (*a, *b)));
-        if !settled && !pairs().all(|(a, b)| known(a, b)) {
-            return Ok(None);
-        }
-        let reach = |a: &Registered, b: &Registered| a.reached.contains(&b.seat.id) && b.reached.contains(&a.seat.id);
-        let (mut members, mut unreached): (Vec<&Registered>, _) = (vec![mine], Vec::new());
-        for other in sorted.iter().copied().filter(|other| other.seat.id != self.me.id) {
-            if members.iter().all(|member| reach(member, other)) {
-                members.push(other);
-            } else if members.iter().any(|member| known(member, other) && !reach(member, other)) {
-                unreached.push(other.seat.id.clone());
-            }
-        }
-        members.sort_by_key(|member| (member.rank.unwrap_or(usize::MAX), member.seat.id.clone()));
-        // The lowest rank that is reached proposes; where that does not happen, the next.
-        if members[0].seat.id != self.me.id && begun.elapsed() <= 2 * SETTLES_WITHIN {
-            return Ok(None);
-        }
-        // Where all are gone, those that come are given time.
-        let few = members.len() < self.bounds.least && begun.elapsed() <= 2 * SETTLES_WITHIN;
-        if alive.is_empty() && (!settled || few) {
-            return Ok(None);
-        }
-        let old = members.iter().filter(|member| member.rank.is_some()).count();
-        if old < alive.len() && 2 * old <= alive.len() {
-            return match begun.elapsed() > self.timeout.min(2 * SETTLES_WITHIN) {
-                true => Err(ElasticError::NoMajority { here: old, before: last.members.len() }.into()),
-                false => Ok(None),
-            };
-        }
-        members.truncate(self.bounds.most);
-        if members.len() < self.bounds.least {
-            let (here, before, least) = (members.len(), last.members.len(), self.bounds.least);
-            return Err(ElasticError::TooFew { here, before, least }.into());
-        }
-        Ok(Some((members.into_iter().map(|member| member.seat.clone()).collect(), unreached)))
-    }
-
-    /// Whether all members of an epoch are proven dead.
-    fn is_gone(&self, epoch: &Epoch) -> bool {
-        epoch.members.iter().all(|seat| seat.is_proven_dead(&self.me))
-    }
-
-    /// Tries to reach those that were not tried yet. Says whether there is news.
-    fn reach(&self, mine: &mut Registered, others: &[Registered]) -> bool {
-        let mut news = false;
-        for other in others {
-            if mine.tried.insert(other.seat.id.clone()) {
-                news = true;
-                if TcpStream::connect_timeout(&other.listens, REACHED_WITHIN).is_ok() {
-                    mine.reached.insert(other.seat.id.clone());
-                }
-            }
-        }
-        news
-    }
-
-    /// The others that have registered for an epoch.
-    fn registered(&self, number: u64) -> Vec<Registered> {
-        let prefix = format!("here-{number}-");
-        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let is_one = |name: &str| name.starts_with(&prefix) && name.ends_with(".json");
-        let read = |entry: fs::DirEntry| -> Option<Registered> {
-            entry.file_name().to_str().filter(|name| is_one(name))?;
-            serde_json::from_slice(&fs::read(entry.path()).ok()?).ok()
-        };
-        let mut all: Vec<Registered> = names.filter_map(read).filter(|other| other.seat.id != self.me.id).collect();
-        all.retain(|other| !other.seat.is_proven_dead(&self.me));
-        all
-    }
-
-    /// Refuses to join a run of another build or config.
-    fn may_join(&self, epoch: &Epoch) -> Result<(), ElasticError> {
-        let Common { build, config } = &epoch.common;
-        if *build != self.common.build {
-            return Err(ElasticError::OtherBuild { theirs: build.clone(), ours: self.common.build.clone() });
-        }
-        if *config != self.common.config { Err(ElasticError::OtherConfig) } else { Ok(()) }
-    }
-
-    fn write_registration(&self, number: u64, mine: &Registered) -> Result<(), HostError> {
-        let path = self.folder.join(format!("here-{number}-{}.json", self.me.id));
-        let text = serde_json::to_vec(mine).unwrap_or_default();
-        let new = self.folder.join(format!(".here-{}", self.me.id));
-        let written = write_private(&new, &text).and_then(|()| fs::rename(&new, &path));
-        written.map_err(|cause| self.failed("write", &path, cause))
-    }
-
-    fn read_epoch(&self, number: u64) -> Option<Epoch> {
-        serde_json::from_slice(&fs::read(self.epoch_path(number)).ok()?).ok()
-    }
-
-    fn epoch_path(&self, number: u64) -> PathBuf {
-        self.folder.join(format!("epoch-{number}.json"))
-    }
-
-    /// Has an epoch appear, in one piece. Where there is one of its number already, that one counts.
-    fn publish(&self, epoch: &Epoch) -> Result<(), HostError> {
-        let (new, path) = (self.folder.join(format!(".epoch-{}", self.me.id)), self.epoch_path(epoch.epoch));
-        let text = serde_json::to_vec(epoch).unwrap_or_default();
-        let linked = write_private(&new, &text).and_then(|()| match fs::hard_link(&new, &path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            linked => linked,
-        });
-        let _ = fs::remove_file(&new);
-        linked.map_err(|cause| self.failed("write", &path, cause))
-    }
-
-    fn make_folder(&self) -> Result<(), HostError> {
-        fs::create_dir_all(&self.folder).map_err(|cause| self.failed("create", &self.folder, cause))
-    }
-
-    fn failed(&self, action: &'static str, path: &Path, cause: io::Error) -> HostError {
-        ElasticError::Folder { action, path: path.to_owned(), cause }.into()
-    }
-}
-
-/// Writes a file anew.
-fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let _ = fs::remove_file(path);
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).open(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
 }
 
 /// The address by which others reach this host: that from which it reaches where rank 0 was started. Nothing is sent.

@@ -4,12 +4,15 @@
 //! pages are free and leave when they end. Where no page is left for a text to grow, the youngest gives its pages back and is read again later. What a text
 //! becomes does not depend on the others: tokens are drawn by the text's own seed, and on the CPU a row's bits do not depend on the rows beside it.
 
+mod call;
 mod flight;
+mod room;
 
 use crate::generate::loaded;
 use crate::pages::{Free, Prefixes};
 use crate::state::{self, Weights};
 use crate::{InferError, Result, Sampling, Stop};
+use call::Row;
 use flight::Flight;
 use lockstep_config::Config;
 use lockstep_exec::{Executor, Timing};
@@ -407,173 +410,6 @@ impl TextBatch {
             self.release(&mut text);
         }
     }
-
-    /// Lets a text begin with the blocks that others have left, before anything of it is read. Layers with a sliding window have given theirs back.
-    fn share(&mut self, i: usize) {
-        let text = &mut self.running[i];
-        if std::mem::replace(&mut text.looked, true) || text.cached > 0 || self.cache.window.is_some() {
-            return;
-        }
-        // The last token is read in any case: its logits are wanted.
-        for block in text.tokens[..text.tokens.len() - 1].chunks_exact(PAGE) {
-            let Some((id, page)) = self.prefixes.join(text.shared.last().copied(), block) else { break };
-            set(&mut self.tables, &self.cache, 0, (text.slot, text.shared.len()), page);
-            text.shared.push(id);
-            text.pages[0].push(Some(page));
-            text.cached += PAGE;
-            self.counts.shared += PAGE as u64;
-        }
-    }
-
-    /// Leaves the whole blocks of a prompt to others.
-    fn keep_beginning(&mut self, i: usize) {
-        let text = &mut self.running[i];
-        if self.cache.window.is_some() {
-            return;
-        }
-        let whole = text.cached.min(text.request.prompt.len()) / PAGE;
-        while text.shared.len() < whole {
-            let k = text.shared.len();
-            let Some(page) = text.pages[0][k] else { return };
-            // Where another text was faster, this one keeps its own pages.
-            let added = self.prefixes.add(text.shared.last().copied(), &text.tokens[k * PAGE..(k + 1) * PAGE], page);
-            let Some(id) = added else { return };
-            text.shared.push(id);
-        }
-    }
-
-    /// Pages for the next tokens of a text. Where none is left, the youngest texts give way, this one included: then it is not among those that run, and this is
-    /// false.
-    fn make_room(&mut self, i: usize, count: usize) -> Result<bool> {
-        loop {
-            if self.grow(i, count) {
-                return Ok(true);
-            }
-            let Some(mut last) = self.running.pop() else { return Ok(false) };
-            if self.running.is_empty() {
-                return Err(InferError::Unusable {
-                    problem: "the KV cache has no page for the only text".into(),
-                    hint: "this is a bug: please report it".into(),
-                });
-            }
-            self.counts.recomputed += 1;
-            self.release(&mut last);
-            self.waiting.push_front(last);
-            if i == self.running.len() {
-                return Ok(false);
-            }
-        }
-    }
-
-    /// Gives a text pages for its next tokens, and takes back those that no window reaches.
-    fn grow(&mut self, i: usize, count: usize) -> bool {
-        let text = &mut self.running[i];
-        let end = (text.cached + count).div_ceil(PAGE);
-        for (kind, _) in &self.tables {
-            let kind = *kind;
-            let window = self.cache.window.filter(|_| kind == 1);
-            let first = window.map_or(0, |w| (text.cached + 1).saturating_sub(w) / PAGE);
-            for page in text.pages[kind].iter_mut().take(first) {
-                page.take().into_iter().for_each(|page| self.free[kind].give(page));
-            }
-            for block in first..end {
-                while text.pages[kind].len() <= block {
-                    text.pages[kind].push(None);
-                }
-                if text.pages[kind][block].is_none() {
-                    let page = match (self.free[kind].take(), kind) {
-                        (None, 0) => self.prefixes.forget(),
-                        (page, _) => page,
-                    };
-                    let Some(page) = page else { return false };
-                    text.pages[kind][block] = Some(page);
-                }
-            }
-        }
-        for (kind, table) in &mut self.tables {
-            for (block, page) in text.pages[*kind].iter().enumerate() {
-                let at = text.slot * self.cache.shape.blocks + block;
-                if let Some(page) = page.filter(|page| table.pages[at] != *page) {
-                    table.pages[at] = page;
-                    table.changed = true;
-                }
-            }
-        }
-        true
-    }
-
-    /// Takes the pages and the slot of a text back.
-    fn release(&mut self, text: &mut Text) {
-        for (kind, pages) in text.pages.iter_mut().enumerate() {
-            // Those of shared blocks stay with them.
-            let own = if kind == 0 { text.shared.len() } else { 0 };
-            pages.drain(..).skip(own).flatten().for_each(|page| self.free[kind].give(page));
-        }
-        text.shared.drain(..).rev().for_each(|id| self.prefixes.leave(id));
-        self.slots.push(std::mem::replace(&mut text.slot, usize::MAX));
-        (text.cached, text.looked) = (0, false);
-    }
-
-    /// The entry of `decode` that has this many rows.
-    fn entry(&self, rows: usize) -> &'static str {
-        let enough = self.sizes.iter().find(|(size, _)| *size >= rows);
-        enough.unwrap_or(&self.sizes[self.sizes.len() - 1]).1
-    }
-
-    fn call_rows(&mut self, rows: &[Row]) -> Result<()> {
-        let tokens: Vec<([u32; 1], usize, usize)> = rows.iter().map(|r| ([r.token], r.start, r.slot)).collect();
-        let texts: Vec<(&[u32], usize, usize)> =
-            tokens.iter().map(|(t, start, slot)| (&t[..], *start, *slot)).collect();
-        self.call(self.entry(rows.len()), &texts, 1)
-    }
-
-    fn write_tables(&mut self) -> Result<()> {
-        for (_, table) in self.tables.iter_mut().filter(|(_, table)| table.changed) {
-            let bytes: Vec<u8> = table.pages.iter().flat_map(|page| page.to_le_bytes()).collect();
-            self.executor.write(table.name, 0, &bytes)?;
-            table.changed = false;
-        }
-        Ok(())
-    }
-
-    /// Numbers of the rows of an entry, those without a text zero, as bytes.
-    fn padded(&self, entry: &str, numbers: impl Iterator<Item = usize>) -> Vec<u8> {
-        let rows = self.sizes.iter().find(|(_, name)| *name == entry).map_or(1, |(rows, _)| *rows);
-        let padded = numbers.chain(std::iter::repeat(0)).take(rows);
-        padded.flat_map(|number| (number as u32).to_le_bytes()).collect()
-    }
-
-    /// Runs an entry on the new tokens of some texts, each with where they start and its slot. A text has room for this many.
-    fn call(&mut self, entry: &'static str, texts: &[(&[u32], usize, usize)], room: usize) -> Result<()> {
-        self.write_tables()?;
-        let rows = self.sizes.iter().find(|(_, name)| *name == entry).map_or(1, |(rows, _)| *rows);
-        // What follows the tokens of a text, and rows without one, are not looked at.
-        let mut tokens = vec![0u32; rows * room];
-        let mut numbers = [vec![0u32; rows], vec![0u32; rows], vec![0u32; rows]];
-        for (row, (new, start, slot)) in texts.iter().enumerate() {
-            tokens[row * room..][..new.len()].copy_from_slice(new);
-            for (to, number) in numbers.iter_mut().zip([*start, new.len(), *slot]) {
-                to[row] = number as u32;
-            }
-        }
-        let named = [names::START, names::COUNT, names::SLOT].into_iter().zip(&numbers);
-        for (name, numbers) in named.chain([(names::TOKENS, &tokens)]) {
-            let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-            self.executor.write(&StepProgram::name_in(entry, name), 0, &bytes)?;
-        }
-        Ok(self.executor.run(entry)?)
-    }
-
-    /// What an entry gave for these texts. Where all of them are greedy, logits stay on the device.
-    fn given(&self, entry: &str, texts: &[usize]) -> Result<Given> {
-        let read = |name| self.executor.read(&StepProgram::name_in(entry, name), 0);
-        let best = read(names::NEXT)?.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
-        let logits = match texts.iter().all(|i| is_greedy(&self.running[*i].request)) {
-            true => Vec::new(),
-            false => as_f32(&read(names::LOGITS)?, self.compute),
-        };
-        Ok(Given { best, logits, vocabulary: self.vocabulary, known: self.known })
-    }
 }
 
 /// Whether the most probable token is taken, whatever the text, and nothing else is wanted of the logits.
@@ -581,37 +417,8 @@ fn is_greedy(request: &TextRequest) -> bool {
     request.sampling.temperature == 0.0 && request.sampling.repetition_penalty == 1.0 && !request.logprobs
 }
 
-/// What the model gives for the rows of a call: the most probable token of each, and logits where they are needed.
-struct Given {
-    best: Vec<u32>,
-    logits: Vec<f32>,
-    vocabulary: usize,
-    known: usize,
-}
-
-impl Given {
-    fn row(&self, row: usize) -> (u32, &[f32]) {
-        let logits = self.logits.get(row * self.vocabulary..).and_then(|rest| rest.get(..self.known));
-        (self.best[row], logits.unwrap_or_default())
-    }
-}
-
 /// The number of a text that has ended.
 const ENDED: u64 = u64::MAX;
-
-/// A token of a text, where it stands, and the text's slot.
-struct Row {
-    token: u32,
-    start: usize,
-    slot: usize,
-}
-
-fn set(tables: &mut [(usize, Table)], cache: &CachePlan, kind: usize, (slot, block): (usize, usize), page: u32) {
-    for (_, table) in tables.iter_mut().filter(|(of, _)| *of == kind) {
-        table.pages[slot * cache.shape.blocks + block] = page;
-        table.changed = true;
-    }
-}
 
 /// The type of a generation program's logits.
 pub(crate) fn logits_type(program: &StepProgram) -> DType {

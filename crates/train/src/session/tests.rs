@@ -6,6 +6,7 @@ use lockstep_host::Processes;
 use lockstep_infer::{Existing, RunData};
 use lockstep_plan::plan;
 use std::net::TcpListener;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// The devices of a rank that has joined the others at an address.
