@@ -151,6 +151,13 @@ policy = \"bf16\"
 [lora]
 rank = 4
 targets = [\"c_attn\", \"mlp.c_proj\"]"
+# Modules that predict further tokens (MTP) after the last layer, which is on another stage than the embeddings that they share.
+check llama-mtp 3 <<< "[model]
+$sizes
+kv_heads = 2
+mtp_depth = 2
+mtp_loss = 0.3
+$train"
 # In fp8 parts of ranks are multiples of 16.
 fp8=$'[precision]\npolicy = "fp8"\nfp8_weights = 0'
 bytes=$'vocab_size = 131\nlayers = 8\ndim = 64\nheads = 4\nffn = 96'
@@ -246,6 +253,17 @@ $wide
 experts = 4
 $train
 $fp8"
+check deepseek-v3-mtp 5 <<< "[model]
+architecture = \"deepseek_v3\"
+${sizes/heads = 4/heads = 4
+q_lora_rank = 10
+kv_lora_rank = 12
+qk_nope_head_dim = 6
+qk_rope_head_dim = 4
+v_head_dim = 8}
+experts = 4
+mtp_depth = 1
+$train"
 check mixtral-bf16 4 <<< "[model]
 architecture = \"mixtral\"
 $sizes

@@ -60,6 +60,23 @@ fn programs_hold_against_the_formulas() {
 }
 
 #[test]
+fn programs_with_further_tokens_hold_against_the_formulas_there_are() {
+    for model in [
+        "preset = \"llama-15m\"\nmtp_depth = 1",
+        "layers = 3\ndim = 64\nheads = 8\nkv_heads = 2\nffn = 96\nvocab_size = 131\ntied_embeddings = true\nmtp_depth = 3",
+        "preset = \"deepseek-v3\"\nlayers = 4\nexperts = 16\nexpert_groups = 4\nmtp_depth = 2",
+        "architecture = \"olmo3\"\nlayers = 4\ndim = 64\nheads = 4\nffn = 96\nvocab_size = 131\nsliding_window = 100\nmtp_depth = 1",
+    ] {
+        let (_, account) =
+            planned(&format!("[model]\n{model}\n[train]\nseq = 256\nglobal_batch = 4\nmicro_batch = 2\n"));
+        assert_eq!(account.formulas.len(), 2, "{model}");
+        for f in &account.formulas {
+            assert_eq!(f.program, f.closed, "{model}: {f:?}");
+        }
+    }
+}
+
+#[test]
 fn programs_in_fp8_hold_against_the_formulas_there_are() {
     let sizes = "layers = 3\ndim = 256\nheads = 4\nkv_heads = 2\nffn = 384\nvocab_size = 131";
     for model in [sizes.to_owned(), format!("architecture = \"mixtral\"\nexperts = 6\n{sizes}")] {

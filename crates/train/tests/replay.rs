@@ -27,7 +27,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Architectures, by their keys in `[model]`.
-const MODELS: [(&str, &str); 19] = [
+const MODELS: [(&str, &str); 20] = [
     ("llama", "kv_heads = 2"),
     ("tied", "kv_heads = 2\ntied_embeddings = true"),
     ("qwen2", "architecture = \"qwen2\"\nkv_heads = 2"),
@@ -56,6 +56,7 @@ const MODELS: [(&str, &str); 19] = [
         "architecture = \"deepseek_v3\"\nexperts = 4\nq_lora_rank = 10\nkv_lora_rank = 12\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\n\
          v_head_dim = 8",
     ),
+    ("mtp", "kv_heads = 2\nmtp_depth = 2\nmtp_loss = 0.3"),
     ("gpt_oss", "architecture = \"gpt_oss\"\nkv_heads = 2\nexperts = 4\nsliding_window = 5"),
 ];
 
