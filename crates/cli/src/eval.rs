@@ -7,14 +7,16 @@ pub(crate) use tasks::texts;
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::{WeightArgs, text_paths};
+use crate::processes::{self, ProcessPlace};
 use crate::progress::Progress;
+use crate::ranks::RankArgs;
 use crate::table::table;
-use lockstep_host::Devices;
-use lockstep_infer::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, Trained, evaluate};
+use lockstep_infer::{CorpusEvaluation, EvaluateProgress, Evaluation, EvaluationShape, Score, Text, Trained, evaluate};
 use lockstep_ir::units;
 use lockstep_ir::units::thousands;
 use serde_json::json;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -43,52 +45,61 @@ pub struct Args {
     seq: Option<u32>,
     #[command(flatten)]
     weights: WeightArgs,
+    #[command(flatten)]
+    ranks: RankArgs,
     /// How to print it.
     #[arg(long, value_enum, default_value = "text")]
     format: Format,
 }
 
-pub fn run(args: Args) -> Result<()> {
+pub fn run(args: Args) -> Result<ExitCode> {
+    let Some(place) = args.ranks.place()? else { return of_rank(&args, None) };
+    processes::end_with_launcher()?;
+    processes::end_well(of_rank(&args, Some(&place)).map_err(|failure| failure.of_rank(place.rank)))
+}
+
+/// Evaluates as one of several processes, or alone. The first of them prints.
+fn of_rank(args: &Args, place: Option<&ProcessPlace>) -> Result<ExitCode> {
     let trained = args.weights.open(&args.from)?;
+    if let Some(code) = args.ranks.start(&trained.config, place)? {
+        return Ok(code);
+    }
+    let devices = args.ranks.devices(&trained.config, place)?;
+    let first = devices.group().is_first();
+    let shape = EvaluationShape { seq: args.seq.map(|seq| seq as usize), tp: args.ranks.tp() };
     if !args.tasks.is_empty() {
-        return tasks::run(&args, &trained);
+        return tasks::run(args, &trained, (&devices, shape));
     }
     let text = match args.validation {
         true => Text::Validation,
         false => Text::Paths(text_paths(&args.data, &trained.config.data.extensions)?),
     };
     let mut progress = Progress::new(0);
-    let result =
-        evaluate(
-            &Devices::of(&trained.config),
-            &trained,
-            &text,
-            args.seq.map(|s| s as usize),
-            &mut |event| match event {
-                EvaluateProgress::Warning(text) => crate::warn(&[text.to_owned()]),
-                EvaluateProgress::Scoring { .. } | EvaluateProgress::Answering { .. } => {}
-                EvaluateProgress::Preparing(p) => {
-                    progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes)
-                }
-                EvaluateProgress::Evaluating { done, total } => {
-                    progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
-                }
-            },
-        );
+    let result = evaluate(&devices, &trained, &text, shape, &mut |event| match event {
+        _ if !first => {}
+        EvaluateProgress::Warning(text) => crate::warn(&[text.to_owned()]),
+        EvaluateProgress::Scoring { .. } | EvaluateProgress::Answering { .. } => {}
+        EvaluateProgress::Preparing(p) => progress.work("reading text", p.bytes_done, p.bytes_total, units::bytes),
+        EvaluateProgress::Evaluating { done, total } => {
+            progress.work("evaluating", done, total, |n| format!("{} tokens", units::count(n)));
+        }
+    });
     progress.clear();
     let evaluation = result?;
-    let value = || {
-        let mut object = json!(evaluation);
-        object["checkpoint"] = json!(trained.path());
-        object["step"] = json!(trained.step());
-        object
-    };
-    args.format.print(value, || as_text(&trained, &evaluation))?;
+    if first {
+        let value = || {
+            let mut object = json!(evaluation);
+            object["checkpoint"] = json!(trained.path());
+            object["step"] = json!(trained.step());
+            object
+        };
+        args.format.print(value, || as_text(&trained, &evaluation))?;
+    }
     if !evaluation.score.loss.is_finite() {
         let hint = "the model has diverged: use an earlier checkpoint";
         return Err(Failure::run(format!("the loss is {}, no number", evaluation.score.loss), hint));
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }
 
 fn as_text(trained: &Trained, e: &Evaluation) -> String {

@@ -1,13 +1,11 @@
 //! `lockstep generate`: text from a trained model, as it comes; or of a file of prompts, many at once.
 
-mod ranks;
-
-use self::ranks::RankArgs;
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::WeightArgs;
 use crate::processes::{self, ProcessPlace};
 use crate::progress::Progress;
+use crate::ranks::RankArgs;
 use crate::terminal::printable;
 use lockstep_config::{FrozenPrecision, bytes};
 use lockstep_data::Conversation;

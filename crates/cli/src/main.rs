@@ -28,6 +28,7 @@ mod processes;
 mod profile;
 mod progress;
 mod provenance;
+mod ranks;
 mod rehearse;
 mod remedies;
 mod report;
@@ -121,8 +122,8 @@ fn main() -> ExitCode {
         Command::Launch(args) => return reported(launch::run(args)),
         Command::Verify(args) => return reported(verify::run(args)),
         Command::Generate(args) => return reported(generate::run(args)),
+        Command::Eval(args) => return reported(eval::run(args)),
         Command::Init(args) => init::run(args),
-        Command::Eval(args) => eval::run(args),
         Command::Watch(args) => watch::run(&args),
         Command::Report(args) => report::run(&args),
         Command::Metrics(args) => metrics::run(&args),

@@ -2,8 +2,9 @@
 
 mod common;
 
-use common::{CONFIG, Place};
+use common::{CONFIG, Place, free_port};
 use serde_json::Value;
+use std::process::Stdio;
 
 fn trained() -> Place {
     let place = Place::new();
@@ -228,4 +229,56 @@ fn questions_are_answered_by_generation_and_answers_found_by_a_pattern() {
     }
     let text = place.fails(2, &["train", "run.toml", "--run-dir", "other", "--set", "eval.tasks=[\"right.jsonl\"]"]);
     assert!(text.contains("right.jsonl: its questions are answered by generation\nhint: "), "{text}");
+}
+
+#[test]
+fn ranks_that_share_a_model_score_what_one_scores() {
+    let place = trained();
+    let task: String = (0..20)
+        .map(|i| format!("{{\"query\": \"line {i}\", \"choices\": [\" of\", \" 7\"], \"gold\": 0}}\n"))
+        .collect();
+    std::fs::write(place.path("task.jsonl"), task).unwrap();
+    let asked =
+        "{\"max_tokens\": 4}\n{\"prompt\": \"line \", \"answer\": \"7\"}\n{\"prompt\": \"the \", \"answer\": \"8\"}\n";
+    std::fs::write(place.path("asked.jsonl"), asked).unwrap();
+    let validation = ["run", "--validation"];
+    let tasks = |samples| ["run", "--tasks", "task.jsonl", "asked.jsonl", "--log-samples", samples];
+    let shared = |args: &[&str]| json(&place, &[args, &["--tp", "2"]].concat());
+    let close = |a: f64, b: f64| (a - b).abs() <= 1e-5 * b.abs();
+    let (one, two) = (json(&place, &validation), shared(&validation));
+    assert_eq!(one["tokens"], two["tokens"]);
+    assert!(close(number(&two, "loss"), number(&one, "loss")), "{one} {two}");
+    let (one, two) = (json(&place, &tasks("one.jsonl")), shared(&tasks("two.jsonl")));
+    assert_eq!(one["tasks"], two["tasks"]);
+    let items = |file: &str| -> Vec<Value> {
+        let text = std::fs::read_to_string(place.path(file)).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    for (a, b) in items("one.jsonl").iter().zip(items("two.jsonl")) {
+        assert_eq!((&a["task"], &a["item"], &a["text"]), (&b["task"], &b["item"], &b["text"]));
+        let losses = |item: &Value| -> Vec<f64> {
+            let all = item["log_likelihoods"].as_array();
+            all.into_iter().flatten().map(|loss| loss.as_f64().unwrap()).collect()
+        };
+        assert!(losses(a).iter().zip(losses(&b)).all(|(a, b)| close(b, *a)), "{a} {b}");
+    }
+    // As processes, of which the first prints.
+    let port = free_port();
+    let args = [&["eval"], &validation[..], &["--tp", "2", "--format", "json"]].concat();
+    let outputs = ["1", "0"].map(|rank| {
+        let places = [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
+        place.command(&args).envs(places).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    });
+    let [second, first] = outputs.map(|rank| {
+        let output = rank.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    });
+    assert_eq!(second, "");
+    let first: Value = serde_json::from_str(&first).unwrap();
+    assert_eq!(first["loss"], shared(&validation)["loss"]);
+    // What cannot be split is refused.
+    let output = place.run(&["eval", "run", "--validation", "--tp", "64"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.contains("tp = 64") && error.contains("hint: "), "{error}");
 }

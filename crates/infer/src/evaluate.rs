@@ -1,6 +1,7 @@
 //! The loss of a trained model on text, by a program that holds parameters and nothing of training.
 
 use crate::feed::{Feed, Scored, Sequences, Stretch, counted};
+use crate::generate::loaded;
 use crate::text::with_tokens_of;
 use crate::{InferError, Result, RunData, RunTokenizer, Trained, state};
 use lockstep_config::{Config, DataFormat};
@@ -9,7 +10,7 @@ use lockstep_exec::Executor;
 use lockstep_host::Devices;
 use lockstep_ir::StepProgram;
 use lockstep_ir::op::IGNORED_TARGET;
-use lockstep_plan::{Cut, Target, check_positions, evaluation_program};
+use lockstep_plan::{Cut, check_positions, evaluation_program};
 use lockstep_rundir::RunDirError;
 use serde::Serialize;
 use serde_json::json;
@@ -24,6 +25,29 @@ pub enum Text {
     Paths(Vec<PathBuf>),
     /// The sequences that the run's own validation reads.
     Validation,
+}
+
+/// How a model is evaluated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EvaluationShape {
+    /// Most tokens that a prediction sees; `None` for those of the model's training.
+    pub seq: Option<usize>,
+    /// Tensor-parallel ranks that share the model.
+    pub tp: usize,
+}
+
+impl EvaluationShape {
+    /// Sequences as in training, on one rank.
+    pub const OF_TRAINING: Self = Self { seq: None, tp: 1 };
+
+    /// Sequences of this many tokens, on one rank.
+    pub fn of(seq: usize) -> Self {
+        Self { seq: Some(seq), ..Self::OF_TRAINING }
+    }
+
+    pub(crate) fn seq_of(&self, config: &Config) -> usize {
+        self.seq.unwrap_or(config.train.seq).max(1)
+    }
 }
 
 /// How a model does on a text.
@@ -118,17 +142,17 @@ pub enum EvaluateProgress<'a> {
     },
 }
 
-/// The loss of a model on a text, cut into sequences of `seq` tokens (by default those of its training).
+/// The loss of a model on a text, cut into sequences.
 pub fn evaluate(
     devices: &Devices,
     trained: &Trained,
     text: &Text,
-    seq: Option<usize>,
+    shape: EvaluationShape,
     show: &mut dyn FnMut(EvaluateProgress<'_>),
 ) -> Result<Evaluation> {
     let config = &trained.config;
     let tokenizer = trained.tokenizer()?;
-    let seq = seq.unwrap_or(config.train.seq).max(1);
+    let seq = shape.seq_of(config);
     check_positions(config, seq)?;
     // Removed when this function returns; an open shard stays readable.
     let folder = tempfile::tempdir().map_err(|e| RunDirError::io("create", &std::env::temp_dir(), e))?;
@@ -169,7 +193,7 @@ pub fn evaluate(
         }
         show(EvaluateProgress::Evaluating { done, total });
     };
-    let mut model = Model::load(devices, trained, seq, cut)?;
+    let mut model = Model::load(devices, trained, (seq, shape.tp), cut)?;
     model.score(&material, cut, &mut scored)?;
     material.require_read()?;
     if all.tokens == 0 {
@@ -298,12 +322,12 @@ struct Model {
 
 impl Model {
     /// For what is cut into sequences of `seq` tokens.
-    fn load(devices: &Devices, trained: &Trained, seq: usize, cut: Cut) -> Result<Self> {
+    fn load(devices: &Devices, trained: &Trained, (seq, tp): (usize, usize), cut: Cut) -> Result<Self> {
         let config = &trained.config;
         // As many tokens at a time as in training.
         let batch = (config.train.micro_batch * config.train.seq / seq).clamp(1, cut.sequences.max(1) as usize);
-        let (program, threads) = evaluation_program(devices, config, (batch, seq), cut, false)?;
-        let mut executor = devices.device(Target::of(devices, config))?.load(program.clone(), threads)?;
+        let (program, threads) = evaluation_program(devices, config, (batch, seq, tp), cut, false)?;
+        let mut executor = loaded(devices, config, &program, threads)?;
         state::load(&program.tensors, executor.as_mut(), trained.weights(), config.train.seed)?;
         let numbers = (config.train.seed, config.model.vocab_size);
         let feed = |entry, batch, seq| Feed::new(&program.tensors, Some(entry), (batch, seq), numbers, &|_, _| true);

@@ -27,7 +27,7 @@ mod trained;
 pub use batch::{BatchCounts, Ended, TextBatch, TextRequest, Written};
 pub use data::{Existing, RunCorpus, RunData, data_folder, limit_buckets, prepare_data, way};
 pub use error::{InferError, Result};
-pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, Score, Text, evaluate};
+pub use evaluate::{CorpusEvaluation, EvaluateProgress, Evaluation, EvaluationShape, Score, Text, evaluate};
 pub use generate::{Generated, Generator, Stop, generate};
 pub use hf::{ATTACHMENT, AdapterFolder, ExportOptions, Exported, Imported, Kept, export, export_problem, import};
 pub use hub::{HubNeed, HubOpener, ShowHub, model_folder, text_paths};

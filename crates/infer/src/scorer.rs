@@ -6,6 +6,7 @@
 //! and none ever has to give way.
 
 use crate::feed::{TextScore, losses};
+use crate::generate::loaded;
 use crate::pages::{Free, Prefixes};
 use crate::state::{self, Weights};
 use crate::tasks::Request;
@@ -64,13 +65,13 @@ struct Run {
 
 impl TextScorer {
     /// Loads a program for these texts, which come in groups of this many. A text has at least two tokens, and of these at least one is read before
-    /// those that are scored.
+    /// those that are scored. `tp` tensor-parallel ranks share the model.
     pub fn new(
         devices: &Devices,
         config: &Config,
         weights: Weights,
-        texts: &[Request],
-        groups: &[usize],
+        (texts, groups): (&[Request], &[usize]),
+        tp: usize,
     ) -> Result<Self> {
         let device = devices.device(Target::of(devices, config))?;
         let longest = texts.iter().map(read_tokens).max().unwrap_or(1);
@@ -78,9 +79,11 @@ impl TextScorer {
         let slots = runs.0.min(groups.len()).max(1);
         let blocks: Vec<usize> = questions(texts, groups).map(|(_, texts)| blocks_of(texts)).collect();
         let pages = blocks.windows(slots).map(|some| some.iter().sum()).max().unwrap_or(1).max(1);
-        let mut shape = ScoringShape { context: longest, slots, pages, runs };
+        let mut shape = ScoringShape { context: longest, slots, pages, runs, tp };
         let (mut program, mut threads) = scoring_program(devices, config, &shape)?;
-        if let Some(free) = device.available_bytes()?
+        // Ranks that are threads share the memory.
+        let sharers = if devices.processes().is_some() { 1 } else { tp as u64 };
+        if let Some(free) = device.available_bytes()?.map(|free| free / sharers)
             && program.arena_bytes > free - free / 16
         {
             let page_bytes = (cache_bytes(&program) / pages as u64).max(1);
@@ -90,7 +93,7 @@ impl TextScorer {
         }
         let here = |name: &&str| program.tensor(name).is_some();
         let tables = [names::PAGES, names::WINDOW_PAGES].into_iter().filter(here).collect();
-        let mut executor = device.load(program.clone(), threads)?;
+        let mut executor = loaded(devices, config, &program, threads)?;
         state::load(&program.tensors, executor.as_mut(), weights, config.train.seed)?;
         let blocks = longest.div_ceil(PAGE);
         Ok(Self {

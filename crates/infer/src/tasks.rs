@@ -10,7 +10,7 @@ pub use read::TaskFile;
 pub use score::{ItemScore, TaskReport, TaskScores};
 
 use crate::feed::TextScore;
-use crate::{EvaluateProgress, Result, TextScorer, Trained};
+use crate::{EvaluateProgress, EvaluationShape, Result, TextScorer, Trained};
 use lockstep_host::Devices;
 use lockstep_plan::check_positions;
 pub use read::Request;
@@ -55,22 +55,22 @@ impl Tasks {
     }
 }
 
-/// Scores a model on tasks, whose texts are cut from the left to `seq` tokens (by default those of its training).
+/// Scores a model on tasks, whose texts are cut from the left to the tokens of the shape.
 pub fn evaluate_tasks(
     devices: &Devices,
     trained: &Trained,
     files: &[TaskFile],
-    seq: Option<usize>,
+    shape: EvaluationShape,
     show: &mut dyn FnMut(EvaluateProgress<'_>),
 ) -> Result<TaskEvaluation> {
     let config = &trained.config;
     let tokenizer = trained.tokenizer()?;
-    let most = seq.unwrap_or(config.train.seq).max(1);
+    let most = shape.seq_of(config);
     check_positions(config, most)?;
     let requests = TaskRequests::new(files, &tokenizer, most)?;
     let groups: Vec<usize> = files.iter().flat_map(|file| file.items.iter().map(|item| item.texts())).collect();
     let total = requests.rows.len() as u64;
-    let mut scorer = TextScorer::new(devices, config, trained.weights(), &requests.rows, &groups)?;
+    let mut scorer = TextScorer::new(devices, config, trained.weights(), (&requests.rows, &groups), shape.tp)?;
     let mut done = 0;
     let scores = scorer.score(&requests.rows, &groups, &mut || {
         done += 1;

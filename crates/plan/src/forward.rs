@@ -93,7 +93,7 @@ pub(crate) fn forward_context(machine: &dyn Machine, config: &Config) -> (Contex
 }
 
 /// The same of a program that tensor-parallel ranks share.
-fn tensor_parallel_context(machine: &dyn Machine, config: &Config, tp: usize) -> (Context, usize) {
+pub(crate) fn tensor_parallel_context(machine: &dyn Machine, config: &Config, tp: usize) -> (Context, usize) {
     let (context, _) = training_context(machine, config);
     let threads = threads(machine, config, tp);
     let layout = Layout { mesh: Mesh::ONE.with(MeshAxis::Tp, tp), ..Layout::single(1) };
@@ -110,7 +110,7 @@ pub fn forward_threads(machine: &dyn Machine, config: &Config) -> (usize, Matmul
 }
 
 /// Refuses more ranks than the heads, hidden units or vocabulary of a model can be split over.
-fn check_ranks(config: &Config, layout: &Layout) -> Result<()> {
+pub(crate) fn check_ranks(config: &Config, layout: &Layout) -> Result<()> {
     let extents = Extents { global_batch: 1, micro_batch: 1, ..config.extents() };
     match legal::check(layout, &extents).into_iter().next() {
         Some(refusal) => Err(PlanError::GenerationRanks(Box::new(refusal))),
@@ -195,16 +195,17 @@ pub fn generation_program(machine: &dyn Machine, config: &Config, cache: &CacheP
     Ok((compile_forward(&entries, &compile_context)?, threads))
 }
 
-/// The program with the entries that a cut needs, `batch` sequences of `seq` tokens at a time, and the threads it was compiled
-/// for. `misses` as in [`Steps`].
+/// The program with the entries that a cut needs, `batch` sequences of `seq` tokens at a time, for `tp` tensor-parallel ranks that share the
+/// model, and the threads it was compiled for. `misses` as in [`Steps`].
 pub fn evaluation_program(
     machine: &dyn Machine,
     config: &Config,
-    (batch, seq): (usize, usize),
+    (batch, seq, tp): (usize, usize, usize),
     cut: Cut,
     misses: bool,
 ) -> Result<(StepProgram, usize)> {
-    let (mut context, threads) = forward_context(machine, config);
+    let (mut context, threads) = tensor_parallel_context(machine, config, tp);
+    check_ranks(config, &context.layout)?;
     context.steps.misses = misses;
     let model = ModelConfig { dropout: 0.0, mtp_depth: 0, ..config.model.clone() };
     let lora = LoraConfig { dropout: 0.0, ..config.lora.clone() };

@@ -1,7 +1,7 @@
 //! The program that scores the ends of many texts over a cache of pages.
 
 use crate::device::{Machine, Target};
-use crate::forward::{PAGE, forward_context};
+use crate::forward::{PAGE, check_ranks, tensor_parallel_context};
 use crate::plan::adapted;
 use crate::{Result, check_positions};
 use lockstep_compile::compile_forward;
@@ -27,6 +27,8 @@ pub struct ScoringShape {
     pub pages: usize,
     /// Runs of a call, and most tokens of each.
     pub runs: (usize, usize),
+    /// Tensor-parallel ranks that share the model.
+    pub tp: usize,
 }
 
 impl ScoringShape {
@@ -52,7 +54,8 @@ pub fn scoring_runs(machine: &dyn Machine, config: &Config, tokens: usize) -> (u
 /// it was compiled for.
 pub fn scoring_program(machine: &dyn Machine, config: &Config, shape: &ScoringShape) -> Result<(StepProgram, usize)> {
     check_positions(config, shape.context)?;
-    let (mut context, threads) = forward_context(machine, config);
+    let (mut context, threads) = tensor_parallel_context(machine, config, shape.tp);
+    check_ranks(config, &context.layout)?;
     context.steps.misses = true;
     let model = ModelConfig { dropout: 0.0, ..config.model.clone() };
     let lora = LoraConfig { dropout: 0.0, ..config.lora.clone() };

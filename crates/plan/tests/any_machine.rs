@@ -121,7 +121,7 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     let error = planned.require_memory(&machine, &config, Some(room.bytes - 1), None).unwrap_err();
     assert!(error.is_request() && error.with_hint().contains("train.micro_batch = "), "{error}");
     let cut = lockstep_plan::Cut { sequences: 3, rest: 5 };
-    assert_eq!(evaluation_program(&machine, &config, (2, 16), cut, false).unwrap().0.entries.len(), 2);
+    assert_eq!(evaluation_program(&machine, &config, (2, 16, 1), cut, false).unwrap().0.entries.len(), 2);
     let cache = cache_plan(&machine, &config, &GenerationShape::one(16)).unwrap();
     assert_eq!(generation_program(&machine, &config, &cache).unwrap().1, 2);
 }

@@ -6,7 +6,7 @@ use common::{check_layouts, losses, run_to, run_with, write_corpus};
 use lockstep_config::{Config, FrozenPrecision};
 use lockstep_exec::initial::encode_rows;
 use lockstep_host::Devices;
-use lockstep_infer::{Generator, Sampling, Text, Trained, Weights, evaluate, generate, state};
+use lockstep_infer::{EvaluationShape, Generator, Sampling, Text, Trained, Weights, evaluate, generate, state};
 use lockstep_ir::graph::State;
 use lockstep_ir::program::Role;
 use lockstep_ir::{DType, Hint, Op, StepProgram, account, rows8};
@@ -61,7 +61,10 @@ impl Place {
 fn loss(path: &Path, format: Option<FrozenPrecision>) -> f64 {
     let mut trained = Trained::open(path).unwrap();
     trained.config.precision.frozen = format.unwrap_or(trained.config.precision.frozen);
-    evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss
+    evaluate(&Devices::new(), &trained, &Text::Validation, EvaluationShape::OF_TRAINING, &mut |_| {})
+        .unwrap()
+        .score
+        .loss
 }
 
 /// The logits of a few tokens, with weights drawn by a seed; where a program keeps some in bytes, what those stand for can be had.

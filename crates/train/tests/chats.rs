@@ -6,7 +6,9 @@ use common::{losses, run_to};
 use lockstep_config::Config;
 use lockstep_data::Conversation;
 use lockstep_host::Devices;
-use lockstep_infer::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate};
+use lockstep_infer::{
+    EvaluationShape, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate,
+};
 use lockstep_ir::Hint;
 use std::fs;
 use std::ops::ControlFlow;
@@ -94,10 +96,11 @@ fn evaluation_counts_the_answers() {
     let config = config(dir.path(), "steps = 2");
     let ran = run_to(&config, &dir.path().join("run"), 2);
     let trained = Trained::open(&dir.path().join("run")).unwrap();
-    let found = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| ()).unwrap();
+    let found =
+        evaluate(&Devices::new(), &trained, &Text::Validation, EvaluationShape::OF_TRAINING, &mut |_| ()).unwrap();
     assert!((found.score.loss - ran.outcome.last_val_loss.unwrap()).abs() < 1e-9);
     let text = Text::Paths(vec![dir.path().join("chats.jsonl")]);
-    let found = evaluate(&Devices::new(), &trained, &text, None, &mut |_| ()).unwrap();
+    let found = evaluate(&Devices::new(), &trained, &text, EvaluationShape::OF_TRAINING, &mut |_| ()).unwrap();
     let tokenizer = trained.tokenizer().unwrap();
     // An answer, the token that ends it and a line end.
     let tokens = |i: usize| tokenizer.tokens(TASK[i].1).unwrap().len() as u64 + 2;
@@ -109,7 +112,9 @@ fn evaluation_counts_the_answers() {
 
     let empty = dir.path().join("empty.jsonl");
     fs::write(&empty, "{\"messages\": []}\n{\"messages\": null}\n").unwrap();
-    let error = evaluate(&Devices::new(), &trained, &Text::Paths(vec![empty]), None, &mut |_| ()).unwrap_err();
+    let error =
+        evaluate(&Devices::new(), &trained, &Text::Paths(vec![empty]), EvaluationShape::OF_TRAINING, &mut |_| ())
+            .unwrap_err();
     assert!(error.with_hint().starts_with("there is nothing to predict: the text is empty\nhint: "), "{error}");
 }
 

@@ -5,7 +5,7 @@ mod common;
 use common::{losses, run_to};
 use lockstep_config::{Batch, Config};
 use lockstep_host::Devices;
-use lockstep_infer::{Existing, RunData, Text, Trained, evaluate};
+use lockstep_infer::{EvaluationShape, Existing, RunData, Text, Trained, evaluate};
 use lockstep_ir::op::IGNORED_TARGET;
 use lockstep_ir::{StepProgram, StepScalars};
 use lockstep_model::names;
@@ -82,12 +82,13 @@ fn evaluation_counts_what_validation_counts() {
     let config = config(dir.path(), "steps = 4\nvalidate_every = 0");
     let ran = run_to(&config, &dir.path().join("run"), 4);
     let trained = Trained::open(&dir.path().join("run")).unwrap();
-    let found = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| ()).unwrap();
+    let found =
+        evaluate(&Devices::new(), &trained, &Text::Validation, EvaluationShape::OF_TRAINING, &mut |_| ()).unwrap();
     assert!((found.score.loss - ran.outcome.last_val_loss.unwrap()).abs() < 1e-9);
     // Answers and EOS tokens only.
     assert!(found.score.tokens < found.score.bytes * 2 && found.score.bytes < found.score.tokens, "{found:?}");
     let text = Text::Paths(vec![dir.path().join("records.jsonl")]);
-    let found = evaluate(&Devices::new(), &trained, &text, None, &mut |_| ()).unwrap();
+    let found = evaluate(&Devices::new(), &trained, &text, EvaluationShape::OF_TRAINING, &mut |_| ()).unwrap();
     let answers: u64 = (0..600u64).map(|i| (i * i).to_string().len() as u64).sum();
     assert_eq!((found.score.bytes, found.score.tokens), (answers, answers + 600));
 }

@@ -8,7 +8,9 @@ use hf_folder::{CASES, Model};
 use lockstep_config::{Config, PrecisionPolicy};
 use lockstep_data::{Tokenizer, TokenizerSpec};
 use lockstep_host::Devices;
-use lockstep_infer::{ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import};
+use lockstep_infer::{
+    EvaluationShape, ExportOptions, Generator, Sampling, Stop, Text, Trained, evaluate, export, generate, import,
+};
 use lockstep_ir::Hint;
 use lockstep_ir::{DType, bf16};
 use lockstep_train::Event;
@@ -364,7 +366,10 @@ fn a_run_starts_from_weights_of_any_origin_in_any_layout() {
     }
     // Other weights than before: an evaluation of the run agrees, and so does a run that starts from the run, or from one in parts.
     let trained = Trained::open(&place.at("a")).unwrap();
-    let after = evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss;
+    let after = evaluate(&Devices::new(), &trained, &Text::Validation, EvaluationShape::OF_TRAINING, &mut |_| {})
+        .unwrap()
+        .score
+        .loss;
     assert_ne!(after, expected);
     assert_eq!(first("next", "init_from = \"a\"\n"), after);
     assert!((first("from-parts", "init_from = \"zero\"\n") - after).abs() < 1e-4);
@@ -424,7 +429,7 @@ fn a_trained_run_exports_from_any_layout() {
         place.import(&out, &format!("{name}-again"));
         let score = |run: &str, text: &Text| {
             let trained = Trained::open(&place.at(run)).unwrap();
-            evaluate(&Devices::new(), &trained, text, Some(8), &mut |_| {}).unwrap().score.loss
+            evaluate(&Devices::new(), &trained, text, EvaluationShape::of(8), &mut |_| {}).unwrap().score.loss
         };
         // Its tokenizer has become a file; the text is the same.
         let text = Text::Paths(vec![place.at("text/b.txt")]);
@@ -557,7 +562,7 @@ fn a_folder_is_used_as_it_is() {
     let text = Text::Paths(vec![place.at("text/a.txt")]);
     let score = |from: &str| {
         let trained = Trained::open(&place.at(from)).unwrap();
-        let loss = evaluate(&Devices::new(), &trained, &text, Some(16), &mut |_| {}).unwrap().score.loss;
+        let loss = evaluate(&Devices::new(), &trained, &text, EvaluationShape::of(16), &mut |_| {}).unwrap().score.loss;
         let tokenizer = trained.tokenizer().unwrap();
         (loss, trained.end_tokens(&tokenizer).unwrap(), trained.step())
     };
@@ -687,7 +692,7 @@ fn a_folder_says_which_token_begins_a_text() {
             assert_eq!(prompt[0] == bos, begins, "{name}");
             // It is no text.
             let text = Text::Paths(vec![place.at("text/a.txt")]);
-            let score = evaluate(&Devices::new(), &trained, &text, Some(16), &mut |_| {}).unwrap().score;
+            let score = evaluate(&Devices::new(), &trained, &text, EvaluationShape::of(16), &mut |_| {}).unwrap().score;
             // Where there is none, the first token of the text is not predicted.
             assert_eq!((score.bytes == 42 * 200, score.bytes > 42 * 199), (begins, true), "{name}");
             let out = format!("{run}-out");

@@ -6,7 +6,7 @@ use common::{check_layouts, losses, run_to, run_with, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::Config;
 use lockstep_host::Devices;
-use lockstep_infer::{ExportOptions, Generator, Sampling, Text, Trained, evaluate, export, generate};
+use lockstep_infer::{EvaluationShape, ExportOptions, Generator, Sampling, Text, Trained, evaluate, export, generate};
 use lockstep_ir::{Hint, StepProgram, account};
 use lockstep_plan::plan;
 use lockstep_train::Event;
@@ -56,7 +56,10 @@ const GPT2: &str = "architecture = \"gpt2\"\npositions = 32";
 
 fn loss(path: &Path) -> f64 {
     let trained = Trained::open(path).unwrap_or_else(|e| panic!("{}", e.with_hint()));
-    evaluate(&Devices::new(), &trained, &Text::Validation, None, &mut |_| {}).unwrap().score.loss
+    evaluate(&Devices::new(), &trained, &Text::Validation, EvaluationShape::OF_TRAINING, &mut |_| {})
+        .unwrap()
+        .score
+        .loss
 }
 
 fn refused(config: &Config, dir: &Path) -> String {

@@ -5,7 +5,7 @@ mod common;
 use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_infer::feed::{Feed, TextScore};
-use lockstep_infer::{Request, TaskFile, TextScorer, Trained, Weights, evaluate_tasks, state};
+use lockstep_infer::{EvaluationShape, Request, TaskFile, TextScorer, Trained, Weights, evaluate_tasks, state};
 use lockstep_ir::{StepProgram, counter};
 use lockstep_plan::{Cut, Target, evaluation_program};
 use lockstep_train::{Event, RunOptions, StepMetrics, run};
@@ -34,7 +34,8 @@ fn every_item_scores_as_in_lm_evaluation_harness() {
     let trained = model(place.path());
     let paths = [folder().join("choices.jsonl"), folder().join("cloze.jsonl")];
     let files = TaskFile::open_all(&paths, 0).unwrap();
-    let found = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, Some(64), &mut |_| ()).unwrap();
+    let found =
+        evaluate_tasks(&Devices::of(&trained.config), &trained, &files, EvaluationShape::of(64), &mut |_| ()).unwrap();
     let items: Vec<_> = found.tasks.iter().flat_map(|task| &task.items).collect();
     let golden = std::fs::read_to_string(folder().join("harness.jsonl")).unwrap();
     let golden: Vec<Value> = golden.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -96,7 +97,9 @@ fn a_run_scores_its_tasks_as_its_checkpoints_do() {
     for line in metrics.iter().filter(|line| !line.tasks.is_empty()) {
         let checkpoint = dir.path().join(format!("run/checkpoints/step-{:08}", line.step));
         let trained = Trained::open(&checkpoint).unwrap();
-        let found = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, None, &mut |_| ()).unwrap();
+        let found =
+            evaluate_tasks(&Devices::of(&trained.config), &trained, &files, EvaluationShape::OF_TRAINING, &mut |_| ())
+                .unwrap();
         let [squares, words] = &found.tasks[..] else { panic!("{found:?}") };
         // The bits of a row are those of any program.
         assert_eq!([line.tasks["squares"], line.tasks["words"]], [squares, words].map(|task| task.scores()));
@@ -138,7 +141,9 @@ fn every_layout_scores_every_item_as_its_checkpoint_does() {
         let ran = common::run_to(&config, &dir.path().join(name), 40);
         let found = &ran.steps.last().unwrap().tasks;
         let trained = Trained::open(&dir.path().join(name)).unwrap();
-        let expected = evaluate_tasks(&Devices::of(&trained.config), &trained, &files, None, &mut |_| ()).unwrap();
+        let expected =
+            evaluate_tasks(&Devices::of(&trained.config), &trained, &files, EvaluationShape::OF_TRAINING, &mut |_| ())
+                .unwrap();
         let accs: Vec<f64> = names.iter().map(|name| found[name].acc.unwrap()).collect();
         assert_eq!(accs, expected.tasks.iter().map(|task| task.scores().acc.unwrap()).collect::<Vec<_>>(), "{name}");
         assert!(accs.contains(&0.0) && accs.contains(&1.0), "a test that tells nothing: {accs:?}");
@@ -155,7 +160,7 @@ fn in_sequences(config: &Config, texts: &[Request]) -> Vec<TextScore> {
     let devices = Devices::of(config);
     let seq = texts.iter().map(|text| text.tokens.len() - 1).max().unwrap();
     let cut = Cut { sequences: texts.len() as u64, rest: 0 };
-    let (program, threads) = evaluation_program(&devices, config, (3, seq), cut, true).unwrap();
+    let (program, threads) = evaluation_program(&devices, config, (3, seq, 1), cut, true).unwrap();
     let mut executor = devices.device(Target::of(&devices, config)).unwrap().load(program.clone(), threads).unwrap();
     state::load(&program.tensors, executor.as_mut(), Weights::Initial, config.train.seed).unwrap();
     let (numbers, entry) = ((config.train.seed, config.model.vocab_size), StepProgram::EVALUATE);
@@ -207,7 +212,8 @@ fn texts_over_a_cache_score_as_in_sequences_to_the_bit() {
         );
         let config = Config::parse(&config, "run.toml", &[]).unwrap();
         let expected = in_sequences(&config, &texts);
-        let mut scorer = TextScorer::new(&Devices::of(&config), &config, Weights::Initial, &texts, &groups).unwrap();
+        let mut scorer =
+            TextScorer::new(&Devices::of(&config), &config, Weights::Initial, (&texts, &groups), 1).unwrap();
         let mut done = 0;
         let found = scorer.score(&texts, &groups, &mut || done += 1).unwrap();
         assert_eq!(done, texts.len());

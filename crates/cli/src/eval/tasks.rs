@@ -6,8 +6,8 @@ use crate::progress::Progress;
 use crate::table::table;
 use lockstep_host::Devices;
 use lockstep_infer::{
-    EvaluateProgress, GenerationEvaluation, GenerationReport, TaskEvaluation, TaskReport, Tasks, Trained,
-    evaluate_generation, evaluate_tasks,
+    EvaluateProgress, EvaluationShape, GenerationEvaluation, GenerationReport, TaskEvaluation, TaskReport, Tasks,
+    Trained, evaluate_generation, evaluate_tasks,
 };
 use lockstep_ir::units;
 use serde::Serialize;
@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::Path;
+use std::process::ExitCode;
 
 /// What tasks of each kind gave, where there are any.
 struct Found {
@@ -22,11 +23,12 @@ struct Found {
     generated: Option<GenerationEvaluation>,
 }
 
-pub fn run(args: &Args, trained: &Trained) -> Result<()> {
+pub fn run(args: &Args, trained: &Trained, (devices, shape): (&Devices, EvaluationShape)) -> Result<ExitCode> {
     let tasks = Tasks::open(&args.tasks, args.limit.map_or(0, |limit| limit as usize))?;
     let mut progress = Progress::new(0);
-    let (devices, seq) = (Devices::of(&trained.config), args.seq.map(|seq| seq as usize));
+    let first = devices.group().is_first();
     let mut show = |event: EvaluateProgress<'_>| match event {
+        _ if !first => {}
         EvaluateProgress::Scoring { done, total } => progress.work("scoring", done, total, texts),
         EvaluateProgress::Answering { done, total } => progress.work("answering", done, total, texts),
         EvaluateProgress::Warning(_) | EvaluateProgress::Preparing(_) | EvaluateProgress::Evaluating { .. } => {}
@@ -34,23 +36,27 @@ pub fn run(args: &Args, trained: &Trained) -> Result<()> {
     let mut evaluate = || {
         let scored = match &tasks.scored[..] {
             [] => None,
-            files => Some(evaluate_tasks(&devices, trained, files, seq, &mut show)?),
+            files => Some(evaluate_tasks(devices, trained, files, shape, &mut show)?),
         };
         let generated = match &tasks.generated[..] {
             [] => None,
-            tasks => Some(evaluate_generation(&devices, trained, tasks, seq, &mut show)?),
+            tasks => Some(evaluate_generation(devices, trained, tasks, shape, &mut show)?),
         };
         Ok(Found { scored, generated })
     };
     let result: lockstep_infer::Result<Found> = evaluate();
     progress.clear();
     let found = result?;
+    if !first {
+        return Ok(ExitCode::SUCCESS);
+    }
     if let Some(path) = &args.log_samples {
         let hint = "give a file in a folder that is there and can be written";
         let refuse = |e| Failure::request(format!("cannot write {}: {e}", path.display()), hint);
         write_samples(path, &found).map_err(refuse)?;
     }
-    args.format.print(|| found.as_json(trained), || found.as_text(trained))
+    args.format.print(|| found.as_json(trained), || found.as_text(trained))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 impl Found {

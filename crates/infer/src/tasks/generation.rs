@@ -4,7 +4,10 @@
 
 use super::read::{lines_of, name_of, text_of, wrong};
 use crate::prompts::first_stop;
-use crate::{EvaluateProgress, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream, Trained};
+use crate::{
+    EvaluateProgress, EvaluationShape, Result, RunTokenizer, Sampling, Stop, TextBatch, TextRequest, TextStream,
+    Trained,
+};
 use lockstep_host::Devices;
 use lockstep_plan::{GenerationShape, check_positions};
 use regex::Regex;
@@ -255,11 +258,11 @@ pub fn evaluate_generation(
     devices: &Devices,
     trained: &Trained,
     tasks: &[GenerationTask],
-    seq: Option<usize>,
+    shape: EvaluationShape,
     show: &mut dyn FnMut(EvaluateProgress<'_>),
 ) -> Result<GenerationEvaluation> {
     let (config, tokenizer) = (&trained.config, trained.tokenizer()?);
-    let most = seq.unwrap_or(config.train.seq).max(1);
+    let most = shape.seq_of(config);
     check_positions(config, most)?;
     let ends = trained.end_tokens(&tokenizer)?;
     let mut asked: Vec<(&GenerationTask, &Question, Vec<u32>)> = Vec::new();
@@ -269,8 +272,8 @@ pub fn evaluate_generation(
     }
     let context = asked.iter().map(|(task, _, prompt)| prompt.len() + task.max_tokens()).max().unwrap_or(1);
     let known = Some(tokenizer.vocabulary() as usize);
-    let shape = GenerationShape { context, texts: asked.len().clamp(1, AT_ONCE), cache: None, known, tp: 1 };
-    let mut batch = TextBatch::new(devices, config, shape, trained.weights())?;
+    let of_cache = GenerationShape { context, texts: asked.len().clamp(1, AT_ONCE), cache: None, known, tp: shape.tp };
+    let mut batch = TextBatch::new(devices, config, of_cache, trained.weights())?;
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     for (id, (task, _, prompt)) in asked.iter().enumerate() {
         let (prompt, max_tokens, ends) = (prompt.clone(), task.max_tokens(), ends.clone());
