@@ -174,9 +174,13 @@ fn jobs_train_to_the_end_are_requeued_chained_and_cancelled() {
 
 /// Ends all that runs on a node, as when it loses its power.
 fn lose(slurm: &Slurm, node: &str) {
-    let variable = format!("SLURMD_NODENAME={node}");
+    // Other tests have nodes of the same names.
+    let wanted = [format!("SLURMD_NODENAME={node}"), format!("SLURM_CONF={}", slurm.conf().display())];
     let of = |pid: &str| fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    let on_node = |pid: &str| of(pid).split(|byte| *byte == 0).any(|set| set == variable.as_bytes());
+    let on_node = |pid: &str| {
+        let set = of(pid);
+        wanted.iter().all(|wanted| set.split(|byte| *byte == 0).any(|set| set == wanted.as_bytes()))
+    };
     let processes = fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().into_string().ok());
     let tasks: Vec<String> = processes.filter(|name| name.parse::<u32>().is_ok() && on_node(name)).collect();
     assert!(!tasks.is_empty(), "nothing runs on {node}");
