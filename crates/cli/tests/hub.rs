@@ -154,6 +154,12 @@ fn adapters_on_the_hub_are_those_of_a_folder() {
         "lora.init_from=\"hf:org/name\"",
     ]);
     assert_eq!(test.heard().len(), 0);
+    // Commands find the weights beside adapters in the cache, and say how to fetch them where they are not.
+    test.ok(&["eval", "named", "--validation"]);
+    std::fs::remove_dir_all(test.place.path("home")).unwrap();
+    let error = test.fails(&["eval", "named", "--validation"], &[]);
+    assert!(error.contains("are not in the hub's cache") && error.contains("hint: fetch them: `"), "{error}");
+    assert_eq!(test.heard().len(), 0);
 }
 
 #[test]

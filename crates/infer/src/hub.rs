@@ -151,6 +151,15 @@ pub fn model_folder(hub: &Hub, path: &Path, show: ShowHub<'_>) -> Result<PathBuf
         .map_err(|error| not_there(text, "folder", error))
 }
 
+/// The folder of the model that a config names on the hub, from the cache alone: the name is given back where it is not there. None where the path
+/// is no name.
+pub(crate) fn in_cache(path: &Path) -> Result<std::result::Result<Option<PathBuf>, HubName>> {
+    let Some(text) = path.to_str().filter(|text| text.starts_with(PREFIX)) else { return Ok(Ok(None)) };
+    let name = HubName::model(text)?;
+    let fetched = Hub::from_env().offline().fetch(&name, &HubFiles::Model, &mut |_| {});
+    Ok(fetched.map(|fetched| Some(fetched.folder)).map_err(|_| name))
+}
+
 /// The files and folders of text that a command names: paths, and names of datasets on the hub, of which files with one of the
 /// extensions are taken.
 pub fn text_paths(hub: &Hub, paths: &[PathBuf], extensions: &[String], show: ShowHub<'_>) -> Result<Vec<PathBuf>> {

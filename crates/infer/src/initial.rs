@@ -1,6 +1,7 @@
 //! The weights that a new run starts from, where `train.init_from` names some.
 
 use crate::hf::{self, HfFolder, Kept};
+use crate::hub::in_cache;
 use crate::state::MODEL;
 use crate::trained::{TOKENIZER, Trained};
 use crate::{InferError, Part, Result, RunTokenizer};
@@ -42,6 +43,11 @@ impl InitialWeights {
         if let Some(NotInherited { problem, hint }) = config.init_from_not_found().cloned() {
             return Err(InferError::Unusable { problem, hint });
         }
+        Self::at(config, path).map(Some)
+    }
+
+    /// Opens those in a folder, for a config.
+    fn at(config: &Config, path: PathBuf) -> Result<Self> {
         let model = &config.model;
         let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
         let (origin, copies, theirs, mut warnings);
@@ -74,21 +80,30 @@ impl InitialWeights {
         let differences = differences.iter().filter(|d| lockstep_model::hf::matters(model, d.path));
         let made = format!("the weights in {} were made with", path.display());
         warnings.extend(differences.map(|d| format!("{made} {} = {}, the config has {}", d.path, d.theirs, d.ours)));
-        Ok(Some(Self { path, warnings, origin, copies }))
+        Ok(Self { path, warnings, origin, copies })
     }
 
     /// Those that stand beside the adapters in a checkpoint, if that holds some and they were not drawn: the ones that these were trained with.
     pub fn beside(config: &Config, checkpoint: &Loaded) -> Result<Option<Self>> {
         let Some(path) = config.init_from().filter(|_| config.lora.rank.is_some()) else { return Ok(None) };
         let of = checkpoint.path.display();
+        let path = match in_cache(&path)? {
+            Ok(folder) => folder.unwrap_or(path),
+            Err(name) => {
+                let problem = format!(
+                    "{name}: the weights that the adapters in {of} were trained with are not in the hub's cache"
+                );
+                return Err(InferError::Unusable { problem, hint: format!("fetch them: `{}`", name.command()) });
+            }
+        };
         if !path.exists() {
             let problem =
                 format!("{}: the weights that the adapters in {of} were trained with are not there", path.display());
             let hint = "put them back, or name where they are now in train.init_from of the run's run.toml".into();
             return Err(InferError::Unusable { problem, hint });
         }
-        let base = Self::open(config)?;
-        if let (Some(base), Some(known)) = (&base, checkpoint.state[BASE].as_str())
+        let base = Self::at(config, path.clone())?;
+        if let Some(known) = checkpoint.state[BASE].as_str()
             && base.fingerprint()? != known
         {
             let problem =
@@ -96,7 +111,7 @@ impl InitialWeights {
             let hint = "put those back; adapters fit no others".into();
             return Err(InferError::Unusable { problem, hint });
         }
-        Ok(base)
+        Ok(Some(base))
     }
 
     /// A number that tells other weights from these: of the first elements of every tensor.
