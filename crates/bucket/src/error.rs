@@ -17,6 +17,8 @@ pub struct BucketError {
 pub enum BucketFault {
     /// The text is no address.
     Address,
+    /// The server's address has a user name or a password in it.
+    Endpoint,
     /// There is no such object.
     Missing,
     /// There is no such bucket.
@@ -48,14 +50,17 @@ impl BucketError {
 
     /// Whether the request was wrong, rather than the world around it.
     pub fn is_request(&self) -> bool {
-        use BucketFault::{Address, Denied, Missing, NoBucket, NoCredentials};
-        matches!(self.fault, Address | Missing | NoBucket | Denied | NoCredentials)
+        use BucketFault::{Address, Denied, Endpoint, Missing, NoBucket, NoCredentials};
+        matches!(self.fault, Address | Endpoint | Missing | NoBucket | Denied | NoCredentials)
     }
 
     /// What to do about it.
     pub fn hint(&self) -> String {
         match self.fault {
             BucketFault::Address => "write s3://BUCKET/KEY".into(),
+            BucketFault::Endpoint => {
+                "write it as https://HOST:PORT; requests are signed with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or with those of AWS_PROFILE".into()
+            }
             BucketFault::Missing => {
                 let folder = self.address.rsplit_once('/').map_or(&*self.address, |(folder, _)| folder);
                 format!("check the address; `aws s3 ls {folder}/` shows what is there")

@@ -85,6 +85,12 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 impl Client {
     pub fn new(settings: BucketSettings) -> Result<Self, BucketError> {
         let wrong = |cause: String| BucketError::of("AWS_CA_BUNDLE", BucketFault::Local, cause);
+        if settings.endpoint_names_a_user() {
+            // Without the address: it may hold a password.
+            let problem = "the server's address has a user name or a password in it, and requests are signed instead";
+            let names = "AWS_ENDPOINT_URL_S3 (or AWS_ENDPOINT_URL, or endpoint_url of the profile)";
+            return Err(BucketError::of(names, BucketFault::Endpoint, problem));
+        }
         let mut config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -215,9 +221,7 @@ impl Client {
         let query = query.join("&");
         let text = if query.is_empty() { format!("{server}{path}") } else { format!("{server}{path}?{query}") };
         let uri: Uri = text.parse().map_err(|_| last(format!("{text:?} is no address")))?;
-        let Some(host) =
-            uri.authority().map(|authority| authority.as_str().rsplit('@').next().unwrap_or_default().to_owned())
-        else {
+        let Some(host) = uri.authority().map(|authority| authority.as_str().to_owned()) else {
             return Err(last(format!("{text:?} is no address; check AWS_ENDPOINT_URL_S3")));
         };
         // An endpoint may itself have a path.

@@ -116,6 +116,13 @@ impl BucketSettings {
             limits: Limits::default(),
         }
     }
+
+    /// Whether there is a user name or a password in the server's address.
+    pub(crate) fn endpoint_names_a_user(&self) -> bool {
+        let endpoint = self.endpoint.as_deref().unwrap_or_default();
+        let rest = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
+        rest.split(['/', '?', '#']).next().is_some_and(|authority| authority.contains('@'))
+    }
 }
 
 /// The folder of the cache where none is named.
@@ -187,5 +194,27 @@ mod tests {
         let both = [("AWS_ENDPOINT_URL", "http://a"), ("AWS_ENDPOINT_URL_S3", "http://b")];
         assert_eq!(settings(&both).endpoint.as_deref(), Some("http://b"));
         assert_eq!((settings(&[]).credentials, settings(&[]).region.as_str()), (None, "us-east-1"));
+    }
+
+    #[test]
+    fn a_password_in_the_servers_address_is_refused_and_not_shown() {
+        for (endpoint, refused) in [
+            ("http://minio:9000", false),
+            ("https://ceph.site.eu/objects@2", false),
+            ("http://user:hunter2@minio:9000", true),
+            ("https://hunter2@minio/path", true),
+            ("user:hunter2@minio:9000", true),
+        ] {
+            for name in ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"] {
+                let Err(error) = crate::Buckets::new(settings(&[(name, endpoint)])) else {
+                    assert!(!refused, "{endpoint}");
+                    continue;
+                };
+                let text = format!("{error} {}", error.hint());
+                assert!(refused && error.is_request() && !text.contains("hunter2"), "{endpoint}: {text}");
+                assert!(text.contains("has a user name or a password in it"), "{text}");
+                assert!(text.contains("AWS_ACCESS_KEY_ID"), "{text}");
+            }
+        }
     }
 }

@@ -72,10 +72,9 @@ pub(crate) struct CpuDevice {
 impl HostDevice for CpuDevice {
     fn processor(&self) -> String {
         let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, name)| name));
         let path = Simd::current();
         let lowered = if path < Simd::detect() { format!(", {}", path.name()) } else { String::new() };
-        format!("{}, {} cores{lowered}", model.unwrap_or(std::env::consts::ARCH).trim(), cpu::cores())
+        format!("{}, {} cores{lowered}", cpu_model(&info), cpu::cores())
     }
 
     fn place(&self) -> &'static str {
@@ -207,5 +206,50 @@ impl HostDevice for CudaDevice {
             let neighbours = Some(Neighbours::Threads(link, turn.clone()));
             Ok(Box::new(CudaExecutor::load_rank(&self.gpu, program, self.deterministic, neighbours)?) as _)
         })
+    }
+}
+
+/// Cores of ARM CPUs, by the numbers of who designed them and of the part.
+const ARM_CORES: [((&str, &str), &str); 6] = [
+    (("0x41", "0xd0c"), "Neoverse N1"),
+    (("0x41", "0xd40"), "Neoverse V1"),
+    (("0x41", "0xd49"), "Neoverse N2"),
+    // Grace, Graviton 4.
+    (("0x41", "0xd4f"), "Neoverse V2"),
+    (("0x41", "0xd84"), "Neoverse V3"),
+    (("0x46", "0x001"), "A64FX"),
+];
+
+/// The model of the CPU that `/proc/cpuinfo` has. On ARM that has numbers instead of a name; what is measured of one model must not be
+/// taken for that of another.
+fn cpu_model(info: &str) -> String {
+    let of = |key: &str| {
+        let mut pairs = info.lines().filter_map(|line| line.split_once(':'));
+        pairs.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    if let Some(name) = of("model name") {
+        return name.to_owned();
+    }
+    match (of("CPU implementer"), of("CPU part")) {
+        (Some(implementer), Some(part)) => match ARM_CORES.iter().find(|(core, _)| *core == (implementer, part)) {
+            Some((_, name)) => (*name).to_owned(),
+            None => format!("{}, implementer {implementer}, part {part}", std::env::consts::ARCH),
+        },
+        _ => std::env::consts::ARCH.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_is_known_by_its_name_or_by_its_numbers() {
+        let arm =
+            |part: &str| format!("processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\nCPU part\t: {part}\n");
+        assert_eq!(cpu_model("processor\t: 0\nmodel\t\t: 143\nmodel name\t: Xeon 8480: a\n"), "Xeon 8480: a");
+        assert_eq!(cpu_model(&arm("0xd4f")), "Neoverse V2");
+        let unknown = format!("{}, implementer 0x41, part 0xfff", std::env::consts::ARCH);
+        assert_eq!((cpu_model(&arm("0xfff")), cpu_model("")), (unknown, std::env::consts::ARCH.to_owned()));
     }
 }

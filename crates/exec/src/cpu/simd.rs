@@ -1,12 +1,14 @@
-//! Vector code without intrinsics: the same source, compiled for every kind of vector unit.
+//! Vector paths of kernels, and vector code without intrinsics: the same source, compiled for every kind of vector unit.
 //!
 //! Sums have a fixed number of lanes, so that every vector path adds in the same order.
 
 use super::float::Float;
+use std::cmp::Ordering;
 use std::sync::OnceLock;
 
-/// The vector path of the kernels. They are in order: a path has all that the ones before it have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// The vector path of the kernels. They are in partial order: a path has all that the ones below it have, and paths of different
+/// architectures cannot be compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Simd {
     /// Whatever the compiler may assume; multiplies and adds in two steps.
     Portable,
@@ -16,11 +18,26 @@ pub enum Simd {
     Avx512,
     /// The same, and tile registers for matmuls in bf16.
     Amx,
+    /// aarch64: 4 floats at a time, fused multiply-add.
+    Neon,
+}
+
+impl PartialOrd for Simd {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        match (self, other) {
+            _ if self == other => Some(Ordering::Equal),
+            (Simd::Portable, _) => Some(Ordering::Less),
+            (_, Simd::Portable) => Some(Ordering::Greater),
+            (Simd::Neon, _) | (_, Simd::Neon) => None,
+            // Those of x86-64 are declared from the lowest to the highest.
+            _ => (*self as u8).partial_cmp(&(*other as u8)),
+        }
+    }
 }
 
 impl Simd {
     /// All paths.
-    pub const ALL: [Simd; 4] = [Simd::Portable, Simd::Avx2, Simd::Avx512, Simd::Amx];
+    pub const ALL: [Simd; 5] = [Simd::Portable, Simd::Avx2, Simd::Avx512, Simd::Amx, Simd::Neon];
 
     /// The environment variable that lowers the path.
     pub const SWITCH: &str = "LOCKSTEP_CPU";
@@ -32,7 +49,13 @@ impl Simd {
             Simd::Avx2 => "avx2",
             Simd::Avx512 => "avx512",
             Simd::Amx => "amx",
+            Simd::Neon => "neon",
         }
+    }
+
+    /// Whether blocks of words are transposed in vector registers.
+    pub fn transposes_blocks(self) -> bool {
+        self >= Simd::Avx512 || self == Simd::Neon
     }
 
     /// The path that [`Simd::SWITCH`] asks for, or else the highest one of this machine. The environment is read once.
@@ -70,7 +93,8 @@ impl Simd {
                 return Simd::Avx2;
             }
         }
-        Simd::Portable
+        // Part of every aarch64 CPU that runs Linux, but targets without it can be built for.
+        if cfg!(all(target_arch = "aarch64", target_feature = "neon")) { Simd::Neon } else { Simd::Portable }
     }
 }
 
@@ -113,7 +137,9 @@ fn choose(word: Option<&str>, highest: Simd) -> Result<Simd, UnusablePath> {
 }
 
 /// Declares a function that is compiled once for every kind of vector unit and picks one at run time by its first
-/// argument, a [`Simd`]. The body may use raw pointers: the function is unsafe, and its caller vouches for the ranges.
+/// argument, a [`Simd`]. On aarch64 the compiler may assume NEON everywhere: there, the portable code is vector code too.
+///
+/// The body may use raw pointers: the function is unsafe, and its caller vouches for the ranges.
 macro_rules! vectorised {
     ($(#[$meta:meta])* $vis:vis unsafe fn $name:ident<$T:ident>($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty { $($body:tt)* }) => {
         $(#[$meta])*
@@ -304,11 +330,26 @@ mod tests {
             (Simd::Amx, Some("portable"), Ok(Simd::Portable)),
             (Simd::Avx512, Some("avx2"), Ok(Simd::Avx2)),
             (Simd::Avx2, None, Ok(Simd::Avx2)),
+            (Simd::Neon, None, Ok(Simd::Neon)),
+            (Simd::Neon, Some("neon"), Ok(Simd::Neon)),
+            (Simd::Neon, Some("portable"), Ok(Simd::Portable)),
             (
                 Simd::Avx2,
                 Some("avx512"),
                 Err("LOCKSTEP_CPU = \"avx512\" is a vector path that this CPU does not have: its highest is avx2\n\
                      hint: unset it, or lower the path to one of: portable, avx2"),
+            ),
+            (
+                Simd::Amx,
+                Some("neon"),
+                Err("LOCKSTEP_CPU = \"neon\" is a vector path that this CPU does not have: its highest is amx\n\
+                     hint: unset it, or lower the path to one of: portable, avx2, avx512, amx"),
+            ),
+            (
+                Simd::Neon,
+                Some("avx2"),
+                Err("LOCKSTEP_CPU = \"avx2\" is a vector path that this CPU does not have: its highest is neon\n\
+                     hint: unset it, or lower the path to one of: portable, neon"),
             ),
             (
                 Simd::Portable,
@@ -317,6 +358,16 @@ mod tests {
             ),
         ] {
             assert_eq!(choose(word, highest).map_err(|e| e.with_hint()), expected.map_err(str::to_owned), "{word:?}");
+        }
+    }
+
+    #[test]
+    fn a_path_is_above_those_whose_instructions_it_has() {
+        let ordered = [Simd::Portable, Simd::Avx2, Simd::Avx512, Simd::Amx];
+        assert!(ordered.is_sorted_by(|a, b| a < b));
+        assert!(Simd::Portable < Simd::Neon && Simd::Neon > Simd::Portable);
+        for x86 in [Simd::Avx2, Simd::Avx512, Simd::Amx] {
+            assert_eq!((x86.partial_cmp(&Simd::Neon), Simd::Neon.partial_cmp(&x86)), (None, None));
         }
     }
 

@@ -6,7 +6,7 @@ use crate::cpu::simd::Simd;
 /// `j < 16`.
 ///
 /// # Safety
-/// The ranges lie in valid memory; the machine has AVX-512.
+/// The ranges lie in valid memory and do not overlap; the machine has AVX-512.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 pub unsafe fn transpose_16(
@@ -56,10 +56,55 @@ pub unsafe fn transpose_16(
     }
 }
 
-/// Never called: without AVX-512, packing goes element by element.
-#[cfg(not(target_arch = "x86_64"))]
+/// The same in blocks of 4 × 4 words; those at the edges word by word.
+///
+/// # Safety
+/// The ranges lie in valid memory and do not overlap.
+#[cfg(target_arch = "aarch64")]
+pub unsafe fn transpose_16(
+    from: *const u32,
+    from_stride: usize,
+    rows: usize,
+    columns: usize,
+    to: *mut u32,
+    to_stride: usize,
+) {
+    use std::arch::aarch64::*;
+    let (whole_rows, whole_columns) = (rows / 4 * 4, columns / 4 * 4);
+    // SAFETY: the caller vouches for `columns` words of each of `rows` rows, and for `rows` words of each of 16 columns. NEON is part
+    // of aarch64.
+    unsafe {
+        for i in (0..whole_rows).step_by(4) {
+            for j in (0..whole_columns).step_by(4) {
+                let [a, b, c, d] = [0, 1, 2, 3].map(|row| vld1q_u32(from.add((i + row) * from_stride + j)));
+                // Even and odd columns of two rows, then the halves of all four.
+                let wide = |words| vreinterpretq_u64_u32(words);
+                let (even_ab, odd_ab) = (wide(vtrn1q_u32(a, b)), wide(vtrn2q_u32(a, b)));
+                let (even_cd, odd_cd) = (wide(vtrn1q_u32(c, d)), wide(vtrn2q_u32(c, d)));
+                let columns = [
+                    vtrn1q_u64(even_ab, even_cd),
+                    vtrn1q_u64(odd_ab, odd_cd),
+                    vtrn2q_u64(even_ab, even_cd),
+                    vtrn2q_u64(odd_ab, odd_cd),
+                ];
+                for (column, words) in columns.into_iter().enumerate() {
+                    vst1q_u32(to.add((j + column) * to_stride + i), vreinterpretq_u32_u64(words));
+                }
+            }
+        }
+        for j in 0..16 {
+            let done = if j < whole_columns { whole_rows } else { 0 };
+            for i in done..rows {
+                *to.add(j * to_stride + i) = if j < columns { *from.add(i * from_stride + j) } else { 0 };
+            }
+        }
+    }
+}
+
+/// Never called: elsewhere packing goes element by element.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub unsafe fn transpose_16(_: *const u32, _: usize, _: usize, _: usize, _: *mut u32, _: usize) {
-    unreachable!("blocks are transposed on AVX-512 machines only");
+    unreachable!("blocks are transposed by AVX-512 and NEON only");
 }
 
 /// A matrix of `rows` × `columns` floats transposed: `to[j · to_stride + i] = from[i · from_stride + j]`.
@@ -74,7 +119,7 @@ pub unsafe fn transpose(
     to: *mut f32,
     to_stride: usize,
 ) {
-    let whole = if simd >= Simd::Avx512 { columns / 16 * 16 } else { 0 };
+    let whole = if simd.transposes_blocks() { columns / 16 * 16 } else { 0 };
     // SAFETY: the caller vouches.
     unsafe {
         for i in (0..rows).step_by(16) {
@@ -91,17 +136,17 @@ pub unsafe fn transpose(
     }
 }
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn rows_become_columns() {
-        if Simd::current() < Simd::Avx512 {
+        if !Simd::current().transposes_blocks() {
             return;
         }
         let from: Vec<u32> = (0..16 * 20).collect();
-        for (rows, columns) in [(1, 16), (5, 3), (12, 16), (16, 8), (16, 16)] {
+        for (rows, columns) in [(1, 16), (5, 3), (12, 16), (15, 14), (16, 8), (16, 16)] {
             let mut to = vec![u32::MAX; 16 * 18];
             // SAFETY: the vectors hold 16 rows of 20 and 16 columns of 18.
             unsafe { transpose_16(from.as_ptr(), 20, rows, columns, to.as_mut_ptr(), 18) };

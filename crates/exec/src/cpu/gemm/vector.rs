@@ -24,7 +24,7 @@ pub unsafe fn pack<const W: usize, T: Float>(simd: Simd, source: Matrix<T>, line
             }
         } else if source.row_stride == 1 {
             widen_rows(simd, source.ptr, source.column_stride, lines, depth, to, W);
-        } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd >= Simd::Avx512 {
+        } else if source.column_stride == 1 && T::DTYPE == DType::F32 && simd.transposes_blocks() {
             let whole = depth / 16 * 16;
             for first in (0..lines).step_by(16) {
                 let here = 16.min(lines - first);
@@ -92,6 +92,17 @@ pub unsafe fn multiply(
                         let whole = Target::F32 { ptr: tile.as_mut_ptr(), stride: NR, add: false };
                         avx512::tile::<MR>(depth, a, b, whole, MR, NR);
                         store_tile(simd, tile.as_ptr(), rows, columns, c);
+                    }
+                    #[cfg(target_arch = "aarch64")]
+                    (Simd::Neon, _) => {
+                        let mut sums = [0.0f32; MR * NR];
+                        // Few rows in few registers; more columns then keep the multipliers busy.
+                        match rows {
+                            0..=4 => neon::tile::<1, 4>(depth, a, b, &mut sums),
+                            5..=8 => neon::tile::<2, 2>(depth, a, b, &mut sums),
+                            _ => neon::tile::<3, 2>(depth, a, b, &mut sums),
+                        }
+                        store_tile(simd, sums.as_ptr(), rows, columns, c);
                     }
                     _ => {
                         let mut sums = [0.0f32; MR * NR];
@@ -186,6 +197,84 @@ mod avx512 {
                         s
                     };
                     _mm512_mask_storeu_ps(at, masks[half], s);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use super::{MR, NR};
+    use std::arch::aarch64::*;
+
+    /// Floats of a register.
+    const LANES: usize = 4;
+
+    /// The first 4 `A` rows of an MR × NR tile, 4 `B` columns at a time: 4 A B registers of sums beside A + B of operands, of the 32
+    /// that there are.
+    ///
+    /// # Safety
+    /// The packed panels hold MR · depth and NR · depth floats.
+    pub unsafe fn tile<const A: usize, const B: usize>(
+        depth: usize,
+        a: *const f32,
+        b: *const f32,
+        tile: &mut [f32; MR * NR],
+    ) {
+        const { assert!(A * LANES <= MR && NR.is_multiple_of(B * LANES)) };
+        for first in (0..NR).step_by(B * LANES) {
+            // SAFETY: the caller vouches for the panels; the tile has NR floats for each of MR rows. NEON is part of aarch64.
+            unsafe {
+                let mut sums = [[[vdupq_n_f32(0.0); B]; LANES]; A];
+                for k in 0..depth {
+                    let mut columns = [vdupq_n_f32(0.0); B];
+                    for (j, column) in columns.iter_mut().enumerate() {
+                        *column = vld1q_f32(b.add(k * NR + first + j * LANES));
+                    }
+                    for (i, [row_0, row_1, row_2, row_3]) in sums.iter_mut().enumerate() {
+                        let rows = vld1q_f32(a.add(k * MR + i * LANES));
+                        for (j, &column) in columns.iter().enumerate() {
+                            row_0[j] = vfmaq_laneq_f32::<0>(row_0[j], column, rows);
+                            row_1[j] = vfmaq_laneq_f32::<1>(row_1[j], column, rows);
+                            row_2[j] = vfmaq_laneq_f32::<2>(row_2[j], column, rows);
+                            row_3[j] = vfmaq_laneq_f32::<3>(row_3[j], column, rows);
+                        }
+                    }
+                }
+                for (row, sums) in sums.as_flattened().iter().enumerate() {
+                    for (j, &sum) in sums.iter().enumerate() {
+                        vst1q_f32(tile.as_mut_ptr().add(row * NR + first + j * LANES), sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_ir::counter;
+
+    #[test]
+    fn paths_with_fused_multiply_add_give_the_same_bits() {
+        let key = counter::key(1, "tiles");
+        let random = |n: usize| (0..n).map(|i| counter::normal(key, i as u64)).collect::<Vec<f32>>();
+        for (rows, columns, depth) in [(1, 32, 5), (4, 31, 130), (7, 32, 1), (8, 9, 200), (12, 32, 300), (12, 1, 33)] {
+            let (a, b) = (random(MR * depth), random(NR * depth));
+            let mut expected = [0.0; MR * NR];
+            // SAFETY: the panels are as deep as they are said to be.
+            unsafe { tile(Simd::Portable, depth, a.as_ptr(), b.as_ptr(), true, &mut expected) };
+            for simd in Simd::ALL.into_iter().filter(|path| *path > Simd::Portable && *path <= Simd::current()) {
+                let mut found = [0.0f32; MR * NR];
+                let target = Target::F32 { ptr: found.as_mut_ptr(), stride: NR, add: false };
+                // SAFETY: the panels are as deep as they are said to be, and the target has a whole tile.
+                unsafe { multiply(simd, (rows, columns, depth), (a.as_ptr(), 0), (b.as_ptr(), 0), target) };
+                for (row, (found, expected)) in found.chunks(NR).zip(expected.chunks(NR)).enumerate() {
+                    let here = if row < rows { columns } else { 0 };
+                    assert_eq!(found[..here], expected[..here], "{simd:?}: row {row} of {rows} × {columns} × {depth}");
+                    assert!(found[here..].iter().all(|x| *x == 0.0), "{simd:?}: outside of {rows} × {columns}");
                 }
             }
         }
