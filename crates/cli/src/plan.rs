@@ -58,6 +58,7 @@ pub struct Args {
     #[arg(long)]
     rejected: bool,
     /// Write the keys of the first layout into the config file, and checkpoint.every where it has none; everything else in it stays as it is.
+    /// precision.gradients, which changes losses, is not searched then, unless --free lets it be.
     #[arg(long)]
     write: bool,
     /// How many layouts to show.
@@ -145,7 +146,8 @@ pub fn run(args: Args) -> Result<()> {
         hardware: &found,
         room: &room,
         free: args.free,
-        fixed: &[],
+        // What is written computes the same losses as the config, unless the user lets it change.
+        fixed: if args.write && !args.free { &["precision.gradients"] } else { &[] },
         trainer: None,
         wanted: usize::from(args.top),
         threads: cpu::cores(),
@@ -164,7 +166,7 @@ pub fn run(args: Args) -> Result<()> {
     let why = args.why.as_deref().map(|text| reasons::why(&asked, text)).transpose()?;
     let saves = result.best.first().map(|best| saves::Saves::new(&config, &best.evaluated, &found, gpus));
     let notes = notes::of(&asked, &result.best);
-    let ranking = ranking::Ranking::new(result, &found, gpus, tokens, args.price);
+    let ranking = ranking::Ranking::new(result, &config, &found, gpus, tokens, args.price);
     let mut out = std::io::stdout().lock();
     match args.format {
         Format::Json => {

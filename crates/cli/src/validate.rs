@@ -11,8 +11,8 @@ use crate::table::{table, wrapped};
 use lockstep_exec::cpu;
 use lockstep_ir::units;
 use lockstep_plan::published::{
-    Assumption, Case, Cases, Errors, File, Peer, Prediction, Refused, Report, RowReport, Summary, Without, fit,
-    predict, proposals, quantile,
+    Assumption, Case, Cases, Distance, Errors, File, Interval, Peer, Prediction, Refused, Report, Residuals, RowReport,
+    Summary, Without, fit, left_out, predict, proposals, quantile, spread,
 };
 use lockstep_sim::Constants;
 use serde_json::json;
@@ -29,21 +29,25 @@ pub struct Args {
     /// The framework of all rows, where their source does not name it.
     #[arg(long, value_name = "NAME", value_parser = framework)]
     framework: Option<Peer>,
-    /// Learn one factor on step times from this row, for all rows of its source and GPU; may be given several times. The rest
-    /// is reported.
-    #[arg(long, value_name = "FILE.CSV:LINE")]
+    /// Learn a factor on step times from this row, or from these, for all rows of its framework, GPU and number format: the median of what rows say.
+    /// May be given several times. The rest is reported, each time with its interval of 90%.
+    #[arg(long, value_name = "FILE.CSV:LINE[-LINE]")]
     calibrate: Vec<String>,
     /// Take the constants of the cost model from this file.
     #[arg(long, value_name = "FILE.TOML")]
     constants: Option<PathBuf>,
     /// Fit the constants to the clean rows, write the table to this file, and report with it.
-    #[arg(long, value_name = "FILE.TOML")]
+    #[arg(long, value_name = "FILE.TOML", group = "fitting")]
     fit: Option<PathBuf>,
     /// Fit without the rows of this framework, GPU family, file or source, or of a model on a GPU (MODEL@GPU), and report on them alone.
     #[arg(long, value_name = "NAME", requires = "fit")]
     leave_out: Option<String>,
-    /// Rounds of the fit.
-    #[arg(long, value_name = "N", default_value_t = 12, requires = "fit", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    /// Leave every clean row out of a fit, with its model, its GPU and its framework, and write to this file how far off it was predicted: what
+    /// intervals of predicted times are from.
+    #[arg(long, value_name = "FILE.TOML", group = "fitting", conflicts_with = "calibrate")]
+    residuals: Option<PathBuf>,
+    /// Rounds of a fit.
+    #[arg(long, value_name = "N", default_value_t = 12, requires = "fitting", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     /// Also let the search of `lockstep plan` propose layouts for every model and number of GPUs that nanotron was swept over, restricted
     /// to what it has, and show how much longer they took than the fastest that was measured.
@@ -86,16 +90,21 @@ pub fn run(args: Args) -> Result<()> {
     });
     let names: Vec<String> = args.files.iter().map(|path| stem(path)).collect();
     let factors = Factors::named(&args.calibrate, &cases, &names)?;
-    let without = Without { named: args.leave_out.clone() };
+    let without = args.leave_out.clone().map_or(Without::Nothing, Without::Named);
+    let rounds = args.rounds as usize;
+    let mut known = Residuals::builtin().retain(|rows| !without.leaves_out_residuals(rows));
+    if let Some(path) = &args.residuals {
+        let found =
+            left_out(&cases, &names, &constants, rounds, threads, &|done, all| show("fits without rows", done, all));
+        known = found.with_lockstep();
+        write_to(path, &known.to_toml(), "--residuals")?;
+    }
     let mut fitted = None;
     if let Some(path) = &args.fit {
-        let rounds = args.rounds as usize;
         let found = fit(&cases, &names, &constants, &without, rounds, threads, &|round, rounds, _| {
             show("rounds of the fit", round, rounds);
         });
-        std::fs::write(path, found.constants.to_toml()).map_err(|error| {
-            Failure::run(format!("cannot write {}: {error}", path.display()), "choose another file for --fit")
-        })?;
+        write_to(path, &found.constants.to_toml(), "--fit")?;
         let (count, rows, (before, after)) = (found.constants.fitted().count(), found.rows, found.loss);
         let errors = format!("mean |log error| {before:.4} → {after:.4}");
         fitted = Some(format!("fitted {count} constants to {rows} clean rows: {errors}; table in {}", path.display()));
@@ -112,21 +121,29 @@ pub fn run(args: Args) -> Result<()> {
         let case = &cases[*i];
         !factors.rows.contains(i) && (args.leave_out.is_none() || without.leaves_out(case, &names[case.file]))
     };
-    let row = |i: usize| {
-        let factor = learned.get(&Factors::key(&cases[i])).copied();
-        RowReport::new(&cases[i], &names[cases[i].file], &predictions[i], factor)
+    let mut intervals = Intervals { known: &known, found: BTreeMap::new() };
+    let mut row = |i: usize| {
+        let case = &cases[i];
+        let calibration = learned.get(&Factors::key(case));
+        let interval = intervals.of(case, calibration.map_or(0, |c| c.rows));
+        let interval = interval.map(|interval| calibration.map_or(interval, |c| c.widen(interval)));
+        RowReport::new(case, &names[case.file], &predictions[i], calibration.map(|c| c.factor), interval)
     };
-    let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
+    let report = Report::new((0..cases.len()).filter(shown).map(&mut row).collect());
     let scaled = args.leave_out.as_ref().map(|_| with_one_factor(&report));
     // The framework's own constants as the rest of the table would guess them.
     let guessed = args.leave_out.as_ref().map(|_| {
         let guessed = without.guess(&constants, &cases, &names);
         let all = predict(&cases, &guessed, threads);
-        let row = |i: usize| RowReport::new(&cases[i], &names[cases[i].file], &all[i], None);
+        let row = |i: usize| {
+            let case = &cases[i];
+            let interval = intervals.of(case, 0);
+            RowReport::new(case, &names[case.file], &all[i], None, interval)
+        };
         let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
         let of_files = report.summary.by_file.iter();
         let errors = of_files.filter_map(|(file, summary)| Some((file.clone(), summary.step_time?)));
-        (errors.collect::<BTreeMap<_, _>>(), with_one_factor(&report))
+        (errors.collect::<BTreeMap<_, _>>(), with_one_factor(&report), report.summary.clean.inside)
     });
     let mut out = std::io::stdout().lock();
     match args.format {
@@ -143,28 +160,41 @@ pub fn run(args: Args) -> Result<()> {
                 "assumed": report.assumed,
                 "not_represented": refused,
                 "search": proposed.as_deref().map(proposed::as_json),
-                "calibrated": learned.iter().map(|((source, gpu), factor)| json!({ "source": source, "gpu": gpu, "factor": factor })).collect::<Vec<_>>(),
+                "calibrated": learned.iter().map(|(key, calibration)| calibration.as_json(key)).collect::<Vec<_>>(),
+                "intervals": coverages(&known),
                 "left_out_with_one_factor": scaled,
-                "left_out_without_profile": guessed.as_ref().map(|(errors, one)| json!({ "step_time": errors, "with_one_factor": one })),
+                "left_out_without_profile": guessed.as_ref().map(|(errors, one, inside)| {
+                    json!({ "step_time": errors, "with_one_factor": one, "inside": inside })
+                }),
             });
             writeln!(out, "{document:#}")?;
         }
         Format::Text => {
             write!(out, "{}", as_text(&report, args.rows))?;
             write!(out, "{}", proposed.as_deref().map_or(String::new(), proposed::as_text))?;
-            for ((source, gpu), factor) in &learned {
-                let text = format!("calibrated: step times of {source} on {gpu} × {factor:.3}");
+            for (key, calibration) in &learned {
+                write!(out, "{}", wrapped(&calibration.as_text(key), "  "))?;
+            }
+            if let Some(path) = &args.residuals {
+                write!(out, "{}", coverage_text(&known, path))?;
+            }
+            if let (Some(name), Some(inside)) = (&args.leave_out, report.summary.clean.inside) {
+                let text = format!(
+                    "inside their interval of 90%, which the rows of {name} are no part of: {:.1}%",
+                    100.0 * inside
+                );
                 write!(out, "{}", wrapped(&text, "  "))?;
             }
             if let Some(errors) = scaled {
                 let text = format!("with one factor per framework and GPU: step time of {}", by_file(&errors));
                 write!(out, "{}", wrapped(&text, "  "))?;
             }
-            if let Some((errors, one)) = guessed {
+            if let Some((errors, one, inside)) = guessed {
                 let text = format!(
-                    "with nothing known of the framework, its constants guessed from others: step time of {}; with one factor {}",
+                    "with nothing known of the framework, its constants guessed from others: step time of {}; with one factor {}{}",
                     by_file(&errors),
-                    by_file(&one)
+                    by_file(&one),
+                    inside.map_or(String::new(), |inside| format!("; inside their interval {:.1}%", 100.0 * inside))
                 );
                 write!(out, "{}", wrapped(&text, "  "))?;
             }
@@ -200,9 +230,59 @@ fn text_of(path: &Path, hint: &str) -> Result<String> {
         .map_err(|error| Failure::request(format!("cannot read {}: {error}", path.display()), hint))
 }
 
+fn write_to(path: &Path, text: &str, option: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|error| {
+        Failure::run(format!("cannot write {}: {error}", path.display()), format!("choose another file for {option}"))
+    })
+}
+
+/// Intervals of rows, each counted out once.
+struct Intervals<'a> {
+    known: &'a Residuals,
+    found: BTreeMap<(String, String, usize), Option<Interval>>,
+}
+
+impl Intervals<'_> {
+    fn of(&mut self, case: &Case, calibrated_by: usize) -> Option<Interval> {
+        let key = (case.group(), case.hardware.gpu.family.clone(), calibrated_by);
+        let found = self.found.entry(key);
+        *found.or_insert_with_key(|(framework, family, rows)| self.known.interval(framework, family, *rows))
+    }
+}
+
 /// Rows that teach a factor.
 struct Factors {
     rows: Vec<usize>,
+}
+
+/// Rows that share a factor: of a framework, on a GPU, in a number format.
+type Calibrated = (&'static str, String, &'static str);
+
+/// What rows teach.
+struct Calibration {
+    factor: f64,
+    rows: usize,
+    /// How far the factors of single rows lie apart, where there are enough to tell.
+    spread: Option<f64>,
+}
+
+impl Calibration {
+    /// An interval that is not narrower than the rows which calibrate lie apart.
+    fn widen(&self, interval: Interval) -> Interval {
+        Interval { share: interval.share.max(self.spread.unwrap_or(0.0)), ..interval }
+    }
+
+    fn as_json(&self, (framework, gpu, precision): &Calibrated) -> serde_json::Value {
+        let Calibration { factor, rows, spread } = self;
+        json!({
+            "framework": framework, "gpu": gpu, "precision": precision, "rows": rows, "factor": factor, "spread": spread,
+        })
+    }
+
+    fn as_text(&self, (framework, gpu, precision): &Calibrated) -> String {
+        let rows = units::counted(self.rows, "row");
+        format!("calibrated by {rows}: step times of {framework} on {gpu} in {precision} × {:.3}", self.factor)
+    }
 }
 
 impl Factors {
@@ -212,31 +292,83 @@ impl Factors {
             let wrong = |why: &str| {
                 Failure::request(
                     format!("--calibrate {text} {why}"),
-                    format!("name a measured row, such as {}.csv:2", files[0]),
+                    format!("name a measured row, such as {0}.csv:2, or several: {0}.csv:2-5", files[0]),
                 )
             };
-            let (file, line) = text.rsplit_once(':').ok_or_else(|| wrong("has no line"))?;
-            let line: usize = line.parse().map_err(|_| wrong("does not end with a line number"))?;
+            let (file, lines) = text.rsplit_once(':').ok_or_else(|| wrong("has no line"))?;
+            let (first, last) = lines.split_once('-').unwrap_or((lines, lines));
+            let line = |text: &str| text.parse::<usize>().map_err(|_| wrong("does not end with a line number"));
+            let (first, last) = (line(first)?, line(last)?);
+            if first > last {
+                return Err(wrong("ends with lines of which the first is after the last"));
+            }
             let file = stem(Path::new(file));
-            let found = cases.iter().position(|case| files[case.file] == file && case.row.line == line);
-            let measured = |i: &usize| cases[*i].row.measured.is_some() && cases[*i].work.is_ok();
-            rows.push(found.filter(measured).ok_or_else(|| wrong("is no row that was measured and predicted"))?);
+            let named = |i: &usize| files[cases[*i].file] == file && (first..=last).contains(&cases[*i].row.line);
+            let measured = |i: &usize| {
+                let step_s = cases[*i].row.measured.and_then(|measured| measured.step_s);
+                step_s.is_some() && cases[*i].work.is_ok()
+            };
+            let found: Vec<usize> = (0..cases.len()).filter(named).filter(measured).collect();
+            if found.is_empty() {
+                let why = if first == last {
+                    "is no row that was measured and predicted"
+                } else {
+                    "are no rows that were measured and predicted"
+                };
+                return Err(wrong(why));
+            }
+            rows.extend(found);
         }
+        rows.sort_unstable();
+        rows.dedup();
         Ok(Self { rows })
     }
 
-    /// Rows that share a factor.
-    fn key(case: &Case) -> (String, String) {
-        (case.row.source.clone(), case.hardware.gpu.name.clone())
+    fn key(case: &Case) -> Calibrated {
+        (case.peer.name(), case.hardware.gpu.name.clone(), case.precision())
     }
 
-    fn learn(&self, cases: &[Case], predictions: &[Prediction]) -> Result<BTreeMap<(String, String), f64>> {
-        let factor = |&i: &usize| {
+    fn learn(&self, cases: &[Case], predictions: &[Prediction]) -> Result<BTreeMap<Calibrated, Calibration>> {
+        let mut logs: BTreeMap<Calibrated, Vec<f64>> = BTreeMap::new();
+        for &i in &self.rows {
             let measured = cases[i].row.measured.and_then(|m| m.step_s);
-            Some((Self::key(&cases[i]), measured? / predictions[i].step_s?))
+            if let (Some(measured), Some(predicted)) = (measured, predictions[i].step_s) {
+                logs.entry(Self::key(&cases[i])).or_default().push((measured / predicted).ln());
+            }
+        }
+        let calibration = |(key, logs): (Calibrated, Vec<f64>)| {
+            let factor = quantile(&logs, 0.5).unwrap_or(0.0).exp();
+            (key, Calibration { factor, rows: logs.len(), spread: spread(&logs) })
         };
-        Ok(self.rows.iter().filter_map(factor).collect())
+        Ok(logs.into_iter().map(calibration).collect())
     }
+}
+
+/// Of the rows that intervals are from, the share inside: by distance, and where some rows calibrate the rest.
+fn coverages(known: &Residuals) -> serde_json::Value {
+    let share = |(inside, rows): (usize, usize)| json!({ "rows": rows, "inside": (rows > 0).then(|| inside as f64 / rows as f64) });
+    let by_distance: serde_json::Map<_, _> =
+        Distance::ALL.iter().map(|d| (d.name().to_lowercase(), share(known.coverage(*d)))).collect();
+    let calibrated: serde_json::Map<_, _> =
+        CALIBRATED_BY.iter().map(|n| (n.to_string(), share(known.coverage_calibrated(*n)))).collect();
+    json!({ "left_out": by_distance, "calibrated_by": calibrated })
+}
+
+/// Numbers of rows that calibrate for which intervals are counted out.
+const CALIBRATED_BY: [usize; 3] = [1, 2, 4];
+
+fn coverage_text(known: &Residuals, path: &Path) -> String {
+    let line = |what: String, (inside, rows): (usize, usize)| {
+        let share = if rows > 0 { format!("{:.1}%", 100.0 * inside as f64 / rows as f64) } else { "-".into() };
+        vec![what, rows.to_string(), share]
+    };
+    let mut lines: Vec<_> =
+        Distance::ALL.iter().map(|d| line(format!("left out by {}", d.name()), known.coverage(*d))).collect();
+    let calibrated =
+        |n: &usize| line(format!("calibrated by {}", units::counted(*n, "row")), known.coverage_calibrated(*n));
+    lines.extend(CALIBRATED_BY.iter().map(calibrated));
+    let table = table(&["inside their interval of 90% by the others", "rows", "inside"], &lines);
+    format!("\n{table}  residuals in {}\n", path.display())
 }
 
 /// Errors of clean rows, of each file, where a framework has one factor on a GPU: what the row teaches by which the others are least
@@ -285,6 +417,7 @@ fn as_text(report: &Report, rows: bool) -> String {
             name.to_owned(),
             s.rows.to_string(),
             percent(&s.step_time),
+            s.inside.map_or("-".into(), share),
             percent(&s.memory),
             s.oom.right.filter(|_| with_runs).map_or("-".into(), share),
             s.spearman.map_or("-".into(), |x| format!("{x:.3}")),
@@ -301,8 +434,16 @@ fn as_text(report: &Report, rows: bool) -> String {
     }
     text += &heading("Errors: median / mean / 90th percentile");
     text.push('\n');
-    let header =
-        ["", "rows", "step time", "memory", "runs or fails, right", "~Spearman", "~regret: median / mean / of five"];
+    let header = [
+        "",
+        "rows",
+        "step time",
+        "~in interval",
+        "memory",
+        "runs or fails, right",
+        "~Spearman",
+        "~regret: median / mean / of five",
+    ];
     text + &table(&header, &lines)
 }
 
@@ -322,7 +463,7 @@ fn row_table(rows: &[RowReport]) -> String {
             format!("{} {}", row.gpus, row.gpu),
             row.layout.clone(),
             number(row.measured_s, 3),
-            number(row.predicted_s, 3),
+            number(row.predicted_s, 3) + &row.interval.map_or(String::new(), |i| format!(" {}", i.as_text())),
             format!("{outcome}{}", if row.clean { "" } else { " (flagged)" }),
             number(row.measured_tokens_per_s_per_gpu, 0),
             number(row.predicted_tokens_per_s_per_gpu, 0),

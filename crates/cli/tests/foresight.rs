@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Place, planted};
+use lockstep_plan::published::{LeftOut, Residuals};
 use serde_json::Value;
 
 fn json(place: &Place, file: &str) -> Value {
@@ -83,4 +84,48 @@ fn a_profile_that_cannot_be_read_is_named_by_line_and_stops_no_run() {
     assert!(errors.contains("the run has no prediction") && errors.contains("bench --save"), "{errors}");
     let errors = place.fails(2, &["bench", "--save", "a/b"]);
     assert!(errors.contains("a profile's name has letters"), "{errors}");
+}
+
+/// The steps of `bench/records/foresight-h200.txt`, which intervals of predicted times are from, against what the catalogue says of them.
+#[test]
+fn residuals_of_steps_on_an_h200_are_those_of_the_record() {
+    let place = Place::new();
+    let preset = |name: &str, seq: usize| format!("[model]\npreset = \"{name}\"\n[train]\nseq = {seq}\n");
+    let sizes = |text: &str, seq: usize| format!("[model]\n{text}\n[train]\nseq = {seq}\n");
+    let selective = "[recompute]\npolicy = \"selective\"\n[precision]\ngradients = \"bf16\"\n";
+    let [mid, big, odd] = [
+        "vocab_size = 40000\nlayers = 16\ndim = 1280\nheads = 20\nkv_heads = 4\nffn = 3456",
+        "vocab_size = 100352\nlayers = 4\ndim = 3328\nheads = 26\nkv_heads = 13\nffn = 9216",
+        "architecture = \"gpt2\"\nvocab_size = 50304\nlayers = 8\ndim = 896\nheads = 14\nffn = 3584",
+    ];
+    let cases = [
+        ("124m", preset("llama-124m", 1024), 64, ""),
+        ("1b", preset("llama-3.2-1b", 4096), 8, ""),
+        ("gpt2-xl", preset("gpt2-xl", 1024), 16, ""),
+        ("8b", preset("llama-3-8b", 4096), 1, selective),
+        ("350m", sizes(mid, 2048), 12, ""),
+        ("3b-4layers", sizes(big, 3072), 4, ""),
+        ("gpt2-90m", sizes(odd, 1024), 48, "[recompute]\npolicy = \"full\"\n"),
+    ];
+    const RECORD: &str = include_str!("../../../bench/records/foresight-h200.txt");
+    let known = Residuals::builtin();
+    for (name, model, batch, more) in cases {
+        std::fs::write(place.path("case.toml"), format!("{model}global_batch = {batch}\n{more}")).unwrap();
+        let micro_batch = format!("train.micro_batch={batch}");
+        let set = ["--set", "precision.policy=bf16", "--set", &micro_batch];
+        let args = [&["explain", "case.toml", "--gpu", "h200", "--format", "json"][..], &set].concat();
+        let found: Value = serde_json::from_str(&place.ok(&args)).unwrap();
+        let predicted = found["forecast"]["step_s"].as_f64().unwrap();
+        let line = RECORD.lines().find(|line| line.split_whitespace().next() == Some(name)).unwrap();
+        let measured: f64 = line.split_whitespace().nth(3).unwrap().parse().unwrap();
+        let of = |group: &&LeftOut| group.framework == "lockstep" && group.model == name;
+        let residual = known.left_out.iter().find(of).unwrap().residuals[0];
+        let computed = (measured / 1e3 / predicted).ln();
+        assert!((computed - residual).abs() < 0.002, "{name}: {computed:.4}, and residuals.toml has {residual}");
+        // It says so, and how sure it is.
+        let share = found["forecast"]["interval"]["share"].as_f64().unwrap();
+        assert!((0.1..0.5).contains(&share), "{found}");
+        let power = found["forecast"]["energy"]["power_w"].as_f64().unwrap();
+        assert!((600.0..=700.0).contains(&power), "{name}: {power} W");
+    }
 }

@@ -247,8 +247,23 @@ fn the_first_layout_is_written_into_the_config_and_its_comments_stay() {
     let explained: Value =
         serde_json::from_str(&place.ok(&["explain", "run.toml", "--gpu", "h100", "--format", "json"])).unwrap();
     assert_eq!(explained["layout"]["ranks"], 8);
-    let again = json(&place, &["--gpu", "h100", "--gpus", "8"]);
+    // What changes losses is not written, so it is not searched either.
+    assert!(!written.contains("gradients"), "{written}");
+    let again = json(&place, &["--gpu", "h100", "--gpus", "8", "--set", "precision.gradients=\"fp32\""]);
     assert_eq!(again["layouts"][0]["forecast"]["step_s"], explained["forecast"]["step_s"]);
+    // How sure that is, and the energy, are those of explain.
+    let [layout, forecast] = [&again["layouts"][0], &explained["forecast"]];
+    assert_eq!(layout["interval"], forecast["interval"]);
+    assert_eq!(layout["forecast"]["energy"], forecast["energy"]);
+    let share = layout["interval"]["share"].as_f64().unwrap();
+    let [step_s, most_s] = [&layout["forecast"]["step_s"], &layout["interval"]["most_s"]].map(|s| s.as_f64().unwrap());
+    assert!((most_s / step_s / (1.0 + share) - 1.0).abs() < 1e-9, "{layout}");
+    let lines = text.replace("\n  ", " ");
+    assert!(lines.contains(" ± ") && lines.contains("Lockstep was not timed on several GPUs"), "{text}");
+    let energy = &forecast["energy"];
+    let [step_j, power_w] = ["step_j", "power_w"].map(|key| energy[key].as_f64().unwrap());
+    assert!((105.0..=700.0).contains(&power_w) && (step_j / (8.0 * power_w * step_s) - 1.0).abs() < 1e-9, "{energy}");
+    assert!(text.contains("energy of the first: "), "{text}");
 }
 
 #[test]

@@ -28,6 +28,16 @@ pub fn flops(n: f64) -> String {
     scaled(n, 1000.0, &UNITS, false)
 }
 
+/// Joules with a decimal prefix: `3.20 MJ`.
+pub fn joules(j: f64) -> String {
+    scaled(j, 1000.0, &["J", "kJ", "MJ", "GJ", "TJ"], false)
+}
+
+/// Kilowatt-hours: `850 kWh`, `12.3 MWh`.
+pub fn kilowatt_hours(kwh: f64) -> String {
+    scaled(kwh, 1000.0, &["kWh", "MWh", "GWh", "TWh"], false)
+}
+
 /// Seconds as `850 ms`, `12.3 s`, `4m 05s` or `2h 03m`.
 pub fn seconds(s: f64) -> String {
     let whole = s.round() as u64;

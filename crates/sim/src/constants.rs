@@ -168,6 +168,14 @@ terms! {
     memory_fixed = "memory.fixed", 0.0;
     /// Bytes of temporaries of a sharded update, per byte of parameters.
     memory_update = "memory.update", 0.0;
+    /// Power that matmuls and attention would draw without a limit, of the limit.
+    power_compute = "power.compute", 1.0;
+    /// Power while kernels read and write memory, of the limit.
+    power_memory = "power.memory", 1.0;
+    /// Power while kernels of collectives and messages wait, of the limit.
+    power_waiting = "power.waiting", 1.0;
+    /// Power while nothing runs, of the limit.
+    power_idle = "power.idle", 1.0;
 }
 
 impl Constants {

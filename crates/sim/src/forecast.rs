@@ -1,5 +1,6 @@
 //! The forecast of a step: how long it takes, and on what the time is spent.
 
+use crate::energy::Energy;
 use crate::place::{Mark, Placed};
 use crate::work::{Demand, TimeClass};
 use crate::workload::Workload;
@@ -43,6 +44,9 @@ pub struct Forecast {
     pub memory_bytes: u64,
     /// Seconds of the host that are part of every step and of no role.
     pub host_step_s: f64,
+    /// What the GPUs draw; none where their limit is not known.
+    #[serde(default)]
+    pub energy: Option<Energy>,
     /// By role.
     pub roles: Vec<RoleForecast>,
 }
@@ -138,6 +142,7 @@ impl Placed<'_> {
         let n = roles.len() as f64;
         let gpus = self.work().ranks() as f64;
         let peak = hardware.gpu.peak(asked.compute) * gpus;
+        let energy = hardware.gpu.power_w.map(|limit| Energy::new(&roles, step_s, gpus, limit, terms));
         Ok(Forecast {
             step_s,
             tokens_per_s: asked.tokens as f64 / step_s,
@@ -148,6 +153,7 @@ impl Placed<'_> {
             bubble: roles.iter().map(|r| r.waited_s).sum::<f64>() / (n * step_s),
             memory_bytes: roles.iter().map(|r| r.memory_bytes).max().unwrap_or(0),
             host_step_s: terms.host_step,
+            energy,
             roles,
         })
     }

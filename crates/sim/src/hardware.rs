@@ -33,6 +33,8 @@ pub struct GpuSpec {
     pub bytes_per_s: f64,
     /// Streaming multiprocessors or compute units: how many tiles of a matmul run at a time.
     pub units: usize,
+    /// Watts that it may draw, where known.
+    pub power_w: Option<f64>,
     /// Bytes per second that it sends to the other GPUs of its node together, in one direction.
     pub link_bytes_per_s: f64,
     /// How many of them one NVLink domain joins, where that is more than a node: 72 in a rack of GB200.
@@ -101,6 +103,7 @@ struct GpuEntry {
     memory_source: Option<String>,
     memory_tb_per_s: f64,
     units: usize,
+    power_w: Option<f64>,
     link_gb_per_s: f64,
     domain: Option<usize>,
     host_gb_per_s: Option<f64>,
@@ -250,6 +253,7 @@ impl GpuEntry {
             ("memory_gb", self.memory_gb),
             ("memory_tb_per_s", self.memory_tb_per_s),
             ("units", self.units as f64),
+            ("power_w", self.power_w.unwrap_or(1.0)),
             ("link_gb_per_s", self.link_gb_per_s),
             ("domain", self.domain.unwrap_or(1) as f64),
             ("host_gb_per_s", self.host_gb_per_s.unwrap_or(1.0)),
@@ -279,6 +283,7 @@ impl GpuEntry {
             nominal_memory_bytes,
             bytes_per_s: self.memory_tb_per_s * 1e12,
             units: self.units,
+            power_w: self.power_w,
             link_bytes_per_s: self.link_gb_per_s * 1e9,
             domain: self.domain,
             host_bytes_per_s: self.host_gb_per_s.map(|gigabytes| gigabytes * 1e9),

@@ -11,6 +11,7 @@
 
 pub mod collective;
 pub mod constants;
+pub mod energy;
 pub mod events;
 pub mod forecast;
 pub mod framework;
@@ -23,6 +24,7 @@ mod work;
 mod workload;
 
 pub use constants::{Constant, Constants, Terms};
+pub use energy::Energy;
 pub use forecast::{Asked, Forecast, InstructionTime, Interval, RoleForecast, simulate};
 pub use framework::Framework;
 pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};

@@ -222,6 +222,7 @@ impl Setting {
             nominal_memory_bytes: 0,
             bytes_per_s: self.bytes_per_s,
             units: self.units,
+            power_w: None,
             link_bytes_per_s: self.bytes_per_s,
             domain: None,
             host_bytes_per_s: None,

@@ -164,6 +164,7 @@ fn processor_of(cores: f64) -> Hardware {
         nominal_memory_bytes: u64::MAX,
         bytes_per_s: 10e9 * cores,
         units: (cores.ceil() as usize).max(1),
+        power_w: None,
         link_bytes_per_s: 5e9 * cores,
         domain: None,
         host_bytes_per_s: None,

@@ -47,6 +47,8 @@ struct Time {
     mfu: f64,
     predicted: bool,
     gpu_days: f64,
+    /// Kilowatt-hours of the GPUs, of a predicted step.
+    kwh: Option<f64>,
     shared: Option<Shared>,
 }
 
@@ -107,7 +109,10 @@ impl CostArgs {
             // A prediction is for as many as the layout has.
             let gpus = self.gpus.or((mfu.is_none() && ranks > 1).then_some(ranks));
             let compute = gpu.multiplies_in(plan.precision.multiplies());
-            Time { gpu, compute, peak, mfu: used, predicted: mfu.is_none(), gpu_days, shared: gpus.map(shared) }
+            let predicted = mfu.is_none();
+            let energy = p.forecast.energy.filter(|_| predicted);
+            let kwh = energy.map(|energy| energy.kwh(tokens, plan.asked().tokens as f64));
+            Time { gpu, compute, peak, mfu: used, predicted, gpu_days, kwh, shared: gpus.map(shared) }
         });
         Ok(Some(Cost { tokens, flops, time }))
     }
@@ -122,6 +127,7 @@ impl Cost {
             value["mfu"] = json!(time.mfu);
             value["mfu_predicted"] = json!(time.predicted);
             value["gpu_days"] = json!(time.gpu_days);
+            value["gpu_kwh"] = json!(time.kwh);
             if let Some(Shared { gpus, days, copies }) = &time.shared {
                 value["gpus"] = json!(gpus);
                 value["days"] = json!(days);
@@ -133,7 +139,7 @@ impl Cost {
 
     pub(super) fn as_text(&self) -> String {
         let mut text = format!("\na run of {} tokens: {:.2e} model FLOPs\n", units::count(self.tokens), self.flops);
-        if let Some(Time { gpu, compute, peak, mfu, predicted, gpu_days, shared }) = &self.time {
+        if let Some(Time { gpu, compute, peak, mfu, predicted, gpu_days, kwh, shared }) = &self.time {
             let mfu = if *predicted { format!("the predicted MFU of {mfu:.3}") } else { format!("MFU {mfu}") };
             text.push_str(&format!(
                 "  {} GPU-days on {} at {mfu} of {}/s ({compute})\n",
@@ -147,6 +153,10 @@ impl Cost {
                     _ => format!(", {} data-parallel copies of the layout", thousands(*copies)),
                 };
                 text.push_str(&format!("  {days:.1} days on {} of them{of}\n", thousands(*gpus)));
+            }
+            if let Some(kwh) = kwh {
+                let kwh = units::kilowatt_hours(*kwh);
+                text.push_str(&format!("  {kwh} of the GPUs, without their hosts, cooling and network\n"));
             }
         }
         text

@@ -1,6 +1,7 @@
 //! How long a step takes on hardware that was named: what the simulator says of the plan's programs.
 
 use crate::failure::Result;
+use crate::hardware;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::write_file;
 use lockstep_config::Config;
@@ -9,8 +10,9 @@ use lockstep_ir::program::{Arg, Class, Instr, Segment, Stream};
 use lockstep_ir::schedule::{PipeSlot, Timeline, Work};
 use lockstep_ir::units::{self, thousands, trace_span};
 use lockstep_ir::{Axes, StepProgram};
+use lockstep_plan::published::{Interval, Residuals};
 use lockstep_plan::{Plan, Rates, Stalls, TimedWork};
-use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval};
+use lockstep_sim::{Demand, Forecast, Hardware, InstructionTime, Interval as Slot};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,13 +27,19 @@ pub(crate) struct Predicted {
     stalls: Option<Stalls>,
     /// Where it is this machine: the profile that was used, and what that never measured.
     profile: Option<(String, Vec<String>)>,
+    /// How sure the step time is; not known of this machine's profile.
+    interval: Option<Interval>,
+    /// Whether matmuls are in fp8.
+    fp8: bool,
 }
 
 impl Predicted {
     pub(crate) fn new(config: &Config, plan: &Plan, hardware: &Hardware) -> Result<Self> {
         let predicted = Self::by(Rates::Catalogue(hardware), None, plan)?;
         let stalls = Stalls::new(config, plan, hardware, predicted.forecast.step_s);
-        Ok(Self { stalls: Some(stalls), ..predicted })
+        let interval =
+            Residuals::builtin().of_lockstep(&hardware.gpu, plan.layout.mesh.ranks(), hardware::is_fp8(config));
+        Ok(Self { stalls: Some(stalls), interval, fp8: hardware::is_fp8(config), ..predicted })
     }
 
     /// By the profile of this machine, where it has one.
@@ -44,7 +52,15 @@ impl Predicted {
         let predict = |work: &TimedWork| {
             let profile = profile.map(|name| (name.to_owned(), work.unmeasured.clone()));
             let (forecast, instructions) = (work.forecast(&plan.asked())?, work.placed.instructions(&work.terms));
-            Ok(Self { hardware: work.hardware.clone(), forecast, instructions, stalls: None, profile })
+            Ok(Self {
+                hardware: work.hardware.clone(),
+                forecast,
+                instructions,
+                stalls: None,
+                profile,
+                interval: None,
+                fp8: false,
+            })
         };
         Ok(rates.timed(&plan.compiled.programs, plan.layout.mesh.ranks(), plan.threads, predict)?)
     }
@@ -64,6 +80,7 @@ impl Predicted {
         value["cluster"] = json!(self.hardware.cluster);
         value["unverified"] = json!(self.hardware.unverified());
         value["stalls"] = json!(self.stalls);
+        value["interval"] = hardware::interval_json(self.interval.as_ref(), self.forecast.step_s);
         if let Some((name, unmeasured)) = &self.profile {
             value["profile"] = json!(name);
             value["unmeasured"] = json!(unmeasured);
@@ -80,7 +97,8 @@ impl Predicted {
         let title = format!("forecast of a step: {} × {}", thousands(ranks), self.place());
         let mut text = format!("\n{}\n", wrapped(&title, "  "));
         let mut line = |name: &str, value: String| text.push_str(&beside(&format!("  {name:<22}"), &value));
-        line("step time", exact(f.step_s));
+        let sure = self.interval.map_or(String::new(), |interval| format!(" {}", interval.as_text()));
+        line("step time", exact(f.step_s) + &sure);
         line(
             "tokens/s",
             format!("{} ({} per GPU)", thousands(f.tokens_per_s as u64), thousands(f.tokens_per_s_per_gpu as u64)),
@@ -91,6 +109,9 @@ impl Predicted {
         line("exposed communication", format!("{}, {} of the step", exact(exposed), percent(exposed / f.step_s)));
         line("pipeline bubble", percent(f.bubble));
         line("memory", format!("{} on the rank that needs most", units::bytes(f.memory_bytes)));
+        if let Some(energy) = &f.energy {
+            line("energy", hardware::energy(energy, plan.asked().tokens));
+        }
         if let Some(s) = &self.stalls {
             let data = match s.data_s > f.step_s {
                 true => format!("{} more than a step", exact(s.data_s - f.step_s)),
@@ -107,6 +128,12 @@ impl Predicted {
             line("checkpoint", format!("holds steps up for {} {often}", exact(s.checkpoint_s)));
         }
         text.push_str(&format!("\ntime of a step by class{}\n{}", self.which(), self.classes()));
+        if let Some(interval) = &self.interval {
+            text.push_str(&wrapped(
+                &format!("  {}", hardware::interval(interval, &self.hardware, ranks, self.fp8)),
+                "    ",
+            ));
+        }
         let unverified = self.hardware.unverified();
         if !unverified.is_empty() {
             let list = format!("unverified figures of the catalogue: {}", unverified.join(", "));
@@ -145,7 +172,7 @@ impl Predicted {
 
     /// When the stages of the pipeline compute what.
     pub(crate) fn pipeline(&self) -> Timeline {
-        let slot = |i: &Interval| {
+        let slot = |i: &Slot| {
             let work = match i.segment {
                 "forward" | "forward_last" => Work::Forward,
                 "backward" | "backward_last" | Segment::BACKWARD_AND_UPDATE => Work::Backward,

@@ -9,6 +9,9 @@ use lockstep_plan::{RankedLayout, Rates, SIMPLER, SearchRequest, evaluate};
 /// By how much fewer GPUs must be faster to be named.
 const FASTER: f64 = 1.02;
 
+/// The share of a step that GPUs wait from which on half of them are tried.
+const MOSTLY: f64 = 0.4;
+
 /// Notes on the layouts that were found, the best first.
 pub(super) fn of(asked: &SearchRequest, best: &[RankedLayout]) -> Vec<String> {
     let Some(first) = best.first() else { return Vec::new() };
@@ -61,6 +64,12 @@ fn ties(best: &[RankedLayout]) -> Option<String> {
     })
 }
 
+/// Whether a step is spent waiting for other GPUs for the most part.
+fn waits(layout: &RankedLayout) -> bool {
+    let forecast = &layout.evaluated.forecast;
+    forecast.exposed_communication_s / forecast.step_s + forecast.bubble > MOSTLY
+}
+
 /// The largest number below, and not far below, of which the only divisors are 2 and 3.
 fn rounder(gpus: usize) -> Option<usize> {
     let round = |mut n: usize| {
@@ -74,9 +83,9 @@ fn rounder(gpus: usize) -> Option<usize> {
     if round(gpus) { None } else { (3 * gpus / 4..gpus).rev().find(|n| round(*n)) }
 }
 
-/// A number of GPUs that divides badly may lose to fewer.
+/// A number of GPUs that divides badly may lose to fewer, and so may one whose GPUs mostly wait.
 fn fewer(asked: &SearchRequest, first: &RankedLayout) -> Option<String> {
-    let gpus = rounder(asked.gpus).filter(|gpus| *gpus > 0)?;
+    let gpus = rounder(asked.gpus).or_else(|| waits(first).then_some(asked.gpus / 2)).filter(|gpus| *gpus > 0)?;
     let found = searched(&SearchRequest { gpus, wanted: 1, ..asked.clone() }).ok()?;
     let other = found.best.first()?;
     let times = other.evaluated.forecast.tokens_per_s / first.evaluated.forecast.tokens_per_s;

@@ -3,9 +3,11 @@
 use crate::explain::exact;
 use crate::hardware;
 use crate::table::{table, wrapped};
+use lockstep_config::Config;
 use lockstep_ir::program::Class;
 use lockstep_ir::units::{self, thousands};
-use lockstep_plan::{RankedLayout, SearchResult};
+use lockstep_plan::published::{Interval, Residuals};
+use lockstep_plan::{Evaluated, RankedLayout, SearchResult};
 use lockstep_sim::Hardware;
 use serde_json::{Value, json};
 
@@ -20,30 +22,41 @@ pub(super) struct Ranking {
     tokens: Option<u64>,
     /// Of a GPU-hour.
     price: Option<f64>,
+    /// How sure step times are.
+    interval: Option<Interval>,
+    /// Whether matmuls are in fp8.
+    fp8: bool,
 }
 
 /// What a whole run takes.
 struct Run {
     days: f64,
     gpu_hours: f64,
+    /// Kilowatt-hours of the GPUs.
+    kwh: Option<f64>,
     cost: Option<f64>,
 }
 
 impl Ranking {
     pub(super) fn new(
         result: SearchResult,
+        config: &Config,
         hardware: &Hardware,
         gpus: usize,
         tokens: Option<u64>,
         price: Option<f64>,
     ) -> Self {
-        Self { result, hardware: hardware.clone(), gpus, tokens, price }
+        let fp8 = hardware::is_fp8(config);
+        let interval = Residuals::builtin().of_lockstep(&hardware.gpu, gpus, fp8);
+        Self { result, hardware: hardware.clone(), gpus, tokens, price, interval, fp8 }
     }
 
     fn run(&self, layout: &RankedLayout) -> Option<Run> {
         let seconds = self.tokens? as f64 / layout.evaluated.forecast.tokens_per_s;
         let gpu_hours = seconds * self.gpus as f64 / 3600.0;
-        Some(Run { days: seconds / 86_400.0, gpu_hours, cost: self.price.map(|price| price * gpu_hours) })
+        let Evaluated { forecast, tokens_per_step, .. } = &layout.evaluated;
+        let kwh = forecast.energy.map(|energy| energy.kwh(self.tokens.unwrap_or(0), *tokens_per_step as f64));
+        Some(Run { days: seconds / 86_400.0, gpu_hours, kwh, cost: self.price.map(|price| price * gpu_hours) })
     }
 
     /// The first.
@@ -90,8 +103,9 @@ impl Ranking {
             "keys": keys,
             "memory": evaluated.memory(),
             "forecast": evaluated.forecast,
+            "interval": hardware::interval_json(self.interval.as_ref(), evaluated.forecast.step_s),
             "run": self.run(layout).map(|run| json!({
-                "tokens": self.tokens, "days": run.days, "gpu_hours": run.gpu_hours, "cost": run.cost,
+                "tokens": self.tokens, "days": run.days, "gpu_hours": run.gpu_hours, "gpu_kwh": run.kwh, "cost": run.cost,
             })),
         })
     }
@@ -120,7 +134,11 @@ impl Ranking {
         }
         text.push('\n');
         text.push_str(&self.figures());
+        if let Some(interval) = &self.interval {
+            text.push_str(&wrapped(&hardware::interval(interval, &self.hardware, self.gpus as u64, self.fp8), "  "));
+        }
         if let Some(best) = self.result.best.first() {
+            text.push_str(&self.energy(best));
             text.push_str(&self.memory_and_keys(best));
         }
         text + &hardware::unverified(&self.hardware.unverified())
@@ -128,12 +146,13 @@ impl Ranking {
 
     fn figures(&self) -> String {
         let percent = |share: f64| format!("{:.1}%", 100.0 * share);
+        let sure = self.interval.map_or(String::new(), |interval| format!(" {}", interval.as_text()));
         let row = |(i, layout): (usize, &RankedLayout)| {
             let f = &layout.evaluated.forecast;
             let mut row = vec![
                 (i + 1).to_string(),
                 units::bytes(f.memory_bytes),
-                exact(f.step_s),
+                exact(f.step_s) + &sure,
                 thousands(f.tokens_per_s as u64),
                 percent(f.mfu),
                 percent(f.exposed_communication_s / f.step_s),
@@ -151,6 +170,16 @@ impl Ranking {
             header.extend(self.price.map(|_| "cost"));
         }
         table(&header, &self.result.best.iter().enumerate().map(row).collect::<Vec<_>>())
+    }
+
+    /// Energy of the best, per step and of a run.
+    fn energy(&self, layout: &RankedLayout) -> String {
+        let Evaluated { forecast, tokens_per_step, .. } = &layout.evaluated;
+        let Some(energy) = &forecast.energy else { return String::new() };
+        let run = self.run(layout).and_then(|run| run.kwh).map_or(String::new(), |kwh| {
+            format!("; the run {}, without hosts, cooling and network", units::kilowatt_hours(kwh))
+        });
+        wrapped(&format!("energy of the first: {}{run}", hardware::energy(energy, *tokens_per_step)), "  ")
     }
 
     /// Memory of the best, and its keys.

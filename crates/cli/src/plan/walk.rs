@@ -7,6 +7,7 @@ use crate::{Format, hardware};
 use lockstep_config::Config;
 use lockstep_host::Devices;
 use lockstep_ir::units::{self, thousands};
+use lockstep_plan::published::Residuals;
 use lockstep_plan::{Recipe, RecipeSize, Room, recipe};
 use lockstep_sim::Hardware;
 use serde_json::json;
@@ -34,6 +35,8 @@ pub(super) fn show(
         value["gpu"] = json!(hardware.gpu.name);
         value["cluster"] = json!(hardware.cluster);
         value["unverified"] = json!(hardware.unverified());
+        let interval = Residuals::builtin().of_lockstep(&hardware.gpu, gpus, crate::hardware::is_fp8(config));
+        value["interval"] = crate::hardware::interval_json(interval.as_ref(), walked.sizes[walked.chosen].step_s);
         value["days"] = json!(tokens.map(|tokens| days(&walked, tokens)));
         value
     };
@@ -124,13 +127,21 @@ fn as_text(recipe: &Recipe, config: &Config, hardware: &Hardware, room: &Room, t
     text.push_str("\nkeys to set\n");
     text.push_str(&wrapped(&format!("  {}", recipe.keys.join(", ")), "  "));
     let all = chosen.tokens_per_s_per_gpu * recipe.gpus as f64;
+    let interval = Residuals::builtin().of_lockstep(&hardware.gpu, recipe.gpus, crate::hardware::is_fp8(config));
+    let sure = interval.map_or(String::new(), |interval| format!(" {}", interval.as_text()));
     let speed = format!(
-        "predicted: {} a step, {} tokens/s, MFU {}",
+        "predicted: {}{sure} a step, {} tokens/s, MFU {}",
         crate::explain::exact(chosen.step_s),
         thousands(all as u64),
         percent(chosen.mfu)
     );
     text.push_str(&wrapped(&speed, "  "));
+    if let Some(interval) = &interval {
+        text.push_str(&wrapped(
+            &crate::hardware::interval(interval, hardware, recipe.gpus as u64, crate::hardware::is_fp8(config)),
+            "  ",
+        ));
+    }
     if let Some(tokens) = tokens {
         let days = days(recipe, tokens);
         let gpu_days = hardware::gpu_days(days * recipe.gpus as f64);

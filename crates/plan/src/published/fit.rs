@@ -5,7 +5,9 @@
 //! range, one at a time, by steps that grow where they help and shrink where they do not.
 
 use super::memory::{MemoryTerms, StageMemory};
+use super::peer::Peer;
 use super::predict::Case;
+use super::residuals::LeftOut;
 use crate::parallel::in_parallel;
 use lockstep_sim::{Constant, Constants, Placed};
 use std::collections::BTreeMap;
@@ -16,23 +18,73 @@ const CAP: f64 = 0.25;
 
 /// What a fit may not look at.
 #[derive(Clone, Debug, Default)]
-pub struct Without {
+pub enum Without {
+    /// It looks at all rows.
+    #[default]
+    Nothing,
     /// A framework, a family of GPUs, a file or a part of a source; `MODEL@GPU` are the rows of one model on one GPU.
-    pub named: Option<String>,
+    Named(String),
+    /// All that belongs to one of these.
+    Groups(Vec<LeftOutGroup>),
+}
+
+/// What is left out together: rows of a framework, all of them or those on a family of GPUs, or of a model on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LeftOutGroup {
+    /// The framework.
+    pub peer: Peer,
+    /// The family, where one alone is left out.
+    pub family: Option<String>,
+    /// The GPU and the model, where these alone are left out.
+    pub model: Option<(String, String)>,
+}
+
+impl LeftOutGroup {
+    /// Whether a row belongs to it.
+    fn has(&self, case: &Case) -> bool {
+        let gpu = &case.hardware.gpu;
+        self.peer == case.peer
+            && self.family.as_ref().is_none_or(|family| *family == gpu.family)
+            && self.model.as_ref().is_none_or(|(name, model)| *name == gpu.name && *model == case.row.model)
+    }
 }
 
 impl Without {
     /// Whether a row of this file is left out.
     pub fn leaves_out(&self, case: &Case, file: &str) -> bool {
-        let Some(name) = self.named.as_ref().map(|name| name.to_lowercase()) else { return false };
-        if let Some((model, gpu)) = name.split_once('@') {
-            return case.row.model.to_lowercase().starts_with(model) && case.hardware.gpu.name == gpu;
+        match self {
+            Without::Nothing => false,
+            Without::Named(name) => {
+                let gpu = &case.hardware.gpu;
+                named(name, [case.peer.name(), &gpu.name, &gpu.family, &case.row.model, file, &case.row.source])
+            }
+            Without::Groups(groups) => groups.iter().any(|group| group.has(case)),
         }
-        case.peer.name() == name
-            || file.to_lowercase().contains(&name)
-            || case.row.source.to_lowercase().contains(&name)
-            || case.hardware.gpu.family == name
     }
+
+    fn is_of_groups(&self) -> bool {
+        matches!(self, Without::Groups(_))
+    }
+
+    /// Whether rows whose residuals are known are left out by name.
+    pub fn leaves_out_residuals(&self, rows: &LeftOut) -> bool {
+        let LeftOut { framework, gpu, family, model, file, source, .. } = rows;
+        let framework = framework.strip_suffix(" fp8").unwrap_or(framework);
+        match self {
+            Without::Named(name) => named(name, [framework, gpu, family, model, file, source]),
+            Without::Nothing | Without::Groups(_) => false,
+        }
+    }
+}
+
+/// Whether a name means rows of this framework, GPU, family of GPUs, model, file and source.
+fn named(name: &str, [framework, gpu, family, model, file, source]: [&str; 6]) -> bool {
+    let name = name.to_lowercase();
+    if let Some((wanted, on)) = name.split_once('@') {
+        return model.to_lowercase().starts_with(wanted) && gpu == on;
+    }
+    let holds = |text: &str| text.to_lowercase().contains(&name);
+    framework == name || holds(file) || holds(source) || family == name
 }
 
 /// One row of the fit.
@@ -111,6 +163,8 @@ pub fn fit(
         let weight = 1.0 / (n.sqrt() * total);
         targets.push(Target { case, placed, step_s, memory: measured.memory_bytes, weight });
     }
+    // Constants that groups which are left out do not concern stay as the fit to all rows has them.
+    let out: Vec<&Case> = cases.iter().filter(|case| without.leaves_out(case, &files[case.file])).collect();
     let mut constants = start.clone();
     // We keep the loss of every row: a change of a constant then only evaluates the rows that depend on it.
     let mut losses = evaluate(&targets, &(0..targets.len()).collect::<Vec<_>>(), &constants, threads);
@@ -118,6 +172,7 @@ pub fn fit(
     let free: Vec<(String, String, [f64; 2])> = start
         .fitted()
         .filter(|c| targets.iter().any(|t| concerns(c, t.case)))
+        .filter(|c| !without.is_of_groups() || out.iter().any(|case| concerns(c, case)))
         .filter_map(|c| Some((c.term.clone(), c.of.clone(), c.range?)))
         .collect();
     let concerned: Vec<Vec<usize>> = free

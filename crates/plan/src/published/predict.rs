@@ -52,6 +52,16 @@ impl Case {
     pub fn group(&self) -> String {
         format!("{}{}", self.peer.name(), if self.row.is_fp8() { " fp8" } else { "" })
     }
+
+    /// The number format of matmuls, and which scales it has in fp8. Rows of a framework and GPU that share it share a calibration.
+    pub fn precision(&self) -> &'static str {
+        match &self.row {
+            row if row.is_mxfp8() => "mxfp8",
+            row if row.is_rowwise() => "fp8 rowwise",
+            row if row.is_fp8() => "fp8",
+            _ => "16-bit",
+        }
+    }
 }
 
 /// What is known of a program.
@@ -261,7 +271,7 @@ mod tests {
         let mx = "scales of 32 elements (MXFP8): predicted with one per tensor";
         assert_eq!(marked, ["", "", mx, "all-gathers in fp8: predicted in bf16"]);
         let files = ["rows".to_owned()];
-        let without = super::super::Without::default();
+        let without = super::super::Without::Nothing;
         let fitted = super::super::fit(&cases[2..3], &files, &constants, &without, 2, 2, &|_, _, _| {}).constants;
         assert_eq!(fitted.all, constants.all);
     }
@@ -291,7 +301,7 @@ mod tests {
         let start = Constants::builtin();
         let fitted = |cases: &[Case]| {
             let files = ["rows".to_owned()];
-            super::super::fit(cases, &files, &start, &super::super::Without::default(), 2, 2, &|_, _, _| {}).constants
+            super::super::fit(cases, &files, &start, &super::super::Without::Nothing, 2, 2, &|_, _, _| {}).constants
         };
         for (of_fp8, case) in [(false, &cases[..1]), (true, &cases[1..])] {
             let after = fitted(case);

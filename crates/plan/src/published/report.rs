@@ -1,6 +1,7 @@
 //! Predictions beside measurements, row by row and in sum.
 
 use super::predict::{Case, Prediction};
+use super::residuals::Interval;
 use super::row::Row;
 use super::stats::{Errors, quantile, regret, spearman};
 use serde::Serialize;
@@ -39,6 +40,10 @@ pub struct RowReport {
     pub predicted_s: Option<f64>,
     /// |predicted ÷ measured − 1| of them.
     pub error: Option<f64>,
+    /// How sure the predicted time is; none where nothing is known of that.
+    pub interval: Option<Interval>,
+    /// Whether the measured time lies in the interval.
+    pub inside: Option<bool>,
     /// Measured tokens per second and GPU.
     pub measured_tokens_per_s_per_gpu: Option<f64>,
     /// Predicted tokens per second and GPU.
@@ -49,7 +54,7 @@ pub struct RowReport {
     pub predicted_memory_bytes: f64,
     /// |predicted ÷ measured − 1| of them.
     pub memory_error: Option<f64>,
-    /// The factor that one measured row gave, where there is one.
+    /// The factor that measured rows gave, where some did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibrated: Option<f64>,
     /// What the row does not say.
@@ -93,6 +98,8 @@ pub struct Summary {
     pub rows: usize,
     /// Errors of step time.
     pub step_time: Option<Errors>,
+    /// The share of measured step times that lie in their interval of 90%.
+    pub inside: Option<f64>,
     /// Errors of memory.
     pub memory: Option<Errors>,
     /// Whether runs fit.
@@ -158,8 +165,14 @@ impl RowReport {
         format!("{}{fp8}", self.file)
     }
 
-    /// Of a case; `factor` is what a measured row taught.
-    pub fn new(case: &Case, file: &str, prediction: &Prediction, factor: Option<f64>) -> Self {
+    /// Of a case; `factor` is what measured rows taught, and `interval` how sure the time is with it.
+    pub fn new(
+        case: &Case,
+        file: &str,
+        prediction: &Prediction,
+        factor: Option<f64>,
+        interval: Option<Interval>,
+    ) -> Self {
         let row = &case.row;
         let measured = row.measured.unwrap_or_default();
         let tokens = (row.split.global_batch * row.shape.seq) as f64 / row.gpus as f64;
@@ -188,6 +201,8 @@ impl RowReport {
             measured_s: measured.step_s,
             predicted_s,
             error: error(predicted_s, measured.step_s),
+            interval: interval.filter(|_| predicted_s.is_some()),
+            inside: interval.and_then(|interval| Some(interval.holds(predicted_s?, measured.step_s?))),
             measured_tokens_per_s_per_gpu: measured.step_s.map(|s| tokens / s),
             predicted_tokens_per_s_per_gpu: predicted_s.map(|s| tokens / s),
             measured_memory_bytes: measured.memory_bytes,
@@ -219,9 +234,12 @@ impl Summary {
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
         let first: Vec<f64> = pairs.iter().filter_map(|pairs| regret(pairs, 1)).collect();
         let five: Vec<f64> = pairs.iter().filter_map(|pairs| regret(pairs, 5)).collect();
+        let known = rows.clone().filter_map(|row| row.inside);
+        let (inside, all) = known.fold((0usize, 0usize), |(inside, all), is| (inside + usize::from(is), all + 1));
         Self {
             rows: rows.clone().count(),
             step_time: errors(&|row| row.error),
+            inside: (all > 0).then(|| inside as f64 / all as f64),
             memory: errors(&|row| row.memory_error),
             oom: oom(rows.clone()),
             cells: cells.len(),
