@@ -27,7 +27,7 @@ use crate::save::{TemporaryFolder, write_synced};
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 20;
 /// What is said of a copy that nobody waits for.
-const GIVEN_UP: &str = "the copy was given up, as the run has ended";
+const ABANDONED: &str = "the copy was abandoned, as the run has ended";
 /// The longest manifest.
 const MOST_MANIFEST_BYTES: u64 = 64 << 20;
 
@@ -73,7 +73,7 @@ impl BucketMirror {
     }
 
     /// Copies the checkpoint in the folder `from` there, and removes those that `keep` does not keep. What is copied is checked against
-    /// its checksums, so that damage does not spread. Where it is given up meanwhile, it ends soon, and there is no copy.
+    /// its checksums, so that damage does not spread. Where it is abandoned meanwhile, it ends soon, and there is no copy.
     pub fn copy(&self, from: &Path, keep: &Keep, given_up: &AtomicBool) -> Result<()> {
         let manifest = Manifest::read(from)?;
         let to = self.place.join(&folder::step_name(manifest.step));
@@ -93,7 +93,7 @@ impl BucketMirror {
         let refused = |cause| CheckpointError::Refused { dir: self.place.path(), step: manifest.step, cause };
         let sealed = manifest.seal().map_err(refused)?;
         if given_up.load(Ordering::Acquire) {
-            return Err(refused(GIVEN_UP.to_owned()));
+            return Err(refused(ABANDONED.to_owned()));
         }
         self.buckets.write(&to.join(manifest::NAME), &sealed).map_err(CheckpointError::bucket)?;
         self.prune(manifest.step, keep)
@@ -234,7 +234,7 @@ struct Hashed<'a> {
 impl Read for Hashed<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if self.given_up.load(Ordering::Acquire) {
-            return Err(io::Error::other(GIVEN_UP));
+            return Err(io::Error::other(ABANDONED));
         }
         let read = self.file.read(into)?;
         self.hash.update(&into[..read]);

@@ -238,7 +238,7 @@ fn the_first_layout_is_written_into_the_config_and_its_comments_stay() {
     let place = Place::new();
     place.config(&format!("# a run\n{SMALL}[parallel]\ntp = 2  # as agreed\n"));
     let text = place.ok(&["plan", "run.toml", "--gpu", "h100", "--gpus", "8", "--write"]);
-    assert!(text.contains("fixed by the config: parallel.tp") && text.contains("wrote to run.toml: "), "{text}");
+    assert!(text.contains("kept as in the config: parallel.tp") && text.contains("wrote to run.toml: "), "{text}");
     let written = std::fs::read_to_string(place.path("run.toml")).unwrap();
     assert!(written.starts_with("# a run\n") && written.contains("tp = 2  # as agreed\n"), "{written}");
     // The interval of the last line.

@@ -109,7 +109,7 @@ fn a_better_machine_makes_no_layout_slower() {
         let plain = leonardo();
         let all = every_choice(&request(&config, 16, &plain, &room));
         assert!(all.len() > 100, "{}", all.len());
-        let chosen: Vec<&LayoutChoice> = all.iter().step_by(all.len() / 25).collect();
+        let chosen: Vec<&LayoutChoice> = all.iter().step_by(all.len() / 10).collect();
         for choice in chosen {
             let mut hardware = leonardo();
             // Anything from a slow Ethernet to a fast fabric.
@@ -146,7 +146,7 @@ fn a_better_network_or_more_memory_makes_no_search_slower() {
     for text in &RUNS[..2] {
         let config = config(text);
         let mut last = f64::INFINITY;
-        for gigabytes in [0.05, 0.5, 5.0, 50.0, 500.0] {
+        for gigabytes in [0.05, 5.0, 500.0] {
             let mut hardware = leonardo();
             hardware.cluster.node_bytes_per_s = gigabytes * 1e9;
             let step_s = best(&config, &hardware, hardware.gpu.memory_bytes);
@@ -154,7 +154,7 @@ fn a_better_network_or_more_memory_makes_no_search_slower() {
             last = step_s;
         }
         let mut last = f64::INFINITY;
-        for mebibytes in [64, 128, 192, 256, 512, 1024, 16_384] {
+        for mebibytes in [64, 192, 512, 16_384] {
             let step_s = best(&config, &leonardo(), mebibytes << 20);
             assert!(step_s <= last * (1.0 + SIMPLER), "{mebibytes} MiB: {last} s, then {step_s} s");
             last = step_s;
@@ -173,7 +173,7 @@ fn twice_the_gpus_are_not_slower_where_the_network_is_fast_and_never_more_than_t
     let hardware = leonardo();
     let room = Room::of(&hardware.gpu);
     let mut last = 0.0;
-    for gpus in [1, 2, 4, 8, 16, 32] {
+    for gpus in [1, 2, 4, 8, 16] {
         let found =
             search(&request(&config, gpus, &hardware, &room), &|_, _| {}).unwrap_or_else(|error| panic!("{error}"));
         let tokens_per_s = found.best[0].evaluated.forecast.tokens_per_s;

@@ -126,7 +126,7 @@ impl Ranking {
             text.push_str(&wrapped(STOPPED, "  "));
         }
         if !self.result.fixed.is_empty() {
-            text.push_str(&wrapped(&format!("fixed by the config: {}", self.result.fixed.join(", ")), "  "));
+            text.push_str(&wrapped(&format!("kept as in the config: {}", self.result.fixed.join(", ")), "  "));
         }
         text.push_str("\nthe fastest layouts\n");
         for (i, layout) in self.result.best.iter().enumerate() {

@@ -358,7 +358,7 @@ impl Saver {
 
 impl Drop for Saver {
     /// A save that this process does alone is finished. One that needs others, who may be gone, is not; and where others wait to go on without those, a copy
-    /// in a bucket, which may take minutes, is given up.
+    /// in a bucket, which may take minutes, is abandoned.
     fn drop(&mut self) {
         let Some(save) = self.in_flight.take() else { return };
         match save.phase {
