@@ -2,8 +2,6 @@
 
 mod tasks;
 
-pub(crate) use tasks::texts;
-
 use crate::Format;
 use crate::failure::{Failure, Result};
 use crate::options::{WeightArgs, text_paths};

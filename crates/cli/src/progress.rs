@@ -152,7 +152,7 @@ impl Progress {
                 self.show_steps();
             }
             Event::EvaluatingTasks { done, total } => {
-                self.long_work("evaluating tasks", done, total, crate::eval::texts);
+                self.long_work("evaluating tasks", done, total, texts);
             }
             Event::EvaluatedTasks { step, tasks } => {
                 self.working = None;
@@ -359,6 +359,11 @@ fn converted(kind: &Converted) -> String {
     format!("{what}: {tensors} tensors go from {} to {}; {lost}", shown(from), shown(to))
 }
 
+/// `1 text`, `1.20K texts`.
+pub fn texts(n: u64) -> String {
+    format!("{} text{}", units::count(n), if n == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -375,6 +380,11 @@ mod tests {
         ];
         let fields = fields.map(|(rank, text)| Field { rank, text: text.to_owned() });
         line(width, (101, 200), "101/200", &fields)
+    }
+
+    #[test]
+    fn one_text_is_no_plural() {
+        assert_eq!([0, 1, 2, 1200].map(texts), ["0 texts", "1 text", "2 texts", "1.20K texts"]);
     }
 
     #[test]

@@ -133,6 +133,8 @@ fn adapters_on_the_hub_are_those_of_a_folder() {
         let bytes = std::fs::read(test.place.path("adapters").join(name)).unwrap();
         test.hub.file(name, bytes, name.ends_with("safetensors"));
     }
+    // The cache knows which files this revision has.
+    std::fs::remove_dir_all(test.place.path("home")).unwrap();
     test.heard();
     let with = |dir, from| [&["train", "run.toml", "--run-dir", dir, "--set", from], &lora[..]].concat();
     test.ok(&with("named", "lora.init_from=\"hf:org/name\""));

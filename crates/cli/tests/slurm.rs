@@ -208,14 +208,14 @@ fn an_elastic_job_goes_on_without_a_node_and_with_a_spare_one() {
         .replace("steps = 20", train)
         .replace("every = 5", "every = 0")
         .replace("global_batch = 8", "global_batch = 12");
-    let cluster = "\n[cluster]\ntime = \"20\"\nnodes = 4\nelastic = \"2..4\"\n";
+    let cluster = "\n[cluster]\ntime = \"20\"\nnodes = 4\nelastic = \"2..4\"\nsbatch = [\"--exclusive\"]\n";
     place.config(&format!("{config}\n[parallel]\ndp = 4\ntimeout = 20\n{cluster}"));
     let fewer = slurm.launch(&place, "fewer", &[]);
     let spare = ["--set", "cluster.elastic=\"2..3\"", "--set", "cluster.spares=1", "--set", "parallel.dp=3"];
     let spare = slurm.launch(&place, "spare", &spare);
     wait_for_steps(&place, "fewer", 20);
     wait_for_steps(&place, "spare", 20);
-    // Each job has nodes of its own; the script runs on the first.
+    // Each job has nodes of its own (`--exclusive`); the script runs on the first.
     for (job, which) in [(&fewer[0], 2), (&spare[0], 1)] {
         let text = slurm.ask(&["scontrol", "-o", "show", "job", job]);
         let nodes = text.split(" NodeList=").nth(1).unwrap().split(' ').next().unwrap();
@@ -229,7 +229,9 @@ fn an_elastic_job_goes_on_without_a_node_and_with_a_spare_one() {
     for (dir, layout) in [("fewer", "dp=3"), ("spare", "dp=3")] {
         let events = fs::read_to_string(place.path(dir).join("events.jsonl")).unwrap();
         let world = events.lines().find(|line| line.contains("\"event\":\"world\"")).unwrap();
-        assert!(world.contains(layout), "{world}");
+        let log = fs::read_dir(place.path(dir)).unwrap().flatten().map(|entry| entry.path());
+        let log = log.filter(|path| path.extension().is_some_and(|end| end == "log")).map(fs::read_to_string);
+        assert!(world.contains(layout), "{dir}: {world}\n{:?}", log.collect::<Vec<_>>());
     }
 }
 

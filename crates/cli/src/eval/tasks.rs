@@ -2,7 +2,7 @@
 
 use super::Args;
 use crate::failure::{Failure, Result};
-use crate::progress::Progress;
+use crate::progress::{Progress, texts};
 use crate::table::table;
 use lockstep_host::Devices;
 use lockstep_infer::{
@@ -128,11 +128,6 @@ impl Found {
     }
 }
 
-/// `1 text`, `1.20K texts`.
-pub(crate) fn texts(n: u64) -> String {
-    format!("{} text{}", units::count(n), if n == 1 { "" } else { "s" })
-}
-
 fn write_samples(path: &Path, found: &Found) -> std::io::Result<()> {
     let mut file = BufWriter::new(File::create(path)?);
     for task in found.scored() {
@@ -174,14 +169,4 @@ fn row(task: &TaskReport) -> Vec<String> {
         number(scores.acc_bytes),
         number(scores.perplexity),
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_text_is_no_plural() {
-        assert_eq!([0, 1, 2, 1200].map(texts), ["0 texts", "1 text", "2 texts", "1.20K texts"]);
-    }
 }
