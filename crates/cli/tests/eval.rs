@@ -260,23 +260,27 @@ fn ranks_that_share_a_model_score_what_one_scores() {
             let all = item["log_likelihoods"].as_array();
             all.into_iter().flatten().map(|loss| loss.as_f64().unwrap()).collect()
         };
+        assert_eq!(losses(a).len(), if a["task"] == "task" { 2 } else { 0 }, "{a}");
         assert!(losses(a).iter().zip(losses(&b)).all(|(a, b)| close(b, *a)), "{a} {b}");
     }
     // As processes, of which the first prints.
-    let port = free_port();
-    let args = [&["eval"], &validation[..], &["--tp", "2", "--format", "json"]].concat();
-    let outputs = ["1", "0"].map(|rank| {
-        let places = [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
-        place.command(&args).envs(places).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-    });
-    let [second, first] = outputs.map(|rank| {
-        let output = rank.wait_with_output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    });
-    assert_eq!(second, "");
-    let first: Value = serde_json::from_str(&first).unwrap();
-    assert_eq!(first["loss"], shared(&validation)["loss"]);
+    let processes = |args: &[&str]| -> Value {
+        let (port, args) = (free_port(), [&["eval"], args, &["--tp", "2", "--format", "json"]].concat());
+        let outputs = ["1", "0"].map(|rank| {
+            let places = [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
+            place.command(&args).envs(places).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        });
+        let [second, first] = outputs.map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8(output.stdout).unwrap()
+        });
+        assert_eq!(second, "");
+        serde_json::from_str(&first).unwrap()
+    };
+    assert_eq!(processes(&validation)["loss"], shared(&validation)["loss"]);
+    assert_eq!(processes(&tasks("processes.jsonl"))["tasks"], two["tasks"]);
+    assert_eq!(items("processes.jsonl"), items("two.jsonl"));
     // What cannot be split is refused.
     let output = place.run(&["eval", "run", "--validation", "--tp", "64"]);
     let error = String::from_utf8(output.stderr).unwrap();

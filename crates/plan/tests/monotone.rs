@@ -1,39 +1,11 @@
 //! Predictions move the right way: more of a network, of memory or of its bandwidth never makes a step slower, nor what the search finds.
 
-use lockstep_compile::Precision;
+mod common;
+
+use common::{Gpus, config};
 use lockstep_config::Config;
-use lockstep_ir::DeviceProfile;
-use lockstep_plan::{
-    LayoutChoice, Machine, PlanError, Rates, Room, SIMPLER, SearchRequest, Target, evaluate, every_choice, search,
-};
+use lockstep_plan::{LayoutChoice, PlanError, Rates, Room, SIMPLER, SearchRequest, evaluate, every_choice, search};
 use lockstep_sim::{Catalogue, Hardware};
-use std::collections::BTreeMap;
-
-struct Gpus;
-
-impl Machine for Gpus {
-    fn cores(&self) -> usize {
-        2
-    }
-
-    fn has_gpus(&self, _ranks: usize) -> bool {
-        true
-    }
-
-    fn profile(&self, device: Target, _threads: usize, _precision: Precision) -> DeviceProfile {
-        DeviceProfile {
-            name: device.name().into(),
-            alignment: 256,
-            cross_entropy_logits: 1 << 20,
-            cross_entropy_rows: 1 << 10,
-            workspaces: BTreeMap::new(),
-            workspaces_with_optional: BTreeMap::new(),
-            fusions: Vec::new(),
-            faster: Vec::new(),
-            fp8_weights: 0,
-        }
-    }
-}
 
 /// Runs that differ in what their layouts can be.
 const RUNS: [&str; 3] = [
@@ -47,11 +19,6 @@ const RUNS: [&str; 3] = [
 
 /// How much slower something may be that should not be: rounding, and what the search takes for equal.
 const EQUAL: f64 = 1.0 + 1e-9;
-
-fn config(text: &str) -> Config {
-    let config = Config::parse(text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
-    Target::on_gpus(config)
-}
 
 fn leonardo() -> Hardware {
     Catalogue::builtin().hardware("leonardo").unwrap()

@@ -1,46 +1,15 @@
 //! The search over layouts: what it finds is what looking at every layout finds.
 
-use lockstep_compile::Precision;
+mod common;
+
+use common::{Gpus, config};
 use lockstep_config::{Config, RecomputePolicy};
-use lockstep_ir::DeviceProfile;
 use lockstep_ir::Hint;
 use lockstep_plan::{
-    LayoutChoice, Machine, PlanError, RankedLayout, Rates, Room, SearchRequest, SearchResult, Target, evaluate,
-    every_choice, plan, search,
+    LayoutChoice, PlanError, RankedLayout, Rates, Room, SearchRequest, SearchResult, evaluate, every_choice, plan,
+    search,
 };
 use lockstep_sim::{Catalogue, Hardware};
-use std::collections::BTreeMap;
-
-struct Gpus;
-
-impl Machine for Gpus {
-    fn cores(&self) -> usize {
-        2
-    }
-
-    fn has_gpus(&self, _ranks: usize) -> bool {
-        true
-    }
-
-    fn profile(&self, device: Target, _threads: usize, _precision: Precision) -> DeviceProfile {
-        DeviceProfile {
-            name: device.name().into(),
-            alignment: 256,
-            cross_entropy_logits: 1 << 20,
-            cross_entropy_rows: 1 << 10,
-            workspaces: BTreeMap::new(),
-            workspaces_with_optional: BTreeMap::new(),
-            fusions: Vec::new(),
-            faster: Vec::new(),
-            fp8_weights: 0,
-        }
-    }
-}
-
-fn config(text: &str) -> Config {
-    let config = Config::parse(text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
-    Target::on_gpus(config)
-}
 
 fn hardware(name: &str) -> Hardware {
     let all = Catalogue::builtin();
