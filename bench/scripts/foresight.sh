@@ -6,10 +6,11 @@
 # usage: bench/scripts/foresight.sh LOCKSTEP [cpu|cuda] [ROUNDS] > bench/records/foresight-cpu.txt
 set -euo pipefail
 lockstep=$(realpath "${1:?usage: bench/scripts/foresight.sh LOCKSTEP [cpu|cuda] [ROUNDS]}")
+here=$(dirname "$(realpath "$0")")
 device=${2:-cpu}
 rounds=${3:-7}
 folder=$(mktemp -d)
-export LOCKSTEP_MACHINES=$folder/machines
+export LOCKSTEP_MACHINES=${LOCKSTEP_MACHINES:-$folder/machines}
 cd "$folder"
 
 # NAME BENCH-ARGUMENTS...
@@ -43,12 +44,23 @@ cuda)
         "350m mid.toml --steps 36"
         "3b-4layers big.toml --steps 36"
         "gpt2-90m odd.toml --recompute full --steps 44"
+        "1b-32k --preset llama-3.2-1b --seq 32768 --batch 1 --steps 9"
+        "1b-micro-2k --preset llama-3.2-1b --seq 2048 --batch 8 --micro-batch 1 --steps 15"
+        "0.5b-gqa-8k --preset qwen2.5-0.5b --seq 8192 --batch 4 --steps 18"
+        "gpt2-774m --preset gpt2-large --seq 1024 --batch 16 --steps 24"
+        "3b --preset llama-3.2-3b --seq 4096 --batch 4 --gradients bf16 --steps 8"
+        "moe-3b $here/../configs/moe-3b.toml --batch 4 --steps 24"
+        "mla-1.3b latent.toml --steps 9"
+        "1b-fp8 --preset llama-3.2-1b --seq 4096 --batch 8 --precision fp8 --steps 12"
     )
+    cat > latent.toml <<< $'[model]\nvocab_size = 32000\nlayers = 24\ndim = 2048\nheads = 16\nffn = 5632\nkv_lora_rank = 512\nqk_nope_head_dim = 128\nqk_rope_head_dim = 64\nv_head_dim = 128\n[train]\nseq = 4096\nglobal_batch = 8'
     cat > mid.toml <<< $'[model]\nvocab_size = 40000\nlayers = 16\ndim = 1280\nheads = 20\nkv_heads = 4\nffn = 3456\n[train]\nseq = 2048\nglobal_batch = 12'
     cat > big.toml <<< $'[model]\nvocab_size = 100352\nlayers = 4\ndim = 3328\nheads = 26\nkv_heads = 13\nffn = 9216\n[train]\nseq = 3072\nglobal_batch = 4'
     cat > odd.toml <<< $'[model]\narchitecture = "gpt2"\nvocab_size = 50304\nlayers = 8\ndim = 896\nheads = 14\nffn = 3584\n[train]\nseq = 1024\nglobal_batch = 48'
     # About four seconds of each, in which the clock settles.
-    for i in "${!cases[@]}"; do cases[i]+=" --precision bf16"; done
+    for i in "${!cases[@]}"; do
+        [[ ${cases[i]} == *--precision* ]] || cases[i]+=" --precision bf16"
+    done
     ;;
 *) echo "the device is cpu or cuda, not $device" >&2; exit 2 ;;
 esac
