@@ -259,6 +259,20 @@ struct Starts<'a> {
 
 const FOLDER: &str = "a folder of its own";
 const VARIABLE: &str = "another variable that matters";
+const CLOCK: &str = "another clock";
+
+/// A library before that of C, in which the time is an hour ahead.
+const HOUR_AHEAD: &str = "
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int result = syscall(SYS_clock_gettime, clock, now);
+    if (clock == CLOCK_REALTIME) now->tv_sec += 3600;
+    return result;
+}
+";
 
 #[test]
 fn bad_starts_are_one_clear_error_for_all() {
@@ -330,6 +344,7 @@ fn bad_starts_are_one_clear_error_for_all() {
             2,
             "were told different things:\n  NCCL_ALGO: none against Ring\nhint: ",
         ),
+        (CLOCK, pair(start(1, 2, train("run", &[]))), 1, " is 3600 s ahead of that of rank 0 on host "),
         (
             "another binary",
             vec![start(0, 2, train("run", &[])), Starts { binary: Some(&other), ..start(1, 2, train("run", &[])) }],
@@ -337,6 +352,10 @@ fn bad_starts_are_one_clear_error_for_all() {
             "\nhint: start all ranks from the same binary",
         ),
     ];
+    std::fs::write(place.path("clock.c"), HOUR_AHEAD).unwrap();
+    let clock = place.path("clock.so");
+    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&clock).arg(place.path("clock.c")).status();
+    assert!(compiled.unwrap().success());
     for (name, starts, code, part) in cases {
         let port = free_port();
         let spawned = starts.iter().map(|s| {
@@ -348,6 +367,9 @@ fn bad_starts_are_one_clear_error_for_all() {
             command.args(&s.args).current_dir(place.path("")).stdin(Stdio::null());
             if name == VARIABLE && s.rank == 1 {
                 command.env("NCCL_ALGO", "Ring");
+            }
+            if name == CLOCK && s.rank == 1 {
+                command.env("LD_PRELOAD", &clock);
             }
             spawn(as_rank(command, (s.rank, s.ranks), &port))
         });

@@ -41,13 +41,9 @@ static __device__ __forceinline__ void widen_step(const uint4 &low, const uint4 
 
 template <typename W>
 struct ByteStep {
-    static const int PARTS = 2, LANE = 16, NEXT = 8;
+    static const int PARTS = 2, LANE = 16, NEXT = 8, SECOND = PART;
     uint4 low[2], high[2];
 
-    __device__ __forceinline__ void fetch(const W *l, const W *h) {
-        low[0] = stream16(l), high[0] = stream16(h);
-        low[1] = stream16(l + PART), high[1] = stream16(h + PART);
-    }
     __device__ __forceinline__ void pairs(int part, u32 (&a)[4][4]) const { widen_step<W>(low[part], high[part], a); }
 };
 template <>

@@ -37,6 +37,7 @@ static __device__ __forceinline__ u32 halves(u32 low, u32 high, bool upper) {
 
 // A warp takes 16 keys at a time. The matrix units have heads of Q as rows (those past 8 are zero); a lane of a quad has 8 elements of a key where K is read, and a lane of
 // eight where V is: which element is which does not matter to a sum as long as both factors agree.
+const int ASKED = 4, FEW_BLOCKS = 128;
 template <typename T, int L, int WARPS>
 static __device__ __forceinline__ void attend(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start,
                                               const u32 *count, const float *sinks, const float *angles, float *parts,
@@ -58,6 +59,15 @@ static __device__ __forceinline__ void attend(const T *qkv, T *cache, const u32 
     i64 stride = 2 * n.kv_heads * E;
     const u32 *pages = table + (i64)slot[b] * n.blocks;
     auto row_of = [&](int key) { return cache + ((i64)pages[key / n.page] * n.page + key % n.page) * stride + u * E; };
+    // Where blocks are few, what a warp has some turns later comes to L2 meanwhile: a key or a value for each lane, by lines of 128 bytes.
+    bool few = gridDim.x * gridDim.y * gridDim.z < FEW_BLOCKS;
+    auto ask_for = [&](int base) {
+        int key = base + (lane & 15);
+        if (!few || key >= end) return;
+        const char *line = (const char *)(row_of(key) + (lane < 16 ? 0 : n.kv_heads * E));
+#pragma unroll
+        for (int i = 0; i < 2 * E; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + i));
+    };
     auto key_of = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
     uint4 keys[2][PACKS], values[4][HALVES];
     const uint4 ZERO = {0, 0, 0, 0};
@@ -89,6 +99,8 @@ static __device__ __forceinline__ void attend(const T *qkv, T *cache, const u32 
     int base = first / 16 * 16 + 16 * (WARPS * blockIdx.z + warp);
     if (!own) wait_for_those_before();
     fetch_keys(base), fetch_values(base);
+#pragma unroll
+    for (int i = 1; i < ASKED; i++) ask_for(base + i * stride_keys);
     int place = last < table_rows ? last : table_rows - 1;
     const float *turn = angles ? angles + (i64)place * turned : 0;
     if (own) wait_for_those_before();
@@ -128,6 +140,7 @@ static __device__ __forceinline__ void attend(const T *qkv, T *cache, const u32 
             }
         }
         fetch_keys(base + stride_keys);
+        ask_for(base + ASKED * stride_keys);
         float most = top;
 #pragma unroll
         for (int i = 0; i < 2; i++) {

@@ -265,7 +265,7 @@ impl Executor for CudaExecutor {
         self.documents.note(tensor, micro_batch, data);
         self.enter()?;
         // SAFETY: the address and size are the tensor's.
-        let copied = unsafe { self.staging.get_mut().send(&self.stream, address, data) };
+        let copied = unsafe { self.staging.get_mut().send(self.gpu.kernels.on(&self.stream), address, data) };
         self.behind(copied)
     }
 
@@ -352,7 +352,7 @@ impl Executor for CudaExecutor {
         ranges.extend(self.progress().map(|progress| (progress.waited(), size_of::<u64>())));
         self.enter()?;
         // SAFETY: addresses and sizes are the tensors', and those of a number of the device's.
-        let queued = unsafe { self.results.queue(&self.gpu.device, &self.stream, &ranges) };
+        let queued = unsafe { self.results.queue(&self.gpu.device, self.gpu.kernels.on(&self.stream), &ranges) };
         Ok(Some(Ticket(self.behind(queued)?)))
     }
 
@@ -376,7 +376,7 @@ impl Executor for CudaExecutor {
         }
         self.enter()?;
         // SAFETY: both are tensors of this size, which are apart.
-        self.behind(unsafe { self.stream.copy(to, from, bytes) })
+        self.behind(unsafe { self.gpu.kernels.on(&self.stream).copy(to, from, bytes) })
     }
 
     fn busy_s(&self) -> Option<f64> {

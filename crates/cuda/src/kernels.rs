@@ -144,7 +144,27 @@ pub struct Block {
     pub shared: usize,
 }
 
+/// Most bytes that a kernel copies.
+const FEW_BYTES: usize = 2048;
+
 impl Launcher<'_> {
+    /// Queues a copy between any two places of the device's memory and pinned memory of the host. A kernel copies a few words: between kernels, the copy engine
+    /// takes several microseconds to begin and to end.
+    ///
+    /// # Safety
+    /// Both places have this many bytes, do not overlap, and stay as they are until the copy is done.
+    pub unsafe fn copy(self, to: Address, from: Address, bytes: usize) -> Result<(), CudaError> {
+        let words = [to, from, bytes as u64].iter().all(|n| n.is_multiple_of(4));
+        // SAFETY: the caller vouches.
+        unsafe {
+            match bytes {
+                0 => Ok(()),
+                1..=FEW_BYTES if words => self.launch(("words", "copy_words"), [1; 3], 128, args![to, from, bytes / 4]),
+                _ => self.stream.copy(to, from, bytes),
+            }
+        }
+    }
+
     /// Queues a kernel of a source.
     ///
     /// # Safety

@@ -22,7 +22,7 @@ macro_rules! skinny {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 29] = [
+pub const SOURCES: [(&str, &str); 30] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("bytes", concat!(skinny!(), include_str!("../kernels/bytes.cu"))),
@@ -52,6 +52,7 @@ pub const SOURCES: [(&str, &str); 29] = [
     ("sink", include_str!("../kernels/sink.cu")),
     ("skinny", concat!(skinny!(), include_str!("../kernels/skinny.cu"))),
     ("sums", include_str!("../kernels/sums.cu")),
+    ("words", include_str!("../kernels/words.cu")),
 ];
 
 /// Compiles every kernel for a compute capability, and gives the bytes of machine code of each source. Needs no device.

@@ -2,6 +2,7 @@
 
 use crate::CudaError;
 use crate::driver::{Address, Device, Event, Pinned, Stream};
+use crate::kernels::Launcher;
 use lockstep_exec::{DeviceTime, Taken, copy};
 use std::ops::Range;
 use std::sync::Arc;
@@ -38,17 +39,17 @@ impl Staging {
     ///
     /// # Safety
     /// `to` has room for the data.
-    pub unsafe fn send(&mut self, stream: &Stream, mut to: Address, data: &[u8]) -> Result<(), CudaError> {
+    pub unsafe fn send(&mut self, on: Launcher, mut to: Address, data: &[u8]) -> Result<(), CudaError> {
         for part in data.chunks(self.ring.bytes) {
             let place = self.ring.place(part.len());
             if let Some(left) = place.left {
-                self.buffers[left].used.record(stream)?;
+                self.buffers[left].used.record(on.stream)?;
                 self.buffers[place.buffer].used.wait()?;
             }
             let memory = &mut self.buffers[place.buffer].memory.slice()[place.offset..place.offset + part.len()];
             copy(memory, part);
             // SAFETY: the caller vouches for `to`; these bytes are used again only after an event after this copy.
-            unsafe { stream.to_device(to, memory)? };
+            unsafe { on.copy(to, memory.as_ptr() as Address, memory.len())? };
             to += part.len() as u64;
         }
         Ok(())
@@ -174,7 +175,7 @@ impl Results {
     pub unsafe fn queue(
         &mut self,
         device: &Arc<Device>,
-        stream: &Stream,
+        on: Launcher,
         ranges: &[(Address, usize)],
     ) -> Result<u64, CudaError> {
         let number = self.queued;
@@ -197,11 +198,11 @@ impl Results {
         let mut at = 0;
         for (from, bytes) in ranges {
             // SAFETY: the caller vouches for the ranges; the memory is read only after the event.
-            unsafe { stream.to_host(&mut slot.memory.slice()[at..at + bytes], *from)? };
+            unsafe { on.copy(slot.memory.address() + at as u64, *from, *bytes)? };
             slot.sizes.push(*bytes);
             at += bytes;
         }
-        slot.done.record(stream)?;
+        slot.done.record(on.stream)?;
         self.queued += 1;
         Ok(number)
     }

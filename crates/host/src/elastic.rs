@@ -14,6 +14,7 @@
 //! after a while only, since every try ends their world.
 
 mod agree;
+pub(crate) mod clock;
 mod error;
 mod files;
 mod seat;
@@ -73,6 +74,9 @@ pub struct Epoch {
     /// Those that wanted to be in it, and that not all of its members have reached.
     #[serde(default)]
     unreached: Vec<String>,
+    /// When its file was written, by the clock of the host that wrote it, in seconds since 1970.
+    #[serde(default)]
+    written: f64,
 }
 
 /// What the processes of a run must have in common.
@@ -157,7 +161,7 @@ impl Membership {
         let all = comm.exchange(ProgramPlace::outside("elastic"), &seat).map_err(ExecError::from)?;
         let members = all.iter().filter_map(|seat| serde_json::from_slice(seat).ok()).collect();
         let (address, unreached) = (String::new(), Vec::new());
-        let epoch = Epoch { epoch: 0, members, address, common: this.common.clone(), unreached };
+        let epoch = Epoch { epoch: 0, members, address, common: this.common.clone(), unreached, written: 0.0 };
         if comm.rank() == 0 {
             this.make_folder()?;
             this.publish(&epoch)?;
@@ -279,7 +283,7 @@ impl Membership {
         let told = comm.exchange(ProgramPlace::outside("elastic"), address.as_bytes()).map_err(ExecError::from)?;
         let address = String::from_utf8_lossy(&told[0]).into_owned();
         let (members, common) = (last.members[..used].to_vec(), self.common.clone());
-        let epoch = Epoch { epoch: last.epoch + 1, members, address, common, unreached: Vec::new() };
+        let epoch = Epoch { epoch: last.epoch + 1, members, address, common, unreached: Vec::new(), written: 0.0 };
         if rank == 0 {
             self.publish(&epoch)?;
         }

@@ -120,13 +120,24 @@ pub enum HostError {
         /// What differs, with both values.
         differences: Vec<String>,
     },
+    /// Hosts do not have the same time.
+    #[error("the clock of rank {rank} on host {} is {apart} that of rank 0 on host {}", .hosts[1], .hosts[0])]
+    #[hint("set the clocks of all hosts by NTP or chrony: signatures, certificates and the times of events need them")]
+    OtherClock {
+        /// The rank whose clock differs from that of the first.
+        rank: usize,
+        /// The hosts of both.
+        hosts: Box<[String; 2]>,
+        /// By how much, and which way.
+        apart: String,
+    },
 }
 
 impl HostError {
     /// Whether all processes find it out by themselves.
     pub fn is_known_to_all(&self) -> bool {
-        use HostError::{Disagree, FewGpus, NoGpu, NotShared, ToldOtherwise};
-        matches!(self, ToldOtherwise { .. } | Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. })
+        use HostError::{Disagree, FewGpus, NoGpu, NotShared, OtherClock, ToldOtherwise};
+        matches!(self, OtherClock { .. } | ToldOtherwise { .. } | Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. })
     }
 
     /// Whether the same command again would end the same way: what it computes has failed, not what it runs on.
@@ -148,6 +159,7 @@ impl HostError {
             HostError::Dir(error) => error.is_request(),
             HostError::Hardware(error) => matches!(error, SimError::File { .. }),
             HostError::Exec(_) | HostError::Join(_) | HostError::NoGpu { .. } | HostError::Elastic(_) => false,
+            HostError::OtherClock { .. } => false,
             HostError::OtherRanks { .. } | HostError::FewGpus { .. } | HostError::Disagree { .. } => true,
             HostError::NotShared { .. } | HostError::ToldOtherwise { .. } => true,
         }

@@ -5,6 +5,7 @@
 //!
 //! The first process writes the run directory, and publishes a checkpoint when all have written their parts.
 
+use crate::elastic::clock;
 use crate::gpus::{self, GpuOfRank};
 use crate::{HostError, Result};
 use lockstep_config::Config;
@@ -200,6 +201,18 @@ impl<'a> ProcessGroup<'a> {
         let text = |name: &&&String| format!("{name}: {} against {}", value(0, name), value(rank, name));
         let hosts = Box::new([0, rank].map(|rank| processes.member(rank).host.clone()));
         Err(HostError::ToldOtherwise { rank, hosts, differences: differ.take(MOST_SHOWN).map(|n| text(&n)).collect() })
+    }
+
+    /// Refuses hosts whose clocks are far apart. All look at theirs at once, after they have met.
+    pub fn agree_on_clock(self) -> Result<()> {
+        let Some(processes) = self.0 else { return Ok(()) };
+        self.meet("clock")?;
+        let all = processes.exchange("clock", &clock::now().to_le_bytes())?;
+        let all: Vec<f64> = all.iter().map(|time| time[..].try_into().map_or(0.0, f64::from_le_bytes)).collect();
+        let apart = |(rank, time): (usize, &f64)| clock::far_apart(time - all[0]).map(|apart| (rank, apart));
+        let Some((rank, apart)) = all.iter().enumerate().find_map(apart) else { return Ok(()) };
+        let hosts = Box::new([0, rank].map(|rank| processes.member(rank).host.clone()));
+        Err(HostError::OtherClock { rank, hosts, apart })
     }
 
     /// What the first process finds out, told to all.

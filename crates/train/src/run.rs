@@ -149,6 +149,10 @@ fn run_here(
     config.require_data()?;
     limit_buckets(config)?;
     group.agree_on_start(config, &options.given)?;
+    // Those that join an elastic run later were asked before.
+    if elastic.is_none_or(|elastic| !elastic.is_later) {
+        group.agree_on_clock()?;
+    }
     let mut planning = |small, whole| show(Event::Planning { small, whole });
     let config = &settled(devices, config, Some(options.dir.as_path()).filter(|_| !options.fresh), &mut planning)?;
     if let Some(how) = config.layout_planned() {

@@ -149,44 +149,80 @@ pub fn byte_scratch(compute: DType) -> Workspace {
     Workspace { fixed: WORKSPACE, terms: vec![(compute.bytes() as u64, "outputs inputs")] }
 }
 
-/// With more inputs than this a matmul of few rows is deep, with more outputs than `MANY` there are more tiles of 16 than multiprocessors of a large GPU, and from `WIDE`
-/// outputs on it is wide: as `skinny.cuh` cuts them.
+/// With more inputs than this a matmul of few rows is deep, and from `WIDE` outputs on it is wide.
 const DEEP: usize = 4096;
-const MANY: usize = 16 * 132;
 const WIDE: usize = 16384;
 
-/// y = x · wᵀ, with a bias where one is given, by a kernel for few rows.
-unsafe fn skinny(call: Call, bias: Option<u64>, y: u64) -> Result<(), CudaError> {
+/// How a kernel for few rows is cut, as `skinny.cuh` has it: tiles of 16 rows of the weight for a block, its warps, steps that each reads ahead, blocks that
+/// share a depth.
+struct Cut {
+    kind: &'static str,
+    tiles: usize,
+    warps: usize,
+    ahead: usize,
+    split: usize,
+}
+
+impl Cut {
+    const fn new(kind: &'static str, tiles: usize, warps: usize, ahead: usize, split: usize) -> Cut {
+        Cut { kind, tiles, warps, ahead, split }
+    }
+
+    /// Of `8 * eights` rows. GPUs whose blocks have less than 128 KiB of shared memory cut a deep matmul of one row as others.
+    fn of(call: Call, eights: usize, outputs: usize, glu: bool) -> Cut {
+        let deep = call.size("inputs") > DEEP;
+        let roomy = (90..120).contains(&call.kernels.capability());
+        match eights {
+            1 if glu => Cut::new("glu", 2, 8, 2, 1),
+            1 if outputs >= WIDE => Cut::new("wide", 2, 8, 2, 1),
+            1 if deep && roomy => Cut::new("deep", 1, 32, 2, 1),
+            1 => Cut::new("narrow", 1, 16, 2, 1),
+            _ if glu => Cut::new("glu", 4, 4, 3, 1),
+            _ if outputs >= WIDE => Cut::new("wide", 4, 4, 2, 1),
+            _ if deep => Cut::new("deep", 2, 4, 4, 4),
+            _ => Cut::new("narrow", 2, 8, 3, 2),
+        }
+    }
+
+    /// The same where the matmul makes the norm of its input.
+    fn of_norm(outputs: usize, glu: bool) -> Cut {
+        match outputs {
+            _ if glu => Cut::new("glu", 2, 8, 2, 1),
+            WIDE.. => Cut::new("wide", 2, 8, 2, 1),
+            _ => Cut::new("narrow", 1, 16, 2, 1),
+        }
+    }
+
+    fn grid(&self, outputs: usize, glu: bool) -> [usize; 3] {
+        [outputs.div_ceil(self.tiles * if glu { 8 } else { 16 }) * self.split, 1, 1]
+    }
+
+    /// With shared memory for the weights that are read ahead, and `more` bytes. Sums of all warps, which take that memory over, need less.
+    fn block(&self, more: usize) -> Block {
+        Block { threads: 32 * self.warps, shared: self.warps * self.ahead * self.tiles * 2048 + more }
+    }
+}
+
+/// y = x · wᵀ, with a bias where one is given, or its SwiGLU, by a kernel for few rows.
+unsafe fn skinny(call: Call, bias: Option<u64>, y: u64, glu: bool) -> Result<(), CudaError> {
     let [outputs, inputs] = ["outputs", "inputs"].map(|name| call.size(name));
+    let outputs = if glu { outputs / 2 } else { outputs };
     let eights = call.rows().div_ceil(8).next_power_of_two();
-    let (kind, tiles, warps) = match eights {
-        1 if outputs >= WIDE => ("wide", 4, 16),
-        1 if outputs > MANY => ("many", 1, 16),
-        1 if inputs > DEEP => ("deep", 1, 32),
-        1 => ("narrow", 1, 16),
-        _ if outputs >= WIDE => ("wide", 8, 8),
-        _ if inputs > DEEP => ("deep", 1, 16),
-        _ => ("narrow", 1, 8),
-    };
+    let cut = Cut::of(call, eights, outputs, glu);
     let args = args![call.input(0), call.input(1), units(call), bias, y, call.rows(), outputs, inputs];
-    let ((source, name), blocks) = (kernel(call, &format!("skinny_{eights}_{kind}")), outputs.div_ceil(16 * tiles));
+    let (source, name) = kernel(call, &format!("skinny_{eights}_{}", cut.kind));
     // SAFETY: the operands have these sizes.
-    unsafe { call.plain((source, &name), [blocks, 1, 1], 32 * warps, args) }
+    unsafe { call.on().launch_with((source, &name), cut.grid(outputs, glu), cut.block(0), None, args) }
 }
 
 /// y = SwiGLU of x · wᵀ, by a kernel for few rows; false where there is none for this matmul.
 pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<bool, CudaError> {
     let Some(y) = swiglu.output(0) else { return Ok(true) };
-    let [outputs, inputs] = [gemm.size("outputs") / 2, gemm.size("inputs")];
-    if !is_skinny(gemm) || !outputs.is_multiple_of(8) {
+    if !is_skinny(gemm) {
         return Ok(false);
     }
-    let eights = gemm.rows().div_ceil(8).next_power_of_two();
-    let args = args![gemm.input(0), gemm.input(1), units(gemm), None::<u64>, y, gemm.rows(), outputs, inputs];
-    let threads = if eights == 1 { 512 } else { 256 };
-    let (source, name) = kernel(gemm, &format!("skinny_{eights}_glu"));
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.plain((source, &name), [outputs.div_ceil(32), 1, 1], threads, args)? };
+    unsafe { skinny(gemm, None, y, true)? };
     Ok(true)
 }
 
@@ -194,32 +230,25 @@ pub unsafe fn forward_with_swiglu(gemm: Call, swiglu: Call) -> Result<bool, Cuda
 pub unsafe fn forward_of_norm(norm: Call, gemm: Call, swiglu: Option<Call>) -> Result<bool, CudaError> {
     let Op::Norm { norm: kind, residual, eps } = norm.op() else { return Ok(false) };
     let Some(y) = swiglu.unwrap_or(gemm).output(0) else { return Ok(true) };
-    let inputs = gemm.size("inputs");
-    let outputs = gemm.size("outputs") / if swiglu.is_some() { 2 } else { 1 };
+    let (inputs, glu) = (gemm.size("inputs"), swiglu.is_some());
+    let outputs = gemm.size("outputs") / if glu { 2 } else { 1 };
     if !is_skinny(gemm) || !outputs.is_multiple_of(16) || inputs > MOST_NORMED {
         return Ok(false);
     }
     let (delta, weight) = if residual { (Some(norm.input(1)), norm.input(2)) } else { (None, norm.input(1)) };
     let sum = if residual { norm.output(0) } else { None };
     let one = if kind == Norm::RmsPlusOne { 1.0f32 } else { 0.0 };
-    let (kind, outputs_of_block) = match swiglu {
-        Some(_) => ("glu", 32),
-        None if outputs >= WIDE => ("wide", 64),
-        // More tiles than multiprocessors, twice.
-        None if outputs > 4096 => ("middle", 32),
-        None => ("narrow", 32),
-    };
+    let cut = Cut::of_norm(outputs, glu);
     let (w, rows) = (gemm.input(1), gemm.rows());
     let args = args![norm.input(0), delta, weight, sum, w, units(gemm), y, rows, outputs, inputs, eps, one];
-    let shared = gemm.rows() * inputs * gemm.float().bytes();
-    let ((source, name), block) = (kernel(gemm, &format!("skinny_norm_{kind}")), Block { threads: 512, shared });
-    let grid = [outputs.div_ceil(outputs_of_block), 1, 1];
+    let (source, name) = kernel(gemm, &format!("skinny_norm_{}", cut.kind));
+    let block = cut.block(rows * inputs * gemm.float().bytes());
     // SAFETY: the operands have these sizes.
-    unsafe { gemm.on().launch_with((source, &name), grid, block, None, args)? };
+    unsafe { gemm.on().launch_with((source, &name), cut.grid(outputs, glu), block, None, args)? };
     Ok(true)
 }
 
-/// Elements of a row whose norm the matmul after it makes: as many as its threads keep. Two rows fit the shared memory that needs no leave.
+/// Elements of a row whose norm the matmul after it makes: as many as its threads keep.
 const MOST_NORMED: usize = 4096;
 
 /// y = x · wᵀ.
@@ -227,7 +256,7 @@ pub unsafe fn forward(call: Call) -> Result<(), CudaError> {
     let Some(y) = call.output(0) else { return Ok(()) };
     if is_skinny(call) {
         // SAFETY: the caller vouches.
-        return unsafe { skinny(call, None, y) };
+        return unsafe { skinny(call, None, y, false) };
     }
     let shape = shapes(call.bound)[0];
     // SAFETY: the operands have these sizes.
@@ -254,7 +283,7 @@ pub unsafe fn forward_with_bias(gemm: Call, bias: Call) -> Result<(), CudaError>
     let Some(y) = bias.output(0) else { return Ok(()) };
     if is_skinny(gemm) {
         // SAFETY: the caller vouches.
-        return unsafe { skinny(gemm, Some(bias.input(1)), y) };
+        return unsafe { skinny(gemm, Some(bias.input(1)), y, false) };
     }
     // SAFETY: the operands have these sizes.
     unsafe { multiply_with(gemm, Epilogue::Bias, Beside { bias: bias.input(1), matrix: 0 }, y) }

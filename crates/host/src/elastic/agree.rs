@@ -3,7 +3,7 @@
 use super::files::ENDED;
 use super::{
     ASKS_AFTER, ASKS_WITHIN, Common, ElasticError, Epoch, LOOK_EVERY, Membership, Proposal, REACHED_WITHIN, Registered,
-    SETTLES_WITHIN, Seat,
+    SETTLES_WITHIN, Seat, clock,
 };
 use crate::HostError;
 use lockstep_exec::comm::processes::Waiting;
@@ -17,11 +17,14 @@ impl Membership {
         let (mut mine, mut written) = (mine.clone(), None);
         let (mut begun, mut waits_for_nobody) = (Instant::now(), false);
         let mut number = self.next();
+        let mut looked_at = None;
         loop {
             if mine.rank.is_none()
+                && looked_at != Some(number - 1)
                 && let Some(epoch) = self.read_epoch(number - 1)
             {
                 self.may_join(&epoch)?;
+                looked_at = Some(number - 1);
             }
             mine.asks = self.asks();
             if written != Some((number, mine.asks)) {
@@ -61,7 +64,7 @@ impl Membership {
                 && let Some((members, unreached)) = self.proposal(&last, &mine, &others, begun)?
             {
                 let (address, common) = (mine.listens.to_string(), self.common.clone());
-                let epoch = Epoch { epoch: number, members, address, common, unreached };
+                let epoch = Epoch { epoch: number, members, address, common, unreached, written: 0.0 };
                 self.publish(&epoch)?;
                 continue;
             }
@@ -165,12 +168,18 @@ impl Membership {
         news
     }
 
-    /// Refuses to join a run of another build or config.
+    /// Refuses to join a run of another build or config, or one whose hosts have another time.
     pub(super) fn may_join(&self, epoch: &Epoch) -> Result<(), ElasticError> {
         let Common { build, config } = &epoch.common;
         if *build != self.common.build {
             return Err(ElasticError::OtherBuild { theirs: build.clone(), ours: self.common.build.clone() });
         }
-        if *config != self.common.config { Err(ElasticError::OtherConfig) } else { Ok(()) }
+        if *config != self.common.config {
+            return Err(ElasticError::OtherConfig);
+        }
+        let here = clock::ahead_here(&self.folder.join(format!(".clock-{}", self.me.id)));
+        let there = clock::ahead_of_files(epoch.written, &self.epoch_path(epoch.epoch)).filter(|_| epoch.written > 0.0);
+        let apart = here.zip(there).and_then(|(here, there)| clock::far_apart(here - there));
+        apart.map_or(Ok(()), |apart| Err(ElasticError::OtherClock { apart }))
     }
 }

@@ -55,6 +55,13 @@ pub enum ElasticError {
         "start all ranks with the same config file and options; the run has its own in run.toml of the run directory"
     )]
     OtherConfig,
+    /// The clock of this host is another than the run's.
+    #[error("the clock of this host is {apart} that of the run's: it cannot join")]
+    #[hint("set the clocks of all hosts by NTP or chrony, and start this rank again")]
+    OtherClock {
+        /// By how much, and which way.
+        apart: String,
+    },
     /// The folder cannot be used.
     #[error("cannot {action} {}: {cause}", path.display())]
     #[hint("the run directory must be one that all hosts can read and write")]

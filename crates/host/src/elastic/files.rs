@@ -1,6 +1,6 @@
 //! The folder in which processes of an elastic run meet: who has registered, and the epochs that were agreed on.
 
-use super::{ElasticError, Epoch, Membership, Registered};
+use super::{ElasticError, Epoch, Membership, Registered, clock};
 use crate::HostError;
 use lockstep_exec::comm::processes::JobSecret;
 use std::fs;
@@ -68,7 +68,7 @@ impl Membership {
     /// Has an epoch appear, in one piece. Where there is one of its number already, that one counts.
     pub(super) fn publish(&self, epoch: &Epoch) -> Result<(), HostError> {
         let (new, path) = (self.folder.join(format!(".epoch-{}", self.me.id)), self.epoch_path(epoch.epoch));
-        let text = serde_json::to_vec(epoch).unwrap_or_default();
+        let text = serde_json::to_vec(&Epoch { written: clock::now(), ..epoch.clone() }).unwrap_or_default();
         let linked = write_private(&new, &text).and_then(|()| match fs::hard_link(&new, &path) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             linked => linked,

@@ -38,7 +38,7 @@ fn member(folder: &Path, name: &str, bounds: Elastic) -> Membership {
 fn epoch(number: u64, names: &[&str], unreached: &[&str]) -> Epoch {
     let unreached = unreached.iter().map(|name| (*name).to_owned()).collect();
     let members = names.iter().map(|name| seat(name)).collect();
-    Epoch { epoch: number, members, address: String::new(), common: common(), unreached }
+    Epoch { epoch: number, members, address: String::new(), common: common(), unreached, written: 0.0 }
 }
 
 /// What `a` proposes after a time, of those that have registered: the members, and after "without" those that they do not reach.
@@ -155,4 +155,24 @@ fn a_process_is_proven_dead_only_where_it_can_be_looked_for() {
     assert!(gone.is_proven_dead(&me), "another process has its number now");
     assert!(!Seat { host: "elsewhere".into(), ..gone.clone() }.is_proven_dead(&me));
     assert!(!Seat { pids: "of a container".into(), ..gone }.is_proven_dead(&me));
+}
+
+#[test]
+fn a_host_with_another_clock_does_not_join() {
+    let folder = tempfile::tempdir().unwrap();
+    let me = member(folder.path(), "late", Elastic { least: 1, most: 4 });
+    let mut running = epoch(3, &["a", "b"], &[]);
+    std::fs::write(me.epoch_path(3), "").unwrap();
+    for (written, refused) in [(0.0, None), (30.0, None), (3600.0, Some("3600 s behind")), (-7200.0, Some("7200 s ahead of"))] {
+        // Epochs of an earlier build do not say when they were written.
+        running.written = if written == 0.0 { 0.0 } else { clock::now() + written };
+        match (me.may_join(&running), refused) {
+            (Ok(()), None) => {}
+            (Err(error), Some(apart)) => {
+                assert_eq!(error.to_string(), format!("the clock of this host is {apart} that of the run's: it cannot join"));
+                assert!(error.hint().unwrap().contains("NTP"));
+            }
+            (said, _) => panic!("{written} s: {said:?}"),
+        }
+    }
 }
