@@ -4,19 +4,19 @@
 # Prints the run's history and the losses beside those of an undisturbed run. Fails where the run does not end or losses are further apart than 1%.
 source "$(dirname "$0")/killing.sh"
 kills=${2:-5}
-cat >run.toml <<'TOML'
+cat >run.toml <<TOML
 [model]
 preset = "llama-15m"
 vocab_size = 256
 [data]
 paths = ["corpus"]
 [train]
-steps = 120
+steps = $((12 * kills + 12))
 seq = 64
 global_batch = 12
 micro_batch = 1
 device = "cuda"
-validate_every = 80
+validate_every = 48
 validation_sequences = 8
 [parallel]
 dp = 4
@@ -24,7 +24,7 @@ zero = 1
 [checkpoint]
 every = 1000
 [cluster]
-snapshot_every = 10
+snapshot_every = 6
 TOML
 touch none
 lines() { cat none "$1/metrics.jsonl" 2>/dev/null | wc -l; }
@@ -39,7 +39,7 @@ all_train() {
 launcher=$!
 for kill in $(seq "$kills"); do
     until=$((SECONDS + 60))
-    until all_train && [ "$(lines killed)" -ge $((20 * kill)) ]; do
+    until all_train && [ "$(lines killed)" -ge $((12 * kill)) ]; do
         if ! kill -0 $launcher || [ $SECONDS -gt $until ]; then
             echo "before kill $kill: $(lines killed) steps after $SECONDS s"
             cat killed/events.jsonl
@@ -57,14 +57,15 @@ done
 wait $launcher || { tail -30 killed.err && exit 1; }
 grep -E "go on|goes on" killed.err
 "$lockstep" launch run.toml --quiet --run-dir whole --share-gpus >whole.out 2>whole.err || { tail -30 whole.err && exit 1; }
-python3 - <<'PY'
-import json
+python3 - $((12 * kills + 12)) <<'PY'
+import json, sys
+steps = int(sys.argv[1])
 read = lambda run: {m["step"]: m for m in map(json.loads, open(f"{run}/metrics.jsonl"))}
 killed, whole = read("killed"), read("whole")
-assert len(killed) == len(whole) == 120, (len(killed), len(whole))
+assert len(killed) == len(whole) == steps, (len(killed), len(whole))
 apart = max(abs(killed[s]["loss"] - whole[s]["loss"]) / whole[s]["loss"] for s in whole)
 same = sum(killed[s]["loss"] == whole[s]["loss"] for s in whole)
-last = killed[120]
+last = killed[steps]
 print(f"{same} of {len(whole)} losses have the same bits, the others are {apart:.1e} apart at most; goodput {last['goodput']:.2f}")
 assert apart < 0.01
 PY

@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 {
     printf '#include <cstdio>\n#include <cstdlib>\n#include <cuda_runtime.h>\n'
     cat "$kernels"/{common,sums,units,skinny}.cuh
-    echo 'SKINNIES(bf16, bf16, bf16)'
+    echo 'SKINNIES(bf16, bf16, bf16, 2)'
     cat "$here/skinny.cu"
 } >"$work/skinny.cu"
 nvcc -O3 -arch=sm_90a -o "$work/skinny" "$work/skinny.cu"

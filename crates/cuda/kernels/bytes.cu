@@ -51,8 +51,8 @@ struct Step<bf16, int8> : ByteStep<int8> {};
 template <>
 struct Step<bf16, e4m3> : ByteStep<e4m3> {};
 
-SKINNIES(bf16, int8, bf16_int8)
-SKINNIES(bf16, e4m3, bf16_e4m3)
+SKINNIES(bf16, int8, bf16_int8, 1)
+SKINNIES(bf16, e4m3, bf16_e4m3, 1)
 
 // Grid: rows. Weights in the type of activations.
 template <typename T, typename W>

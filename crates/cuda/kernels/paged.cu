@@ -410,13 +410,13 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
     token[blockIdx.x] = any ? NONE : at;
 }
 
-#define DECODE(T, NAME, L)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        decode_##L##_##NAME(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start,               \
+#define DECODE(T, NAME, L, WARPS, KIND)                                                                                \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
+        decode_##KIND##_##NAME(const T *qkv, T *cache, const u32 *table, const u32 *slot, const u32 *start,               \
                             const u32 *count, const float *sinks, const float *angles, float *parts, T *o, int blocks, \
                             int page, int heads, int kv_heads, int window, int table_rows, int turned, int own,        \
                             float scale) {                                                                             \
-        attend<T, L, 8>(qkv, cache, table, slot, start, count, sinks, angles, parts, o,                                \
+        attend<T, L, WARPS>(qkv, cache, table, slot, start, count, sinks, angles, parts, o,                                \
                         {blocks, page, heads, kv_heads, window}, table_rows, turned, own, scale);                      \
     }
 #define PREFILL(T, NAME, L)                                                                                            \
@@ -432,8 +432,9 @@ static __device__ void argmax(const T *logits, u32 *token, int vocab, int known)
         argmax<T>(logits, token, vocab, known);                                                                        \
     }
 #define DECODES(T, NAME)                                                                                               \
-    DECODE(T, NAME, 8)                                                                                                 \
-    DECODE(T, NAME, 16)                                                                                                \
+    DECODE(T, NAME, 8, 8, 8)                                                                                           \
+    DECODE(T, NAME, 8, 16, few_8)                                                                                      \
+    DECODE(T, NAME, 16, 8, 16)                                                                                         \
     PREFILL(T, NAME, 8)                                                                                                \
     PREFILL(T, NAME, 16)                                                                                               \
     extern "C" __global__ void decode_merge_##NAME(const float *parts, const u32 *count, const float *sinks, T *o,     \

@@ -298,10 +298,10 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
         skinny<T, W, 1, TILES, WARPS, STAGES, 1, GLU, true>(x, w, units_of_rows, (const T *)0, y, rows, outputs,       \
                                                             depth, {delta, weight, sum, eps, one});                    \
     }
-// How a matmul is cut, as `ops/linear.rs` has it. More tiles of a block share what it reads of x, which counts with many rows; where there are few outputs,
-// clusters share the depth.
-#define SKINNIES(T, W, NAME)                                                                                           \
-    SKINNY(T, W, NAME, 1, narrow, 1, 16, 2, 1, false, 2)                                                               \
+// How a matmul is cut, as `ops/linear.rs` has it; AHEAD steps are read ahead of a narrow one of a row. More tiles of a block share what it reads of x, which counts
+// with many rows; where there are few outputs, clusters share the depth.
+#define SKINNIES(T, W, NAME, AHEAD)                                                                                    \
+    SKINNY(T, W, NAME, 1, narrow, 1, 16, AHEAD, 1, false, 2)                                                           \
     SKINNY(T, W, NAME, 1, deep, 1, 32, 2, 1, false, 1)                                                                 \
     SKINNY(T, W, NAME, 1, wide, 2, 8, 2, 1, false, 3)                                                                  \
     SKINNY(T, W, NAME, 1, glu, 2, 8, 2, 1, true, 3)                                                                    \
@@ -314,5 +314,6 @@ static __device__ __forceinline__ void skinny(const T *x, const W *w, const floa
     SKINNY(T, W, NAME, 4, wide, 4, 4, 2, 1, false, 3)                                                                  \
     SKINNY(T, W, NAME, 4, glu, 4, 4, 3, 1, true, 2)                                                                    \
     SKINNY_NORM(T, W, NAME, narrow, 1, 16, 2, false, 2)                                                                \
+    SKINNY_NORM(T, W, NAME, middle, 1, 8, 2, false, 4)                                                                 \
     SKINNY_NORM(T, W, NAME, wide, 2, 8, 2, false, 3)                                                                   \
     SKINNY_NORM(T, W, NAME, glu, 2, 8, 2, true, 3)

@@ -272,6 +272,9 @@ fn decodes(call: Call) -> Option<usize> {
 const BUSY: usize = 128;
 const LONG: usize = 24;
 
+/// Blocks that leave most multiprocessors idle.
+const FEW: usize = 64;
+
 /// o of one new position of each text. `own` where no row reads what another writes: then the new key and value are written here.
 unsafe fn decode(
     call: Call,
@@ -294,7 +297,10 @@ unsafe fn decode(
     ];
     // SAFETY: the operands have these sizes; the scratch has a part of every head for every block of pages, which are more than shares.
     unsafe {
-        call.typed(("paged", &format!("decode_{lanes}")), [kv_heads, batch, shares], 256, decode)?;
+        // Where blocks are few, each has more warps. Sums over warps are then cut in another way, as with shares.
+        let few = own && lanes == 8 && shares * batch * kv_heads <= FEW;
+        let (kernel, threads) = if few { ("decode_few_8".into(), 512) } else { (format!("decode_{lanes}"), 256) };
+        call.typed(("paged", &kernel), [kv_heads, batch, shares], threads, decode)?;
         if shares > 1 {
             let merge = args![parts, count, sinks, o, heads, shares, e];
             call.typed(("paged", "decode_merge"), [heads, batch, 1], e, merge)?;

@@ -149,8 +149,10 @@ pub fn byte_scratch(compute: DType) -> Workspace {
     Workspace { fixed: WORKSPACE, terms: vec![(compute.bytes() as u64, "outputs inputs")] }
 }
 
-/// With more inputs than this a matmul of few rows is deep, and from `WIDE` outputs on it is wide.
+/// With more inputs than this a matmul of few rows is deep, with more outputs than `MANY` there are more tiles of 16 than multiprocessors of a large GPU, and from `WIDE`
+/// outputs on it is wide.
 const DEEP: usize = 4096;
+const MANY: usize = 16 * 132;
 const WIDE: usize = 16384;
 
 /// How a kernel for few rows is cut, as `skinny.cuh` has it: tiles of 16 rows of the weight for a block, its warps, steps that each reads ahead, blocks that
@@ -171,12 +173,14 @@ impl Cut {
     /// Of `8 * eights` rows. GPUs whose blocks have less than 128 KiB of shared memory cut a deep matmul of one row as others.
     fn of(call: Call, eights: usize, outputs: usize, glu: bool) -> Cut {
         let deep = call.size("inputs") > DEEP;
-        let roomy = (90..120).contains(&call.kernels.capability());
+        let roomy = (90..120).contains(&call.kernels.capability()) && outputs <= MANY;
+        // A step of weights in bytes has twice the depth.
+        let ahead = if units(call).is_some() { 1 } else { 2 };
         match eights {
             1 if glu => Cut::new("glu", 2, 8, 2, 1),
             1 if outputs >= WIDE => Cut::new("wide", 2, 8, 2, 1),
             1 if deep && roomy => Cut::new("deep", 1, 32, 2, 1),
-            1 => Cut::new("narrow", 1, 16, 2, 1),
+            1 => Cut::new("narrow", 1, 16, ahead, 1),
             _ if glu => Cut::new("glu", 4, 4, 3, 1),
             _ if outputs >= WIDE => Cut::new("wide", 4, 4, 2, 1),
             _ if deep => Cut::new("deep", 2, 4, 4, 4),
@@ -189,6 +193,8 @@ impl Cut {
         match outputs {
             _ if glu => Cut::new("glu", 2, 8, 2, 1),
             WIDE.. => Cut::new("wide", 2, 8, 2, 1),
+            // Twice as many tiles as multiprocessors: blocks that are small all run at once.
+            _ if outputs > 2 * MANY => Cut::new("middle", 1, 8, 2, 1),
             _ => Cut::new("narrow", 1, 16, 2, 1),
         }
     }
