@@ -35,7 +35,8 @@ fn tiles(rows: u64, cols: u64, (tile_rows, tile_cols, _): (u64, u64, f64)) -> u6
 fn waves(rows: u64, cols: u64, units: u64, tile: (u64, u64, f64), parts: u64) -> f64 {
     let (tile_rows, tile_cols, rate) = tile;
     let waves = (tiles(rows, cols, tile) * parts).div_ceil(units);
-    rate * (rows * cols) as f64 * parts as f64 / (waves * units * tile_rows * tile_cols) as f64
+    let work = (rows * cols) as f64 * parts as f64;
+    rate * work / (waves * units * tile_rows * tile_cols) as f64
 }
 
 /// How badly extents of a matmul fit the hardware's vectors: 0 where all are multiples of 64, 1 where one is none of 8.
