@@ -80,7 +80,9 @@ const LARGE: [CalibrationModel; 20] = [
     shape("llama", 4, 4096, [32, 8], 11008, 64000, [1, 4096]),
     shape("llama", 3, 5120, [40, 8], 16384, 32000, [2, 4096]),
     shape("llama", 6, 1024, [16, 2], 4096, 50304, [3, 8192]),
-    shape("llama", 3, 2048, [16, 4], 8192, 32000, [1, 16384]).in_precision("policy = \"bf16\"\ngradients = \"bf16\""),
+    shape("llama", 3, 2048, [16, 4], 8192, 32000, [1, 16384])
+        .with("tied_embeddings = true")
+        .in_precision("policy = \"bf16\"\ngradients = \"bf16\""),
     shape("llama", 4, 1536, [24, 6], 6144, 32000, [1, 32768]),
     shape("llama", 6, 1536, [12, 12], 4096, 32000, [4, 4096])
         .with("kv_lora_rank = 384\nqk_nope_head_dim = 128\nqk_rope_head_dim = 64\nv_head_dim = 128"),
