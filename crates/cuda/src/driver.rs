@@ -171,6 +171,11 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
+    /// Whether it has matmuls in fp8.
+    pub fn has_fp8(&self) -> bool {
+        self.capability >= 89
+    }
+
     /// How many devices there are that this driver is new enough for.
     pub fn count() -> Result<usize, CudaError> {
         let driver = Driver::get()?;

@@ -116,7 +116,7 @@ impl CudaExecutor {
         }
         check_scratch(&program, &segments, |compute, gradients| ops::profile("", compute, gradients, deterministic))?;
         let in_fp8 = |b: &Bound| matches!(b.op, Op::Quantise { .. } | Op::QuantiseFine { .. });
-        if gpu.device.capability < 89 && segments.iter().flatten().any(in_fp8) {
+        if !gpu.device.has_fp8() && segments.iter().flatten().any(in_fp8) {
             let (name, capability) = (gpu.device.name.clone(), gpu.device.capability);
             return Err(CudaError::NoFp8 { name, capability }.into());
         }

@@ -44,9 +44,11 @@ pub struct Setting {
     pub bytes_per_s: f64,
     /// FLOP per second of a large matmul of one rank, by the type of its operands.
     pub flops_per_s: BTreeMap<DType, f64>,
-    /// Seconds of a step beside the sum of its kernels, per kernel. Below 0 where timing kernels one by one took longer than they do
-    /// in a CUDA graph.
+    /// Seconds of a step beside the sum of its kernels, per kernel.
     pub kernel_gap_s: f64,
+    /// Seconds that timing a kernel by itself adds to it. They are taken off before a time becomes a point, since those of a small
+    /// kernel would else be a share of every larger one.
+    pub clock_s: f64,
     /// How many times as long kernels take in a step as alone: other work of the machine, lower clocks.
     pub slowdown: f64,
     /// Of time in which collectives overlap with kernels, the share by which both together take longer: 1 where they use the same cores.
@@ -93,24 +95,37 @@ impl Setting {
             bytes_per_s: 1e12,
             flops_per_s: BTreeMap::from([(DType::BF16, 1e14), (DType::F32, 1e13)]),
             kernel_gap_s: 0.0,
+            clock_s: 0.0,
             slowdown: 1.0,
             overlap_cost: 0.0,
             tables: Vec::new(),
         }
     }
 
-    /// The peak rate of matmuls of such operands; of fp32 where there is none. TF32 was not measured: matrix units of GPUs have it at half the rate of
-    /// 16 bits, and on a CPU it is fp32.
+    /// The peak rate of matmuls of such operands; of fp32 where there is none. TF32 and fp8 were not measured: matrix units of GPUs have
+    /// TF32 at half the rate of 16 bits, and fp8 at twice, of which a power limit leaves 1.85 times (1,250 and 674 TFLOP/s on an H200).
+    /// On a CPU TF32 is fp32.
     pub fn peak(&self, dtype: impl Into<MatmulType>) -> f64 {
         let of = |dtype| self.flops_per_s.get(&dtype).copied();
         let dtype = dtype.into();
-        let half = of(DType::BF16).filter(|_| dtype == MatmulType::Tf32 && self.threads == 0).map(|rate| rate / 2.0);
-        half.or_else(|| of(dtype.stored())).or_else(|| of(DType::F32)).or_else(|| of(DType::BF16)).unwrap_or(1e12)
+        let times = match dtype {
+            MatmulType::Tf32 => Some(0.5),
+            MatmulType::Stored(dtype) => dtype.is_fp8().then_some(1.85),
+        };
+        let beside = times.filter(|_| self.threads == 0).and_then(|times| Some(times * of(DType::BF16)?));
+        let own = of(dtype.stored()).filter(|_| dtype != MatmulType::Tf32 || beside.is_none());
+        own.or(beside).or_else(|| of(DType::F32)).or_else(|| of(DType::BF16)).unwrap_or(1e12)
     }
 
     /// Whether a demand is a matmul that may be in TF32, and this machine a GPU: what was measured in fp32 says nothing of it.
     fn is_faster_in_tf32(&self, demand: &Demand) -> bool {
         self.threads == 0 && matches!(demand, Demand::Matmul { dtype: MatmulType::Tf32, .. })
+    }
+
+    /// Whether a demand is a matmul in fp8, and this machine a GPU: where none was measured, those of 16 bits reach the same share of
+    /// another peak.
+    fn is_faster_in_fp8(&self, demand: &Demand) -> bool {
+        self.threads == 0 && matches!(demand, Demand::Matmul { dtype, .. } if dtype.stored().is_fp8())
     }
 
     /// Seconds of a demand; what had to be estimated from other ops is noted.
@@ -156,6 +171,10 @@ impl Setting {
                     return self.slowdown * bound * share;
                 }
                 unmeasured.insert(format!("{} {}", kernel.op, kernel.dtype));
+                if let (Demand::Matmul { dtype, .. }, true) = (demand, self.is_faster_in_fp8(demand)) {
+                    let bound = self.bound(family, *dtype, &size);
+                    return self.slowdown * bound * like(Some(DType::BF16)).or_else(|| like(None)).unwrap_or(2.0);
+                }
                 self.slowdown * bound * like(Some(kernel.dtype)).or_else(|| like(None)).unwrap_or(2.0)
             }
         }
@@ -252,6 +271,9 @@ impl Setting {
     }
 }
 
+/// Least share of a timed kernel that is its own.
+const LEAST_KERNEL: f64 = 0.25;
+
 /// What a run's instruction took.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sample {
@@ -264,7 +286,7 @@ pub struct Sample {
 }
 
 /// What timed instructions say of the machine: points by op and type, each what calls of that size took, and seconds by what they
-/// were spent on, collectives apart, which wait for others. Of several times it is the median; on a CPU, where other programs disturb
+/// were spent on, collectives apart, which wait for others. What timing adds is taken off each. Of several times it is the median; on a CPU, where other programs disturb
 /// some, the lower quartile. What a device does as one is shared out by the members' roofline bounds.
 pub fn observe(
     program: &StepProgram,
@@ -294,7 +316,8 @@ pub fn observe(
             }
         }
         let all: f64 = asked.iter().map(|(.., bound)| bound).sum();
-        let seconds: f64 = members.iter().map(|m| m.seconds).sum();
+        let timed: f64 = members.iter().map(|m| m.seconds).sum();
+        let seconds = (timed - setting.clock_s).max(LEAST_KERNEL * timed);
         for (key, size, class, bound) in asked {
             let share = seconds * bound / all.max(f64::MIN_POSITIVE);
             *classes.entry(class.to_string()).or_default() += share;
@@ -447,6 +470,48 @@ mod tests {
         setting.threads = 0;
         let (found, unmeasured) = of(&setting);
         assert!(near(found, 2.0 * 1024f64.powi(3) / 2.5e11) && unmeasured == 1, "{found}");
+    }
+
+    #[test]
+    fn fp8_that_was_not_measured_is_as_far_from_its_peak_as_16_bits_and_where_it_was_that_counts() {
+        let Demand::Matmul { rows, cols, inner, calls, bytes, gradients, logits, .. } = matmul(1024, 1) else {
+            unreachable!()
+        };
+        let fp8 = Demand::Matmul { rows, cols, inner, calls, dtype: DType::E4M3.into(), bytes, gradients, logits };
+        let mut setting = Setting { threads: 0, ..planted().settings.remove(0) };
+        let kernel = Kernel { op: "fp8_linear", dtype: DType::F32 };
+        let of = |setting: &Setting| {
+            let mut unmeasured = BTreeSet::new();
+            (setting.seconds(kernel, &fp8, &Mesh::ONE, &mut unmeasured), unmeasured.len())
+        };
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 1e-3;
+        let (found, unmeasured) = of(&setting);
+        assert!(near(found, 2.0 * 1024f64.powi(3) / (1.85 * 5e11)) && unmeasured == 1, "{found}");
+        let point = Point { size: vec![1024.0, 1024.0, 1024.0, 1.0, 1.0], seconds: 3e-3 };
+        let family = Family::Matmul;
+        setting.add(vec![Table { op: "fp8_linear".into(), dtype: DType::F32, family, points: vec![point] }]);
+        let (found, unmeasured) = of(&setting);
+        assert!(near(found, 3e-3) && unmeasured == 0, "{found}");
+    }
+
+    #[test]
+    fn attention_is_timed_over_lengths_and_a_longer_one_than_any_comes_nearer_to_the_peak() {
+        let mut setting = Setting { threads: 0, units: 132, tables: Vec::new(), ..Setting::nominal() };
+        let demand = |seq: u64| {
+            let (flops, bytes) = (seq * seq * 4096, seq * 16_384);
+            Demand::Attention { flops, bytes, head_dim: 64, seq, dtype: DType::BF16, backward: false }
+        };
+        let points = [(1024, 40e-6), (4096, 440e-6)].map(|(seq, seconds)| {
+            let (_, size) = Family::of(&demand(seq)).unwrap();
+            Point { size, seconds }
+        });
+        let (op, dtype, family) = ("attention".to_owned(), DType::BF16, Family::Attention);
+        setting.add(vec![Table { op, dtype, family, points: points.to_vec() }]);
+        let rate = |seq: u64| {
+            let kernel = Kernel { op: "attention", dtype: DType::BF16 };
+            (seq * seq) as f64 / setting.seconds(kernel, &demand(seq), &Mesh::ONE, &mut BTreeSet::new())
+        };
+        assert!(rate(1024) < rate(4096) && 1.1 * rate(4096) < rate(32768), "{} {}", rate(4096), rate(32768));
     }
 
     #[test]

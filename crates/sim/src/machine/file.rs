@@ -26,6 +26,9 @@ struct SettingEntry {
     memory_gb_per_s: Spanned<f64>,
     matmul_gflops: BTreeMap<String, Spanned<f64>>,
     kernel_gap_us: f64,
+    /// Files from before it have it in the gap.
+    #[serde(default)]
+    clock_us: f64,
     slowdown: Spanned<f64>,
     overlap_cost: f64,
     table: Vec<TableEntry>,
@@ -79,6 +82,7 @@ impl MachineProfile {
                 bytes_per_s: 1e9 * positive(&entry.memory_gb_per_s, "memory_gb_per_s")?,
                 flops_per_s,
                 kernel_gap_s: 1e-6 * entry.kernel_gap_us,
+                clock_s: 1e-6 * entry.clock_us,
                 slowdown: positive(&entry.slowdown, "slowdown")?,
                 overlap_cost: entry.overlap_cost,
                 tables,
@@ -100,11 +104,12 @@ impl MachineProfile {
         for s in &self.settings {
             let rates: Vec<String> = s.flops_per_s.iter().map(|(d, rate)| format!("{d} = {:?}", rate / 1e9)).collect();
             let Setting { ranks, threads, units, slowdown, overlap_cost, .. } = s;
-            let (memory, matmul, gap) = (s.bytes_per_s / 1e9, rates.join(", "), s.kernel_gap_s * 1e6);
+            let (memory, matmul) = (s.bytes_per_s / 1e9, rates.join(", "));
+            let [gap, clock] = [s.kernel_gap_s, s.clock_s].map(|seconds| seconds * 1e6);
             let _ = writeln!(
                 text,
                 "\n[[setting]]\nranks = {ranks}\nthreads = {threads}\nunits = {units}\nmemory_gb_per_s = {memory:?}\n\
-                 matmul_gflops = {{ {matmul} }}\nkernel_gap_us = {gap:?}\nslowdown = {slowdown:?}\noverlap_cost = {overlap_cost:?}"
+                 matmul_gflops = {{ {matmul} }}\nkernel_gap_us = {gap:?}\nclock_us = {clock:?}\nslowdown = {slowdown:?}\noverlap_cost = {overlap_cost:?}"
             );
             for table in &s.tables {
                 table.write(&mut text);
