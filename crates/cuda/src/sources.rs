@@ -22,7 +22,7 @@ macro_rules! skinny {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 29] = [
+pub const SOURCES: [(&str, &str); 30] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("bytes", concat!(skinny!(), include_str!("../kernels/bytes.cu"))),
@@ -37,7 +37,8 @@ pub const SOURCES: [(&str, &str); 29] = [
     ("grouped", concat!(hopper!(), include_str!("../kernels/grouped.cu"))),
     ("grouped_fp8", concat!(hopper!(), include_str!("../kernels/grouped_fp8.cu"))),
     ("kept", concat!(include_str!("../kernels/many.cuh"), include_str!("../kernels/kept.cu"))),
-    ("latent", include_str!("../kernels/latent.cu")),
+    ("latent", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/latent.cu"))),
+    ("latent_cache", concat!(include_str!("../kernels/units.cuh"), include_str!("../kernels/latent_cache.cu"))),
     ("loss", include_str!("../kernels/loss.cu")),
     ("map", concat!(include_str!("../kernels/map.cu"), crate::ops::pointwise::maps!())),
     ("naive", include_str!("../kernels/naive.cu")),
