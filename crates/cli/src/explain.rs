@@ -309,10 +309,10 @@ fn cache_text(config: &Config) -> String {
     let bytes = |numbers: usize| units::bytes((model.layers * numbers * element) as u64);
     wrapped(
         &format!(
-            "KV cache in generation: {} per token, K and V of {}; the latent and the shared key alone are {}",
-            bytes(model.heads * (model.head_dim + latent.value)),
-            counted(model.heads, "head"),
+            "KV cache in generation: {} per token, the latent and the shared key; K and V of {} would be {}",
             bytes(latent.kv_rank + latent.rope),
+            counted(model.heads, "head"),
+            bytes(model.heads * (model.head_dim + latent.value)),
         ),
         "  ",
     )

@@ -521,9 +521,9 @@ fn inference_is_counted_in_bytes_of_the_cache_and_bounds_of_a_gpu() {
     assert!((seconds / bound - 1.0).abs() < 0.01, "{seconds} {bound}");
     let text = place.ok(&["explain", "run.toml", "--inference", "--gpu", "h100"]);
     assert!(text.contains("GQA, 8 heads of K and V for 32 of Q") && text.contains("bound by"), "{text}");
-    // Latents are a kind that the model has and generation does not keep yet: it keeps what they expand to.
+    // Of a model with latent attention, generation keeps the latent and the shared key.
     place.config("[model]\npreset = \"deepseek-v2-lite\"\n[train]\nseq = 4096\nglobal_batch = 1\n");
     let kinds = &json(&place, &["--inference"])["inference"]["kinds"];
-    assert_eq!(kinds[0]["token_bytes"], 27 * 16 * (192 + 128) * 2);
-    assert_eq!(kinds[2]["token_bytes"], 27 * (512 + 64) * 2);
+    assert_eq!((&kinds[0]["token_bytes"], &kinds[0]["kept"]), (&(27 * (512 + 64) * 2).into(), &true.into()));
+    assert_eq!((&kinds[1]["token_bytes"], &kinds[1]["kept"]), (&(27 * 16 * (192 + 128) * 2).into(), &false.into()));
 }

@@ -154,6 +154,146 @@ static __device__ void grad(const T *dqkv, T *dq, T *dkv, T *dshared, Sizes n, f
         }
 }
 
+// What generation does with the weight w [heads · block, rank] by which keys and values expand from the latent: a matmul for each head, with its own rows of w. Queries
+// absorb the rows of keys: c [rows, rank] = a [rows, depth] · w [depth, rank]; sums of latents go through the rows of values: c [rows, value] = a [rows, rank] · wᵀ.
+struct PerHead {
+    int rows, columns, depth;
+    // Elements from a row to the next, and from a head to the next.
+    int a_row, a_head, w_row;
+    i64 w_head;
+    int c_row, c_head;
+    // Whether a block of w has a row for each column of the result.
+    int transposed;
+    // Whether rows are whole packs.
+    int wide;
+};
+
+const int ROWS = 32;
+const int COLUMNS = 64;
+
+// Tiles of both factors, that of w with a row for each column: bounds are filled with zeros.
+template <typename T, int DEPTH, int PAD>
+struct Tiles {
+    T a[ROWS][DEPTH + PAD], w[COLUMNS][DEPTH + PAD];
+
+    __device__ __forceinline__ void load(const T *from_a, const T *from_w, PerHead n, int row, int column, int k0) {
+        const int N = Pack<T>::N;
+        const T zero = Of<T>::f32(0.0f);
+        Pack<T> none = {};
+        if (n.wide) {
+            for (int i = threadIdx.x; i < ROWS * DEPTH / N; i += blockDim.x) {
+                int r = i / (DEPTH / N), k = i % (DEPTH / N) * N;
+                bool there = row + r < n.rows && k0 + k < n.depth;
+                *(Pack<T> *)&a[r][k] = there ? *(const Pack<T> *)(from_a + (i64)(row + r) * n.a_row + k0 + k) : none;
+            }
+        } else {
+            for (int i = threadIdx.x; i < ROWS * DEPTH; i += blockDim.x) {
+                int r = i / DEPTH, k = i % DEPTH;
+                bool there = row + r < n.rows && k0 + k < n.depth;
+                a[r][k] = there ? from_a[(i64)(row + r) * n.a_row + k0 + k] : zero;
+            }
+        }
+        if (n.transposed && n.wide) {
+            for (int i = threadIdx.x; i < COLUMNS * DEPTH / N; i += blockDim.x) {
+                int c = i / (DEPTH / N), k = i % (DEPTH / N) * N;
+                bool there = column + c < n.columns && k0 + k < n.depth;
+                *(Pack<T> *)&w[c][k] = there ? *(const Pack<T> *)(from_w + (i64)(column + c) * n.w_row + k0 + k) : none;
+            }
+        } else {
+            // Neighbouring threads read neighbours of a row of w.
+            for (int i = threadIdx.x; i < COLUMNS * DEPTH; i += blockDim.x) {
+                int c = n.transposed ? i / DEPTH : i % COLUMNS, k = n.transposed ? i % DEPTH : i / COLUMNS;
+                bool there = column + c < n.columns && k0 + k < n.depth;
+                i64 at = n.transposed ? (i64)(column + c) * n.w_row + k0 + k : (i64)(k0 + k) * n.w_row + column + c;
+                w[c][k] = there ? from_w[at] : zero;
+            }
+        }
+    }
+};
+
+// Grid: (tiles of columns, tiles of rows, heads). A warp has 16 columns of a tile, by the matrix units: lane 4g + t has rows g and g + 8 and columns 2t and 2t + 1 of each
+// 16 × 8.
+template <typename T>
+static __device__ __forceinline__ void per_head(const T *a, const T *w, T *c, PerHead n, float scale) {
+    const int DEPTH = 64;
+    __shared__ alignas(16) Tiles<T, DEPTH, 8> tiles;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    int column = blockIdx.x * COLUMNS, row = blockIdx.y * ROWS;
+    a += (i64)blockIdx.z * n.a_head, w += blockIdx.z * n.w_head, c += (i64)blockIdx.z * n.c_head;
+    float sums[2][2][4] = {};
+    for (int k0 = 0; k0 < n.depth; k0 += DEPTH) {
+        tiles.load(a, w, n, row, column, k0);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < DEPTH; k += 16) {
+            u32 x[2][4];
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    x[m][i] = *(const u32 *)&tiles.a[16 * m + g + 8 * (i & 1)][k + 2 * t + 8 * (i >> 1)];
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const T *of = &tiles.w[16 * warp + 8 * j + g][k + 2 * t];
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+                    units<T>(sums[m][j], x[m][0], x[m][1], x[m][2], x[m][3], *(const u32 *)of, *(const u32 *)(of + 8));
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int r = row + 16 * m + g + 8 * (i >> 1), at = column + 16 * warp + 8 * j + 2 * t + (i & 1);
+                if (r < n.rows && at < n.columns) c[(i64)r * n.c_row + at] = Of<T>::f32(sums[m][j][i] * scale);
+            }
+}
+
+// In f32 a thread has 8 rows and 2 columns.
+template <>
+__device__ __forceinline__ void per_head<float>(const float *a, const float *w, float *c, PerHead n, float scale) {
+    const int DEPTH = 32;
+    __shared__ alignas(16) Tiles<float, DEPTH, 4> tiles;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = blockIdx.x * COLUMNS, row = blockIdx.y * ROWS;
+    a += (i64)blockIdx.z * n.a_head, w += blockIdx.z * n.w_head, c += (i64)blockIdx.z * n.c_head;
+    float sums[8][2] = {};
+    for (int k0 = 0; k0 < n.depth; k0 += DEPTH) {
+        tiles.load(a, w, n, row, column, k0);
+        __syncthreads();
+        for (int k = 0; k < DEPTH; k++)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) sums[i][j] += tiles.a[8 * warp + i][k] * tiles.w[lane + 32 * j][k];
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int r = row + 8 * warp + i, at = column + lane + 32 * j;
+            if (r < n.rows && at < n.columns) c[(i64)r * n.c_row + at] = sums[i][j] * scale;
+        }
+}
+
+// What of packed Q·K·V is no matmul: the parts of queries with RoPE, the shared key, and the latent. Grid: rows.
+template <typename T>
+static __device__ void absorbed_rest(const T *q, const T *latent, const T *shared, T *qkv, Sizes n, int rank, float scale) {
+    i64 row = blockIdx.x;
+    int key = n.rope + rank;
+    q += row * n.q(), latent += row * rank, shared += row * n.rope, qkv += row * (n.heads + 1) * key;
+    for (int at = threadIdx.x; at < n.heads * n.rope; at += blockDim.x) {
+        int h = at / n.rope, i = at - h * n.rope;
+        qkv[h * key + i] = Of<T>::f32(to_f32(q[h * n.head + n.plain() + n.pair(i)]) * scale);
+    }
+    qkv += n.heads * key;
+    for (int i = threadIdx.x; i < key; i += blockDim.x) qkv[i] = i < n.rope ? shared[n.pair(i)] : latent[i - n.rope];
+}
+
 #define LATENT(T, NAME)                                                                                                \
     extern "C" __global__ void latent_heads_##NAME(const T *q, const T *kv, const T *shared, T *qkv, int count,        \
                                                    int head, int rope, int value, float scale) {                       \
@@ -162,6 +302,16 @@ static __device__ void grad(const T *dqkv, T *dq, T *dkv, T *dshared, Sizes n, f
     extern "C" __global__ void latent_heads_grad_##NAME(const T *dqkv, T *dq, T *dkv, T *dshared, int count, int head, \
                                                         int rope, int value, float scale) {                            \
         grad<T>(dqkv, dq, dkv, dshared, {count, head, rope, value}, scale);                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void absorbed_rest_##NAME(const T *q, const T *latent, const T *shared, T *qkv, int count,   \
+                                                    int head, int rope, int rank, float scale) {                       \
+        absorbed_rest<T>(q, latent, shared, qkv, {count, head, rope, 0}, rank, scale);                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+        per_head_##NAME(const T *a, const T *w, T *c, int rows, int columns, int depth, int a_row, int a_head,         \
+                        int w_row, i64 w_head, int c_row, int c_head, int transposed, int wide, float scale) {         \
+        per_head<T>(a, w, c,                                                                                           \
+                    {rows, columns, depth, a_row, a_head, w_row, w_head, c_row, c_head, transposed, wide}, scale);     \
     }
 LATENT(float, f32)
 LATENT(bf16, bf16)

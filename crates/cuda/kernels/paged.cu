@@ -234,23 +234,6 @@ static __device__ void merge(const float *parts, const u32 *count, const float *
 const int TILE = 32;
 const int QUERIES = 64;
 
-static __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
-static __device__ __forceinline__ void copy16(void *to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0));
-}
-
-static __device__ __forceinline__ void matrices(u32 *r, const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-}
-static __device__ __forceinline__ void transposed(u32 *r, const void *row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
-}
-
 template <typename T, int L>
 static __device__ void prefill(const T *qkv, const T *cache, const u32 *table, const u32 *slot, const u32 *start,
                                const u32 *count, const float *sinks, T *o, Paged n, int seq, float scale) {

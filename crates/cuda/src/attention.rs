@@ -5,6 +5,7 @@ pub mod context;
 mod document_kernels;
 pub mod documents;
 mod graph;
+pub mod latent;
 pub(crate) mod plans;
 mod table;
 
@@ -254,7 +255,7 @@ pub struct Turn {
 /// RoPE and attention of one new position of each text; false where they must be done one after the other.
 pub unsafe fn turned(rope: Call, attention: Call) -> Result<bool, CudaError> {
     let turn = Turn { table: rope.input(1), rows: rope.size("table"), turned: rope.size("columns") };
-    let Op::CachedAttention { window, .. } = attention.op() else { return Ok(false) };
+    let Op::CachedAttention { latent: false, window, .. } = attention.op() else { return Ok(false) };
     if decodes(attention).is_none() || !turn.turned.is_multiple_of(16) {
         return Ok(false);
     }

@@ -1,7 +1,8 @@
 //! Adapters (LoRA): beside a frozen weight W stand two thin matrices A and B, which are trained: y = W·x + alpha / rank · B·A·x.
 //!
 //! They are put into the graph that an architecture has built, so architectures do not know of them. What has a name of its own at Hugging
-//! Face has an adapter of its own, as in PEFT: of Q·K·V, which we store as one, three. Experts have one each.
+//! Face has an adapter of its own, as in PEFT: of Q·K·V, which we store as one, three. Experts have one each. A weight that latent attention
+//! reads head by head, in generation, is adapted itself: W + alpha / rank · B·A.
 
 use crate::names;
 use lockstep_config::{LoraConfig, fits_pattern, names_without_numbers};
@@ -75,6 +76,12 @@ pub fn adapt(mut g: Graph, lora: &LoraConfig) -> Result<Graph, AdapterProblem> {
     let mut now: Vec<ValueId> = (0..g.values.len()).map(ValueId).collect();
     for mut node in std::mem::take(&mut g.nodes) {
         node.inputs.iter_mut().for_each(|v| *v = now[v.0]);
+        if reads_by_head(&node)
+            && let Some(adapted) = adapters.put_in_weight(&mut g, &node)?
+        {
+            now[node.inputs[1].0] = adapted;
+            node.inputs[1] = adapted;
+        }
         g.nodes.push(node.clone());
         if let (Some(y), Some(adapted)) = (node.outputs[0], adapters.put(&mut g, &node)?) {
             now[y.0] = adapted;
@@ -96,9 +103,14 @@ fn modules(g: &Graph) -> Vec<String> {
     parts.map(|name| module(name).to_owned()).collect()
 }
 
+/// Whether heads each read rows of a weight: of that by which keys and values of latent attention expand.
+fn reads_by_head(node: &Node) -> bool {
+    matches!(node.op, Op::LatentHeads { absorbed: true, .. } | Op::LatentValues { .. })
+}
+
 /// The weight of a matmul of a layer. Routers, which stay in f32, have no adapters, nor have experts whose weights go by one name together.
 fn adaptable<'a>(g: &'a Graph, node: &Node) -> Option<&'a Parameter> {
-    node.layer.filter(|_| matches!(node.op, Op::Linear | Op::GroupedLinear { .. }))?;
+    node.layer.filter(|_| matches!(node.op, Op::Linear | Op::GroupedLinear { .. }) || reads_by_head(node))?;
     let w = g.get(node.inputs[1]);
     let entries = if w.ty.dims.len() == 3 { w.ty.dims[0].size() } else { 1 };
     match &w.source {
@@ -152,9 +164,7 @@ impl Adapters<'_> {
         let each = parameter.parts.len() / entries;
         let names = parameter.parts.clone();
         let names_of = |section: usize| names.iter().skip(section).step_by(each);
-        let targeted = |section: &usize| {
-            names_of(*section).all(|name| self.targets.iter().any(|target| is_target(target, module(name))))
-        };
+        let targeted = |section: &usize| names_of(*section).all(|name| self.is_targeted(name));
         let sections: Vec<usize> = (0..each).filter(targeted).collect();
         if sections.is_empty() {
             return Ok(None);
@@ -164,14 +174,10 @@ impl Adapters<'_> {
         let low = Section { axis: Axis::LowRank, count: self.rank, unit: 1 };
         let [outputs, inputs] = dims;
         let adapter = |g: &mut Graph, kind: &str, end: &str, init: Init, dims: [Dim; 2], parts: Vec<&String>| {
-            let parts = parts.into_iter().map(|name| format!("{}{end}", module(name))).collect();
             let dims: Vec<Dim> = stacked.clone().into_iter().chain(dims).collect();
-            let ty = TensorType::new(DType::F32, dims);
-            let trained = Parameter::new(init, parts);
-            g.state(format!("{}.{kind}", w.name), ty, State::Parameter(trained))
+            self.matrix(g, format!("{}.{kind}", w.name), (init, dims), (parts, end))
         };
-        // As PEFT draws them: of the variance of its uniform distribution, and B as zeros, so that nothing changes at first.
-        let init = Init::Normal { std: (1.0 / (3.0 * inputs.size() as f64)).sqrt() as f32 };
+        let init = drawn(&inputs);
         let all = (0..entries).flat_map(|entry| sections.iter().map(move |section| entry * each + section));
         let packed = Dim::packed(vec![low; sections.len()]);
         let a = adapter(g, "a", A, init, [packed, inputs], all.map(|at| &names[at]).collect());
@@ -226,4 +232,48 @@ impl Adapters<'_> {
         g.enter_layer(outer);
         Ok(Some(adapted))
     }
+
+    /// The matrix of an adapter: of these modules, by the end of its names.
+    fn matrix(
+        &self,
+        g: &mut Graph,
+        name: String,
+        (init, dims): (Init, Vec<Dim>),
+        (of, end): (Vec<&String>, &str),
+    ) -> ValueId {
+        let parts = of.into_iter().map(|name| format!("{}{end}", module(name))).collect();
+        let trained = Parameter::new(init, parts);
+        g.state(name, TensorType::new(DType::F32, dims), State::Parameter(trained))
+    }
+
+    /// The weight that heads read in this node with its adapter, if it has one.
+    fn put_in_weight(&self, g: &mut Graph, node: &Node) -> Result<Option<ValueId>, TypeError> {
+        let Some(parameter) = adaptable(g, node) else { return Ok(None) };
+        let (names, w) = (parameter.parts.clone(), g.get(node.inputs[1]).clone());
+        let ([outputs, inputs], true) = (&w.ty.dims[..], names.iter().all(|name| self.is_targeted(name))) else {
+            return Ok(None);
+        };
+        let outer = g.layer();
+        g.enter_layer(node.layer);
+        let low = Dim::new(Axis::LowRank, self.rank);
+        let [down, up] = [vec![low.clone(), inputs.clone()], vec![outputs.clone(), low]];
+        let a = self.matrix(g, format!("{}.a", w.name), (drawn(inputs), down), (names.iter().collect(), A));
+        let b = self.matrix(g, format!("{}.b", w.name), (Init::Zeros, up), (names.iter().collect(), B));
+        let delta = g.op(Op::LinearGradInput, &[b, a], &format!("{}.delta", w.name))?[0];
+        let scale = Op::Scale { factor: self.scale, rounded: false };
+        let scaled = g.op(scale, &[delta], &format!("{}.scaled", w.name))?[0];
+        let adapted = g.op(Op::Add, &[node.inputs[1], scaled], &format!("{}.adapted", w.name))?[0];
+        g.enter_layer(outer);
+        Ok(Some(adapted))
+    }
+
+    /// Whether the config names the module of a weight.
+    fn is_targeted(&self, weight: &String) -> bool {
+        self.targets.iter().any(|target| is_target(target, module(weight)))
+    }
+}
+
+/// How A is drawn, as in PEFT: of the variance of its uniform distribution. B begins as zeros, so that nothing changes at first.
+fn drawn(inputs: &Dim) -> Init {
+    Init::Normal { std: (1.0 / (3.0 * inputs.size() as f64)).sqrt() as f32 }
 }

@@ -108,10 +108,10 @@ impl Decoder<'_> {
         };
 
         let n = norm(g, x, norms.before_attention, "n1")?;
-        let mut qkv = match m.latent() {
+        let (mut qkv, absorbed) = match m.latent() {
             Some(latent) => {
                 let names = Names { at: &at, hf: &hf };
-                latent_qkv(g, n, (m, latent), names, (normal, query_scale(m)))?
+                latent_qkv(g, n, (m, latent, form_inputs.has_cache()), names, (normal, query_scale(m)))?
             }
             None => {
                 let names_of = |kind| ["q", "k", "v"].map(|p| named(&format!("self_attn.{p}_proj"), kind));
@@ -122,7 +122,7 @@ impl Decoder<'_> {
                     let bias = zeros(g, &at("bqkv"), packed, &names_of("bias"));
                     qkv = g.op(Op::AddBias, &[qkv, bias], &at("qkv_biased"))?[0];
                 }
-                qk_norm(g, m, qkv, &at, &hf)?
+                (qk_norm(g, m, qkv, &at, &hf)?, None)
             }
         };
         if let Some(kind) = parts.rope {
@@ -135,7 +135,10 @@ impl Decoder<'_> {
             let parts = [format!("model.layers.{layer}.self_attn.sinks")];
             exact_zeros(g, &at("sinks"), Dim::new(Axis::Heads, m.heads), &parts)
         });
-        let o = form_inputs.attend_with(g, qkv, (m.attention, parts.window), sinks, &at)?;
+        let mut o = form_inputs.attend_with(g, qkv, (m.attention, parts.window), sinks, &at)?;
+        if let Some(w) = absorbed {
+            o = g.op(Op::LatentValues { value: m.value_dim() }, &[o, w], &at("o_values"))?[0];
+        }
         let w = matrix(g, &at("wo"), [self.embed(), Dim::packed([attended])], to_residual, &[hf("self_attn.o_proj")]);
         let mut delta = g.op(Op::Linear, &[o, w], &at("attention_out"))?[0];
         if m.architecture.features().block_bias {

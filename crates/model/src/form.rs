@@ -147,6 +147,11 @@ impl FormInputs {
         }
     }
 
+    /// Whether keys and values of all positions are in a cache.
+    pub fn has_cache(&self) -> bool {
+        matches!(self, FormInputs::NextToken { .. })
+    }
+
     /// The same with dropout at this rate. Generation has none.
     pub fn dropping(mut self, g: &mut Graph, rate: f64) -> Self {
         if let FormInputs::Loss { targets, dropout, .. } = &mut self
@@ -247,11 +252,13 @@ impl FormInputs {
                 });
                 let sections = g.ty(qkv).dims.last().map_or(&[][..], |packed| &packed.sections);
                 let kv = Dim::packed(sections.get(1..).unwrap_or_default());
+                // Of a key that all heads share, the K section is what is no value.
+                let latent = matches!(sections, [q, k, _] if q.unit != k.unit);
                 let dims = [Dim::new(Axis::Batch, pages), Dim::new(Axis::Seq, shape.page), kv];
                 let cache = g.state(at("kv_cache"), TensorType::new(DType::F32, dims), State::Cache);
                 let inputs: Vec<ValueId> =
                     [qkv, cache, table, *slot, *start, *count].into_iter().chain(sinks).collect();
-                let out = g.op(Op::CachedAttention { window, apart: shape.apart }, &inputs, &at("o"))?;
+                let out = g.op(Op::CachedAttention { latent, window, apart: shape.apart }, &inputs, &at("o"))?;
                 g.updates.push((cache, out[1]));
                 Ok(out[0])
             }

@@ -2,6 +2,8 @@
 //! with RoPE is shared by all heads.
 //!
 //! In training K and V exist as they expand, so attention is that of any model, whose heads of V are of another size than those of Q and K.
+//! Generation keeps the latent and the shared key of every position, which are one key for all heads: queries absorb the weight of keys, and what
+//! attention gives goes through that of values.
 
 use crate::parameters::{matrix, ones};
 use lockstep_config::{LatentAttention, ModelConfig};
@@ -17,14 +19,15 @@ pub(crate) struct Names<'a> {
     pub hf: &'a dyn Fn(&str) -> String,
 }
 
-/// Packed Q·K·V of a layer whose attention is latent, with queries times `scale`, before RoPE.
+/// Packed Q·K·V of a layer whose attention is latent, with queries times `scale`, before RoPE. Where queries absorb the weight of keys, that
+/// weight too: `LatentValues` turns what attention gives into values.
 pub(crate) fn latent_qkv(
     g: &mut Graph,
     x: ValueId,
-    (m, latent): (&ModelConfig, LatentAttention),
+    (m, latent, absorbed): (&ModelConfig, LatentAttention, bool),
     names: Names,
     (normal, scale): (&Init, f32),
-) -> Result<ValueId, TypeError> {
+) -> Result<(ValueId, Option<ValueId>), TypeError> {
     let project =
         |g: &mut Graph, x: ValueId, (ours, theirs): (&str, &str), outputs: Dim| -> Result<ValueId, TypeError> {
             let inputs = g.ty(x).dims.last().cloned().unwrap_or(Dim::new(Axis::Embed, m.dim));
@@ -55,6 +58,14 @@ pub(crate) fn latent_qkv(
     let shared = g.op(Op::Slice { first: 1, count: 1 }, &[low], &(names.at)("shared_key"))?[0];
     let compressed = norm(g, compressed, ("kv_a", "kv_a_layernorm"))?;
     let expanded = heads(Axis::KvHeads, latent.nope + latent.value);
+    if absorbed {
+        let inputs = Dim::new(Axis::Latent, latent.kv_rank);
+        let w = matrix(g, &(names.at)("wkv"), [expanded, inputs], normal, &[(names.hf)("self_attn.kv_b_proj")]);
+        // Attention divides by the root of the width of its keys, which is that of the latent here.
+        let widths = (latent.kv_rank + latent.rope) as f64 / (latent.nope + latent.rope) as f64;
+        let op = Op::LatentHeads { absorbed, scale: (f64::from(scale) * widths.sqrt()) as f32 };
+        return Ok((g.op(op, &[q, w, compressed, shared], &(names.at)("qkv"))?[0], Some(w)));
+    }
     let kv = project(g, compressed, ("kv", "kv_b_proj"), expanded)?;
-    Ok(g.op(Op::LatentHeads { scale }, &[q, kv, shared], &(names.at)("qkv"))?[0])
+    Ok((g.op(Op::LatentHeads { absorbed, scale }, &[q, kv, shared], &(names.at)("qkv"))?[0], None))
 }

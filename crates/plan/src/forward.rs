@@ -87,6 +87,21 @@ pub fn check_positions(config: &Config, tokens: usize) -> Result<()> {
     }
 }
 
+/// Elements of the widest latent with its key that the kernels of GPUs take over a cache.
+const WIDEST_LATENT: usize = 1024;
+
+/// Refuses latents that no kernel of the device takes over a cache.
+pub(crate) fn check_latent(machine: &dyn Machine, config: &Config) -> Result<()> {
+    let Some(latent) = config.model.latent() else { return Ok(()) };
+    match Target::of(machine, config) {
+        device @ Target::Cuda { .. } if latent.kv_rank + latent.rope > WIDEST_LATENT => {
+            let (key, width, most) = ("model.kv_lora_rank", latent.kv_rank, WIDEST_LATENT.saturating_sub(latent.rope));
+            Err(PlanError::HeadTooWide { key, width, most, device: device.name() })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// What the passes of a forward program need to know, and the threads it will run on: those of one rank, whatever the layout.
 pub(crate) fn forward_context(machine: &dyn Machine, config: &Config) -> (Context, usize) {
     tensor_parallel_context(machine, config, 1)
@@ -121,6 +136,7 @@ pub(crate) fn check_ranks(config: &Config, layout: &Layout) -> Result<()> {
 /// The pages that a cache has: as many as all texts need at their longest, or as fit into the bytes given, those of one text at least.
 pub fn cache_plan(machine: &dyn Machine, config: &Config, shape: &GenerationShape) -> Result<CachePlan> {
     check_positions(config, shape.context)?;
+    check_latent(machine, config)?;
     let (context, _) = tensor_parallel_context(machine, config, shape.tp);
     check_ranks(config, &context.layout)?;
     let known = shape.known;

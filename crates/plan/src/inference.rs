@@ -163,12 +163,12 @@ fn cache_kinds(config: &Config, bytes: u64) -> Vec<CacheKind> {
     let latent = m.kv_lora_rank.is_some();
     let (head, value) = (m.head_dim, m.v_head_dim.unwrap_or(m.head_dim));
     let mha =
-        of(format!("MHA, {} heads of K and V", m.heads), m.heads * (head + value), latent || m.kv_heads == m.heads);
+        of(format!("MHA, {} heads of K and V", m.heads), m.heads * (head + value), !latent && m.kv_heads == m.heads);
     let some = if m.kv_heads < m.heads { m.kv_heads } else { (m.heads / 4).max(1) };
     let gqa =
         of(format!("GQA, {some} heads of K and V for {} of Q", m.heads), some * (head + value), m.kv_heads < m.heads);
     let (rank, rope) = (m.kv_lora_rank.unwrap_or(4 * head), m.qk_rope_head_dim.unwrap_or(head / 2));
-    let mla = of(format!("MLA, a latent of {rank} and a key of {rope}"), rank + rope, false);
+    let mla = of(format!("MLA, a latent of {rank} and a key of {rope}"), rank + rope, latent);
     let mut kinds = vec![mha, gqa, mla];
     kinds.sort_by_key(|kind| !kind.kept);
     kinds

@@ -1,7 +1,7 @@
 //! The program that scores the ends of many texts over a cache of pages.
 
 use crate::device::{Machine, Target};
-use crate::forward::{PAGE, check_ranks, tensor_parallel_context};
+use crate::forward::{PAGE, check_latent, check_ranks, tensor_parallel_context};
 use crate::plan::adapted;
 use crate::{Result, check_positions};
 use lockstep_compile::compile_forward;
@@ -54,6 +54,7 @@ pub fn scoring_runs(machine: &dyn Machine, config: &Config, tokens: usize) -> (u
 /// it was compiled for.
 pub fn scoring_program(machine: &dyn Machine, config: &Config, shape: &ScoringShape) -> Result<(StepProgram, usize)> {
     check_positions(config, shape.context)?;
+    check_latent(machine, config)?;
     let (mut context, threads) = tensor_parallel_context(machine, config, shape.tp);
     check_ranks(config, &context.layout)?;
     context.steps.misses = true;

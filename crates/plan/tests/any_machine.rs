@@ -108,6 +108,22 @@ fn heads_that_no_kernel_of_a_gpu_takes_are_refused_by_their_key() {
 }
 
 #[test]
+fn latents_that_no_kernel_of_a_gpu_takes_over_a_cache_are_refused_where_text_is_written() {
+    let text = |device: &str| {
+        format!(
+            "[model]\nvocab_size = 64\nlayers = 1\ndim = 32\nheads = 2\nffn = 48\nkv_lora_rank = 1000\nqk_nope_head_dim = 16\n\
+             qk_rope_head_dim = 32\nv_head_dim = 16\n[train]\nseq = 8\nglobal_batch = 1\ndevice = \"{device}\"\n"
+        )
+    };
+    let machine = Described { cores: 1, gpu: true };
+    let of = |device| Config::parse(&text(device), "run.toml", &[]).unwrap();
+    let error = cache_plan(&machine, &of("cuda"), &GenerationShape::one(8)).unwrap_err().with_hint();
+    assert!(error.starts_with("model.kv_lora_rank = 1000 ") && error.contains("of at most 992"), "{error}");
+    assert!(cache_plan(&machine, &of("cpu"), &GenerationShape::one(8)).is_ok());
+    assert!(plan(&machine, &of("cuda")).is_ok());
+}
+
+#[test]
 fn all_that_is_shown_of_a_plan_needs_no_device() {
     let machine = Described { cores: 2, gpu: false };
     let config = config("");

@@ -52,6 +52,10 @@ fn main() -> ExitCode {
         ("decoding_with_a_sliding_window_is_as_on_the_cpu", || decoding_alike(SEEN, "bf16", false)),
         ("decoding_with_norms_of_heads_is_as_on_the_cpu", || decoding_alike(NORMED_HEADS, "bf16", false)),
         ("decoding_with_sinks_is_as_on_the_cpu", || decoding_alike(SINKS, "bf16", false)),
+        ("decoding_with_latents_is_as_on_the_cpu", || decoding_alike(LATENT, "bf16", false)),
+        ("decoding_with_latents_in_fp16_is_as_on_the_cpu", || decoding_alike(LATENT, "fp16", false)),
+        ("decoding_with_latents_is_as_on_the_cpu_if_deterministic", || decoding_alike(LATENT, "bf16", true)),
+        ("decoding_with_odd_latents_is_as_on_the_cpu", || decoding_alike(ODD_LATENT, "bf16", false)),
     ])
 }
 
@@ -78,6 +82,12 @@ const SEEN: &str =
 /// What is turned is a norm's.
 const NORMED_HEADS: &str = "architecture = \"qwen3\"\ndim = 256\nheads = 4\nkv_heads = 2\nhead_dim = 64\nffn = 512";
 const SINKS: &str = "dim = 256\nheads = 4\nkv_heads = 2\nhead_dim = 64\nffn = 512\nattention_sinks = true";
+
+/// As DeepSeek's models have it, with more heads than a block of the kernel takes; and of sizes that the matrix units do not take.
+const LATENT: &str = "dim = 256\nheads = 20\nffn = 512\nkv_lora_rank = 512\nq_lora_rank = 96\nqk_nope_head_dim = 128\n\
+    qk_rope_head_dim = 64\nv_head_dim = 128";
+const ODD_LATENT: &str = "dim = 256\nheads = 4\nffn = 512\nkv_lora_rank = 40\nqk_nope_head_dim = 20\nqk_rope_head_dim = 12\n\
+    v_head_dim = 24";
 
 /// A precision, and how far losses and gradient norms may be from the CPU's.
 struct Bound {

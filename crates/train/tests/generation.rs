@@ -1,4 +1,5 @@
-//! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls.
+//! Generation computes what training computes: the same logits, bit for bit, however a text is cut into calls. With latent attention, which
+//! generation computes by other matmuls, they are those of training up to rounding.
 
 use lockstep_compile::{AdamW, Context, Offload, Optimizer, Precision, Recompute, Steps, compile};
 use lockstep_config::Config;
@@ -11,7 +12,7 @@ use lockstep_ir::graph::State;
 use lockstep_ir::program::{Class, Role};
 use lockstep_ir::{DType, Layout, StepProgram, account, counter};
 use lockstep_model::names;
-use lockstep_plan::{GenerationShape, PAGE, cache_plan, generation_program, plan};
+use lockstep_plan::{GenerationShape, PAGE, cache_plan, generation_program, inference_account, plan};
 use lockstep_train::Session;
 use std::ops::ControlFlow;
 
@@ -93,9 +94,17 @@ fn training_logits(config: &Config, session: &mut Session) -> Vec<Vec<f32>> {
 fn check(model: &str) {
     let config = config(model, SEQ);
     let mut session = Session::new(&Devices::new(), &config, &plan(&Devices::new(), &config).unwrap()).unwrap();
-    let expected = training_logits(&config, &mut session);
+    let mut expected = training_logits(&config, &mut session);
     let tokens = tokens();
     let mut generator = Generator::new(&Devices::new(), &config, SEQ, session.weights()).unwrap();
+    if config.model.latent().is_some() {
+        let found: Vec<Vec<f32>> = tokens.iter().map(|t| generator.read(&[*t]).unwrap().to_vec()).collect();
+        let most = expected.iter().flatten().fold(0.0f32, |most, x| most.max(x.abs()));
+        let pairs = found.iter().flatten().zip(expected.iter().flatten());
+        let apart = pairs.fold(0.0f32, |far, (a, b)| far.max((a - b).abs()));
+        assert!(most > 0.1 && apart <= 1e-5 * most, "{model}: {apart} apart, the largest is {most}");
+        expected = found;
+    }
     let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     let mut same = |cut: &[usize], what: &str| {
         generator.forget();
@@ -199,6 +208,25 @@ fn the_program_holds_parameters_and_caches_and_nothing_of_training() {
     assert_eq!(generator.arena_bytes(), bill.total_bytes);
     let flops = |entry| account::flops(&program, program.entry(entry).unwrap()).unwrap().hardware;
     assert!(flops(StepProgram::PREFILL) > 50 * flops(StepProgram::DECODE[0].1));
+}
+
+#[test]
+fn latent_attention_keeps_the_latent_and_the_shared_key_alone() {
+    for tp in [1, 2] {
+        let config = config(LATENT, SEQ);
+        let shape = GenerationShape { tp, ..GenerationShape::one(SEQ) };
+        let cache = cache_plan(&Devices::new(), &config, &shape).unwrap();
+        let (program, _) = generation_program(&Devices::new(), &config, &cache).unwrap();
+        let caches = program.tensors.iter().filter(|t| t.name.ends_with("kv_cache"));
+        let bytes: Vec<u64> = caches.map(|t| t.ty.bytes()).collect();
+        // Of every position of four pages a latent of 20 elements and a key of 6, on every rank.
+        assert_eq!(bytes, [(4 * PAGE * 26 * 4) as u64; 2], "tp {tp}");
+        assert_eq!(cache.bytes(), bytes.iter().sum::<u64>());
+        // What `explain --inference` says.
+        let account = inference_account(&Devices::new(), &config, SEQ, None).unwrap();
+        assert_eq!((account.text_bytes, account.kinds[0].kept), (cache.bytes(), true));
+        assert_eq!(account.kinds[0].token_bytes * (4 * PAGE) as u64, cache.bytes());
+    }
 }
 
 #[test]

@@ -107,7 +107,7 @@ fn graph_through(op: Op, optional: bool) -> Option<Graph> {
             let y = b.op(op, &[x, w], "y")[0];
             b.loss(y)
         }
-        Op::LatentHeads { .. } => {
+        Op::LatentHeads { absorbed: false, .. } => {
             // Heads of 4 elements, 2 of them with RoPE, and of 3 in V.
             let q = b.activation("q", Dim::packed([head(Axis::Heads, 4)]));
             let kv = b.activation("kv", Dim::grouped(Axis::KvHeads, 4, 5));

@@ -53,6 +53,8 @@ impl Place {
 const LLAMA: &str = "kv_heads = 2\ntied_embeddings = true";
 const MIXTRAL: &str = "architecture = \"mixtral\"\nexperts = 4\nkv_heads = 2";
 const GPT2: &str = "architecture = \"gpt2\"\npositions = 32";
+const DEEPSEEK: &str = "architecture = \"deepseek_v2\"\nexperts = 4\nkv_lora_rank = 20\nqk_nope_head_dim = 10\nqk_rope_head_dim = 6\n\
+    v_head_dim = 12";
 
 fn loss(path: &Path) -> f64 {
     let trained = Trained::open(path).unwrap_or_else(|e| panic!("{}", e.with_hint()));
@@ -406,4 +408,25 @@ fn text_is_generated_with_the_adapters() {
         generate(&mut generator, &tokenizer, &[], &[108, 105, 110], 16, &sampling, &mut listen).unwrap().tokens
     };
     assert_eq!(text("run"), text("merged"));
+}
+
+#[test]
+fn adapters_of_latents_are_read_in_generation_too() {
+    let place = Place::new(DEEPSEEK);
+    let targets = "lora.targets=[\"q_proj\", \"kv_b_proj\", \"o_proj\"]";
+    run_to(&place.lora(DEEPSEEK, &[targets]), &place.at("run"), 4);
+    place.export("run", "merged", false).unwrap();
+    let logits = |path: &str, tp: usize| -> Vec<f32> {
+        let trained = Trained::open(&place.at(path)).unwrap();
+        let mut generator = Generator::shared(&Devices::new(), &trained.config, (32, tp), trained.weights()).unwrap();
+        (0..20).flat_map(|i| generator.read(&[97 + i]).unwrap().to_vec()).collect()
+    };
+    let [base, merged] = ["base", "merged"].map(|path| logits(path, 1));
+    let apart = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0f32, |far, (a, b)| far.max((a - b).abs()));
+    let most = apart(&merged, &vec![0.0; merged.len()]);
+    assert!(apart(&base, &merged) > 1e-2 * most, "a test that tells nothing");
+    for tp in [1, 2] {
+        let found = apart(&logits("run", tp), &merged);
+        assert!(found < 1e-5 * most, "tp {tp}: {found} apart, the largest is {most}");
+    }
 }

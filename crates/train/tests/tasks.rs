@@ -218,7 +218,17 @@ fn texts_over_a_cache_score_as_in_sequences_to_the_bit() {
         let found = scorer.score(&texts, &groups, &mut || done += 1).unwrap();
         assert_eq!(done, texts.len());
         for (n, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            assert_eq!(found, expected, "{model}{rest}text {n} of {} tokens", texts[n].tokens.len());
+            let what = format!("{model}{rest}text {n} of {} tokens", texts[n].tokens.len());
+            if config.model.latent().is_some() {
+                // Over a cache of latents by other matmuls.
+                let apart = (found.loss - expected.loss).abs();
+                assert!(
+                    found.greedy == expected.greedy && apart <= 1e-5 * expected.loss,
+                    "{what}: {found:?}, {expected:?}"
+                );
+                continue;
+            }
+            assert_eq!(found, expected, "{what}");
         }
         // Less than half of the tokens: questions are read once, and so are their beginnings.
         let all: usize = texts.iter().map(|text| text.tokens.len() - 1).sum();

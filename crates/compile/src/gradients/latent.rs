@@ -6,7 +6,7 @@ use lockstep_ir::{Op, OpKind};
 pub(super) const RULES: Rules = &[(OpKind::LatentHeads, latent_heads)];
 
 fn latent_heads(at: &mut At) -> Result<(), Stop> {
-    attributes!(at, Op::LatentHeads { scale });
+    attributes!(at, Op::LatentHeads { scale, .. });
     let rope = at.g.ty(at.node.inputs[2]).dims.last().map_or(0, |dim| dim.size());
     at.pass(Op::LatentHeadsGrad { rope, scale }, &[at.dy(0)?], &[0, 1, 2])
 }

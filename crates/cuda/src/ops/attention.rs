@@ -16,7 +16,10 @@ pub fn launches() -> Launches {
         AttentionScoresGrad { .. } => naive::scores_grad(call),
         AttentionMix { .. } => naive::mix(call),
         AttentionMixGrad { .. } => naive::mix_grad(call),
-        CachedAttention { window, apart } => attention::cached(call, window, apart),
+        CachedAttention { latent, window, apart } => match latent {
+            true => attention::latent::cached(call, window, apart),
+            false => attention::cached(call, window, apart),
+        },
         LastPosition => last_position(call),
         Argmax { known } => argmax(call, known),
     }

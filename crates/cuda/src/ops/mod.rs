@@ -80,6 +80,7 @@ pub fn profile(name: &str, compute: DType, gradients: DType, deterministic: bool
         ("orthogonalise", orthogonal::scratch()),
         ("attention", crate::attention::scratch(compute)),
         ("cached_attention", crate::attention::cached_scratch(compute)),
+        ("cached_latent_attention", crate::attention::latent::scratch(compute)),
         ("attention_grad", crate::attention::grad_scratch(compute, deterministic)),
         ("ring_attention", crate::attention::context::scratch(compute)),
         ("ring_attention_grad", crate::attention::context::grad_scratch(compute, deterministic)),

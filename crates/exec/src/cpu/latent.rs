@@ -1,13 +1,16 @@
-//! Heads of latent attention: copies of rows, with the part that has RoPE in front.
+//! Heads of latent attention: copies of rows, with the part that has RoPE in front. Where queries absorb the weight of keys, and where sums of
+//! latents become values, a matmul for each head.
 
 use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
+use super::gemm::{Matrix, Target, gemm};
 use crate::by_kind;
 
 /// The kernels of this family.
 pub fn kernels<T: Float>() -> Kernels {
     by_kind! { call: Call => Kernel;
-        LatentHeads { scale } => heads::<T>(call, scale),
+        LatentHeads { absorbed, scale } => if absorbed { absorbed_heads::<T>(call, scale) } else { heads::<T>(call, scale) },
+        LatentValues { value } => values::<T>(call, value),
         LatentHeadsGrad { scale, .. } => grad::<T>(call, scale),
     }
 }
@@ -114,4 +117,63 @@ fn grad<T: Float>(call: Call, scale: f32) {
             }
         }
     });
+}
+
+/// qkv of q, the weight of keys and values, the latent and the shared key.
+fn absorbed_heads<T: Float>(call: Call, scale: f32) {
+    let [heads, plain, rope, rank, block] = ["heads", "plain", "shared", "latent", "row"].map(|name| call.size(name));
+    let (rows, head, key) = (call.size("batch") * call.size("seq"), plain + rope, rope + rank);
+    let (width, q, w) = (call.size("qkv"), Ptr(call.input::<T>(0)), call.input::<T>(1));
+    let [latents, shared] = [2, 3].map(|i| Ptr(call.input::<T>(i)));
+    let Some(qkv) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(rows, |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task.
+            unsafe {
+                let (to, query) = (qkv.slice(row * width, width), q.slice(row * heads * head, heads * head));
+                for (to, query) in to.chunks_exact_mut(key).zip(query.chunks_exact(head)) {
+                    to_halves(&query[plain..], &mut to[..rope], scale);
+                }
+                let to = &mut to[heads * key..];
+                to_halves(shared.slice(row * rope, rope), &mut to[..rope], 1.0);
+                to[rope..].copy_from_slice(latents.slice(row * rank, rank));
+            }
+        }
+    });
+    let scratch: *mut f32 = call.scratch();
+    for h in 0..heads {
+        // SAFETY: sizes come from the operands' types; after the matmul's scratch there is room for what a head absorbs; tasks have rows of
+        // their own.
+        unsafe {
+            let sums = scratch.byte_add(call.gemm_scratch());
+            let query = Matrix::rows(q.at(h * head), heads * head);
+            let keys = Matrix::rows(w.add(h * block * rank), rank);
+            let to = Target::F32 { ptr: sums, stride: rank, add: false };
+            gemm(call.pool, call.simd, (rows, rank, plain), query, keys, to, scratch);
+            let sums = Ptr(sums.cast_const());
+            call.rows(rows, |first, last| {
+                for row in first..last {
+                    let to = qkv.slice(row * width + h * key + rope, rank);
+                    to.iter_mut().zip(sums.slice(row * rank, rank)).for_each(|(to, sum)| *to = T::of(sum * scale));
+                }
+            });
+        }
+    }
+}
+
+/// Values of heads, of the sums of latents and the weight of keys and values.
+fn values<T: Float>(call: Call, value: usize) {
+    let [heads, rank, block] = ["heads", "latent", "row"].map(|name| call.size(name));
+    let rows = call.size("batch") * call.size("seq");
+    let (x, w) = (call.input::<T>(0), call.input::<T>(1));
+    let Some(y) = call.output::<T>(0) else { return };
+    for h in 0..heads {
+        // SAFETY: sizes come from the operands' types.
+        unsafe {
+            let summed = Matrix::rows(x.add(h * rank), heads * rank);
+            let of_values = Matrix::rows(w.add((h * block + block - value) * rank), rank).transposed();
+            let to = Target::new(y.add(h * value), heads * value);
+            gemm(call.pool, call.simd, (rows, value, rank), summed, of_values, to, call.scratch());
+        }
+    }
 }

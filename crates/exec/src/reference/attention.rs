@@ -20,7 +20,7 @@ pub fn definitions() -> Definitions {
         AttentionScoresGrad { .. } => vec![naive::scores_grad(&at.dims, at.x[0], at.x[1], at.x[2])],
         AttentionMix { .. } => vec![naive::mix(&at.dims, at.x[0], at.x[1])],
         AttentionMixGrad { .. } => naive::mix_grad(&at.dims, at.x[0], at.x[1], at.x[2]).into(),
-        CachedAttention { window, .. } => cached::attention(&at.dims, at.x, window).into(),
+        CachedAttention { latent, window, .. } => cached::attention(&at.dims, at.x, latent, window).into(),
         Argmax { known } => {
             let rows = at.x[0].chunks(at.size("vocab")).map(|row| &row[..known]);
             vec![rows.map(|row| {

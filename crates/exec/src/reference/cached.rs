@@ -3,8 +3,8 @@
 use super::at::log_sum_exp;
 use lockstep_ir::op::Dims;
 
-/// o, and the cache with the new keys and values.
-pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>; 2] {
+/// o, and the cache with the new keys and values. A key of latent attention is all that a position has there, its value the end of it.
+pub fn attention(dims: &Dims, x: &[&[f64]], latent: bool, window: Option<usize>) -> [Vec<f64>; 2] {
     let [qkv, cache, table, slot, start, count, ref sinks @ ..] = *x else { panic!("cached attention has six inputs") };
     let (batch, seq, blocks, page) = (dims.size("batch"), dims.size("seq"), dims.size("blocks"), dims.size("page"));
     let (heads, kv_heads) = (dims.size("heads"), dims.size("kv_heads"));
@@ -23,7 +23,8 @@ pub fn attention(dims: &Dims, x: &[&[f64]], window: Option<usize>) -> [Vec<f64>;
             let kv = h / (heads / kv_heads);
             let query = &qkv[(b * seq + s) * width + h * e..][..e];
             let row = |t: usize| &cache[place(t) * cached..][..cached];
-            let (key, value) = (|t: usize| &row(t)[kv * e..][..e], |t: usize| &row(t)[kv_heads * e + kv * v..][..v]);
+            let values = if latent { e - v } else { kv_heads * e + kv * v };
+            let (key, value) = (|t: usize| &row(t)[kv * e..][..e], |t: usize| &row(t)[values..][..v]);
             let dot = |t: usize| query.iter().zip(key(t)).map(|(q, k)| q * k).sum::<f64>();
             let first = (start + s + 1).saturating_sub(window.map_or(usize::MAX, |w| w.max(1)));
             let scores: Vec<f64> = (first..=start + s).map(|t| dot(t) / (e as f64).sqrt()).collect();

@@ -6,19 +6,33 @@
 //! device, so that one program serves all batches; kernels clamp a start to its position. Attention with weights
 //! that exist is two ops with the weights between them, so its quadratic memory is an ordinary value. A cache is a
 //! state that an op changes in part, in place; its position and the number of new tokens are inputs on the device.
+//!
+//! Latent attention (MLA) over a cache has one key head that all heads of Q share. Its key is the K section and the V section together, so
+//! the cache holds the latent once: as the rest of the key, and as the value.
 
-use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
+use super::row::{Operand, Samples, ShapeRule, Spec, f32, float, row, u32};
 use super::sample::{Draw, Sample, Shapes, embed, floats, normal, sample};
 use super::{Cost, Dims, Flops, Op, Saved::Input, Saved::Output, TypeError, attributes};
 use crate::{Axis, DType, Dim, Section, TensorType};
 
-/// The Q section of packed Q·K·V, having bound the numbers of heads and their sizes: of Q and K, of V, and the larger of the two.
+/// Whether K and V are one key that all heads of Q share: that of latent attention over a cache.
+fn is_latent([q, k, v]: [Section; 3]) -> bool {
+    k.count == 1 && k.unit + v.unit == q.unit
+}
+
+/// The Q section of packed Q·K·V, having bound the numbers of heads and their sizes: of Q and K, of V, and the larger of the two. In latent
+/// attention over a cache, K is the part of a key that is no value.
 pub(super) fn packed_heads(op: &Op, dims: &mut Dims) -> Result<Section, TypeError> {
     let sections = dims.get("qkv").map(|p| p.sections.clone()).unwrap_or_default();
+    let keys_fit = |sections: [Section; 3]| match op {
+        Op::CachedAttention { latent: true, .. } => is_latent(sections),
+        Op::RopeAt if is_latent(sections) => dims.size("columns") <= sections[1].unit,
+        _ => sections[0].unit == sections[1].unit,
+    };
     match sections[..] {
         [q, k, v]
             if Section { unit: k.unit, ..v } == k
-                && k.unit == q.unit
+                && keys_fit([q, k, v])
                 && k.count > 0
                 && q.count.is_multiple_of(k.count) =>
         {
@@ -264,63 +278,81 @@ pub(super) static ATTENTION_MIX_GRAD: Spec = row(
 })
 .multiplies(&[0, 1, 2], |_, _, _| Cost::Scores);
 
-pub(super) static CACHED_ATTENTION: Spec = row(
-    "cached_attention",
-    &[
-        float("qkv", "batch seq qkv"),
-        float("cache", "pages page kv"),
-        u32("table", "slots blocks"),
-        u32("slot", "batch"),
-        u32("start", "batch"),
-        u32("count", "batch"),
-        f32("sink", "heads"),
-    ],
-    &[float("o", "batch seq attended"), float("cache", "pages page kv")],
-    |batch| {
-        // Pages in any order; new positions on both sides of a border between two, and fewer than there is room for. And one position
-        // each, as decoding has it.
-        let of_shapes = |s: Shapes| {
-            let kv = Dim::packed([s.kv(), s.values()]);
-            let cache = normal([Dim::new(Axis::Batch, 9), Dim::new(Axis::Seq, 96), kv]);
-            let table = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 2)]);
-            let (pages, slot) = ((table, Draw::Distinct(9)), (s.number(), Draw::Distinct(4)));
-            let (start, count) = if s.seq == 1 { ((0, 190), (0, 1)) } else { ((70, 110), (49, 60)) };
-            let between = |(low, high)| (s.number(), Draw::Between(low, high));
-            let sink = normal([Dim::new(Axis::Heads, s.q().count)]);
-            let inputs = [s.normal(s.qkv()), cache, pages, slot, between(start), between(count), sink];
-            let of = |window, apart, given| sample(Op::CachedAttention { window, apart }, &inputs[..given]);
-            let both = WINDOWS.into_iter().flat_map(|window| [(window, false), (window, true)]);
-            both.flat_map(|(window, apart)| [of(window, apart, 6), of(window, apart, 7)]).collect::<Vec<_>>()
-        };
-        let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12)];
-        let wide = [(1, 64), (60, 64), (1, 128), (60, 128)].map(|(seq, head)| Shapes::sized(batch, seq, head));
-        both_widths(batch).into_iter().chain(one).chain(wide).flat_map(of_shapes).collect()
-    },
-)
-.optional(1)
-.splits(&["qkv attended heads kv"])
-.always_in_place(&[(1, 1)])
-.shape(|op, _, dims| {
-    attended(op, dims)?;
-    let [packed, cached] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
-    if packed[1..] != *cached {
-        return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
-    }
-    let room = dims.product("blocks page") as usize;
-    if room < dims.size("seq") {
-        return Err(
-            op.refuse(format!("a text has room for {room} positions in the cache, {} are new", dims.size("seq")))
-        );
-    }
-    Ok(())
-})
-// How full the cache is is known on the device only: every new position counts over all of it.
-.flops(|op, dims, _| {
-    attributes!(op, Op::CachedAttention { window, .. });
-    let t = dims.product("blocks page") as usize;
-    Flops::all(of_heads(dims, [2, 2]) * dims.product("seq") * window.unwrap_or(t).min(t) as u128)
-})
-.multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("seq"), false));
+/// Samples of attention over a cache, for packed Q·K·V of these shapes: pages in any order; new positions on both sides of a border between
+/// two, and fewer than there is room for. And one position each, as decoding has it.
+fn over_cache(s: &Shapes, qkv: &Dim, latent: bool) -> Vec<Sample> {
+    let kv = Dim::packed(&qkv.sections[1..]);
+    let cache = normal([Dim::new(Axis::Batch, 9), Dim::new(Axis::Seq, 96), kv]);
+    let table = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 4), Dim::new(Axis::Seq, 2)]);
+    let (pages, slot) = ((table, Draw::Distinct(9)), (s.number(), Draw::Distinct(4)));
+    let (start, count) = if s.seq == 1 { ((0, 190), (0, 1)) } else { ((70, 110), (49, 60)) };
+    let between = |(low, high)| (s.number(), Draw::Between(low, high));
+    let sink = normal([Dim::new(Axis::Heads, qkv.sections[0].count)]);
+    let inputs = [s.normal(qkv.clone()), cache, pages, slot, between(start), between(count), sink];
+    let of = |window, apart, given| sample(Op::CachedAttention { latent, window, apart }, &inputs[..given]);
+    let both = WINDOWS.into_iter().flat_map(|window| [(window, false), (window, true)]);
+    both.flat_map(|(window, apart)| [of(window, apart, 6), of(window, apart, 7)]).collect()
+}
+
+const OVER_CACHE: &[Operand] = &[
+    float("qkv", "batch seq qkv"),
+    float("cache", "pages page kv"),
+    u32("table", "slots blocks"),
+    u32("slot", "batch"),
+    u32("start", "batch"),
+    u32("count", "batch"),
+    f32("sink", "heads"),
+];
+const FROM_CACHE: &[Operand] = &[float("o", "batch seq attended"), float("cache", "pages page kv")];
+
+/// Attention over a cache, by this name.
+const fn cached(name: &'static str, samples: Samples) -> Spec {
+    row(name, OVER_CACHE, FROM_CACHE, samples)
+        .optional(1)
+        .splits(&["qkv attended heads kv"])
+        .always_in_place(&[(1, 1)])
+        .shape(|op, _, dims| {
+            attended(op, dims)?;
+            let [packed, cached] = ["qkv", "kv"].map(|c| dims.get(c).map_or(&[][..], |d| d.sections.as_slice()));
+            if packed[1..] != *cached {
+                return Err(op.refuse("the cache must hold the K and V sections of the packed dimension".into()));
+            }
+            let room = dims.product("blocks page") as usize;
+            if room < dims.size("seq") {
+                return Err(op.refuse(format!(
+                    "a text has room for {room} positions in the cache, {} are new",
+                    dims.size("seq")
+                )));
+            }
+            Ok(())
+        })
+        // How full the cache is is known on the device only: every new position counts over all of it.
+        .flops(|op, dims, _| {
+            attributes!(op, Op::CachedAttention { window, .. });
+            let t = dims.product("blocks page") as usize;
+            Flops::all(of_heads(dims, [2, 2]) * dims.product("seq") * window.unwrap_or(t).min(t) as u128)
+        })
+        .multiplies(&[0, 1], |_, dims, _| fused(dims, dims.size("seq"), false))
+}
+
+pub(super) static CACHED_ATTENTION: Spec = cached("cached_attention", |batch| {
+    let one = [Shapes::sized(batch, 1, 20), Shapes::unequal(batch, 1, 20, 12)];
+    let wide = [(1, 64), (60, 64), (1, 128), (60, 128)].map(|(seq, head)| Shapes::sized(batch, seq, head));
+    both_widths(batch).into_iter().chain(one).chain(wide).flat_map(|s| over_cache(&s, &s.qkv(), false)).collect()
+});
+
+pub(super) static CACHED_LATENT_ATTENTION: Spec = cached("cached_latent_attention", |batch| {
+    // Heads, elements of a key with RoPE, and of a latent: few; as DeepSeek's models have them, in one group of heads and in more.
+    let sizes = [(60, 6, 6, 11), (1, 6, 6, 11), (60, 20, 16, 64), (1, 20, 16, 64), (1, 16, 64, 512)];
+    let of = |(seq, heads, rope, rank): (usize, usize, usize, usize)| {
+        let s = Shapes::sized(batch, seq, rope + rank);
+        let of = |axis, count, unit| Section { axis, count, unit };
+        let kv = |unit| of(Axis::KvHeads, 1, unit);
+        let qkv = Dim::packed([of(Axis::Heads, heads, rope + rank), kv(rope), kv(rank)]);
+        over_cache(&s, &qkv, true)
+    };
+    sizes.into_iter().flat_map(of).collect()
+});
 
 pub(super) static LAST_POSITION: Spec = row(
     "last_position",

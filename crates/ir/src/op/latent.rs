@@ -4,10 +4,13 @@
 //! A head of Q is a part without position and then one with RoPE, in pairs, as published weights have them. A head of `kv` is the part of a
 //! key without position, and then a value. In packed Q·K·V the part with RoPE stands first, evens before odds, as [`Rope`](Op::Rope) rotates
 //! it. Scores do not see the order: Q and K have the same.
+//!
+//! A score is q · (W c), W being the head's rows of keys of the weight by which the latent c expands, and that is (q W) · c. So queries may
+//! absorb W, and attention is over latents, which one matmul per head then turns into values: the form of generation, whose cache holds latents.
 
-use super::row::{ShapeRule, Spec, float, row};
-use super::sample::{Shapes, sample};
-use super::{Dims, Op, TypeError, attributes};
+use super::row::{Operand, ShapeRule, Spec, float, row};
+use super::sample::{Shapes, normal, sample};
+use super::{Cost, Dims, Flops, Matmuls, Op, TypeError, attributes};
 use crate::{Axis, Dim, Section};
 
 /// Elements of a head: of Q and K, of these with RoPE, and of V.
@@ -80,7 +83,7 @@ pub(super) static LATENT_HEADS: Spec = row(
             let q = s.q();
             let kv = Dim::grouped(Axis::KvHeads, q.count, q.unit - rope + s.values().unit);
             let shared = Dim::new(Axis::HeadDim, rope);
-            sample(Op::LatentHeads { scale }, [s.normal(s.heads()), s.normal(kv), s.normal(shared)])
+            sample(Op::LatentHeads { absorbed: false, scale }, [s.normal(s.heads()), s.normal(kv), s.normal(shared)])
         };
         sizes(batch).into_iter().zip(FACTORS).map(of).collect()
     },
@@ -104,3 +107,101 @@ pub(super) static LATENT_HEADS_GRAD: Spec = row(
 )
 .splits(&["…", "q kv qkv"])
 .shape(HEADS_GRAD);
+
+/// The weight by which keys and values of heads expand from the latent: of every head the rows of its key, then those of its value.
+const W: Operand = float("w", "expanded latent");
+
+/// A matmul per head, of these terms and columns.
+fn per_head(dims: &Dims, inner: &'static str, cols: &'static str) -> (Flops, Cost) {
+    let flops = Flops::all(2 * dims.product("… heads") * dims.product(inner) * dims.product(cols));
+    let one = Matmuls::of(dims, "…", cols, inner);
+    (flops, Cost::Matmul(Matmuls { calls: dims.size("heads") as u64, ..one }))
+}
+
+pub(super) static ABSORBED_LATENT_HEADS: Spec = row(
+    "absorbed_latent_heads",
+    &[float("q", "… q"), W, float("c", "… latent"), float("shared", "… shared")],
+    &[float("qkv", "… qkv")],
+    |batch| {
+        let of =
+            |((seq, heads, plain, rope, value, rank), scale): ((usize, usize, usize, usize, usize, usize), f32)| {
+                let s = Shapes::sized(batch, seq, plain + rope);
+                let (q, latent) = (Dim::grouped(Axis::Heads, heads, plain + rope), Dim::new(Axis::Latent, rank));
+                let w = normal([Dim::grouped(Axis::KvHeads, heads, plain + value), latent.clone()]);
+                let inputs = [s.normal(q), w, s.normal(latent), s.normal(Dim::new(Axis::HeadDim, rope))];
+                sample(Op::LatentHeads { absorbed: true, scale }, inputs)
+            };
+        of_heads().into_iter().zip([1.0, 1.5, 1.0, 0.75, 1.0]).map(of).collect()
+    },
+)
+.splits(&["…", "q expanded qkv"])
+.shape(|op, _, dims| {
+    let (Some(q), Some(w), rank) = (only(dims, "q"), only(dims, "expanded"), dims.size("latent")) else {
+        return Err(op.refuse("queries and the weight of keys and values must be heads alone".into()));
+    };
+    let rope = dims.size("shared");
+    let plain = q.unit.saturating_sub(rope);
+    let value = w.unit.saturating_sub(plain);
+    if rope >= q.unit || value == 0 || q.count == 0 || !rope.is_multiple_of(2) {
+        let reason =
+            format!("{} heads of {} elements, {rope} of them with RoPE, and rows of {}", q.count, q.unit, w.unit);
+        return Err(op.refuse(reason));
+    }
+    op.ask(dims, "q", Dim::grouped(Axis::Heads, q.count, q.unit))?;
+    op.ask(dims, "expanded", Dim::grouped(Axis::KvHeads, q.count, w.unit))?;
+    op.ask(dims, "latent", Dim::new(Axis::Latent, rank))?;
+    op.ask(dims, "shared", Dim::new(Axis::HeadDim, rope))?;
+    let key = |unit| Section { axis: Axis::KvHeads, count: 1, unit };
+    let queries = Section { axis: Axis::Heads, count: q.count, unit: rope + rank };
+    op.ask(dims, "qkv", Dim::packed([queries, key(rope), key(rank)]))?;
+    let sizes = [("heads", Axis::Heads, q.count), ("plain", Axis::HeadDim, plain), ("row", Axis::HeadDim, w.unit)];
+    for (name, axis, size) in sizes {
+        dims.set(name, &Dim::new(axis, size));
+    }
+    Ok(())
+})
+.flops(|_, dims, _| per_head(dims, "plain", "latent").0)
+.multiplies(&[0, 1], |_, dims, _| per_head(dims, "plain", "latent").1);
+
+/// Positions, heads, elements of a head of Q without position and with RoPE, of one of V, and of the latent: odd sizes; sizes of which a tile is
+/// whole, in one tile and across several; one position, as decoding has it, at the sizes of DeepSeek's models too.
+fn of_heads() -> [(usize, usize, usize, usize, usize, usize); 5] {
+    [
+        (60, 3, 5, 6, 7, 11),
+        (60, 2, 32, 16, 32, 64),
+        (70, 2, 48, 16, 80, 160),
+        (1, 4, 10, 6, 12, 20),
+        (1, 2, 128, 64, 128, 512),
+    ]
+}
+
+pub(super) static LATENT_VALUES: Spec =
+    row("latent_values", &[float("x", "… summed"), W], &[float("y", "… values")], |batch| {
+        let of = |(seq, heads, plain, _, value, rank)| {
+            let s = Shapes::sized(batch, seq, rank);
+            let w = normal([Dim::grouped(Axis::KvHeads, heads, plain + value), Dim::new(Axis::Latent, rank)]);
+            sample(Op::LatentValues { value }, [s.normal(Dim::grouped(Axis::Heads, heads, rank)), w])
+        };
+        of_heads().map(of).into()
+    })
+    .splits(&["…", "summed expanded values"])
+    .shape(|op, _, dims| {
+        attributes!(op, Op::LatentValues { value });
+        let (Some(x), Some(w), rank) = (only(dims, "summed"), only(dims, "expanded"), dims.size("latent")) else {
+            return Err(op.refuse("latents and the weight of keys and values must be heads alone".into()));
+        };
+        if value == 0 || value > w.unit || x.unit != rank {
+            return Err(op.refuse(format!("{value} rows of {}, latents of {} elements for {rank}", w.unit, x.unit)));
+        }
+        op.ask(dims, "expanded", Dim::grouped(Axis::KvHeads, x.count, w.unit))?;
+        op.ask(dims, "latent", Dim::new(Axis::Latent, rank))?;
+        op.ask(dims, "values", Dim::grouped(Axis::Heads, x.count, value))?;
+        let sizes =
+            [("heads", Axis::Heads, x.count), ("value_dim", Axis::HeadDim, value), ("row", Axis::HeadDim, w.unit)];
+        for (name, axis, size) in sizes {
+            dims.set(name, &Dim::new(axis, size));
+        }
+        Ok(())
+    })
+    .flops(|_, dims, _| per_head(dims, "latent", "value_dim").0)
+    .multiplies(&[0, 1], |_, dims, _| per_head(dims, "latent", "value_dim").1);

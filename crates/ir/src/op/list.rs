@@ -325,11 +325,15 @@ ops! {
     /// is. Rows past `count` give zeros and leave the cache as it is. Sinks count in the softmax of their head as in `AttentionSink`, where they
     /// are given.
     CachedAttention {
+        @[
+            /// Whether K and V of packed Q·K·V are one key that all heads share, and V its values: latent attention (MLA).
+            latent: bool
+        ]
         /// As in `Attention`.
         window: Option<usize>,
         /// Whether no two sequences of a call are of one text, so that none reads what another writes.
         apart: bool,
-    } = attention::CACHED_ATTENTION,
+    } = attention::CACHED_ATTENTION | attention::CACHED_LATENT_ATTENTION => usize::from(latent),
     /// `Attention` of the queries of a context-parallel part of the sequence over keys and values that are not this part's alone. Of a
     /// ring: a rank's row of packed K·V has come `step` ranks far, queries of part i see keys of part (i − step) mod `parts`, as far as the
     /// mask lets them. Else packed K·V is that of the whole sequence. A query that sees no key has zeros and a log-sum-exp of −∞.
@@ -364,11 +368,17 @@ ops! {
         ranks: usize,
     } = heads::JOIN_HEADS,
     /// Packed Q·K·V of latent attention (MLA), from queries, from what the latent expands to, and from the key that all heads share: the part of
-    /// Q and K with RoPE in front, its pairs as halves.
+    /// Q and K with RoPE in front, its pairs as halves. Absorbed, from queries, from the weight by which keys and values of heads expand from the
+    /// latent, from the latent and from the key that all heads share: the part of Q without position goes through its head's rows of the weight,
+    /// so that the latent is the rest of the one key that all heads have, and its value.
     LatentHeads {
+        @[
+            /// Whether queries take the way of keys into the latent: what generation does.
+            absorbed: bool
+        ]
         /// What queries are multiplied by.
         scale: f32,
-    } = latent::LATENT_HEADS,
+    } = latent::LATENT_HEADS | latent::ABSORBED_LATENT_HEADS => usize::from(absorbed),
     /// Gradients of `LatentHeads`; that of the shared key is summed over heads.
     LatentHeadsGrad {
         /// Elements of a head with RoPE.
@@ -376,6 +386,11 @@ ops! {
         /// As in `LatentHeads`.
         scale: f32,
     } = latent::LATENT_HEADS_GRAD,
+    /// Values of heads from latents that attention has summed for each: through the head's rows of the weight by which keys and values expand.
+    LatentValues {
+        /// Elements of a head of V: the last rows of a head.
+        value: usize,
+    } = latent::LATENT_VALUES,
     /// The output of attention with a sink in the softmax of every head: a logit in the denominator that has no value. `o · σ(lse − sink)`, and
     /// the log-sum-exp with the sink, by which `AttentionGrad` gives the gradients of attention with sinks.
     AttentionSink {

@@ -100,7 +100,7 @@ fn a_cache_must_hold_the_keys_and_values_of_the_packed_dimension() {
     let cache = act(16, Dim::packed([kv, kv]));
     let number = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1)]);
     let table = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 1)]);
-    let attention = Op::CachedAttention { window: None, apart: true };
+    let attention = Op::CachedAttention { latent: false, window: None, apart: true };
     let out = attention.infer(&[&qkv, &cache, &table, &number, &number, &number]).unwrap();
     assert_eq!(out[0].to_string(), "f32[batch:1, seq:3, heads:6×4]");
     assert_eq!(out[1], cache);

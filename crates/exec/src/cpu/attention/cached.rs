@@ -1,7 +1,7 @@
 //! Attention of new positions over a cache of keys and values.
 //!
 //! Shapes: qkv `[b, s, (q + u)·e + u·v]`, cache `[pages, page, u·(e + v)]`, table `[slots, blocks]`, slot, start and count `[b]`, sinks `[q]`, o
-//! `[b, s, q·v]`. Keys are visited as in `forward`, so a position gets the same bits however the text before it was cut into calls, and
+//! `[b, s, q·v]`. In latent attention, qkv `[b, s, (q + 1)·e]` and cache `[pages, page, e]`: the value is the end of the one key. Keys are visited as in `forward`, so a position gets the same bits however the text before it was cut into calls, and
 //! wherever its pages are: a page is whole tiles of keys. Sinks are applied to what `forward` gives.
 
 use super::super::call::{Call, Ptr};
@@ -12,7 +12,7 @@ use super::forward::{Buffers, parts};
 use super::{KEYS, KeyRun, Mask};
 
 /// Appends the new keys and values to the cache, then o.
-pub fn forward<T: Float>(call: Call, window: Option<usize>) {
+pub fn forward<T: Float>(call: Call, latent: bool, window: Option<usize>) {
     let (batch, seq) = (call.size("batch"), call.size("seq"));
     let (pages, page, blocks) = (call.size("pages"), call.size("page"), call.size("blocks"));
     let context = blocks * page;
@@ -59,10 +59,13 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
     let Some(o) = call.output::<T>(0).map(Ptr) else { return };
     let (simd, unit, scale) = (call.simd, Unit::of::<T>(call.simd), 1.0 / (e as f32).sqrt());
     let scratch = Ptr(call.scratch::<u8>());
-    let panels = seq.div_ceil(NR);
-    let parts = parts(batch * kv_heads, panels, call.pool.threads());
-    call.pool.run(batch * kv_heads * parts, |task, worker| {
-        let (b, kv, part) = (task / parts / kv_heads, task / parts % kv_heads, task % parts);
+    // The heads of latent attention share one key: where there are fewer texts than threads, tasks have some of the heads each.
+    let (pairs, panels, threads) = (batch * kv_heads, seq.div_ceil(NR), call.pool.threads());
+    let shares = if latent { (threads / pairs).clamp(1, group) } else { 1 };
+    let parts = parts(pairs * shares, panels, threads);
+    call.pool.run(pairs * shares * parts, |task, worker| {
+        let (b, kv, share, part) =
+            (task / parts / shares / kv_heads, task / parts / shares % kv_heads, task / parts % shares, task % parts);
         let (start, count) = span(b);
         let at = |i: usize, h: usize| ((b * seq + i) * heads + h) * v;
         // SAFETY: the task owns these rows of o; each worker has buffers of its own; positions up to start + count are in
@@ -74,7 +77,8 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
             let run = KeyRun { len: end, ..KeyRun::default() };
             if part * NR < count {
                 let at = |column: usize| cache.at(column).cast_const();
-                let kv = [kv * e, kv_heads * e + kv * v].map(|column| Matrix::rows(at(column), cached));
+                let values = if latent { e - v } else { kv_heads * e + kv * v };
+                let kv = [kv * e, values].map(|column| Matrix::rows(at(column), cached));
                 let first = mask.first_of(0, start + part * NR, 1) / KEYS * KEYS;
                 for block in first / page..end.div_ceil(page) {
                     let from = first.max(block * page) - block * page;
@@ -82,7 +86,7 @@ pub fn forward<T: Float>(call: Call, window: Option<usize>) {
                     buffers.pack(simd, kv, &of_page, (from, page.min(end - block * page)), (e, v));
                 }
             }
-            for h in kv * group..(kv + 1) * group {
+            for h in (kv * group + share..(kv + 1) * group).step_by(shares) {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
                     let queries = count.saturating_sub(first).min(NR);
                     (first + queries..seq.min(first + NR)).for_each(|i| o.slice(at(i, h), v).fill(T::of(0.0)));

@@ -38,7 +38,7 @@ pub fn kernels<T: Float>() -> Kernels {
         AttentionScoresGrad { .. } => naive::scores_grad::<T>(call),
         AttentionMix { .. } => naive::mix::<T>(call),
         AttentionMixGrad { .. } => naive::mix_grad::<T>(call),
-        CachedAttention { window, .. } => cached::forward::<T>(call, window),
+        CachedAttention { latent, window, .. } => cached::forward::<T>(call, latent, window),
         LastPosition => last_position::<T>(call),
         Argmax { known } => argmax::<T>(call, known),
     }
