@@ -15,9 +15,8 @@ const int PART = 64;
 // What a lane has of 16 rows of w in a ring: four packs, each 32 packs after the one before.
 const int PACKS_OF_STEP = 128;
 
-static __device__ __forceinline__ u32 shared_place(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 static __device__ __forceinline__ void bring(uint4 *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_place(to)), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 static __device__ __forceinline__ void brought() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -30,7 +29,7 @@ static __device__ __forceinline__ void wait_for_all_but() {
 #define CLUSTER(BLOCKS) __cluster_dims__(BLOCKS, 1, 1)
 const bool CLUSTERS = true;
 static __device__ __forceinline__ void put_there(float *at, int block, float x) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(shared_place(at)),
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(shared_address(at)),
                  "r"(block), "f"(x)
                  : "memory");
 }

@@ -22,7 +22,7 @@ macro_rules! skinny {
 }
 
 /// All sources, by name.
-pub const SOURCES: [(&str, &str); 30] = [
+pub const SOURCES: [(&str, &str); 31] = [
     ("attention", include_str!("../kernels/attention.cu")),
     ("attention_dq", include_str!("../kernels/attention_dq.cu")),
     ("bytes", concat!(skinny!(), include_str!("../kernels/bytes.cu"))),
