@@ -344,7 +344,10 @@ fn settle(setting: &mut Setting, target: Target, measured: &[Steps]) -> Result<(
 /// such kernels says little of them: it is held to what all say.
 fn own_factor([computing, rest]: [f64; 2], of_all: f64) -> f64 {
     const HELD: f64 = 0.02;
-    (computing * (1.0 - rest) + HELD * of_all) / (computing * computing + HELD)
+    // Clocks differ by less.
+    const MOST: f64 = 1.25;
+    let own = (computing * (1.0 - rest) + HELD * of_all) / (computing * computing + HELD);
+    own.clamp(of_all / MOST, of_all * MOST)
 }
 
 /// By what kernels that compute take longer in steps, and the gap after each kernel, as steps say whose parts these are: kernels that
@@ -382,6 +385,10 @@ mod tests {
         assert!((own_factor([0.8, 0.12], 1.0) - 1.1).abs() < 0.005);
         assert!((own_factor([0.01, 0.5], 1.02) - 1.02).abs() < 0.3);
         assert!((own_factor([0.0, 1.5], 1.02) - 1.02).abs() < 1e-9);
+        assert!(
+            own_factor([0.4, 1.2], 1.0) == 0.8,
+            "what others take of a step leaves nothing, and yet kernels take time"
+        );
     }
 
     #[test]
