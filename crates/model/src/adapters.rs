@@ -268,7 +268,7 @@ impl Adapters<'_> {
     }
 
     /// Whether the config names the module of a weight.
-    fn is_targeted(&self, weight: &String) -> bool {
+    fn is_targeted(&self, weight: &str) -> bool {
         self.targets.iter().any(|target| is_target(target, module(weight)))
     }
 }

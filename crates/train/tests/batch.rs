@@ -102,6 +102,7 @@ fn texts_are_those_of_one_alone_with_windows() {
 #[test]
 fn texts_are_those_of_one_alone_with_latent_attention() {
     check(LATENT, "");
+    check(LATENT, "[precision]\npolicy = \"bf16\"\n");
 }
 
 #[test]

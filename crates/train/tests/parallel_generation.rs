@@ -69,7 +69,12 @@ fn weights_in_bytes_are_shared_too() {
 
 #[test]
 fn texts_do_not_depend_on_what_is_beside_them() {
-    let config = config(MODELS[2], "");
+    texts_alone_and_together(MODELS[2]);
+    texts_alone_and_together(MODELS[5]);
+}
+
+fn texts_alone_and_together(model: &str) {
+    let config = config(model, "");
     let requests: Vec<TextRequest> = (0..9)
         .map(|n| {
             let prompt = (0..1 + 17 * n).map(|i| token(7 + n as u64 % 2, i)).collect();

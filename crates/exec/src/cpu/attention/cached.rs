@@ -59,9 +59,12 @@ pub fn forward<T: Float>(call: Call, latent: bool, window: Option<usize>) {
     let Some(o) = call.output::<T>(0).map(Ptr) else { return };
     let (simd, unit, scale) = (call.simd, Unit::of::<T>(call.simd), 1.0 / (e as f32).sqrt());
     let scratch = Ptr(call.scratch::<u8>());
-    // The heads of latent attention share one key: where there are fewer texts than threads, tasks have some of the heads each.
+    // The heads of latent attention share one key. Where one position sees all keys, they are the columns of a panel, as positions are elsewhere:
+    // no key is after any of them. Where there are fewer texts than threads, tasks have some of the heads each.
     let (pairs, panels, threads) = (batch * kv_heads, seq.div_ceil(NR), call.pool.threads());
-    let shares = if latent { (threads / pairs).clamp(1, group) } else { 1 };
+    let together = latent && seq == 1 && window.is_none();
+    let most = if together { group.div_ceil(NR) } else { group };
+    let shares = if latent { (threads / pairs).clamp(1, most) } else { 1 };
     let parts = parts(pairs * shares, panels, threads);
     call.pool.run(pairs * shares * parts, |task, worker| {
         let (b, kv, share, part) =
@@ -85,6 +88,25 @@ pub fn forward<T: Float>(call: Call, latent: bool, window: Option<usize>) {
                     let of_page = KeyRun { row: row_of(b, block), at: block * page, ..run };
                     buffers.pack(simd, kv, &of_page, (from, page.min(end - block * page)), (e, v));
                 }
+            }
+            if together {
+                for h in (share * NR..heads).step_by(shares * NR) {
+                    let columns = NR.min(heads - h);
+                    let to = o.slice(at(0, h), columns * v);
+                    if count == 0 {
+                        to.fill(T::of(0.0));
+                        continue;
+                    }
+                    let (query, mut lse) = (Matrix::rows(qkv.at(b * width + h * e), e), [0.0; NR]);
+                    let (size, to_o) = ((columns, (e, v), scale), to.as_mut_ptr());
+                    buffers.attend(simd, size, query, (0, start), [run].iter(), mask, to_o, v, lse.as_mut_ptr());
+                    let Some(sinks) = sinks else { continue };
+                    for (i, lse) in lse.iter().enumerate().take(columns) {
+                        let share = with_sink(*lse, *sinks.at(h + i)).0;
+                        o.slice(at(0, h + i), v).iter_mut().for_each(|o| *o = T::of(o.to() * share));
+                    }
+                }
+                return;
             }
             for h in (kv * group + share..(kv + 1) * group).step_by(shares) {
                 for first in (part..panels).step_by(parts).map(|panel| panel * NR) {
