@@ -134,6 +134,14 @@ architecture = \"qwen3\"
 $sizes
 kv_heads = 2
 $train"
+# State and activations in the memory of the host.
+check llama-offload 5 <<< "[model]
+$sizes
+kv_heads = 2
+$train
+[offload]
+optimizer = true
+activations = true"
 # Adapters beside frozen weights, and dropout of what they read.
 check llama-lora 3 <<< "[model]
 $sizes

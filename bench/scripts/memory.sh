@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Training steps of models that are larger than what keeps their state in fp32: state in fewer bits, and in the memory of the host.
+# Training steps of models that are larger than what keeps their state in fp32: state in fewer bits, and state or activations in the memory of the host.
 # usage: bench/scripts/memory.sh LOCKSTEP [ROWS...] > bench/records/memory.txt
 #   ROWS  names of rows, by their beginnings: "13b 32b"; all where none is given. Needs a GPU of 140 GB, and 100 GiB of the host's memory.
 # Limits stand for smaller cards: of 24, 16 and 8 GB, 22.3, 14.6 and 7.2 GiB are left to an arena and a context of 0.53 GiB.
@@ -64,6 +64,21 @@ row 8b-lora-24GB-fp8 --preset llama-3.1-8b $all --set lora.rank=16 --recompute b
 row 1b --preset llama-3.2-1b --seq 4096 --batch 8
 row 1b-24GB --preset llama-3.2-1b $all $bf16 --recompute budget=21.7GiB
 row 1b-24GB-fp32-offload --preset llama-3.2-1b $all --gradients bf16 --recompute budget=21.7GiB --set offload.optimizer=true
+# Activations in the memory of the host, beside recomputation: the same tokens, in turns. A long sequence of eight billion parameters, and one billion.
+for turn in 1 2; do
+    long="--preset llama-3.1-8b --seq 32768 --batch 2 --micro-batch 1 $bf16"
+    row saved-8b-full-$turn $long --recompute full
+    row saved-8b-full-out-$turn $long --recompute full --set offload.activations=true
+    row saved-8b-budget-$turn $long --recompute budget=136GiB
+    row saved-8b-budget-16GiB-$turn $long --recompute budget=136GiB --set "offload.activations=16 GiB"
+    row saved-8b-selective-out-$turn $long --recompute selective --set offload.activations=true
+    row saved-1b-none-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute none
+    row saved-1b-none-8GiB-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute none --set "offload.activations=8 GiB"
+    row saved-1b-none-out-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute none --set offload.activations=true
+    row saved-1b-selective-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute selective
+    row saved-1b-full-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute full
+    row saved-1b-full-out-$turn --preset llama-3.2-1b --seq 4096 --batch 8 --recompute full --set offload.activations=true
+done
 # What smaller cards train.
 row 3b-24GB --preset llama-3.2-3b $all $int8 --recompute budget=21.7GiB --set "offload.optimizer=8 GiB"
 row 3b-lora-16GB --preset llama-3.2-3b $all --set lora.rank=16 --recompute budget=14.0GiB

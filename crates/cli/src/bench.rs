@@ -2,6 +2,7 @@
 //! collectives`, `generate` and `checkpoint` are beside it.
 
 use crate::failure::{Failure, Result};
+use crate::host_memory::in_host;
 use crate::profile::{as_text as as_table, write_trace};
 use crate::table::table;
 use crate::timeline::TimelineFile;
@@ -328,7 +329,8 @@ fn as_text(name: &str, r: &BenchResult) -> String {
     }
     if r.host_bytes > 0 {
         let [planned, peak] = [r.host_bytes, r.host_peak_bytes].map(units::gib);
-        text.push_str(&format!("host memory: {planned} of optimizer state, {peak} of the whole process at its peak\n"));
+        let what = in_host(r.host_bytes, r.host_activation_bytes);
+        text.push_str(&format!("host memory: {planned} of {what}, {peak} of the whole process at its peak\n"));
     }
     if let Some(memory) = &r.gpu_memory {
         text.push_str(&memory_text(r.arena_bytes, memory));

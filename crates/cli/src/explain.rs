@@ -14,6 +14,7 @@ pub(crate) use forecast::exact;
 pub(crate) use schedule::picture as pipeline_picture;
 
 use crate::failure::{Failure, Result};
+use crate::host_memory::in_host;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
@@ -468,7 +469,12 @@ pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
     let host = match breakdown.host_bytes {
         0 => String::new(),
         bytes => wrapped(
-            &format!("  host memory: {} ({} bytes) of optimizer state", units::bytes(bytes), thousands(bytes)),
+            &format!(
+                "  host memory: {} ({} bytes) of {}",
+                units::bytes(bytes),
+                thousands(bytes),
+                in_host(bytes, breakdown.host_activation_bytes)
+            ),
             "    ",
         ),
     };

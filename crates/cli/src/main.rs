@@ -17,6 +17,7 @@ mod explain;
 mod failure;
 mod generate;
 mod hardware;
+mod host_memory;
 mod init;
 mod launch;
 mod machine;

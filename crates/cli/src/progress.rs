@@ -1,6 +1,7 @@
 //! What a run shows while it goes: a bar on a terminal, a plain line every ten seconds elsewhere.
 
 use crate::failure::Failure;
+use crate::host_memory::in_host;
 use crate::remedies;
 use crate::style::message;
 use console::Term;
@@ -117,7 +118,8 @@ impl Progress {
                 ));
                 if plan.host_bytes() > 0 {
                     let bytes = plan.host_bytes();
-                    self.say(&format!("host memory for optimizer state {} ({bytes} bytes)", units::bytes(bytes)));
+                    let what = in_host(bytes, plan.host_activation_bytes());
+                    self.say(&format!("host memory for {what} {} ({bytes} bytes)", units::bytes(bytes)));
                 }
                 if let Some(bytes) = snapshot_bytes {
                     self.say(&format!("host memory for a snapshot of a checkpoint {} ({bytes} bytes)", units::bytes(bytes)));

@@ -1,6 +1,7 @@
 //! `lockstep train`.
 
 use crate::failure::{Failure, INTERRUPTED, Result};
+use crate::host_memory::in_host;
 use crate::processes::{self, ProcessPlace};
 use crate::profile::{as_text, write_trace};
 use crate::progress::{Progress, change};
@@ -513,7 +514,8 @@ fn dry_summary(dry: &DryRun, dir: &Path) -> String {
     let classes = plan.memory.classes.iter().filter(|(_, bytes)| **bytes > 0);
     lines.extend(classes.map(|(class, bytes)| ("", format!("{class:<13} {}", units::bytes(*bytes)))));
     if plan.host_bytes() > 0 {
-        lines.push(("", format!("in the host: {} of optimizer state", units::bytes(plan.host_bytes()))));
+        let what = in_host(plan.host_bytes(), plan.host_activation_bytes());
+        lines.push(("", format!("in the host: {} of {what}", units::bytes(plan.host_bytes()))));
     }
     lines.push(("device", plan.device.clone()));
     let text: String = lines.iter().map(|(name, text)| format!("{name:<8}{text}\n")).collect();

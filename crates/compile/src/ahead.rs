@@ -62,7 +62,7 @@ struct StepEnd<'a> {
 
 impl<'a> StepEnd<'a> {
     fn of(program: &'a StepProgram, device: &'a DeviceProfile) -> Option<Self> {
-        let fetches = |s: &Segment| s.instrs.iter().any(|i| i.op == Op::Fetch);
+        let fetches = |s: &Segment| s.instrs.iter().any(|i| i.op == Op::Fetch && i.phase == Phase::Update);
         let update = program.segments.iter().position(fetches)?;
         let ends_so = program.entries.iter().filter(|e| e.schedule.last().is_some_and(|s| s.segment == update));
         let last: Option<Vec<Slot>> = ends_so.map(|e| e.schedule.iter().rev().nth(1).copied()).collect();

@@ -360,14 +360,18 @@ impl StageMemory {
             names.filter_map(|name| saved.get(name)).sum::<u64>()
         };
         let frees = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
-        let without_frame =
-            program.regions.iter().filter(|r| !matches!(r.lifetime, Lifetime::Frame | Lifetime::Overlay));
+        let in_arena =
+            |lifetime: Lifetime| !matches!(lifetime, Lifetime::Frame | Lifetime::Overlay) && !lifetime.is_in_host();
+        let without_frame = program.regions.iter().filter(|r| in_arena(r.lifetime));
         let frame = program.segments.iter().flat_map(|s| &s.instrs).map(|i| {
             let own: BTreeSet<BufferId> = i.buffers().collect();
             let in_frame = own.into_iter().filter(|b| program.lifetime(*b) == Lifetime::Frame);
             in_frame.map(|b| program.buffers[b.0].bytes).sum::<u64>()
         });
         let bound = without_frame.map(|r| r.bytes()).sum::<u64>() + frame.max().unwrap_or(0);
+        // What is recomputed leaves its room in the memory of the host to other values.
+        let in_host = program.regions.iter().filter(|r| matches!(r.lifetime, Lifetime::SavedInHost(_)));
+        let bound = bound.saturating_sub(in_host.map(|r| r.bytes()).sum());
         Self { bound, frees: frees.collect(), kinds: own }
     }
 

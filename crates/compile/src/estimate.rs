@@ -43,7 +43,7 @@ impl Estimator {
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
-            let train = offload::offload(stage::extract(graph, &self.cuts, &self.pipeline, s)?, &context);
+            let train = offload::offload(stage::extract(graph, &self.cuts, &self.pipeline, s)?, &context, s)?;
             Ok(placed(lower::lower(&train, &self.evaluations[s], &context, s)?, &context))
         };
         Ok((0..self.evaluations.len()).map(program).collect::<Result<_, _>>()?)

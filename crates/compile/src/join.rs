@@ -4,6 +4,8 @@
 //! a kernel after them. A group is one moment for memory: what any of its instructions reads, writes or has as scratch stands apart
 //! until all are done. So no instruction needs to look at where others stand, and an executor runs groups as it finds them.
 //!
+//! Copies of activations to and from the host's memory never stand between what is fused.
+//!
 //! Where a program has no backward pass, what stands between a matmul of few rows and its neighbours need not exist: nothing else reads it.
 //!
 //! To find out which matmuls are faster with GELU in their epilogue, the caller compiles once, times
@@ -12,7 +14,7 @@
 
 use crate::lower::Unplaced;
 use lockstep_ir::graph::Phase;
-use lockstep_ir::program::{Arg, Instr, Segment};
+use lockstep_ir::program::{Arg, Instr, Segment, Stream};
 use lockstep_ir::{DeviceProfile, Dim, FEW_ROWS, FusedGroup, FusedMatmul, Fusion, Op, StepProgram};
 
 pub(crate) fn join(mut unplaced: Unplaced, device: &DeviceProfile) -> Unplaced {
@@ -40,7 +42,7 @@ pub fn fusable_matmuls(programs: &[StepProgram]) -> Vec<FusedMatmul> {
     for program in programs {
         let gelu = !recomputes_gelu(&program.segments);
         for segment in &program.segments {
-            let instrs = &segment.instrs;
+            let instrs = &without(&segment.instrs, &split(&segment.instrs).1);
             for at in 0..instrs.len() {
                 let forward = gelu && matmul_bias_gelu(&instrs[at..]);
                 let backward = gelu_gradient_of(instrs, at).is_some();
@@ -78,7 +80,28 @@ fn recomputes_gelu(segments: &[Segment]) -> bool {
 /// The segment with its groups, each where the first of its instructions stood.
 fn joined(segment: Segment, device: &DeviceProfile, allowed: Allowed) -> Segment {
     let Segment { name, chunk, instrs, .. } = segment;
-    // The instructions in their new order, by their index so far.
+    let (copies, others) = split(&instrs);
+    // Copies of activations stand aside: what is fused, and so every bit, is as without them.
+    let (order, groups) = match copies.is_empty() {
+        true => grouped(&instrs, device, allowed),
+        false => {
+            let (order, groups) = grouped(&without(&instrs, &others), device, allowed);
+            beside(&instrs, &copies, order.into_iter().map(|i| others[i]).collect(), groups)
+        }
+    };
+    let mut place = vec![0; instrs.len()];
+    order.iter().enumerate().for_each(|(to, from)| place[*from] = to);
+    let mut old: Vec<Option<Instr>> = instrs.into_iter().map(Some).collect();
+    let mut instrs: Vec<Instr> = order.iter().filter_map(|from| old[*from].take()).collect();
+    instrs.iter_mut().flat_map(|i| &mut i.waits).for_each(|w| *w = place[*w]);
+    if !copies.is_empty() {
+        groups.iter().for_each(|group| wait_first(&mut instrs, group));
+    }
+    Segment { name, chunk, instrs, groups }
+}
+
+/// The instructions in their new order, by their index so far, and the groups.
+fn grouped(instrs: &[Instr], device: &DeviceProfile, allowed: Allowed) -> (Vec<usize>, Vec<FusedGroup>) {
     let mut order: Vec<usize> = Vec::new();
     let mut groups = Vec::new();
     let mut done = vec![false; instrs.len()];
@@ -87,7 +110,7 @@ fn joined(segment: Segment, device: &DeviceProfile, allowed: Allowed) -> Segment
             continue;
         }
         let first = order.len();
-        match group(&instrs, at, device, allowed) {
+        match group(instrs, at, device, allowed) {
             None => order.push(at),
             Some((fusion, members)) => {
                 members.iter().for_each(|i| done[*i] = true);
@@ -96,12 +119,71 @@ fn joined(segment: Segment, device: &DeviceProfile, allowed: Allowed) -> Segment
             }
         }
     }
-    let mut place = vec![0; instrs.len()];
-    order.iter().enumerate().for_each(|(to, from)| place[*from] = to);
-    let mut old: Vec<Option<Instr>> = instrs.into_iter().map(Some).collect();
-    let mut instrs: Vec<Instr> = order.iter().filter_map(|from| old[*from].take()).collect();
-    instrs.iter_mut().flat_map(|i| &mut i.waits).for_each(|w| *w = place[*w]);
-    Segment { name, chunk, instrs, groups }
+    (order, groups)
+}
+
+/// Which instructions copy activations to or from the host's memory, and all others.
+fn split(instrs: &[Instr]) -> (Vec<usize>, Vec<usize>) {
+    (0..instrs.len()).partition(|i| instrs[*i].stream.copies() && instrs[*i].phase != Phase::Update)
+}
+
+/// Some of the instructions, which wait for each other alone.
+fn without(instrs: &[Instr], some: &[usize]) -> Vec<Instr> {
+    let mut place = vec![None; instrs.len()];
+    some.iter().enumerate().for_each(|(to, from)| place[*from] = Some(to));
+    let alone = |i: &usize| {
+        let waits = instrs[*i].waits.iter().filter_map(|w| place[*w]).collect();
+        Instr { waits, ..instrs[*i].clone() }
+    };
+    some.iter().map(alone).collect()
+}
+
+/// The order of all instructions where that of the others is known: a copy to the host after all that stood before it, and a copy from the host
+/// before all that stood after it, both outside of groups.
+fn beside(
+    instrs: &[Instr],
+    copies: &[usize],
+    order: Vec<usize>,
+    groups: Vec<FusedGroup>,
+) -> (Vec<usize>, Vec<FusedGroup>) {
+    let inside = |at: usize| groups.iter().find(|g| g.instrs.start < at && at < g.instrs.end).map(|g| &g.instrs);
+    let mut before: Vec<Vec<usize>> = vec![Vec::new(); order.len() + 1];
+    for &copy in copies {
+        let at = match instrs[copy].stream {
+            Stream::Offload => {
+                let at = order.iter().rposition(|i| *i < copy).map_or(0, |last| last + 1);
+                inside(at).map_or(at, |group| group.end)
+            }
+            _ => {
+                let at = order.iter().position(|i| *i > copy).unwrap_or(order.len());
+                inside(at).map_or(at, |group| group.start)
+            }
+        };
+        before[at].push(copy);
+    }
+    let mut whole = Vec::with_capacity(instrs.len());
+    let mut moved = vec![0; order.len()];
+    for (at, before) in before.into_iter().enumerate() {
+        whole.extend(before);
+        if let Some(i) = order.get(at) {
+            moved[at] = whole.len();
+            whole.push(*i);
+        }
+    }
+    let shifted = |g: FusedGroup| {
+        let start = moved[g.instrs.start];
+        FusedGroup { instrs: start..start + g.instrs.len(), ..g }
+    };
+    (whole, groups.into_iter().map(shifted).collect())
+}
+
+/// Lets the first of a group wait for the copies that any of it reads: they stand before the group.
+fn wait_first(instrs: &mut [Instr], group: &FusedGroup) {
+    let all: Vec<usize> = instrs[group.instrs.clone()].iter().flat_map(|i| i.waits.iter().copied()).collect();
+    let last = |stream| all.iter().copied().filter(|w| instrs[*w].stream == stream).max();
+    let waits = Stream::BESIDE.into_iter().filter_map(last).collect();
+    instrs[group.instrs.clone()].iter_mut().for_each(|i| i.waits.clear());
+    instrs[group.instrs.start].waits = waits;
 }
 
 /// The instructions that the device does as one with this one, itself the first.

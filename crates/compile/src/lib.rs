@@ -118,8 +118,8 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     for rank in 0..pipeline.slots.len() {
         let extract = |graph: &Graph| stage::extract(graph, &cuts, &pipeline, rank);
         let evaluations = of_rank(&evaluations, extract)?;
-        let program =
-            placed(lower::lower(&offload::offload(extract(&graph)?, context), &evaluations, context, rank)?, context);
+        let train = offload::offload(extract(&graph)?, context, rank)?;
+        let program = placed(lower::lower(&train, &evaluations, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);
     }
@@ -167,7 +167,9 @@ fn of_one_loss(mut graph: Graph) -> Graph {
 
 /// What was lowered, with what the device does as one and where every buffer stands.
 fn placed(lowered: lower::Unplaced, context: &Context) -> StepProgram {
-    ahead::ahead(memory::place(join::join(lowered, &context.device), context), &context.device)
+    let mut joined = join::join(lowered, &context.device);
+    offload::bounded(&mut joined.segments);
+    ahead::ahead(memory::place(joined, context), &context.device)
 }
 
 /// Runs a pass and checks what it has made.

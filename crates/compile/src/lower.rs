@@ -9,7 +9,7 @@ mod evaluation;
 
 use crate::local::Local;
 use crate::offload::window;
-use crate::slots::{WorkSegment, Works, allot};
+use crate::slots::{WorkSegment, Works, allot, phases};
 use crate::stage::RankGraph;
 use crate::{Context, Evaluation};
 use evaluation::shared_states;
@@ -200,30 +200,6 @@ fn summed_in(g: &Graph, runs_with: &[Phase], works: Works) -> Vec<usize> {
         }
     }
     place
-}
-
-/// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight
-/// gradients summed that are no matmuls (of norms, biases and tables): they take little time, and what they read need not be saved
-/// until W.
-fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
-    // Values that are there only with the weight gradients.
-    let mut late: BTreeSet<ValueId> = BTreeSet::new();
-    let mut phases = Vec::new();
-    for node in &g.nodes {
-        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
-        let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
-        let summed = |flops: u128| {
-            let late = node.inputs.iter().any(|v| late.contains(v));
-            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
-        };
-        let received = matches!(node.op, Op::Receive { .. });
-        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
-        phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
-        if phases.last() == Some(&Phase::WeightGrad) {
-            late.extend(node.outputs.iter().flatten());
-        }
-    }
-    Ok(phases)
 }
 
 /// Of a segment with sums over ranks, which belong to the last micro-batch of a step only: what the others run.
@@ -475,7 +451,7 @@ impl Lowering<'_> {
                     None => {
                         let name = &g.get(v).name;
                         let class = match node.op {
-                            Op::Fetch => Class::Optimizer,
+                            Op::Fetch if node.phase == Phase::Update => Class::Optimizer,
                             _ if is_gathered(node) => Class::Communication,
                             _ => Class::Activations,
                         };
@@ -485,8 +461,9 @@ impl Lowering<'_> {
                 let from = *begun.entry(buffer).or_insert(*segment);
                 if until != *segment {
                     let saved = works.region(parts[from].work, parts[until].work);
-                    (self.buffers[buffer.0].lifetime, self.buffers[buffer.0].chunk) =
-                        (Lifetime::Saved(saved), parts[from].chunk);
+                    let in_host = node.op == Op::Offload;
+                    let lifetime = if in_host { Lifetime::SavedInHost(saved) } else { Lifetime::Saved(saved) };
+                    (self.buffers[buffer.0].lifetime, self.buffers[buffer.0].chunk) = (lifetime, parts[from].chunk);
                 }
                 place[v.0] = Some(buffer);
             }
@@ -531,9 +508,9 @@ struct Beside {
     ended: Option<usize>,
 }
 
-/// Lets every instruction wait for what other streams have made of what it reads, or still do with what it writes. What goes to the host
-/// gives its memory back when an update waits for it: each update of what has come from there leaves the last bytes on their way, as many
-/// as the [`window`] has.
+/// Lets every instruction wait for what other streams have made of what it reads, or still do with what it writes. State that goes to the
+/// host gives its memory back when an update waits for it: each update of what has come from there leaves the last bytes on their way, as many
+/// as the [`window`] has. (For activations see [`crate::offload::bounded`].)
 fn wait(segment: &mut Segment) {
     let mut streams = Stream::BESIDE.map(|stream| (stream, Beside::default()));
     let window = window(&updated_from_host(segment));
@@ -552,7 +529,7 @@ fn wait(segment: &mut Segment) {
             on_the_way > window + bytes
         });
         let room = room.filter(|_| updates).map(|(at, _)| *at);
-        if instr.stream == Stream::Offload {
+        if instr.stream == Stream::Offload && instr.phase == Phase::Update {
             sent.push((t, instr.inputs[0].ty.bytes()));
         }
         for (stream, beside) in &mut streams {

@@ -5,7 +5,8 @@
 //! saves from the start of a copy on. Temporary buffers of a segment share the frame: largest
 //! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame;
 //! evaluation, which saves nothing, uses the saved regions and the frame together, and so does an update
-//! whose state comes from the host. What waits there stands side by side in the host's memory.
+//! whose state comes from the host. What waits there stands side by side in the host's memory: optimizer state, then activations with as many
+//! copies as those that are saved on the device.
 
 use crate::Context;
 use crate::lower::Unplaced;
@@ -34,7 +35,7 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
         (0..=chunks).map(chunk).max().unwrap_or(0)
     };
     let lasting = [(Lifetime::Run, 1), (Lifetime::MicroBatch, micro_batches)];
-    let lasting = lasting.into_iter().chain(saved.into_iter().map(|(saved, slots)| (Lifetime::Saved(saved), slots)));
+    let lasting = lasting.into_iter().chain(saved.iter().map(|(saved, slots)| (Lifetime::Saved(*saved), *slots)));
     let mut regions: Vec<Region> = Vec::new();
     let (mut end, mut under) = (0, 0);
     for (lifetime, slots) in lasting {
@@ -48,9 +49,14 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
     let frame = frame.max(overlay.saturating_sub(end - under));
     regions.push(Region { lifetime: Lifetime::Frame, offset: end, slot_bytes: frame, slots: 1 });
     end += frame;
-    let host_bytes = side_by_side(Lifetime::Host);
-    if host_bytes > 0 {
-        regions.push(Region { lifetime: Lifetime::Host, offset: end, slot_bytes: host_bytes, slots: 1 });
+    let waiting = saved.iter().map(|(saved, slots)| (Lifetime::SavedInHost(*saved), *slots));
+    let mut host_bytes = 0;
+    for (lifetime, slots) in [(Lifetime::Host, 1)].into_iter().chain(waiting) {
+        let region = Region { lifetime, offset: end + host_bytes, slot_bytes: side_by_side(lifetime), slots };
+        if region.slot_bytes > 0 {
+            host_bytes += region.bytes();
+            regions.push(region);
+        }
     }
     regions.push(Region { lifetime: Lifetime::Overlay, offset: under, slot_bytes: overlay, slots: 1 });
     let buffers = buffers

@@ -31,6 +31,8 @@ pub struct Context {
 pub struct Offload {
     /// Most bytes of a rank's moments and master weights.
     pub optimizer: u64,
+    /// Most bytes of what a rank saves for backward, of all micro-batches in flight.
+    pub activations: u64,
 }
 
 /// What the steps of a run do besides computing gradients and moving parameters.

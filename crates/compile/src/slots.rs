@@ -1,12 +1,13 @@
-//! Slots: which segments the work of a schedule needs, and which copies of the saved regions each slot uses.
+//! Slots: which segments the work of a schedule needs, with which of them every node runs, and which copies of the saved regions each slot uses.
 //!
 //! A copy is taken where a lifetime begins, the lowest that is free, and given back where the lifetime ends. All chunks take
 //! from the same copies.
 
-use lockstep_ir::graph::Phase;
+use lockstep_ir::graph::{Phase, Source};
 use lockstep_ir::program::Saved;
 use lockstep_ir::schedule::{PipeSlot, Work};
-use std::collections::BTreeMap;
+use lockstep_ir::{Graph, Op, TypeError, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A kind of work and the segment that does it.
 pub(crate) struct WorkSegment {
@@ -52,6 +53,11 @@ impl Works {
         Self { separate: slots.iter().any(|s| s.work == Work::WeightGrad) }
     }
 
+    /// The work that has the nodes of a phase; `None` for what is done once per step.
+    pub(crate) fn of_phase(self, phase: Phase) -> Option<Work> {
+        self.segments().iter().find(|s| s.phases.contains(&phase)).map(|s| s.work)
+    }
+
     /// The segments of a chunk.
     pub(crate) fn segments(self) -> &'static [WorkSegment] {
         if self.separate { &SEPARATE } else { &WHOLE }
@@ -73,6 +79,30 @@ impl Works {
     }
 }
 
+/// The phase with which every node runs. A gradient is received with the input gradients, whoever reads it first. So are weight
+/// gradients summed that are no matmuls (of norms, biases and tables): they take little time, and what they read need not be saved
+/// until W.
+pub(crate) fn phases(g: &Graph) -> Result<Vec<Phase>, TypeError> {
+    // Values that are there only with the weight gradients.
+    let mut late: BTreeSet<ValueId> = BTreeSet::new();
+    let mut phases = Vec::new();
+    for node in &g.nodes {
+        let wanted: Vec<bool> = node.outputs.iter().map(Option::is_some).collect();
+        let sums = |v: &ValueId| matches!(g.get(*v).source, Source::Node { into: Some(_) });
+        let summed = |flops: u128| {
+            let late = node.inputs.iter().any(|v| late.contains(v));
+            flops == 0 && !late && !node.op.communicates() && node.outputs.iter().flatten().all(sums)
+        };
+        let received = matches!(node.op, Op::Receive { .. });
+        let early = received || summed(node.op.flops(&g.input_types(node), &wanted)?.hardware);
+        phases.push(if early && node.phase == Phase::WeightGrad { Phase::InputGrad } else { node.phase });
+        if phases.last() == Some(&Phase::WeightGrad) {
+            late.extend(node.outputs.iter().flatten());
+        }
+    }
+    Ok(phases)
+}
+
 /// Whether a micro-batch takes a copy of the region in this work.
 fn begins(saved: Saved, work: Work) -> bool {
     match saved {
@@ -87,6 +117,13 @@ fn ends(saved: Saved, work: Work) -> bool {
         Saved::ForwardToBackward => matches!(work, Work::Backward | Work::InputGrad),
         Saved::ForwardToWeightGrad | Saved::BackwardToWeightGrad => work == Work::WeightGrad,
     }
+}
+
+/// Copies of each region that a schedule needs, in the order of [`Saved::ALL`].
+pub(crate) fn copies(slots: &[PipeSlot]) -> [usize; Saved::ALL.len()] {
+    allot(slots)
+        .into_iter()
+        .fold([1; Saved::ALL.len()], |most, copies| std::array::from_fn(|s| most[s].max(copies[s] + 1)))
 }
 
 /// The copies that every slot uses, in the order of [`Saved::ALL`]; 0 of what it does not use.

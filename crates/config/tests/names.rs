@@ -174,6 +174,8 @@ fn what_is_not_there_yet_is_said_so() {
         ("MLA", "model.kv_lora_rank"),
         ("cpu offload", "offload.optimizer"),
         ("ZeRO-Offload", "offload.optimizer"),
+        ("activation offloading", "offload.activations"),
+        ("save_on_cpu", "offload.activations"),
     ] {
         assert!(search(words).keys.iter().any(|found| found.path == key), "{words}");
     }

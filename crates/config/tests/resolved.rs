@@ -153,6 +153,7 @@ ops = []  # default
 
 [offload]
 optimizer = false  # default
+activations = false  # default
 
 [optimizer]
 name = "adamw"  # default

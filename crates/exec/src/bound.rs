@@ -55,7 +55,7 @@ impl At {
 
     /// Whether it is in the memory of the host.
     pub fn is_hosted(&self) -> bool {
-        self.lifetime == Lifetime::Host
+        self.lifetime.is_in_host()
     }
 
     /// Where it starts in the arena at a slot of a schedule, in bytes; in the host's memory, after the arena.

@@ -171,7 +171,8 @@ impl Devices {
         let arenas = if self.device(plan.target)?.gpu().is_some() { 0 } else { plan.arena_bytes() };
         match self.device(Target::Cpu)?.available_bytes()? {
             Some(free) if needed > 0 && needed > free.saturating_sub(arenas) => {
-                Err(PlanError::HostMemory { needed, available: free.saturating_sub(arenas), ranks }.into())
+                let activations = plan.host_activation_bytes();
+                Err(PlanError::HostMemory { needed, activations, available: free.saturating_sub(arenas), ranks }.into())
             }
             _ => Ok(()),
         }

@@ -2,7 +2,7 @@
 
 use crate::graph::Phase;
 use crate::op::{Flops, TypeError};
-use crate::program::{Buffer, Class, Entry, Instr, Lifetime, Role, Slot, StepProgram, Sum, Tensor};
+use crate::program::{Buffer, Class, Entry, Instr, Lifetime, Region, Role, Slot, StepProgram, Sum, Tensor};
 use crate::schedule::{ChunkCosts, Pipeline};
 use crate::walk::{Distinct, Walk};
 use crate::{Axes, Coordinates, Placement, timeline};
@@ -16,6 +16,8 @@ pub struct MemoryBreakdown {
     pub total_bytes: u64,
     /// Bytes in the memory of the host.
     pub host_bytes: u64,
+    /// Those of them that activations have: the rest is optimizer state.
+    pub host_activation_bytes: u64,
     /// Bytes by class name.
     pub classes: BTreeMap<&'static str, u64>,
     /// Bytes of persistent and saved buffers by layer (`None`: embedding, head and what belongs to no layer).
@@ -55,7 +57,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
-        if matches!(region.lifetime, Lifetime::Overlay | Lifetime::Host) {
+        if region.lifetime == Lifetime::Overlay || region.lifetime.is_in_host() {
             continue;
         }
         if region.lifetime == Lifetime::Frame {
@@ -80,10 +82,16 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     MemoryBreakdown {
         total_bytes: program.arena_bytes,
         host_bytes: program.host_bytes,
+        host_activation_bytes: saved_in_host(program),
         classes,
         layers: layers.into_iter().map(|(layer, classes)| LayerBreakdown { layer, classes }).collect(),
         peak: entry.map(|e| peak(program, e)).unwrap_or_default(),
     }
+}
+
+fn saved_in_host(program: &StepProgram) -> u64 {
+    let regions = program.regions.iter().filter(|r| matches!(r.lifetime, Lifetime::SavedInHost(_)));
+    regions.map(Region::bytes).sum()
 }
 
 /// The buffers of a region by offset; where chunks share the copies of a saved region, those of the chunk that needs most.
@@ -94,7 +102,9 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
         segment.instrs.iter().flat_map(Instr::buffers).for_each(|b| chunk_of[b.0] = segment.chunk);
     }
     let largest = match program.regions[region].lifetime {
-        Lifetime::Saved(_) => all().max_by_key(|(_, b)| b.offset + b.bytes).map(|(i, _)| chunk_of[i]),
+        Lifetime::Saved(_) | Lifetime::SavedInHost(_) => {
+            all().max_by_key(|(_, b)| b.offset + b.bytes).map(|(i, _)| chunk_of[i])
+        }
         Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Frame | Lifetime::Overlay => None,
     };
     let counts = |i: usize| largest.is_none_or(|chunk| chunk_of[i] == chunk);

@@ -76,6 +76,8 @@ pub enum Lifetime {
     Overlay,
     /// As `Run`, in the second memory: that of the host beside a device.
     Host,
+    /// As `Saved`, in that memory.
+    SavedInHost(Saved),
 }
 
 impl Lifetime {
@@ -90,7 +92,15 @@ impl Lifetime {
             Lifetime::Frame => "frame",
             Lifetime::Overlay => "overlay",
             Lifetime::Host => "host",
+            Lifetime::SavedInHost(Saved::ForwardToBackward) => "host saved",
+            Lifetime::SavedInHost(Saved::ForwardToWeightGrad) => "host saved F-W",
+            Lifetime::SavedInHost(Saved::BackwardToWeightGrad) => "host saved B-W",
         }
+    }
+
+    /// Whether it is in the memory of the host.
+    pub const fn is_in_host(self) -> bool {
+        matches!(self, Lifetime::Host | Lifetime::SavedInHost(_))
     }
 }
 
@@ -395,7 +405,7 @@ impl Slot {
         match lifetime {
             Lifetime::Run | Lifetime::Host | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => self.micro_batch,
-            Lifetime::Saved(saved) => self.saved[saved as usize],
+            Lifetime::Saved(saved) | Lifetime::SavedInHost(saved) => self.saved[saved as usize],
         }
     }
 }

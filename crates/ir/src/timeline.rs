@@ -121,7 +121,8 @@ pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usiz
             *generation.entry(event.buffer(b)).or_default() += 1;
         }
         for b in event.instr.buffers() {
-            if matches!(program.lifetime(b), Lifetime::Run | Lifetime::MicroBatch) {
+            let lifetime = program.lifetime(b);
+            if matches!(lifetime, Lifetime::Run | Lifetime::MicroBatch) || lifetime.is_in_host() {
                 continue;
             }
             let range = event.buffer(b);

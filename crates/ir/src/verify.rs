@@ -120,7 +120,7 @@ fn follows(operand: &Operand, dtype: DType) -> bool {
 /// Checks placement (inside the region, aligned, regions without gaps), types, and then *runs the memory*: every entry is
 /// walked with the name of the value that each byte range holds, and every read must find the value that it means.
 pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
-    let mut end = 0;
+    let (mut end, mut host_end) = (0, program.arena_bytes);
     for region in &program.regions {
         if region.lifetime == Lifetime::Overlay {
             let saved =
@@ -130,10 +130,12 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
             }
             continue;
         }
-        if region.lifetime == Lifetime::Host {
-            if (region.offset, region.bytes()) != (program.arena_bytes, program.host_bytes) {
-                return Err(unsound("region host", "is not the memory of the host"));
+        if region.lifetime.is_in_host() {
+            if region.offset != host_end || !region.slot_bytes.is_multiple_of(alignment) {
+                let at = format!("region {}", region.lifetime.name());
+                return Err(unsound(at, "is not packed in the memory of the host, or not aligned"));
             }
+            host_end += region.bytes();
             continue;
         }
         if region.offset != end || !region.slot_bytes.is_multiple_of(alignment) {
@@ -143,6 +145,10 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
     }
     if end != program.arena_bytes {
         return Err(unsound("arena", format!("has {} bytes, its regions {end}", program.arena_bytes)));
+    }
+    let in_host = host_end - program.arena_bytes;
+    if in_host != program.host_bytes {
+        return Err(unsound("host memory", format!("has {} bytes, its regions {in_host}", program.host_bytes)));
     }
     for b in &program.buffers {
         if b.offset + b.bytes > program.regions[b.region].slot_bytes || !b.offset.is_multiple_of(alignment) {
@@ -209,7 +215,7 @@ fn check_instr(program: &StepProgram, instr: &Instr) -> Result<(), String> {
     ];
     for (operands, copy) in copies {
         // Kernels never touch the memory of the host.
-        if operands.iter().any(|arg| (program.lifetime(arg.buffer) == Lifetime::Host) != (instr.op == copy)) {
+        if operands.iter().any(|arg| program.lifetime(arg.buffer).is_in_host() != (instr.op == copy)) {
             return Err(format!("{name}: works on the wrong memory"));
         }
     }

@@ -9,7 +9,7 @@ use crate::{Machine, Plan, Result, groups};
 use lockstep_compile::{Context, Estimator, Recompute};
 use lockstep_config::{Config, RecomputePolicy};
 use lockstep_ir::account;
-use lockstep_ir::program::{Class, Lifetime};
+use lockstep_ir::program::{Class, Lifetime, Region};
 use lockstep_ir::{Layout, StepProgram};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -138,7 +138,8 @@ fn policies(config: &Config, plan: &Plan, estimator: &Estimator, none: &[StepPro
             }
         };
         let saved = |p: &StepProgram| {
-            p.regions.iter().filter(|r| matches!(r.lifetime, Lifetime::Saved(_))).map(|r| r.bytes()).sum()
+            let saved = |r: &&Region| matches!(r.lifetime, Lifetime::Saved(_) | Lifetime::SavedInHost(_));
+            p.regions.iter().filter(saved).map(Region::bytes).sum()
         };
         let added_flops = hardware_flops(programs)? as f64 - before.1 as f64;
         costs.push(PolicyCost {

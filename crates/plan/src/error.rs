@@ -51,17 +51,16 @@ pub enum PlanError {
     },
     /// What waits in the memory of the host is larger than what is free there.
     #[error(
-        "offload.optimizer puts {} into the memory of the host, where {} are free",
-        units::bytes(*needed),
+        "{} into the memory of the host, where {} are free",
+        offloads(*needed, *activations),
         units::bytes(*available)
     )]
-    #[hint(
-        "set offload.optimizer to \"{} MiB\" or less of each rank, or precision.moments to \"bf16\" or \"int8\", end other programs, or allow the job more memory",
-        (*available / (*ranks).max(1) as u64) >> 20
-    )]
+    #[hint("{}", offload_less(*needed, *activations, *available / (*ranks).max(1) as u64))]
     HostMemory {
         /// Bytes that are asked for.
         needed: u64,
+        /// Those of them that activations have.
+        activations: u64,
         /// Bytes that are free.
         available: u64,
         /// Ranks that share them.
@@ -263,4 +262,35 @@ impl From<TypeError> for PlanError {
 fn breakdown(memory: &MemoryBreakdown) -> String {
     let line = |c: &Class| format!("\n  {:<13} {}", c.name(), units::bytes(memory.classes[c.name()]));
     Class::ALL.iter().filter(|c| memory.classes[c.name()] > 0).map(line).collect()
+}
+
+/// Which keys put how many bytes into the memory of the host.
+fn offloads(needed: u64, activations: u64) -> String {
+    let state = needed.saturating_sub(activations);
+    match (state, activations) {
+        (_, 0) => format!("offload.optimizer puts {}", units::bytes(state)),
+        (0, _) => format!("offload.activations puts {}", units::bytes(activations)),
+        _ => format!(
+            "offload.optimizer puts {} and offload.activations {}",
+            units::bytes(state),
+            units::bytes(activations)
+        ),
+    }
+}
+
+/// How to put less there: at most this many bytes of each rank.
+fn offload_less(needed: u64, activations: u64, most: u64) -> String {
+    let most = most >> 20;
+    let rest = "end other programs, or allow the job more memory";
+    match (needed.saturating_sub(activations), activations) {
+        (_, 0) => format!(
+            "set offload.optimizer to \"{most} MiB\" or less of each rank, or precision.moments to \"bf16\" or \"int8\", {rest}"
+        ),
+        (0, _) => format!(
+            "set offload.activations to \"{most} MiB\" or less of each rank, or recompute.policy to \"selective\" or \"full\", {rest}"
+        ),
+        _ => format!(
+            "set offload.optimizer and offload.activations to \"{most} MiB\" together or less of each rank, {rest}"
+        ),
+    }
 }

@@ -185,10 +185,12 @@ fn least_offload(machine: &dyn Machine, config: &Config, room: &Room) -> Result<
         let host = found.stages.iter().map(|stage| stage.host_bytes).max().unwrap_or(0);
         Ok((room.needs(&found.stages, ranks), host))
     };
-    if needs(0)?.0 <= most {
+    let (needed, activations) = needs(0)?;
+    if needed <= most {
         return Ok(0);
     }
     let (needed, all) = needs(u64::MAX)?;
+    let all = all.saturating_sub(activations);
     if needed > most {
         return Ok(all);
     }

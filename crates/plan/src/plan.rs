@@ -77,6 +77,12 @@ impl Plan {
         self.stages.iter().map(|m| m.host_bytes * (ranks / self.stages.len()) as u64).sum()
     }
 
+    /// Those of them that activations have.
+    pub fn host_activation_bytes(&self) -> u64 {
+        let ranks = self.layout.mesh.ranks();
+        self.stages.iter().map(|m| m.host_activation_bytes * (ranks / self.stages.len()) as u64).sum()
+    }
+
     /// Bytes of the arenas of all ranks, which must fit the memory that they share, where it is known; `rates` say what changes that
     /// let it fit would cost.
     pub fn require_memory(
@@ -132,7 +138,10 @@ pub(crate) fn training_context(machine: &dyn Machine, config: &Config) -> (Conte
             misses: !config.eval.tasks.is_empty(),
             shadow: config.precision.shadow_every > 0,
         },
-        offload: Offload { optimizer: config.offload.optimizer.most_bytes() },
+        offload: Offload {
+            optimizer: config.offload.optimizer.most_bytes(),
+            activations: config.offload.activations.most_bytes(),
+        },
     };
     (context, threads)
 }

@@ -35,6 +35,7 @@ pub fn ways_to_fit(machine: &dyn Machine, config: &Config, room: &Room, rates: O
     let mut found = search.over(&search.accepted(arrangements(config)));
     // What cannot be compiled is no way out.
     found.fitting.extend(search.offloaded().unwrap_or_default());
+    found.fitting.extend(search.activations_offloaded().unwrap_or_default());
     let mut changes = search.cheapest(&mut found, whole, needed_bytes);
     // Other numbers are computed only where the same ones do not fit often enough.
     for other in other_precisions(config) {
@@ -187,6 +188,23 @@ impl Search<'_> {
             }
         }
         Ok(all)
+    }
+
+    /// With all that is saved for backward in the memory of the host, under the config's own policy, where that lets it fit.
+    fn activations_offloaded(&self) -> Result<Option<Tried>> {
+        let is_gpu = matches!(Target::of(self.machine, self.config), Target::Cuda { .. });
+        if self.rates.is_none() || !is_gpu || self.config.offload.activations.most_bytes() > 0 {
+            return Ok(None);
+        }
+        let mut config = self.config.clone();
+        config.offload.activations = OffloadSize::All(true);
+        let found = Estimate::of(self.machine, &config)?;
+        let needed = self.room.needs(&found.stages, self.ranks);
+        if needed > self.room.bytes {
+            return Ok(None);
+        }
+        let step = self.step(&config, &found.programs)?;
+        Ok(Some(Tried { config, needed, arena: found.arena(), step }))
     }
 
     /// As little recomputation as lets it fit, in the given layout.
@@ -414,12 +432,13 @@ fn changed_keys(before: &Config, after: &Config) -> Vec<String> {
     if after.recompute.policy == RecomputePolicy::Budget {
         key("recompute.budget", size(before), size(after));
     }
-    let size = |config: &Config| match config.offload.optimizer {
+    let size = |size: OffloadSize| match size {
         OffloadSize::Most(Bytes(n)) => format!("\"{} MiB\"", n >> 20),
         OffloadSize::All(all) => all.to_string(),
         OffloadSize::Auto => "\"auto\"".to_owned(),
     };
-    key("offload.optimizer", size(before), size(after));
+    key("offload.optimizer", size(before.offload.optimizer), size(after.offload.optimizer));
+    key("offload.activations", size(before.offload.activations), size(after.offload.activations));
     let word = |policy: PrecisionPolicy| format!("\"{policy}\"");
     key("precision.policy", word(before.precision.policy), word(after.precision.policy));
     let word = |gradients: GradientPrecision| format!("\"{gradients}\"");

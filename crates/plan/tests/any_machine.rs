@@ -5,9 +5,10 @@ use lockstep_config::{Config, OptimizerName};
 use lockstep_ir::DeviceProfile;
 use lockstep_ir::Hint;
 use lockstep_plan::{
-    GenerationShape, Machine, PlanError, Room, Target, account, cache_plan, checkpoint_bytes, evaluation_program,
-    generation_program, largest_micro_batches, plan,
+    GenerationShape, Machine, PlanError, Rates, Room, Target, account, cache_plan, checkpoint_bytes,
+    evaluation_program, generation_program, largest_micro_batches, plan, ways_to_fit,
 };
+use lockstep_sim::{Catalogue, Hardware};
 use std::collections::BTreeMap;
 
 /// A machine of this many cores, with a GPU or without.
@@ -140,4 +141,27 @@ fn all_that_is_shown_of_a_plan_needs_no_device() {
     assert_eq!(evaluation_program(&machine, &config, (2, 16, 1), cut, false).unwrap().0.entries.len(), 2);
     let cache = cache_plan(&machine, &config, &GenerationShape::one(16)).unwrap();
     assert_eq!(generation_program(&machine, &config, &cache).unwrap().1, 2);
+}
+
+#[test]
+fn activations_in_the_memory_of_the_host_are_proposed_where_they_let_a_run_fit() {
+    let machine = Described { cores: 1, gpu: true };
+    let planned = |offload: &str| {
+        let text = format!(
+            "[model]\nvocab_size = 256\nlayers = 32\ndim = 64\nheads = 1\nffn = 64\n[train]\nseq = 8192\nglobal_batch = 1\n\
+             device = \"cuda\"\n[precision]\npolicy = \"bf16\"\ngradients = \"bf16\"\nmoments = \"int8\"\nmaster = \"bf16\"\n\
+             [recompute]\npolicy = \"full\"\n{offload}"
+        );
+        let config = Config::parse(&text, "run.toml", &[]).unwrap();
+        (plan(&machine, &config).unwrap().memory, config)
+    };
+    let ((stays, config), (goes, _)) = (planned(""), planned("[offload]\nactivations = true\n"));
+    // What enters 31 of 32 layers: a MiB each.
+    assert_eq!((goes.host_bytes, goes.host_activation_bytes), (31 << 20, 31 << 20));
+    assert!(goes.total_bytes + (25 << 20) < stays.total_bytes, "{} and {}", goes.total_bytes, stays.total_bytes);
+    let room = Room { bytes: goes.total_bytes + (1 << 20), shared: false, place: "on a test".into() };
+    let hardware = Hardware::assumed(Catalogue::builtin().gpu("h100").unwrap());
+    let ways = ways_to_fit(&machine, &config, &room, Some(Rates::Catalogue(&hardware))).unwrap();
+    let keys: Vec<_> = ways.changes.iter().map(|change| change.keys.join(", ")).collect();
+    assert_eq!(keys, ["offload.activations = true"], "{ways}");
 }

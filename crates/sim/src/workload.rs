@@ -250,7 +250,7 @@ fn memory(program: &StepProgram) -> u64 {
     }
     for slot in program.entries.iter().flat_map(|entry| &entry.schedule) {
         // What waits in the memory of the host is none of the device's.
-        let regions = by_segment[slot.segment].iter().filter(|r| program.regions[**r].lifetime != Lifetime::Host);
+        let regions = by_segment[slot.segment].iter().filter(|r| !program.regions[**r].lifetime.is_in_host());
         for &r in regions {
             let region = &program.regions[r];
             used[r] = true;

@@ -63,6 +63,8 @@ pub struct BenchResult {
     pub arena_bytes: u64,
     /// Bytes that wait in the memory of the host.
     pub host_bytes: u64,
+    /// Those of them that activations have.
+    pub host_activation_bytes: u64,
     /// Largest resident memory of the process on the host, in bytes.
     pub host_peak_bytes: u64,
     /// Memory besides the arena, on a GPU whose NVML tells.
@@ -229,6 +231,7 @@ pub fn bench_train(devices: &Devices, spec: &BenchSpec, show: &mut dyn FnMut(&st
         warm_up_s,
         arena_bytes,
         host_bytes: plan.host_bytes(),
+        host_activation_bytes: plan.host_activation_bytes(),
         host_peak_bytes,
         gpu_memory,
         arena_gib: plan.memory.total_bytes as f64 / (1u64 << 30) as f64,

@@ -1,4 +1,4 @@
-//! Optimizer state that waits in the memory of the host: no bit of a run depends on it.
+//! Optimizer state and activations that wait in the memory of the host: no bit of a run depends on them.
 
 mod common;
 
@@ -6,9 +6,9 @@ use common::{run_to, write_corpus};
 use lockstep_checkpoint::open;
 use lockstep_config::{Bytes, Config, OffloadSize};
 use lockstep_host::Devices;
-use lockstep_ir::Op;
 use lockstep_ir::graph::Phase;
 use lockstep_ir::program::{Lifetime, Segment, Stream};
+use lockstep_ir::{Hint, Op};
 use lockstep_plan::{Room, plan, with_fitting_offload};
 use lockstep_train::{StepMetrics, settled};
 use std::path::Path;
@@ -81,12 +81,131 @@ fn no_bit_depends_on_what_waits_in_the_memory_of_the_host() {
     }
 }
 
+/// Models, formats, recompute policies, schedules and layouts whose activations are moved.
+const SAVED: [&[&str]; 22] = [
+    &[],
+    &["train.micro_batch=4", "precision.policy=fp32"],
+    &["train.micro_batch=2", "precision.policy=fp16"],
+    &["precision.policy=fp8", "precision.fp8_weights=0"],
+    &["precision.policy=fp8", "precision.fp8_weights=0", "precision.fp8_recipe=delayed", "recompute.policy=full"],
+    &["recompute.policy=full"],
+    &["recompute.policy=selective", "train.noise_scale=true"],
+    &["recompute.policy=every-k"],
+    &["model.architecture=gpt2", "model.kv_heads=4", "model.dropout=0.1", "precision.policy=fp32"],
+    &["model.mtp_depth=1", "model.mtp_loss=0.3"],
+    &["lora.rank=4"],
+    &["parallel.pp=2"],
+    &["parallel.pp=2", "parallel.schedule=gpipe", "recompute.policy=selective"],
+    &["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual=2"],
+    &["parallel.pp=2", "parallel.schedule=zb-h1", "offload.optimizer=true"],
+    &["parallel.pp=2", "parallel.schedule=zb-v", "recompute.policy=selective"],
+    &["parallel.dp=2", "parallel.zero=3"],
+    &["parallel.dp=2", "parallel.zero=3", "parallel.reshard_after_forward=false", "offload.optimizer=true"],
+    &["parallel.tp=2", "parallel.sequence_parallel=true", "offload.optimizer=true"],
+    &["parallel.cp=2"],
+    &["model.architecture=mixtral", "model.experts=4", "parallel.dp=2", "parallel.ep=2"],
+    &["model.architecture=mixtral", "model.experts=4", "parallel.ep=2", "parallel.pp=2", "parallel.schedule=zb-v"],
+];
+
+#[test]
+fn no_bit_depends_on_activations_that_wait_in_the_memory_of_the_host() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    for (s, saved) in SAVED.into_iter().enumerate() {
+        let config = |offload: &str| config(dir.path(), &[saved, &[offload]].concat());
+        let ran = |name: &str, offload: &str, stops: &[u64]| {
+            let folder = dir.path().join(format!("{s}-{name}"));
+            let steps: Vec<_> = stops.iter().flat_map(|last| run_to(&config(offload), &folder, *last).steps).collect();
+            (bits(&steps), state(&folder))
+        };
+        let stays = ran("stays", "offload.activations=false", &[4]);
+        assert!(ran("all", "offload.activations=true", &[4]) == stays, "{saved:?}");
+        assert!(
+            plan(&Devices::new(), &config("offload.activations=true")).unwrap().host_activation_bytes() > 0,
+            "{saved:?}"
+        );
+        // A part of it, and across an interruption.
+        if s % 4 == 0 {
+            assert!(ran("part", "offload.activations=100 KiB", &[2, 4]) == stays, "{saved:?}, a part");
+        }
+    }
+}
+
+#[test]
+fn the_device_keeps_a_window_of_the_activations_that_the_host_has() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let planned = |more: &[&str], activations: &str| {
+        let keys = [&["model.layers=16", "train.seq=128"], more, &[activations]].concat();
+        plan(&Devices::new(), &config(dir.path(), &keys)).unwrap()
+    };
+    for more in [
+        &[][..],
+        &["recompute.policy=full"],
+        &["parallel.pp=2", "parallel.schedule=gpipe"],
+        &["parallel.pp=2", "parallel.schedule=zb-v"],
+    ] {
+        let (stays, goes) = (planned(more, "offload.activations=false"), planned(more, "offload.activations=true"));
+        assert_eq!((stays.memory.host_bytes, goes.memory.host_bytes), (0, goes.memory.host_activation_bytes));
+        for (stays, goes) in stays.stages.iter().zip(&goes.stages) {
+            let [fell, moved] = [stays.total_bytes - goes.total_bytes, goes.host_bytes];
+            assert!(moved * 2 / 3 < fell && fell <= moved, "{more:?}: {fell} fewer on the device, {moved} in the host");
+        }
+        // Of a size no more than it says, and what it says but for less than a value.
+        let most = goes.memory.host_bytes / 2;
+        let part = planned(more, &format!("offload.activations={most} B")).memory;
+        assert!(
+            (most.saturating_sub(1 << 20)..=most).contains(&part.host_bytes),
+            "{more:?}: {} of {most}",
+            part.host_bytes
+        );
+        assert!(goes.memory.total_bytes < part.total_bytes && part.total_bytes < stays.memory.total_bytes, "{more:?}");
+    }
+}
+
+#[test]
+fn copies_of_activations_run_beside_the_kernels_of_other_layers() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let keys = ["model.layers=8", "offload.activations=true", "offload.optimizer=true"];
+    let planned = plan(&Devices::new(), &config(dir.path(), &keys)).unwrap();
+    let program = planned.program();
+    let copies = |name: &str, op: Op| {
+        let segment = program.segments.iter().find(|s| s.name == name).unwrap();
+        let copies = segment.instrs.iter().enumerate().filter(|(_, i)| i.op == op && i.phase != Phase::Update);
+        (segment, copies.map(|(at, i)| (at, i.layer)).collect::<Vec<_>>())
+    };
+    let (forward, out) = copies("forward", Op::Offload);
+    // A layer's copies are waited for when another layer has added its own.
+    let waits: Vec<(usize, usize)> =
+        forward.instrs.iter().enumerate().flat_map(|(t, i)| i.waits.iter().map(move |w| (t, *w))).collect();
+    let copies_waited_for = waits.iter().filter(|(_, w)| forward.instrs[*w].stream == Stream::Offload);
+    assert!(copies_waited_for.clone().count() > 4);
+    for (kernel, copy) in copies_waited_for {
+        let later = out.iter().filter(|(at, _)| (copy + 1..*kernel).contains(at)).count();
+        assert!(later >= 2, "instruction {kernel} waits for copy {copy} at once");
+    }
+    for name in ["backward", Segment::BACKWARD_AND_UPDATE] {
+        let (backward, back) = copies(name, Op::Fetch);
+        assert_eq!(back.len(), out.len());
+        // In the order in which layers need them, and read after others have been.
+        assert!(back.windows(2).all(|pair| pair[0].1 >= pair[1].1), "{back:?}");
+        let reader = |at: usize| {
+            let to = backward.instrs[at].outputs[0].as_ref().unwrap().buffer;
+            backward.instrs.iter().position(|i| i.inputs.iter().any(|x| x.buffer == to)).unwrap()
+        };
+        assert!(back.iter().all(|(at, _)| reader(*at) > at + 2), "{back:?}");
+        // The last layer's stay on the device: they are read at once.
+        assert!(back.iter().all(|(_, layer)| layer.is_some_and(|layer| layer < 7)), "{back:?}");
+    }
+}
+
 #[test]
 fn a_run_may_be_resumed_with_and_without() {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
-    let with = |offload: &str| config(dir.path(), &[offload]);
-    let (stays, goes) = (with("offload.optimizer=false"), with("offload.optimizer=true"));
+    let with = |offload: &[&str]| config(dir.path(), offload);
+    let (stays, goes) = (with(&[]), with(&["offload.optimizer=true", "offload.activations=true"]));
     let whole = run_to(&stays, &dir.path().join("whole"), 4);
     for (name, first, then) in [("out", &stays, &goes), ("back", &goes, &stays)] {
         let folder = dir.path().join(name);
@@ -171,4 +290,25 @@ fn memory_that_the_host_does_not_have_is_refused_before_the_start() {
     assert!(stays.starts_with("the step needs"), "{stays}");
     let goes = planned("offload.optimizer=true").unwrap_err();
     assert!(goes.contains("into the memory of the host"), "{goes}");
+}
+
+#[test]
+fn activations_that_the_host_has_no_room_for_are_refused_before_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let Some(free) = lockstep_exec::cpu::available_bytes() else { return };
+    // What enters a layer is 4096 bytes of a position: on a CPU, all of them are as much as what is free, beside the arena.
+    let layers = 64;
+    let seq = format!("train.seq={}", (free / layers / 4096).next_multiple_of(64));
+    let layers = format!("model.layers={layers}");
+    let set = ["model.dim=2048", "model.heads=16", "model.ffn=64", &layers, &seq, "train.global_batch=1"];
+    let keys = [&set[..], &["recompute.policy=full", "train.device=cpu", "offload.activations=true"]].concat();
+    let config = config(dir.path(), &keys);
+    let planned = plan(&Devices::new(), &config).unwrap();
+    let error = Devices::new().require_memory(&config, &planned).unwrap_err().with_hint();
+    assert!(error.starts_with("offload.activations puts "), "{error}");
+    assert!(
+        error.contains("into the memory of the host") && error.contains("\nhint: set offload.activations to "),
+        "{error}"
+    );
 }

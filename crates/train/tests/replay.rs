@@ -73,7 +73,7 @@ enum Of {
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables after it.
-const WAYS: [(&str, Of, &str); 62] = [
+const WAYS: [(&str, Of, &str); 64] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
@@ -149,6 +149,12 @@ const WAYS: [(&str, Of, &str); 62] = [
     ("pp4-zb-h1-zero1", Of::Llama, "micro_batch = 1\n[parallel]\ndp = 2\nzero = 1\npp = 4\nschedule = \"zb-h1\""),
     ("pp2-zb-v", Of::Llama, "micro_batch = 1\n[parallel]\npp = 2\nschedule = \"zb-v\""),
     ("pp2-zb-v-zero3", Of::Llama, "micro_batch = 1\n[parallel]\ndp = 2\nzero = 3\npp = 2\nschedule = \"zb-v\""),
+    ("offload-activations", Of::Llama, "micro_batch = 2\n[offload]\nactivations = true"),
+    (
+        "offload-pp2-zb-v-zero3",
+        Of::Llama,
+        "micro_batch = 1\n[parallel]\ndp = 2\nzero = 3\npp = 2\nschedule = \"zb-v\"\n[offload]\nactivations = true\noptimizer = true",
+    ),
     ("dp2-tp2-pp2", Of::All, "micro_batch = 1\n[parallel]\ndp = 2\ntp = 2\npp = 2"),
     (
         "dp2-zero1-tp2-sp-pp2",

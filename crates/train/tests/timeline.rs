@@ -42,6 +42,7 @@ fn a_run_uses_the_bytes_that_were_planned_instruction_by_instruction() {
         "[recompute]\npolicy = \"full\"",
         "[recompute]\npolicy = \"selective\"\n[precision]\npolicy = \"bf16\"",
         "[recompute]\npolicy = \"sqrt\"",
+        "[offload]\nactivations = true",
     ] {
         let config = config(keys);
         let plan = plan(&Devices::new(), &config).unwrap();

@@ -15,10 +15,11 @@ fn layered() -> Graph {
 
 /// A model of two layers with all its moments in the memory of the host, as it is placed before this pass.
 fn placed(layout: Layout) -> (StepProgram, Context) {
-    let context = Context { layout, offload: Offload { optimizer: u64::MAX }, ..small_model_of(2, 64).1 };
+    let context =
+        Context { layout, offload: Offload { optimizer: u64::MAX, activations: 0 }, ..small_model_of(2, 64).1 };
     let g = TRAINING_PASSES.iter().fold(layered(), |g, pass| (pass.run)(&g, &context).unwrap());
     let train = stage::extract(&g, &[], &context.layout.pipeline(), 0).unwrap();
-    let lowered = lower::lower(&offload::offload(train, &context), &[], &context, 0).unwrap();
+    let lowered = lower::lower(&offload::offload(train, &context, 0).unwrap(), &[], &context, 0).unwrap();
     (memory::place(join::join(lowered, &context.device), &context), context)
 }
 

@@ -2,11 +2,19 @@ use crate::passes::tests::small_model;
 use crate::{compile, fusable_matmuls};
 use lockstep_ir::graph::{Loss, Parameter, State};
 use lockstep_ir::program::Segment;
+use lockstep_ir::verify;
 use lockstep_ir::{Axis, DType, Dim, Fusion, Graph, Init, Op, StepProgram, TensorType, ValueId, Workspace};
 
 /// An MLP with biases and GELU after a norm, and a head, for a device that fuses these.
 fn program(fusions: &[Fusion], faster: bool) -> StepProgram {
+    offloading(fusions, faster, 0)
+}
+
+/// The same with this many bytes of activations in the host's memory, which wait there for all backward passes.
+fn offloading(fusions: &[Fusion], faster: bool, activations: u64) -> StepProgram {
     let (_, mut context) = small_model();
+    context.layout.schedule = "gpipe".parse().unwrap();
+    context.offload.activations = activations;
     let mut g = Graph::new();
     let (vocab, embed, ffn) = (Dim::new(Axis::Vocab, 8), Dim::new(Axis::Embed, 4), Dim::new(Axis::Ffn, 16));
     let ids = TensorType::new(DType::U32, [Dim::new(Axis::Batch, 1), Dim::new(Axis::Seq, 4)]);
@@ -114,4 +122,24 @@ fn a_group_is_one_moment_for_memory() {
         assert_eq!(segment.in_use(i), group.instrs.start..=group.instrs.end - 1);
     }
     assert_eq!(fusable_matmuls(std::slice::from_ref(&program)).len(), 2);
+}
+
+#[test]
+fn copies_of_activations_stand_between_no_instructions_that_are_done_as_one() {
+    for faster in [false, true] {
+        let (stays, goes) = (program(&Fusion::ALL, faster), offloading(&Fusion::ALL, faster, u64::MAX));
+        verify::program(&goes, 64).unwrap();
+        for name in ["forward", "backward"] {
+            let copies = |op: &&str| ["offload", "fetch"].contains(op);
+            let shown_of_goes = shown(&goes, name);
+            let (copied, rest): (Vec<&str>, Vec<&str>) = shown_of_goes.split(' ').partition(copies);
+            assert_eq!((copied.len() > 3, rest.join(" ")), (true, shown(&stays, name)), "{shown_of_goes}");
+        }
+        // The first of a group waits for all that the group reads.
+        let backward = segment(&goes, "backward");
+        let late =
+            |g: &lockstep_ir::FusedGroup| backward.instrs[g.instrs.clone()][1..].iter().any(|i| !i.waits.is_empty());
+        assert!(!backward.groups.iter().any(late) && !backward.groups.is_empty());
+        assert_eq!(fusable_matmuls(&[goes]), fusable_matmuls(&[stays]));
+    }
 }

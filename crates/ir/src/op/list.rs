@@ -771,7 +771,7 @@ ops! {
         /// Parts of this dimension.
         dim: usize,
     } = section::PART,
-    /// A copy on the device of a state that is kept in the host's memory.
+    /// A copy on the device of a state, or of an activation, that is kept in the host's memory.
     Fetch = memory::FETCH,
     /// Back to the host's memory.
     Offload = memory::OFFLOAD,

@@ -1,6 +1,6 @@
 //! Copies between the memory of a device and that of its host.
 
-use super::row::{Spec, moment, row};
+use super::row::{Operand, Spec, any, row};
 use super::sample::{Sample, embed, ffn, normal, sample};
 use super::{Cost, Op};
 use crate::DType;
@@ -13,8 +13,13 @@ fn samples(op: Op) -> Vec<Sample> {
     vec![sample(op, [state]), sample(op, [half])]
 }
 
-pub(super) static FETCH: Spec =
-    row("fetch", &[moment("state")], &[moment("state")], |_| samples(Op::Fetch)).cost(|_, _, _| Cost::HostCopy);
+const X: &[Operand] = &[any("x")];
 
-pub(super) static OFFLOAD: Spec =
-    row("offload", &[moment("state")], &[moment("state")], |_| samples(Op::Offload)).cost(|_, _, _| Cost::HostCopy);
+/// A copy is sharded as what it copies.
+const fn copy(name: &'static str, samples: super::row::Samples) -> Spec {
+    row(name, X, X, samples).cost(|_, _, _| Cost::HostCopy).reshards(|_, before| Some(before)).keeps_partial()
+}
+
+pub(super) static FETCH: Spec = copy("fetch", |_| samples(Op::Fetch));
+
+pub(super) static OFFLOAD: Spec = copy("offload", |_| samples(Op::Offload));

@@ -252,7 +252,7 @@ impl Cells {
 fn is_temporary(lifetime: Lifetime) -> bool {
     match lifetime {
         Lifetime::Frame | Lifetime::Overlay => true,
-        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Saved(_) => false,
+        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Saved(_) | Lifetime::SavedInHost(_) => false,
     }
 }
 

@@ -114,7 +114,10 @@ pub(super) fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
     let (c, s) = (compute_bytes(config), config.train.seq as f64);
     let positions = config.train.micro_batch as f64 * s;
     let middle = (m.layers / 2).max(m.dense_layers);
-    let saved = |b: &&Buffer| matches!(none.regions[b.region].lifetime, Lifetime::Saved(_)) && b.layer == Some(middle);
+    let saved = |b: &&Buffer| {
+        let lifetime = none.regions[b.region].lifetime;
+        matches!(lifetime, Lifetime::Saved(_) | Lifetime::SavedInHost(_)) && b.layer == Some(middle)
+    };
     let program = none.buffers.iter().filter(saved).map(|b| b.bytes).sum::<u64>() as f64;
     let naive = m.attention == AttentionMethod::Naive;
     // Statistics in f32: one or two of each norm, one of each head of attention, or the weights of naive attention as a matrix.
