@@ -137,7 +137,15 @@ impl HostError {
     /// Whether all processes find it out by themselves.
     pub fn is_known_to_all(&self) -> bool {
         use HostError::{Disagree, FewGpus, NoGpu, NotShared, OtherClock, ToldOtherwise};
-        matches!(self, OtherClock { .. } | ToldOtherwise { .. } | Disagree { .. } | NotShared { .. } | FewGpus { .. } | NoGpu { .. })
+        matches!(
+            self,
+            OtherClock { .. }
+                | ToldOtherwise { .. }
+                | Disagree { .. }
+                | NotShared { .. }
+                | FewGpus { .. }
+                | NoGpu { .. }
+        )
     }
 
     /// Whether the same command again would end the same way: what it computes has failed, not what it runs on.
