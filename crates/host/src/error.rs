@@ -121,14 +121,14 @@ pub enum HostError {
         differences: Vec<String>,
     },
     /// Hosts do not have the same time.
-    #[error("the clock of rank {rank} on host {} is {apart} that of rank 0 on host {}", .hosts[1], .hosts[0])]
+    #[error("the clock of rank {rank} on host {} differs from that of rank 0 on host {} by {apart}", .hosts[1], .hosts[0])]
     #[hint("set the clocks of all hosts by NTP or chrony: signatures, certificates and the times of events need them")]
     OtherClock {
         /// The rank whose clock differs from that of the first.
         rank: usize,
         /// The hosts of both.
         hosts: Box<[String; 2]>,
-        /// By how much, and which way.
+        /// By how much: with a plus where it is ahead.
         apart: String,
     },
 }

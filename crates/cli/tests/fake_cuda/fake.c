@@ -258,7 +258,8 @@ COPY(cuMemcpyHtoD_v2)
 int cuMemcpyHtoDAsync_v2(address to, address from, size_t bytes, struct stream *stream) {
     TRY;
     memcpy((void *)to, (void *)from, bytes);
-    if (stream && !__atomic_exchange_n(&stream->behind, 1, __ATOMIC_SEQ_CST))
+    /* A copy that is captured has not begun. */
+    if (stream && !fake_capturing && !__atomic_exchange_n(&stream->behind, 1, __ATOMIC_SEQ_CST))
         __atomic_add_fetch(&behind, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
@@ -339,6 +340,11 @@ int cuCtxSynchronize(void) {
 }
 int cuStreamWaitEvent(struct stream *stream, struct event *event) {
     TRY;
+    /* Copies of the other stream come before what this one has next. */
+    struct stream *other = event->stream;
+    if (!fake_capturing && other && other != stream && __atomic_exchange_n(&other->behind, 0, __ATOMIC_SEQ_CST)
+        && __atomic_exchange_n(&stream->behind, 1, __ATOMIC_SEQ_CST))
+        __atomic_sub_fetch(&behind, 1, __ATOMIC_SEQ_CST);
     fake_queue((struct entry){.kind = WAIT, .stream = stream, .event = event});
     return 0;
 }

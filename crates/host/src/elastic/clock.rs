@@ -30,8 +30,7 @@ pub(super) fn ahead_here(probe: &Path) -> Option<f64> {
     ahead
 }
 
-/// Says so where a clock is further ahead of another, or behind it, than it may be.
+/// By how much a clock differs from another, if that is more than it may: with a plus where it is ahead.
 pub fn far_apart(ahead_s: f64) -> Option<String> {
-    let side = if ahead_s > 0.0 { "ahead of" } else { "behind" };
-    (ahead_s.abs() > CLOCKS_MAY_DIFFER.as_secs_f64()).then(|| format!("{:.0} s {side}", ahead_s.abs()))
+    (ahead_s.abs() > CLOCKS_MAY_DIFFER.as_secs_f64()).then(|| format!("{ahead_s:+.0} s"))
 }

@@ -56,10 +56,10 @@ pub enum ElasticError {
     )]
     OtherConfig,
     /// The clock of this host is another than the run's.
-    #[error("the clock of this host is {apart} that of the run's: it cannot join")]
+    #[error("the clock of this host differs from the run's by {apart}: it cannot join")]
     #[hint("set the clocks of all hosts by NTP or chrony, and start this rank again")]
     OtherClock {
-        /// By how much, and which way.
+        /// By how much: with a plus where it is ahead.
         apart: String,
     },
     /// The folder cannot be used.
