@@ -14,7 +14,6 @@
 //! after a while only, since every try ends their world.
 
 mod agree;
-pub(crate) mod clock;
 mod error;
 mod files;
 mod seat;

@@ -3,6 +3,7 @@
 //! This crate owns what differs from machine to machine. It knows nothing of checkpoints, data or what a program is for.
 #![forbid(unsafe_code)]
 
+mod clock;
 mod device;
 mod devices;
 mod elastic;

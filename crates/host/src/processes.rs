@@ -5,9 +5,8 @@
 //!
 //! The first process writes the run directory, and publishes a checkpoint when all have written their parts.
 
-use crate::elastic::clock;
 use crate::gpus::{self, GpuOfRank};
-use crate::{HostError, Result};
+use crate::{HostError, Result, clock};
 use lockstep_config::Config;
 use lockstep_exec::ExecError;
 use lockstep_exec::comm::processes::{Member, Over, ProcessCommunicator, Start, join};

@@ -173,13 +173,13 @@ impl Cut {
     /// Of `8 * eights` rows. GPUs whose blocks have less than 128 KiB of shared memory cut a deep matmul of one row as others.
     fn of(call: Call, eights: usize, outputs: usize, glu: bool) -> Cut {
         let deep = call.size("inputs") > DEEP;
-        let roomy = (90..120).contains(&call.kernels.capability()) && outputs <= MANY;
+        let roomy = (90..120).contains(&call.kernels.capability());
         // A step of weights in bytes has twice the depth.
         let ahead = if units(call).is_some() { 1 } else { 2 };
         match eights {
             1 if glu => Cut::new("glu", 2, 8, 2, 1),
             1 if outputs >= WIDE => Cut::new("wide", 2, 8, 2, 1),
-            1 if deep && roomy => Cut::new("deep", 1, 32, 2, 1),
+            1 if deep && outputs <= MANY && roomy => Cut::new("deep", 1, 32, 2, 1),
             1 => Cut::new("narrow", 1, 16, ahead, 1),
             _ if glu => Cut::new("glu", 4, 4, 3, 1),
             _ if outputs >= WIDE => Cut::new("wide", 4, 4, 2, 1),

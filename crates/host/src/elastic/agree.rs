@@ -3,9 +3,9 @@
 use super::files::ENDED;
 use super::{
     ASKS_AFTER, ASKS_WITHIN, Common, ElasticError, Epoch, LOOK_EVERY, Membership, Proposal, REACHED_WITHIN, Registered,
-    SETTLES_WITHIN, Seat, clock,
+    SETTLES_WITHIN, Seat,
 };
-use crate::HostError;
+use crate::{HostError, clock};
 use lockstep_exec::comm::processes::Waiting;
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;

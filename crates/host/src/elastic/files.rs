@@ -1,7 +1,7 @@
 //! The folder in which processes of an elastic run meet: who has registered, and the epochs that were agreed on.
 
-use super::{ElasticError, Epoch, Membership, Registered, clock};
-use crate::HostError;
+use super::{ElasticError, Epoch, Membership, Registered};
+use crate::{HostError, clock};
 use lockstep_exec::comm::processes::JobSecret;
 use std::fs;
 use std::io::{self, Write};

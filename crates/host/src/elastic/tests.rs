@@ -1,6 +1,7 @@
 //! Who goes on, and who ends.
 
 use super::*;
+use crate::clock;
 use lockstep_ir::Hint;
 
 fn common() -> Common {
