@@ -22,7 +22,7 @@ use lockstep_compile::{Effect, Stays};
 use lockstep_config::{BatchStage, Config, MomentPrecision, PrecisionPolicy, RecomputePolicy};
 use lockstep_host::{Devices, machine_profile};
 use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
-use lockstep_ir::graph::State;
+use lockstep_ir::graph::{Phase, State};
 use lockstep_ir::program::{Class, Role};
 use lockstep_ir::units::{counted, thousands};
 use lockstep_ir::{DType, Dim, StepProgram, ValueId, units};
@@ -75,7 +75,7 @@ pub fn run(args: Args) -> Result<()> {
     let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
     let config = args.cost.load(&args.config)?;
     let devices = Devices::of(&config);
-    let (config, room) = compare::placed(&devices, config, gpu)?;
+    let (config, room) = compare::placed(&devices, config, hardware.as_ref())?;
     if let Some(shown) = args.compare.instead(&devices, &config, gpu, room.as_ref())? {
         return shown.print(args.format);
     }
@@ -343,7 +343,29 @@ fn fp8_text(plan: &Plan) -> String {
         };
         text += &format!("; {count} × {kind} in bf16: {why}");
     }
-    wrapped(&text, "  ")
+    wrapped(&(text + &weights_text(plan)), "  ")
+}
+
+/// How often weights are quantised.
+fn weights_text(plan: &Plan) -> String {
+    let nodes = plan.compiled.stages.last().into_iter().flat_map(|stage| &stage.graph.nodes);
+    let phases: Vec<Phase> = nodes.filter(|n| n.op.quantises_weight()).map(|n| n.phase).collect();
+    let count = |phase: Phase| phases.iter().filter(|p| **p == phase).count();
+    let often = match count(Phase::Forward) {
+        0 => String::new(),
+        count => format!(
+            "; {} in every micro-batch, as ZeRO 3 gathers them, they are frozen or their own master weights",
+            thousands(count as u64)
+        ),
+    };
+    match count(Phase::Prepare) {
+        0 => often.replacen("; ", "; weights are quantised: ", 1),
+        count => format!(
+            "; weights are quantised: {} once per step, in the memory of the weights in bf16{}",
+            thousands(count as u64),
+            often.replacen("; ", ", ", 1)
+        ),
+    }
 }
 
 /// Which matrices keep their moments in bf16 where 8 bits were asked for, and why.

@@ -46,7 +46,11 @@ fn layers_that_stay_in_bf16_are_named_with_the_reason() {
         let from = text.find("fp8: ").unwrap();
         text[from..].split_whitespace().collect::<Vec<_>>().join(" ")
     };
-    assert!(fp8(&[]).starts_with("fp8: the matmuls of 128 of 128 linear layers "), "{}", fp8(&[]));
+    let all = "fp8: the matmuls of 128 of 128 linear layers; weights are quantised: 128";
+    let once = format!("{all} once per step, in the memory of the weights in bf16 ");
+    assert!(fp8(&[]).starts_with(&once), "{}", fp8(&[]));
+    let gathered = fp8(&["parallel.dp=2", "parallel.zero=3", "train.global_batch=2"]);
+    assert!(gathered.starts_with(&format!("{all} in every micro-batch, as ZeRO 3 gathers them")), "{gathered}");
     let small = fp8(&["precision.fp8_weights=20000000"]);
     let why = "32 × wo in bf16: 16,777,216 weights on a rank, and fp8 is faster from 20,000,000 on";
     assert!(small.starts_with("fp8: the matmuls of 96 of 128 linear layers; ") && small.contains(why), "{small}");

@@ -360,8 +360,9 @@ impl StageMemory {
             names.filter_map(|name| saved.get(name)).sum::<u64>()
         };
         let frees = kinds.iter().enumerate().map(|(k, kind)| kind.candidates.iter().map(|c| bytes(k, c)).collect());
-        let in_arena =
-            |lifetime: Lifetime| !matches!(lifetime, Lifetime::Frame | Lifetime::Overlay) && !lifetime.is_in_host();
+        let in_arena = |lifetime: Lifetime| {
+            !matches!(lifetime, Lifetime::Step | Lifetime::Frame | Lifetime::Overlay) && !lifetime.is_in_host()
+        };
         let without_frame = program.regions.iter().filter(|r| in_arena(r.lifetime));
         let frame = program.segments.iter().flat_map(|s| &s.instrs).map(|i| {
             let own: BTreeSet<BufferId> = i.buffers().collect();

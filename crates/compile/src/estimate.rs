@@ -3,7 +3,9 @@
 use crate::passes::{AUTODIFF, FORWARD_PASSES, Layers, passes_after};
 use crate::settings::{Candidate, Recompute, Recomputed};
 use crate::stage::RankGraph;
-use crate::{CompileError, Context, Evaluation, evaluations, lower, model_flops, of_rank, offload, placed, stage};
+use crate::{
+    CompileError, Context, Evaluation, evaluations, in_place, lower, model_flops, of_rank, offload, placed, stage,
+};
 use lockstep_ir::op::Flops;
 use lockstep_ir::schedule::Pipeline;
 use lockstep_ir::{Graph, Op, StepProgram, TensorType, TypeError, ValueId};
@@ -43,7 +45,8 @@ impl Estimator {
         }
         let graph = graph.as_ref().unwrap_or(&self.derived);
         let program = |s: usize| -> Result<StepProgram, TypeError> {
-            let train = offload::offload(stage::extract(graph, &self.cuts, &self.pipeline, s)?, &context, s)?;
+            let own = in_place::in_place(stage::extract(graph, &self.cuts, &self.pipeline, s)?, &context);
+            let train = offload::offload(own, &context, s)?;
             Ok(placed(lower::lower(&train, &self.evaluations[s], &context, s)?, &context))
         };
         Ok((0..self.evaluations.len()).map(program).collect::<Result<_, _>>()?)

@@ -9,6 +9,7 @@ mod budget;
 mod estimate;
 mod forward;
 mod gradients;
+mod in_place;
 mod join;
 mod local;
 mod lower;
@@ -118,7 +119,7 @@ pub fn compile(forward: &Graph, context: &Context) -> Result<Compiled, CompileEr
     for rank in 0..pipeline.slots.len() {
         let extract = |graph: &Graph| stage::extract(graph, &cuts, &pipeline, rank);
         let evaluations = of_rank(&evaluations, extract)?;
-        let train = offload::offload(extract(&graph)?, context, rank)?;
+        let train = offload::offload(in_place::in_place(extract(&graph)?, context), context, rank)?;
         let program = placed(lower::lower(&train, &evaluations, context, rank)?, context);
         check("memory", verify::program(&program, context.device.alignment))?;
         programs.push(program);

@@ -7,6 +7,7 @@
 
 mod evaluation;
 
+use crate::in_place::Freed;
 use crate::local::Local;
 use crate::offload::window;
 use crate::slots::{WorkSegment, Works, allot, phases};
@@ -43,6 +44,8 @@ pub(crate) struct UnplacedBuffer {
     pub chunk: usize,
     pub lifetime: Lifetime,
     pub bytes: u64,
+    /// Of what lives for a step in memory of another buffer: which, and how many bytes after its start.
+    pub within: Option<(BufferId, u64)>,
 }
 
 /// Messages that a stage may have on the way to another before it waits.
@@ -80,6 +83,13 @@ pub(crate) fn lower(
         wanted.map(|((n, _), _)| n).collect::<Vec<_>>()
     };
     let mut parts: Vec<Part> = Vec::new();
+    let nodes = of(None, &[Phase::Prepare]);
+    let prepares = !nodes.is_empty();
+    if prepares {
+        // No micro-batch has saved anything yet.
+        parts.push(Part { name: "prepare", chunk: 0, work: None, temporary: Lifetime::Overlay, nodes });
+    }
+    let first = parts.len();
     for chunk in 0..chunks.len() {
         let part = |s: &WorkSegment| Part {
             name: s.name,
@@ -111,7 +121,8 @@ pub(crate) fn lower(
     let mut segments = lowering.segments(&local, &persistent, &parts, works, 0)?;
     // By chunk and work: the segment of most micro-batches, and that of the last.
     let mut runs: BTreeMap<(usize, Work), [usize; 2]> = BTreeMap::new();
-    for (s, (chunk, kind)) in (0..chunks.len()).flat_map(|c| works.segments().iter().map(move |k| (c, k))).enumerate() {
+    let all = (0..chunks.len()).flat_map(|c| works.segments().iter().map(move |k| (c, k)));
+    for (s, (chunk, kind)) in (first..).zip(all) {
         let plain = without_reductions(&segments[s]);
         let first = if plain.is_some() { segments.len() } else { s };
         if plain.is_some() {
@@ -153,7 +164,7 @@ pub(crate) fn lower(
         for (saved, most) in &mut saved {
             *most = copies.iter().map(|c| c[*saved as usize] + 1).fold(*most, usize::max);
         }
-        let mut schedule: Vec<Slot> = Vec::new();
+        let mut schedule: Vec<Slot> = if prepares { vec![Slot::new(0, 0)] } else { Vec::new() };
         for (slot, saved) in slots.iter().zip(copies) {
             let [plain, last] = runs[&(slot.chunk, slot.work)];
             let segment = if slot.micro_batch + 1 == micro_batches { last } else { plain };
@@ -262,7 +273,15 @@ struct Lowering<'a> {
 
 impl Lowering<'_> {
     fn buffer(&mut self, name: &str, class: Class, layer: Option<usize>, lifetime: Lifetime, bytes: u64) -> BufferId {
-        self.buffers.push(UnplacedBuffer { name: name.to_owned(), class, layer, chunk: 0, lifetime, bytes });
+        self.buffers.push(UnplacedBuffer {
+            name: name.to_owned(),
+            class,
+            layer,
+            chunk: 0,
+            lifetime,
+            bytes,
+            within: None,
+        });
         BufferId(self.buffers.len() - 1)
     }
 
@@ -327,6 +346,8 @@ impl Lowering<'_> {
             let mut arg = |v: ValueId, output: bool| {
                 let (value, part) = local.meant(v);
                 let sum = match (&g.get(v).source, output) {
+                    // Once per step, so there is nothing to add to.
+                    _ if node.phase == Phase::Prepare => Sum::No,
                     (Source::Node { into: Some(state) }, true) => {
                         match (std::mem::replace(&mut begun[state.0], true), &g.get(*state).source) {
                             (true, _) => Sum::Always,
@@ -425,7 +446,11 @@ impl Lowering<'_> {
             }
         }
         let mut place: Places = persistent.clone();
+        let mut freed = Freed::default();
         for (t, (segment, node)) in order.iter().enumerate() {
+            let prepares = node.phase == Phase::Prepare;
+            let frees = prepares && (node.op.quantises_weight() || node.op == Op::Accumulate);
+            let mut home = if frees { freed.pass(local, node, &place) } else { None };
             let mut taken: Vec<ValueId> = Vec::new();
             for (o, output) in node.outputs.iter().enumerate() {
                 let Some(v) = output.map(|v| local.meant(v).0) else { continue };
@@ -440,6 +465,9 @@ impl Lowering<'_> {
                 let donor = donors.map(|(i, _)| node.inputs[if spec.each() { o } else { *i }]).find(|x| {
                     let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
                     let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
+                    // What is made once per step is read in every micro-batch.
+                    let stays = |b: BufferId| matches!(self.buffers[b.0].lifetime, Lifetime::Run | Lifetime::Step);
+                    let computed = computed && !place[x.0].is_some_and(stays);
                     let same = local.ty(*x) == local.ty(v) && local.bytes(*x) >= local.bytes(v);
                     computed && once && last[x.0] == t && !taken.contains(x) && same
                 });
@@ -459,7 +487,13 @@ impl Lowering<'_> {
                     }
                 };
                 let from = *begun.entry(buffer).or_insert(*segment);
-                if until != *segment {
+                if until != *segment && prepares {
+                    let own = &mut self.buffers[buffer.0];
+                    let bytes = local.ty(v).dtype.is_fp8().then_some(own.bytes);
+                    own.within = bytes.and_then(|bytes| home.as_mut()?.take(bytes, &self.context.device));
+                    own.lifetime = if own.within.is_some() { Lifetime::Step } else { Lifetime::Run };
+                    own.class = Class::Parameters;
+                } else if until != *segment {
                     let saved = works.region(parts[from].work, parts[until].work);
                     let in_host = node.op == Op::Offload;
                     let lifetime = if in_host { Lifetime::SavedInHost(saved) } else { Lifetime::Saved(saved) };

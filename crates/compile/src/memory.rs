@@ -4,8 +4,9 @@
 //! Persistent, host and saved buffers stand side by side; all chunks of a rank share the copies of a saved region, each has what it
 //! saves from the start of a copy on. Temporary buffers of a segment share the frame: largest
 //! first, each at the lowest offset where no buffer that is live at the same time stands. All segments share one frame;
-//! evaluation, which saves nothing, uses the saved regions and the frame together, and so does an update
-//! whose state comes from the host. What waits there stands side by side in the host's memory: optimizer state, then activations with as many
+//! evaluation, which saves nothing, uses the saved regions and the frame together, and so do an update
+//! whose state comes from the host and what is done before the first micro-batch. What lives for a step stands within persistent buffers that are
+//! free meanwhile. What waits there stands side by side in the host's memory: optimizer state, then activations with as many
 //! copies as those that are saved on the device.
 
 use crate::Context;
@@ -59,6 +60,13 @@ pub(crate) fn place(unplaced: Unplaced, context: &Context) -> StepProgram {
         }
     }
     regions.push(Region { lifetime: Lifetime::Overlay, offset: under, slot_bytes: overlay, slots: 1 });
+    // In memory of the run.
+    for (i, (home, at)) in buffers.iter().enumerate().filter_map(|(i, b)| Some((i, b.within?))) {
+        offsets[i] = offsets[home.0] + at;
+    }
+    if buffers.iter().any(|b| b.lifetime == Lifetime::Step) {
+        regions.push(Region { lifetime: Lifetime::Step, ..regions[0] });
+    }
     let buffers = buffers
         .into_iter()
         .zip(offsets)
@@ -102,7 +110,15 @@ mod tests {
     use lockstep_ir::program::{BufferId, Class, Saved};
 
     fn buffer(lifetime: Lifetime, chunk: usize, bytes: u64) -> UnplacedBuffer {
-        UnplacedBuffer { name: String::new(), class: Class::Activations, layer: None, chunk, lifetime, bytes }
+        UnplacedBuffer {
+            name: String::new(),
+            class: Class::Activations,
+            layer: None,
+            chunk,
+            lifetime,
+            bytes,
+            within: None,
+        }
     }
 
     fn unplaced(buffers: Vec<UnplacedBuffer>, saved: Vec<(Saved, usize)>) -> Unplaced {

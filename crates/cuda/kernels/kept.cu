@@ -188,7 +188,7 @@ static __device__ __forceinline__ void store8(u8 *to, int type, i64 i, int n, co
 }
 
 // Eight warps, each with sixteen blocks of 256 elements, eight of a lane: enough to make up for the tables. Where the factor is NaN nothing
-// moves, and an update is 0.
+// moves, and an update is 0; the rounded copy is written all the same, as a step may have used its memory.
 const int BLOCKS_PER_WARP = 16;
 
 template <typename G>
@@ -202,7 +202,7 @@ static __device__ void update(const Pieces &pieces, const float *scalars, const 
     bool draws = types[0] == BF16 || types[1] == BF16 || types[2] == BF16;
     float factor = stats[1];
     bool still = factor != factor;
-    if (still && rule != MOMENTUM) return;
+    if (still && t.type(3) == NONE) return;
     float lr = rule == MOMENTUM ? 0.0f : scalars[0] * t.lr_scale, keep = 1.0f - lr * t.decay;
     float rate = rule == ADAMW ? lr / scalars[3] : lr, root = rule == ADAMW ? 1.0f / sqrtf(scalars[4]) : 1.0f;
     u64 stream = hash_bits((u64)key[0] | (u64)key[1] << 32, t.site);
@@ -259,6 +259,8 @@ static __device__ void update(const Pieces &pieces, const float *scalars, const 
             store8(t.w, types[0], i, n, tables, W, random[0]);
             store8(t.m, types[1], i, n, tables, M, random[1]);
             store8(t.v, types[2], i, n, tables, V, random[2]);
+        } else if (rule != MOMENTUM) {
+            load8(t.w, types[0], i, n, tables, out);
         }
         int copy = t.type(3);
         if (copy == F32) {

@@ -225,6 +225,8 @@ struct Moved {
     float decay, lr_scale;
 };
 
+// Where the factor is NaN nothing moves. The rounded copy is written all the same: a step may have used its memory.
+
 // Four elements per thread. `C` is what parameters are rounded to, where they are.
 template <typename G, typename C>
 static __device__ void adamw(const Many<Moved> &tensors, const float *scalars, const float *stats, float beta1,
@@ -239,7 +241,11 @@ static __device__ void adamw(const Many<Moved> &tensors, const float *scalars, c
     i64 i = ((i64)(blockIdx.x - tensors.first_block[tensor]) * blockDim.x + threadIdx.x) * 4;
     if (i >= n) return;
     float factor = stats[1];
-    if (factor != factor) return;
+    if (factor != factor) {
+        if (copy)
+            for (i64 end = i + 4 < n ? i + 4 : n; i < end; i++) copy[i] = Of<C>::f32(w[i]);
+        return;
+    }
     float lr = scalars[0] * lr_scale;
     float keep = 1.0f - lr * decay, rate = lr / scalars[3], root = 1.0f / sqrtf(scalars[4]);
     auto update = [&](float g, float &w, float &m, float &v) {
@@ -289,7 +295,11 @@ static __device__ void lion(const G *grad, const float *scalars, const float *st
                             i64 n, float beta1, float beta2, float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1];
-    if (i >= n || factor != factor) return;
+    if (i >= n) return;
+    if (factor != factor) {
+        if (copy) copy[i] = Of<C>::f32(w[i]);
+        return;
+    }
     float lr = scalars[0] * lr_scale, g = to_f32(grad[i]) * factor;
     float mixed = beta1 * m[i] + (1.0f - beta1) * g;
     float sign = mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : 0.0f;
@@ -303,7 +313,11 @@ static __device__ void sgd(const G *grad, const float *scalars, const float *sta
                            i64 n, float momentum, float, float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1];
-    if (i >= n || factor != factor) return;
+    if (i >= n) return;
+    if (factor != factor) {
+        if (copy) copy[i] = Of<C>::f32(w[i]);
+        return;
+    }
     float lr = scalars[0] * lr_scale;
     m[i] = momentum * m[i] + to_f32(grad[i]) * factor;
     w[i] = w[i] * (1.0f - lr * decay) - lr * m[i];
@@ -331,8 +345,8 @@ static __device__ void descend(const float *update, const float *scalars, const 
                                float decay, float lr_scale) {
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     float factor = stats[1], lr = scalars[0] * lr_scale;
-    if (i >= n || factor != factor) return;
-    w[i] = w[i] - lr * (decay * w[i] + update[i]);
+    if (i >= n) return;
+    if (factor == factor) w[i] = w[i] - lr * (decay * w[i] + update[i]);
     if (copy) copy[i] = Of<C>::f32(w[i]);
 }
 

@@ -1,8 +1,8 @@
 //! The conformance suite: every op of the table on its samples, with pseudo-random inputs, against the f64 reference, for any
 //! executor. A seed draws the same inputs everywhere.
 //!
-//! Three things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
-//! point, and that a sequence's bits do not depend on the sequences beside it.
+//! Four things are checked: values (outputs are poisoned with NaN first), sums over micro-batches in float and fixed
+//! point, that a sequence's bits do not depend on the sequences beside it, and what an update leaves that is not applied.
 
 mod inputs;
 mod kept;
@@ -74,6 +74,9 @@ pub fn run(
             _ => Defined::by_reference(call, seed),
         };
         outcomes.push(check(profile, rounds, load, &sample, &defined, way)?);
+        if way == Way::Apart {
+            outcomes.extend(kept::check_suppressed(profile, load, &sample, &defined.call.types(), &defined.inputs)?);
+        }
         last = Some(defined);
     }
     if batch_invariant {

@@ -57,7 +57,7 @@ pub fn memory(program: &StepProgram) -> MemoryBreakdown {
     let mut classes: BTreeMap<&'static str, u64> = Class::ALL.iter().map(|c| (c.name(), 0)).collect();
     let mut layers: BTreeMap<Option<usize>, BTreeMap<&'static str, u64>> = BTreeMap::new();
     for (r, region) in program.regions.iter().enumerate() {
-        if region.lifetime == Lifetime::Overlay || region.lifetime.is_in_host() {
+        if matches!(region.lifetime, Lifetime::Overlay | Lifetime::Step) || region.lifetime.is_in_host() {
             continue;
         }
         if region.lifetime == Lifetime::Frame {
@@ -105,7 +105,12 @@ fn side_by_side(program: &StepProgram, region: usize) -> Vec<&Buffer> {
         Lifetime::Saved(_) | Lifetime::SavedInHost(_) => {
             all().max_by_key(|(_, b)| b.offset + b.bytes).map(|(i, _)| chunk_of[i])
         }
-        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Frame | Lifetime::Overlay => None,
+        Lifetime::Run
+        | Lifetime::Step
+        | Lifetime::Host
+        | Lifetime::MicroBatch
+        | Lifetime::Frame
+        | Lifetime::Overlay => None,
     };
     let counts = |i: usize| largest.is_none_or(|chunk| chunk_of[i] == chunk);
     let mut buffers: Vec<&Buffer> = all().filter(|(i, _)| counts(*i)).map(|(_, b)| b).collect();
@@ -308,7 +313,7 @@ pub fn chunk_costs(programs: &[StepProgram], pipeline: &Pipeline) -> Result<Vec<
                 Phase::Forward => &mut cost.forward,
                 Phase::InputGrad => &mut cost.input_grad,
                 Phase::WeightGrad | Phase::Reduce => &mut cost.weight_grad,
-                Phase::Probe | Phase::Update => continue,
+                Phase::Prepare | Phase::Probe | Phase::Update => continue,
             };
             *sum += event.instr.cost()?.flops.hardware as f64;
         }

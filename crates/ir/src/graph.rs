@@ -33,6 +33,7 @@ impl Phase {
     /// As messages name it.
     pub const fn name(self) -> &'static str {
         match self {
+            Phase::Prepare => "the quantisation of weights",
             Phase::Forward => "forward",
             Phase::InputGrad | Phase::WeightGrad => "backward",
             Phase::Reduce => "the reduction of gradients",
@@ -44,6 +45,7 @@ impl Phase {
     /// One letter, as schedules write it.
     pub const fn letter(self) -> char {
         match self {
+            Phase::Prepare => 'Q',
             Phase::Forward => 'F',
             Phase::InputGrad => 'B',
             Phase::WeightGrad => 'W',

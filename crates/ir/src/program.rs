@@ -65,6 +65,8 @@ impl Class {
 pub enum Lifetime {
     /// From load to the end of the run: one copy.
     Run,
+    /// From the start of a step to its update, in memory of the run that is free in between: weights in bf16 that the update writes anew.
+    Step,
     /// Written or read by the host: one copy per micro-batch of a step.
     MicroBatch,
     /// From one part of a micro-batch's work to a later one: one copy per chunk and micro-batch in flight.
@@ -85,6 +87,7 @@ impl Lifetime {
     pub const fn name(self) -> &'static str {
         match self {
             Lifetime::Run => "run",
+            Lifetime::Step => "step",
             Lifetime::MicroBatch => "micro-batch",
             Lifetime::Saved(Saved::ForwardToBackward) => "saved",
             Lifetime::Saved(Saved::ForwardToWeightGrad) => "saved F-W",
@@ -403,7 +406,7 @@ impl Slot {
     /// Which copy of a region it uses.
     pub const fn copy(&self, lifetime: Lifetime) -> usize {
         match lifetime {
-            Lifetime::Run | Lifetime::Host | Lifetime::Frame | Lifetime::Overlay => 0,
+            Lifetime::Run | Lifetime::Step | Lifetime::Host | Lifetime::Frame | Lifetime::Overlay => 0,
             Lifetime::MicroBatch => self.micro_batch,
             Lifetime::Saved(saved) | Lifetime::SavedInHost(saved) => self.saved[saved as usize],
         }
@@ -465,7 +468,7 @@ pub struct StepProgram {
     pub arena_bytes: u64,
     /// Size of the second one, in the memory of the host. Addresses go on there after those of the arena.
     pub host_bytes: u64,
-    /// Parts of the arena, in order and without gaps, then the host's; an overlay stands last, over parts of the arena.
+    /// Parts of the arena, in order and without gaps, then the host's; last those that overlay parts of the arena.
     pub regions: Vec<Region>,
     /// All buffers.
     pub buffers: Vec<Buffer>,

@@ -122,7 +122,8 @@ pub fn observed(program: &StepProgram, ran: impl IntoIterator<Item = (Slot, usiz
         }
         for b in event.instr.buffers() {
             let lifetime = program.lifetime(b);
-            if matches!(lifetime, Lifetime::Run | Lifetime::MicroBatch) || lifetime.is_in_host() {
+            // What uses memory of the run within a step counts with whose memory it is.
+            if matches!(lifetime, Lifetime::Run | Lifetime::Step | Lifetime::MicroBatch) || lifetime.is_in_host() {
                 continue;
             }
             let range = event.buffer(b);

@@ -29,7 +29,7 @@ fn unsound(at: impl Into<String>, reason: impl Into<String>) -> Unsound {
 pub fn graph(graph: &Graph) -> Result<(), Unsound> {
     let given = |source: &Source| matches!(source, Source::Input | Source::State(_));
     let mut defined: Vec<bool> = graph.values.iter().map(|v| given(&v.source)).collect();
-    let mut phase = Phase::Forward;
+    let mut phase = Phase::Prepare;
     for (n, node) in graph.nodes.iter().enumerate() {
         let at = format!("node {n} ({})", node.op.name());
         if let Some(v) = node.inputs.iter().find(|v| !defined[v.0]) {
@@ -40,7 +40,7 @@ pub fn graph(graph: &Graph) -> Result<(), Unsound> {
         if let Some(v) = graph.unreduced(node) {
             return Err(unsound(at, format!("reads `{}`, which is not summed over ranks", graph.get(v).name)));
         }
-        if node.phase < phase && (phase == Phase::Update || node.phase == Phase::Forward) {
+        if node.phase < phase && (phase == Phase::Update || node.phase <= Phase::Forward) {
             return Err(unsound(at, "comes after a later phase"));
         }
         phase = node.phase;
@@ -104,7 +104,13 @@ fn operand_shardings(op: &Op, phase: Phase, inputs: &[Placed], outputs: &[Option
         return Ok(());
     }
     // Updates take elements as they are, and messages anything.
-    let computes = matches!(phase, Phase::Forward | Phase::InputGrad | Phase::WeightGrad) && !op.communicates();
+    let computes = match phase {
+        // A copy too takes elements as they are.
+        Phase::Prepare => *op != Op::Accumulate,
+        Phase::Forward | Phase::InputGrad | Phase::WeightGrad => true,
+        Phase::Reduce | Phase::Probe | Phase::Update => false,
+    };
+    let computes = computes && !op.communicates();
     if computes { placements::check(op, inputs, outputs) } else { Ok(()) }
 }
 
@@ -127,6 +133,13 @@ pub fn program(program: &StepProgram, alignment: u64) -> Result<(), Unsound> {
                 program.regions.iter().find(|r| matches!(r.lifetime, Lifetime::Saved(_))).map_or(end, |r| r.offset);
             if region.offset != saved || region.offset + region.bytes() > end {
                 return Err(unsound("region overlay", "does not lie over the saved regions and the frame"));
+            }
+            continue;
+        }
+        if region.lifetime == Lifetime::Step {
+            let run = program.regions.iter().find(|r| r.lifetime == Lifetime::Run);
+            if run.is_none_or(|run| region.offset != run.offset || region.bytes() > run.bytes()) {
+                return Err(unsound("region step", "does not lie over what outlives the step"));
             }
             continue;
         }

@@ -3,7 +3,7 @@
 
 use crate::{Plan, Result};
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{Axis, Graph, Op, TensorType, ValueId};
+use lockstep_ir::{Axis, Graph, TensorType, ValueId};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -176,15 +176,10 @@ fn parameters(forward: &Graph, experts_per_token: usize, sums: &mut Sums) {
     }
 }
 
-/// Whether an op makes bytes of a weight.
-fn of_weight(op: &Op) -> bool {
-    matches!(op, Op::Quantise { of, .. } if of.is_weight()) || matches!(op, Op::QuantiseFine { weight: true, .. })
-}
-
 fn flops(derived: &Graph, micro_batches: u128, sums: &mut Sums) -> Result<()> {
     let routed = layers_of_experts(derived);
     // Bytes of weights, by value.
-    let quantised = derived.nodes.iter().filter(|node| of_weight(&node.op));
+    let quantised = derived.nodes.iter().filter(|node| node.op.quantises_weight());
     let bytes_of = quantised.flat_map(|node| node.outputs.iter().flatten().map(|v| (*v, node.inputs[0])));
     let bytes_of: BTreeMap<ValueId, ValueId> = bytes_of.collect();
     for node in &derived.nodes {

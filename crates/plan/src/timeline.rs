@@ -81,7 +81,7 @@ impl StepPhase {
         match instr.phase {
             _ if reduces => Self::GradientReduction,
             Phase::Reduce => Self::GradientReduction,
-            Phase::Forward => Self::Forward,
+            Phase::Prepare | Phase::Forward => Self::Forward,
             Phase::InputGrad | Phase::WeightGrad => Self::Backward,
             Phase::Probe | Phase::Update => Self::OptimizerStep,
         }

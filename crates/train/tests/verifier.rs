@@ -229,3 +229,72 @@ fn collectives_of_two_streams_that_touch_the_same_bytes_wait_for_each_other() {
     let refused = verify::program(&p, ALIGNMENT).unwrap_err().to_string();
     assert!(refused.contains("waits for instruction 0"), "{refused}");
 }
+
+/// The buffers that live for a step.
+fn of_step(p: &StepProgram) -> impl Iterator<Item = usize> {
+    (0..p.buffers.len()).filter(|b| p.lifetime(BufferId(*b)) == Lifetime::Step)
+}
+
+/// A program whose weights are quantised in their own memory for the length of a step, with a planted fault, in the verifier's words.
+fn refusal_in_fp8(plant: impl FnOnce(&mut StepProgram)) -> String {
+    let mut program = program(
+        "[model]\nvocab_size = 256\nlayers = 2\ndim = 32\nheads = 4\nkv_heads = 2\nffn = 64\n\
+         [train]\nseq = 16\nglobal_batch = 4\nmicro_batch = 2\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0",
+    );
+    verify::program(&program, ALIGNMENT).unwrap();
+    plant(&mut program);
+    verify::program(&program, ALIGNMENT).unwrap_err().to_string()
+}
+
+#[test]
+fn a_weight_whose_memory_bytes_have_taken_must_be_back_at_the_end_of_the_step() {
+    let text = refusal_in_fp8(|p| {
+        let taken: Vec<u64> = of_step(p).map(|b| p.buffers[b].offset).collect();
+        let is_home =
+            |i: &Instr| i.outputs[3].as_ref().is_some_and(|copy| taken.contains(&p.buffers[copy.buffer.0].offset));
+        let update = p.segments.iter().position(|s| s.name == "update").unwrap();
+        let rounds = p.segments[update].instrs.iter().position(|i| i.op.name() == "adamw" && is_home(i)).unwrap();
+        p.segments[update].instrs[rounds].outputs[3] = None;
+    });
+    assert!(text.starts_with("end of entry train: `") && text.ends_with("` is not there any more"), "{text}");
+}
+
+#[test]
+fn a_step_that_does_not_quantise_its_weights_is_refused() {
+    let text = refusal_in_fp8(|p| {
+        p.entries[0].schedule.remove(0);
+    });
+    assert!(text.contains(".fp8`, the buffer holds"), "{text}");
+}
+
+#[test]
+fn bytes_in_the_memory_of_a_weight_that_is_still_to_be_read_are_refused() {
+    let text = refusal_in_fp8(|p| {
+        let all: Vec<usize> = of_step(p).collect();
+        let places: Vec<u64> = all.iter().rev().map(|b| p.buffers[*b].offset).collect();
+        all.iter().zip(places).for_each(|(b, place)| p.buffers[*b].offset = place);
+    });
+    assert!(text.contains("prepare of micro-batch 0") && text.contains("an output overlaps an input"), "{text}");
+}
+
+#[test]
+fn ranks_with_parts_of_weights_gather_their_largest_magnitudes_at_once() {
+    for (layout, gathers) in [("tp = 2", 1), ("dp = 2\nzero = 2", 0)] {
+        let program = &program(&format!(
+            "[model]\nvocab_size = 256\nlayers = 4\ndim = 64\nheads = 4\nkv_heads = 2\nffn = 128\n\
+             [train]\nseq = 16\nglobal_batch = 8\nmicro_batch = 1\n[precision]\npolicy = \"fp8\"\nfp8_weights = 0\n\
+             [parallel]\n{layout}"
+        ));
+        let schedule = &program.entry(StepProgram::TRAIN).unwrap().schedule;
+        let first = &program.segments[schedule[0].segment];
+        assert_eq!(first.name, "prepare", "{layout}");
+        let inputs: Vec<usize> = first.instrs.iter().filter(|i| i.op.communicates()).map(|i| i.inputs.len()).collect();
+        // Four layers of four matmuls.
+        assert_eq!(inputs, vec![16; gathers], "{layout}");
+        // No micro-batch of several quantises a weight.
+        let others =
+            program.segments.iter().filter(|s| s.name.starts_with("forward") || s.name.starts_with("backward"));
+        let again = others.flat_map(|s| &s.instrs).filter(|i| i.op.name() == "quantise_weight").count();
+        assert_eq!((again, schedule.iter().filter(|s| s.segment == schedule[0].segment).count()), (0, 1), "{layout}");
+    }
+}

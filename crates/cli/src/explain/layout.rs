@@ -45,7 +45,7 @@ impl Role<'_> {
     fn layers(&self) -> Vec<(usize, usize)> {
         let mut chunks: BTreeMap<usize, (usize, usize)> = BTreeMap::new();
         // What is no micro-batch's is of all chunks.
-        let works = |i: &&Instr| !matches!(i.phase, Phase::Update | Phase::Probe);
+        let works = |i: &&Instr| !matches!(i.phase, Phase::Prepare | Phase::Update | Phase::Probe);
         for segment in &self.program.segments {
             for layer in segment.instrs.iter().filter(works).filter_map(|i| i.layer) {
                 let (first, last) = chunks.entry(segment.chunk).or_insert((layer, layer));

@@ -137,7 +137,7 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
         let length = marks[at..].iter().take_while(same).count();
         let (from, to) = (x(marks[at].start), x(marks[at + length - 1].end));
         let label = match marks[at].segment {
-            "update" => format!("update, step {}", marks[at].step + 1),
+            name @ ("prepare" | "update") => format!("{name}, step {}", marks[at].step + 1),
             name => format!("{} {}", name.replace('_', " "), marks[at].micro_batch),
         };
         let _ = writeln!(
@@ -149,6 +149,7 @@ fn bands(svg: &mut String, marks: &[Mark], x: &dyn Fn(f64) -> f64) {
         );
         // As much of the name as there is room for.
         let short = match marks[at].segment {
+            "prepare" => "Q".to_owned(),
             "update" => "U".to_owned(),
             name => format!("{}{}", name.chars().next().unwrap_or(' ').to_ascii_uppercase(), marks[at].micro_batch),
         };

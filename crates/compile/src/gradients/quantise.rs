@@ -75,7 +75,8 @@ fn quantised(at: &mut At, dy: ValueId, of: Factor, [x, w]: [&Quantised; 2]) -> R
     Ok(at.append(Op::Quantise { of, to: DType::E5M2, measures }, &[dy, amax], &format!("{name}.fp8"))?)
 }
 
-/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while it is read.
+/// dx = dy · w of the transpose of w, and dw = dyᵀ · x of both transposes. That of w is made once more from w: it is there only while
+/// it is read, or made with w's bytes at the start of the step (the pass `prepare`).
 fn fp8_linear(at: &mut At) -> Result<(), Stop> {
     attributes!(at, Op::Fp8Linear { to });
     let dy = at.dy(0)?;

@@ -3,7 +3,7 @@
 //! Each operand gets the unit of its largest magnitude, in this micro-batch (current scaling): all ranks that have parts of a tensor give theirs, and
 //! each takes the largest. Or activations and gradients get that of the largest magnitudes of the last steps (delayed scaling), which is known before they
 //! are. Backward reads the transposes of what forward has quantised, so those are saved, one byte an element, instead of the operands
-//! themselves. A weight is quantised where it is used, and once more for backward.
+//! themselves. A weight is quantised where it is used, and once more for backward; `prepare` makes that once per step, where it can.
 
 use crate::Context;
 use crate::settings::{Fp8, Fp8Scaling};

@@ -9,6 +9,7 @@ mod fuse;
 mod loads;
 mod optimizer;
 mod precision;
+mod prepare;
 mod recompute;
 mod score;
 mod shard;
@@ -66,11 +67,12 @@ const WATCH: Pass = Pass { name: "watch", effect: Effect::BitPreserving, run: wa
 const SCORE: Pass = Pass { name: "score", effect: Effect::BitPreserving, run: score::score };
 const SHARD: Pass = Pass { name: "shard", effect: Effect::NumericsChanging, run: shard::shard };
 const ZERO: Pass = Pass { name: "zero", effect: Effect::NumericsChanging, run: zero::zero };
+const PREPARE: Pass = Pass { name: "prepare", effect: Effect::BitPreserving, run: prepare::prepare };
 const OPTIMIZER: Pass = Pass { name: "optimizer", effect: Effect::NumericsChanging, run: optimizer::optimizer };
 
 /// Every pass of a training step, in order.
-pub const TRAINING_PASSES: [Pass; 11] =
-    [FUSE, PRECISION, BYTES, EXPERTS, FP8, AUTODIFF, WATCH, RECOMPUTE, SHARD, ZERO, OPTIMIZER];
+pub const TRAINING_PASSES: [Pass; 12] =
+    [FUSE, PRECISION, BYTES, EXPERTS, FP8, AUTODIFF, WATCH, RECOMPUTE, SHARD, ZERO, OPTIMIZER, PREPARE];
 
 /// Every pass of a forward program, in order: those of training before gradients are added, so that both compute the same
 /// bits.

@@ -1,7 +1,10 @@
-//! What updates keep in bf16: every number is one of the two neighbours of the exact one, and the random bits say which.
+//! What updates keep in bf16: every number is one of the two neighbours of the exact one, and the random bits say which. And what they keep where
+//! they are not applied.
 
-use lockstep_ir::op::Elem;
-use lockstep_ir::{DType, Op, StepRounding, bf16, counter};
+use super::{CaseOutcome, Load, Way, decode, encode, execute};
+use crate::ExecError;
+use lockstep_ir::op::{Elem, Sample};
+use lockstep_ir::{DType, DeviceProfile, Op, StepRounding, TensorType, bf16, counter};
 
 /// Share of numbers that may be rounded the other way: those that are as near to the border as sums in f32 are wrong.
 const OTHER_WAY: f64 = 0.03;
@@ -48,4 +51,37 @@ fn is_neighbour(exact: f64, found: f64) -> bool {
     }
     let unit = 2f64.powi(exact.abs().log2().floor() as i32 - 7);
     (found - exact).abs() <= 1.01 * unit + 1e-6
+}
+
+/// An update whose factor on gradients is NaN is not applied: weights and moments stay as they are, and what is rounded from weights is written
+/// anew. None of other ops.
+pub(super) fn check_suppressed(
+    profile: &DeviceProfile,
+    load: Load,
+    sample: &Sample,
+    types: &[TensorType],
+    inputs: &[Vec<f64>],
+) -> Result<Option<CaseOutcome>, ExecError> {
+    let op = &sample.op;
+    let stats = (0..types.len()).find(|i| op.input(*i, types.len()).name == "stats");
+    let rounds = op.spec().outputs.iter().any(|output| output.elem == Elem::Rounded);
+    let Some(stats) = stats.filter(|_| rounds && sample.part.is_none()) else { return Ok(None) };
+    let mut inputs = inputs.to_vec();
+    inputs[stats][1] = f64::NAN;
+    let found = execute(profile, load, sample, types, &inputs, Way::Apart)?;
+    let held = |i: usize| decode(types[i].dtype, &encode(types[i].dtype, &inputs[i]));
+    let inferred = op.infer(&types.iter().collect::<Vec<_>>()).map_err(|e| ExecError::Internal(e.to_string()))?;
+    let wrong = |o: &usize| match (op.output(*o).elem, op.spec().in_place.iter().find(|(_, to)| to == o)) {
+        (_, Some((input, _))) => found[*o] != held(*input),
+        // Weights that are their own master weights have no copy.
+        (Elem::Rounded, None) if types[0].dtype == DType::F32 => {
+            let dtype = inferred[*o].dtype;
+            found[*o] != decode(dtype, &encode(dtype, &held(0)))
+        }
+        _ => false,
+    };
+    let failure = (0..found.len()).find(wrong).map(|o| format!("output {o} is not what it was"));
+    let types: Vec<String> = types.iter().map(ToString::to_string).collect();
+    let case = format!("{}({}) that is not applied", op.name(), types.join(", "));
+    Ok(Some(CaseOutcome { case, error: 0.0, limit: 0.0, failure }))
 }

@@ -1,5 +1,5 @@
 //! Update rules of optimizers. All compute in f32, in place, whatever weights and moments are kept in (`kept.rs`), and round a copy of the new
-//! weights where asked for.
+//! weights where asked for. Where the factor on gradients is NaN nothing moves.
 
 use super::call::{At, Call, Kernel, Kernels, Ptr};
 use super::float::{Bf16, F16};
@@ -40,7 +40,7 @@ struct AdamW {
 pub fn adamw(call: Call, [beta1, beta2, eps]: [f32; 3], decay: f32, lr_scale: f32) {
     let (scalars, factor) = (call.scalars(4), factor(call, 5));
     if factor.is_nan() {
-        return;
+        return copy(call, 3);
     }
     let lr = scalars.lr * lr_scale;
     let (keep, rate, root) = (1.0 - lr * decay, lr / scalars.bias1, 1.0 / scalars.bias2.sqrt());
@@ -94,7 +94,7 @@ pub fn sgd(call: Call, momentum: f32, decay: f32, lr_scale: f32) {
 fn by_moment(call: Call, mix: f32, beta: f32, decay: f32, lr_scale: f32, signs: bool) {
     let (lr, factor) = (call.scalars(3).lr * lr_scale, factor(call, 4));
     if factor.is_nan() {
-        return;
+        return copy(call, 2);
     }
     let step = ByMoment { factor, mix, beta, keep: 1.0 - lr * decay, lr };
     // SAFETY: `update` gives ranges of the operands, each once.
@@ -172,7 +172,7 @@ vectorised! {
 pub fn descend(call: Call, decay: f32, lr_scale: f32) {
     let (lr, factor) = (call.scalars(2).lr * lr_scale, factor(call, 3));
     if factor.is_nan() {
-        return;
+        return copy(call, 1);
     }
     // SAFETY: `update` gives ranges of the operands, each once.
     update(call, 1, [0], |direction, [w], Range { n, .. }| unsafe {
@@ -198,7 +198,7 @@ fn factor(call: Call, stats: usize) -> f32 {
     unsafe { *call.input::<f32>(stats).add(1) }
 }
 
-/// Rounds the new weights, output 0, to output `to` where it is used.
+/// Rounds the weights, output 0, to output `to` where it is used; where nothing moves too, as a step may have used the memory of that.
 fn copy(call: Call, to: usize) {
     let At { elements, .. } = call.bound.inputs[0];
     let (Some(w), Some(copy), Some(at)) = (call.output::<f32>(0), call.output::<u16>(to), call.bound.outputs[to])

@@ -43,6 +43,17 @@ impl Factor {
     }
 }
 
+impl Op {
+    /// Whether it makes bytes of a weight.
+    pub fn quantises_weight(&self) -> bool {
+        match self {
+            Op::Quantise { of, .. } => of.is_weight(),
+            Op::QuantiseFine { weight, .. } => *weight,
+            _ => false,
+        }
+    }
+}
+
 /// One matmul.
 const MATMUL: FlopsRule = |_, dims, _| Flops::all(2 * dims.product("… outputs inputs"));
 

@@ -94,7 +94,7 @@ fn check_entry(walk: Walk, cells: &Cells, entry: &Entry) -> Result<(), Unsound> 
             })?;
         }
     }
-    Ok(())
+    memory.holds_states(program).map_err(|reason| unsound(format!("end of entry {}", entry.name), reason))
 }
 
 /// A collective that overlaps with what follows it.
@@ -252,7 +252,12 @@ impl Cells {
 fn is_temporary(lifetime: Lifetime) -> bool {
     match lifetime {
         Lifetime::Frame | Lifetime::Overlay => true,
-        Lifetime::Run | Lifetime::Host | Lifetime::MicroBatch | Lifetime::Saved(_) | Lifetime::SavedInHost(_) => false,
+        Lifetime::Run
+        | Lifetime::Step
+        | Lifetime::Host
+        | Lifetime::MicroBatch
+        | Lifetime::Saved(_)
+        | Lifetime::SavedInHost(_) => false,
     }
 }
 
@@ -360,6 +365,22 @@ impl<'a> Memory<'a> {
         Ok(())
     }
 
+    /// What uses the memory of a state within an entry must have given it back, written anew: the next entry and the host read it.
+    fn holds_states(&self, program: &StepProgram) -> Result<(), String> {
+        for tensor in &program.tensors {
+            // Gradients are what a step makes of them.
+            if !matches!(&tensor.role, Role::State(state) if !matches!(state, State::Gradient { .. })) {
+                continue;
+            }
+            let cells = self.cells.of_buffers[tensor.buffer.0].first().cloned().unwrap_or_default();
+            let holds = |last: &Option<u32>| last.is_some_and(|at| self.written[at as usize].buffer == tensor.buffer.0);
+            if !self.last[cells].iter().all(holds) {
+                return Err(format!("`{}` is not there any more", tensor.name));
+            }
+        }
+        Ok(())
+    }
+
     /// What is where an operand is.
     fn read(&self, event: &Event, arg: &Arg) -> Result<Held, String> {
         let range = event.operand(arg);
@@ -385,6 +406,7 @@ impl<'a> Memory<'a> {
 
 /// The micro-batch that an operand belongs to.
 fn owner(event: &Event, arg: &Arg) -> Option<usize> {
-    let of_the_run = matches!(event.walk.program.lifetime(arg.buffer), Lifetime::Run | Lifetime::Host);
-    (!of_the_run).then_some(event.slot.micro_batch)
+    let lifetime = event.walk.program.lifetime(arg.buffer);
+    let of_all = matches!(lifetime, Lifetime::Run | Lifetime::Step | Lifetime::Host);
+    (!of_all).then_some(event.slot.micro_batch)
 }

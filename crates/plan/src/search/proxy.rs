@@ -136,7 +136,7 @@ pub(super) fn layer_costs(
         let of = |wanted: &str| segments[stage].iter().filter(|(name, _)| *name == wanted).map(|(_, s)| s).sum::<f64>();
         let behind = |whole: &str, work: &str| (of(whole) - of(work)).max(0.0);
         let backward = behind(Segment::BACKWARD_AND_UPDATE, "backward");
-        of("update") + backward + behind(Segment::WEIGHT_GRAD_AND_UPDATE, "weight_grad")
+        of("prepare") + of("update") + backward + behind(Segment::WEIGHT_GRAD_AND_UPDATE, "weight_grad")
     }));
     let bytes = |of: &dyn Fn(&StepProgram) -> u64| Linear::through([0, 1, 2, 3].map(|s| of(&programs[s]) as f64));
     let state = |program: &StepProgram, class: Class| -> u64 {
