@@ -134,6 +134,30 @@ architecture = \"qwen3\"
 $sizes
 kv_heads = 2
 $train"
+# Latent attention, layers of two kinds, and attention sinks.
+mla=$'q_lora_rank = 10\nkv_lora_rank = 12\nqk_nope_head_dim = 6\nqk_rope_head_dim = 4\nv_head_dim = 8'
+check latent 5 <<< "[model]
+$sizes
+$mla
+$train"
+check gemma3-pattern 7 <<< "[model]
+architecture = \"gemma3_text\"
+$sizes
+kv_heads = 2
+head_dim = 10
+sliding_window = 9
+layer_types = [\"sliding\", \"sliding\", \"full\"]
+$train"
+check sinks-pattern-bf16 7 <<< "[model]
+$sizes
+kv_heads = 2
+attention_sinks = true
+sliding_window = 9
+layer_types = [\"sliding\", \"full\"]
+rope_layers = [1, 0]
+$train
+[precision]
+policy = \"bf16\""
 # State and activations in the memory of the host.
 check llama-offload 5 <<< "[model]
 $sizes
@@ -221,6 +245,30 @@ check ulysses-window-bf16 2 <<< "[model]
 architecture = \"mistral\"
 $heads
 sliding_window = 9
+$train
+[precision]
+policy = \"bf16\""
+
+# The latent goes around, and ranks rebuild keys and values.
+context=("2:cp=2,context=latent" "4:cp=4,context=latent")
+mix
+check latent-ring 2 <<< "[model]
+$sizes
+$mla
+$train"
+check latent-ring-documents-recompute 5 <<< "[model]
+$sizes
+$mla
+$train
+[recompute]
+policy = \"full\"
+[data]
+document_mask = true"
+check latent-ring-bf16 5 <<< "[model]
+$sizes
+$mla
+sliding_window = 9
+layer_types = [\"sliding\", \"full\"]
 $train
 [precision]
 policy = \"bf16\""

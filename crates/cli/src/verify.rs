@@ -63,7 +63,7 @@ impl Where {
 }
 
 /// What is tried by default. `a` is the least size of an axis that fits the model, `b` the next.
-const KINDS: [&str; 45] = [
+const KINDS: [&str; 47] = [
     "dp=a",
     "dp=a,zero=1",
     "dp=a,zero=2",
@@ -93,6 +93,8 @@ const KINDS: [&str; 45] = [
     "dp=a,zero=1,tp=a,sp,pp=a,gpipe",
     "cp=a",
     "cp=b,context=gather",
+    "cp=a,context=latent",
+    "cp=a,context=latent,tp=a,sp,pp=a",
     "cp=a,context=a2a",
     "cp=a,context=a2a,tp=a,sp,pp=a",
     "dp=a,zero=3,cp=a",

@@ -365,7 +365,7 @@ impl Lowering<'_> {
             let outputs = node.outputs.iter().map(|o| o.map(|v| arg(v, true))).collect();
             let op = local.op(node);
             let workspace = self.workspace(local, node, op, &inputs, parts[s].temporary)?;
-            let Node { phase, layer, tf32, .. } = *node;
+            let Node { phase, layer, tf32, repeated, .. } = *node;
             let (stream, offsets, counted) = (stream(node), local.offsets(node), local.counted(node));
             segments[s].instrs.push(Instr {
                 op,
@@ -377,6 +377,7 @@ impl Lowering<'_> {
                 stream,
                 waits: vec![],
                 tf32,
+                repeated,
                 offsets,
                 counted,
             });

@@ -130,5 +130,5 @@ fn copy_of(g: &mut Graph, v: ValueId, place: &str) -> ValueId {
 }
 
 fn copy(op: Op, from: ValueId, to: ValueId, phase: Phase, layer: Option<usize>) -> Node {
-    Node { op, inputs: vec![from], outputs: vec![Some(to)], phase, layer, tf32: false }
+    Node { op, inputs: vec![from], outputs: vec![Some(to)], phase, layer, tf32: false, repeated: false }
 }

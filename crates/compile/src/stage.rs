@@ -202,7 +202,7 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
                 let (Node { phase, layer, .. }, chunk) = nodes[made];
                 nodes.insert(
                     made + 1,
-                    (Node { op, inputs: vec![*v], outputs: vec![], phase, layer, tf32: false }, chunk),
+                    (Node { op, inputs: vec![*v], outputs: vec![], phase, layer, tf32: false, repeated: false }, chunk),
                 );
             }
             if reader != rank {
@@ -213,7 +213,7 @@ pub(crate) fn extract(g: &Graph, cuts: &[usize], pipeline: &Pipeline, rank: usiz
                 has.insert(here);
                 let (op, outputs) = (Op::Receive { stage: sender, tag }, vec![Some(here)]);
                 let Node { phase, layer, .. } = node;
-                nodes.push((Node { op, inputs: vec![], outputs, phase, layer, tf32: false }, chunk));
+                nodes.push((Node { op, inputs: vec![], outputs, phase, layer, tf32: false, repeated: false }, chunk));
                 here
             });
         }
@@ -324,7 +324,8 @@ fn sum_tied_gradients(
     if !holders.contains(&rank) {
         return;
     }
-    let message = |op, inputs, outputs| Node { op, inputs, outputs, phase: Phase::Update, layer: None, tf32: false };
+    let (phase, layer) = (Phase::Update, None);
+    let message = |op, inputs, outputs| Node { op, inputs, outputs, phase, layer, tf32: false, repeated: false };
     let others = || holders.iter().copied().filter(|r| *r != rank);
     for &ours in node.inputs.iter().filter(|v| maker(**v) == Some(rank)) {
         let send = |other| message(Op::Send { stage: other, tag: TIED }, vec![ours], vec![]);

@@ -210,6 +210,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
         zero: values.count("parallel.zero").and_then(|zero| u8::try_from(zero).ok())?,
         reshard_after_forward: values.switch("parallel.reshard_after_forward")?,
         sequence_parallel: values.switch("parallel.sequence_parallel")?,
+        context: values.word("parallel.context")?,
         expert_bound: values.get("parallel.ep_bound").map(|_| 100),
         schedule: values.word("parallel.schedule")?,
         chunks: size("parallel.virtual")?,
@@ -237,6 +238,7 @@ fn layout_and_extents(values: &Values) -> Option<(Layout, Extents)> {
             false => None,
         },
         naive_attention: values.word("model.attention") == Some(AttentionMethod::Naive),
+        latent: values.count("model.kv_lora_rank").is_some() && values.count("lora.rank").is_none(),
         noise_scale: values.switch("train.noise_scale").unwrap_or(false),
     };
     Some((layout, extents))

@@ -473,6 +473,7 @@ impl Config {
                 .gathers_matrices
                 .then_some(model.head_dim.max(model.value_dim()) * model.dim),
             naive_attention: model.attention == AttentionMethod::Naive,
+            latent: model.latent().is_some() && self.lora.rank.is_none(),
             noise_scale: train.noise_scale,
         }
     }

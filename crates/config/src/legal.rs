@@ -33,6 +33,8 @@ pub struct Extents {
     pub gathered_head: Option<usize>,
     /// Whether attention has the matrix of its weights.
     pub naive_attention: bool,
+    /// Whether keys and values expand from a latent by one matmul: attention is latent, and has no adapters.
+    pub latent: bool,
     /// Whether the gradient noise scale is measured, which expert-parallel ranks cannot do.
     pub noise_scale: bool,
 }
@@ -187,7 +189,7 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
     let inner = if layout.sequence_parallel { tp } else { 1 };
     // Key heads divide query heads.
     let whole_heads = |cp: usize| match layout.context {
-        ContextParallel::Ring | ContextParallel::Gather => true,
+        ContextParallel::Ring | ContextParallel::Gather | ContextParallel::Latent => true,
         ContextParallel::AllToAll => extents.kv_heads.is_multiple_of(tp * cp),
     };
     let fits =
@@ -207,6 +209,16 @@ fn context_parallel(layout: &Layout, extents: &Extents) -> Vec<Refusal> {
                 "parallel.context = \"a2a\" gives ranks whole heads, and {ranks} = {of} does not divide model.kv_heads = {kv_heads}"
             ),
             nearest: format!("context = \"ring\", or {}", near(MeshAxis::Cp.name(), &sizes(), cp)),
+        });
+    }
+    if cp > 1 && layout.context == ContextParallel::Latent && !extents.latent {
+        refusals.push(Refusal {
+            key: "parallel.context",
+            with: &["model.kv_lora_rank", "lora.rank"],
+            reason: "parallel.context = \"latent\" sends what keys and values expand from by one matmul: it needs model.kv_lora_rank, and no \
+                     lora.rank"
+                .into(),
+            nearest: "context = \"ring\"".into(),
         });
     }
     if cp > 1 && !seq.is_multiple_of(2 * cp) {

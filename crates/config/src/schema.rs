@@ -451,7 +451,8 @@ tables! {
             finds ["context parallel", "context parallelism", "context_parallel", "context_parallel_size", "context_parallel_degree",
                 "long context", "zig-zag", "CP"];
         /// How attention is computed over parallel.cp. ring (ring attention): keys and values go from rank to rank while attention is computed
-        /// over those that are there. gather: all of them are gathered, which takes their memory and no turns. a2a (Ulysses): all-to-alls make
+        /// over those that are there. latent: a ring too, of the latent of latent attention (model.kv_lora_rank), from which every rank rebuilds keys and
+        /// values: fewer bytes, more FLOPs. gather: all of them are gathered, which takes their memory and no turns. a2a (Ulysses): all-to-alls make
         /// parts of the heads of parts of the sequence, and back after attention; tp × cp divides model.kv_heads.
         context: ContextParallel = Choice(&ContextParallel::NAMES), Fixed("\"ring\""), Conduct,
             finds ["ring attention", "cp_comm_type", "context_parallel_rotate_method", "all-gather KV", "Ulysses", "DeepSpeed-Ulysses",

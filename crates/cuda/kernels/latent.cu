@@ -154,6 +154,83 @@ static __device__ void grad(const T *dqkv, T *dq, T *dkv, T *dshared, Sizes n, f
         }
 }
 
+// The shared key of a position, from pairs to halves and rotated; or back, by the opposite angles. Positions are those of `span`, and with `starts` those in documents.
+template <typename T>
+static __device__ void shared_key(const T *x, const float *table, const u32 *starts, T *y, int seq, Span span, int rope, int inverse) {
+    i64 row = blockIdx.x, place = span.entry((int)(row % seq));
+    if (starts) {
+        i64 start = starts[row];
+        place = start > place ? 0 : place - start;
+    }
+    const float *angles = table + place * rope;
+    x += row * rope, y += row * rope;
+    int half = rope / 2;
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        float c = table ? angles[i] : 1.0f, s = table ? angles[half + i] : 0.0f;
+        int first = inverse ? i : 2 * i, second = inverse ? half + i : 2 * i + 1;
+        int to = inverse ? 2 * i : i, then = inverse ? 2 * i + 1 : half + i;
+        float a = to_f32(x[first]), b = to_f32(x[second]);
+        if (inverse) s = -s;
+        y[to] = Of<T>::f32(a * c - b * s), y[then] = Of<T>::f32(b * c + a * s);
+    }
+}
+
+// Packed K·V, of what a latent expands to and the shared key; `S` is what is moved at once: an element or a pack.
+template <typename S>
+static __device__ __forceinline__ void keys_by(const S *expanded, const S *shared, S *kv, int heads, int rope, int plain, int value) {
+    int head = rope + plain, each = plain + value, per_head = head + value;
+    for (int at = threadIdx.x; at < heads * per_head; at += blockDim.x) {
+        int h = at / per_head, i = at - h * per_head;
+        const S *from = expanded + h * each;
+        S part = i < rope ? shared[i] : from[i - rope];
+        if (i < head) kv[h * head + i] = part;
+        else kv[heads * head + h * value + i - head] = part;
+    }
+}
+
+template <typename T>
+static __device__ void keys(const T *expanded, const T *shared, T *kv, int heads, int head, int rope, int value, int wide) {
+    const int N = Pack<T>::N;
+    i64 row = blockIdx.x;
+    int plain = head - rope;
+    expanded += row * heads * (plain + value), shared += row * rope, kv += row * heads * (head + value);
+    if (wide)
+        keys_by((const Pack<T> *)expanded, (const Pack<T> *)shared, (Pack<T> *)kv, heads, rope / N, plain / N, value / N);
+    else
+        keys_by(expanded, shared, kv, heads, rope, plain, value);
+}
+
+template <typename S>
+static __device__ __forceinline__ void keys_grad_by(const S *dkv, S *dexpanded, int heads, int rope, int plain, int value) {
+    int head = rope + plain, each = plain + value;
+    for (int at = threadIdx.x; at < heads * each; at += blockDim.x) {
+        int h = at / each, i = at - h * each;
+        dexpanded[at] = i < plain ? dkv[h * head + rope + i] : dkv[heads * head + h * value + i - plain];
+    }
+}
+
+// Either of the gradients may be null. That of the shared key is the sum over heads, in their order.
+template <typename T>
+static __device__ void keys_grad(const T *dkv, T *dexpanded, T *dshared, int heads, int head, int rope, int value, int wide) {
+    const int N = Pack<T>::N;
+    i64 row = blockIdx.x;
+    int plain = head - rope;
+    dkv += row * heads * (head + value);
+    if (dexpanded) {
+        T *to = dexpanded + row * heads * (plain + value);
+        if (wide)
+            keys_grad_by((const Pack<T> *)dkv, (Pack<T> *)to, heads, rope / N, plain / N, value / N);
+        else
+            keys_grad_by(dkv, to, heads, rope, plain, value);
+    }
+    if (dshared)
+        for (int i = threadIdx.x; i < rope; i += blockDim.x) {
+            float sum = 0.0f;
+            for (int h = 0; h < heads; h++) sum += to_f32(dkv[h * head + i]);
+            dshared[row * rope + i] = Of<T>::f32(sum);
+        }
+}
+
 // What generation does with the weight w [heads · block, rank] by which keys and values expand from the latent: a matmul for each head, with its own rows of w. Queries
 // absorb the rows of keys: c [rows, rank] = a [rows, depth] · w [depth, rank]; sums of latents go through the rows of values: c [rows, value] = a [rows, rank] · wᵀ.
 struct PerHead {
@@ -302,6 +379,18 @@ static __device__ void absorbed_rest(const T *q, const T *latent, const T *share
     extern "C" __global__ void latent_heads_grad_##NAME(const T *dqkv, T *dq, T *dkv, T *dshared, int count, int head, \
                                                         int rope, int value, float scale) {                            \
         grad<T>(dqkv, dq, dkv, dshared, {count, head, rope, value}, scale);                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void shared_key_##NAME(const T *x, const float *table, const u32 *starts, T *y, int seq,      \
+                                                 int first, int count, int then, int rope, int inverse) {              \
+        shared_key<T>(x, table, starts, y, seq, {first, count, then}, rope, inverse);                                  \
+    }                                                                                                                  \
+    extern "C" __global__ void latent_keys_##NAME(const T *expanded, const T *shared, T *kv, int heads, int head,      \
+                                                  int rope, int value, int wide) {                                     \
+        keys<T>(expanded, shared, kv, heads, head, rope, value, wide);                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void latent_keys_grad_##NAME(const T *dkv, T *dexpanded, T *dshared, int heads, int head,    \
+                                                       int rope, int value, int wide) {                                \
+        keys_grad<T>(dkv, dexpanded, dshared, heads, head, rope, value, wide);                                         \
     }                                                                                                                  \
     extern "C" __global__ void absorbed_rest_##NAME(const T *q, const T *latent, const T *shared, T *qkv, int count,   \
                                                     int head, int rope, int rank, float scale) {                       \

@@ -268,8 +268,8 @@ impl Instr {
         let read = self.inputs.iter().map(|a| a.ty.bytes());
         let written = self.outputs.iter().flatten().map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 });
         let mut flops = self.op.flops(&types, &wanted)?;
-        // An op of the forward pass that runs in backward is recomputed: the model does not need it.
-        if self.phase == Phase::InputGrad && self.op.spec().is_forward() {
+        // An op of the forward pass that runs in backward is recomputed: the model does not need it, nor what another rank computes too.
+        if self.repeated || (self.phase == Phase::InputGrad && self.op.spec().is_forward()) {
             (flops.model, flops.causal) = (0, 0);
         }
         Ok(Cost { flops, bytes: read.chain(written).sum() })

@@ -15,6 +15,8 @@ pub struct ValueId(pub usize);
 /// Which part of a training step a node belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
+    /// Once per step, before the first micro-batch: weights in the form in which matmuls read them.
+    Prepare,
     /// Forward.
     Forward,
     /// Backward, input gradients: what the layer below waits for (B).
@@ -203,6 +205,8 @@ pub struct Node {
     pub layer: Option<usize>,
     /// Whether its matmul may round operands of f32 to TF32.
     pub tf32: bool,
+    /// Whether it computes for this rank what the model needs once, and another rank computes: its FLOPs are the hardware's alone.
+    pub repeated: bool,
 }
 
 /// A value whose sum is trained to be small.
@@ -284,7 +288,7 @@ impl Graph {
             })
             .collect();
         let outputs = ids.iter().copied().map(Some).collect();
-        self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer, tf32: false });
+        self.nodes.push(Node { op, inputs: inputs.to_vec(), outputs, phase, layer, tf32: false, repeated: false });
         Ok(ids)
     }
 
@@ -479,7 +483,8 @@ impl std::fmt::Display for Graph {
             let inputs: Vec<&str> = node.inputs.iter().map(|&v| self.get(v).name.as_str()).collect();
             let (name, attributes) = (node.op.name(), node.op.attributes());
             let tf32 = if node.tf32 { " in tf32" } else { "" };
-            writeln!(f, "{} {line} = {name}({}){attributes}{tf32}", node.phase.letter(), inputs.join(", "))?;
+            let repeated = if node.repeated { " repeated" } else { "" };
+            writeln!(f, "{} {line} = {name}({}){attributes}{tf32}{repeated}", node.phase.letter(), inputs.join(", "))?;
         }
         for &(state, value) in &self.updates {
             writeln!(f, "update    {} <- {}", self.get(state).name, self.get(value).name)?;

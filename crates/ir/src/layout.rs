@@ -18,6 +18,8 @@ pub enum ContextParallel {
     Ring,
     /// All of them are gathered.
     Gather,
+    /// The latent of latent attention goes around, with the key that all heads share, and every rank rebuilds keys and values from it.
+    Latent,
     /// Ulysses: ranks have parts of the heads instead of parts of the sequence for as long as attention is computed.
     #[serde(rename = "a2a")]
     AllToAll,
@@ -25,17 +27,23 @@ pub enum ContextParallel {
 
 impl ContextParallel {
     /// All of them.
-    pub const ALL: [ContextParallel; 3] = [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::AllToAll];
+    pub const ALL: [ContextParallel; 4] =
+        [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::Latent, ContextParallel::AllToAll];
 
     /// Their names, in the same order.
-    pub const NAMES: [&str; 3] =
-        [ContextParallel::Ring.name(), ContextParallel::Gather.name(), ContextParallel::AllToAll.name()];
+    pub const NAMES: [&str; 4] = [
+        ContextParallel::Ring.name(),
+        ContextParallel::Gather.name(),
+        ContextParallel::Latent.name(),
+        ContextParallel::AllToAll.name(),
+    ];
 
     /// The name in configs and layouts.
     pub const fn name(self) -> &'static str {
         match self {
             ContextParallel::Ring => "ring",
             ContextParallel::Gather => "gather",
+            ContextParallel::Latent => "latent",
             ContextParallel::AllToAll => "a2a",
         }
     }
@@ -144,7 +152,7 @@ impl std::fmt::Display for Layout {
 /// What the text of a layout may say.
 fn words() -> String {
     format!(
-        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring, gather or a2a, ep=N, bound=X, tp=N, sp, pp=N, virtual=N and a \
+        "a layout is made of dp=N, dp_replicate=N, zero=N, no-reshard, cp=N, context=ring, gather, latent or a2a, ep=N, bound=X, tp=N, sp, pp=N, virtual=N and a \
          schedule: {}",
         Schedule::NAMES.join(", ")
     )
@@ -392,7 +400,7 @@ mod tests {
         assert_eq!(first("sp=1"), "sp takes no value");
         assert_eq!(
             refused("context=all"),
-            "context=all is not known\nhint: write context=ring or context=gather or context=a2a"
+            "context=all is not known\nhint: write context=ring or context=gather or context=latent or context=a2a"
         );
         assert_eq!(first("bound=0.5"), "bound=0.5 is no multiple of an even share");
         assert_eq!(first("gpipe=true"), "gpipe takes no value");

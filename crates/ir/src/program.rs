@@ -211,6 +211,8 @@ pub struct Instr {
     pub waits: Vec<usize>,
     /// Whether its matmul may round operands of f32 to TF32.
     pub tf32: bool,
+    /// As of the [node](crate::graph::Node::repeated): its FLOPs are the hardware's alone.
+    pub repeated: bool,
     /// Where ranks split the dimension whose entries the op numbers: which entries each has.
     pub offsets: Option<Offsets>,
     /// The same of the second dimension that it numbers.
@@ -585,6 +587,9 @@ impl std::fmt::Display for StepProgram {
                 write!(f, "  {} {stream}{outputs} = {name}({inputs}){attributes}", i.phase.letter())?;
                 if i.tf32 {
                     write!(f, " in tf32")?;
+                }
+                if i.repeated {
+                    write!(f, " repeated")?;
                 }
                 if let Some(Offsets { over, parts, whole }) = &i.offsets {
                     write!(f, " from {parts:?}[{over}.index] of {whole}")?;

@@ -239,3 +239,29 @@ fn a_tied_model_is_found_in_the_memory_that_its_program_needs() {
     let exact = evaluate(&Gpus, &layout.config(&config), Rates::Catalogue(&hardware)).unwrap();
     assert_eq!(exact.memory().total_bytes, bytes);
 }
+
+#[test]
+fn the_latent_goes_around_where_that_is_faster() {
+    // Four GPUs of a node, and few heads, whose keys and values are hardly wider than the latent; or eight nodes, and many heads, which
+    // that many ranks do not divide.
+    let text = |heads: usize, seq: usize, cp: usize| {
+        format!(
+            "[model]\nvocab_size = 1024\nlayers = 2\ndim = 1024\nheads = {heads}\nffn = 2048\nkv_lora_rank = 512\n[train]\nseq = {seq}\n\
+             global_batch = 1\nmicro_batch = 1\n[precision]\npolicy = \"bf16\"\n[recompute]\npolicy = \"none\"\n[parallel]\ncp = {cp}\n"
+        )
+    };
+    for (heads, seq, gpus, latent) in [(4, 16_384, 4, false), (48, 32_768, 32, true)] {
+        let (config, hardware) = (config(&text(heads, seq, gpus)), hardware("leonardo"));
+        let room = Room::of(&hardware.gpu);
+        let request = request(&config, gpus, &hardware, &room);
+        let best = found(&request).best[0].choice;
+        assert_eq!(best.layout.context == ContextParallel::Latent, latent, "{}", best.layout);
+        // It is the faster of the two by the forecast of either.
+        let step = |context| {
+            let choice = LayoutChoice { layout: Layout { context, ..best.layout }, ..best };
+            let config = choice.config(&config);
+            evaluate(request.machine, &config, Rates::Catalogue(&hardware)).unwrap().forecast.step_s
+        };
+        assert_eq!(step(ContextParallel::Latent) < step(ContextParallel::Ring), latent, "{heads} heads");
+    }
+}

@@ -138,7 +138,7 @@ fn random_meshes_of_all_axes_give_sound_programs() {
         all = all.with(Cp, 1 + draw(15, 2));
         // Four heads.
         let kinds = if all.size(Axes::of(&[Cp, Tp])) <= 4 { 3 } else { 2 };
-        let context = ContextParallel::ALL[draw(10, kinds)];
+        let context = [ContextParallel::Ring, ContextParallel::Gather, ContextParallel::AllToAll][draw(10, kinds)];
         let zero = draw(12, 4) as u8;
         let sequence_parallel = all.size(Tp) > 1 && draw(13, 2) == 1;
         let reshard_after_forward = zero < 3 || draw(14, 2) == 0;

@@ -70,10 +70,12 @@ enum Of {
     /// Mixtures of experts.
     Experts,
     Mixtral,
+    /// Latent attention.
+    Latent,
 }
 
 /// Everything else: a name, the models, and lines for `[train]` and the tables after it.
-const WAYS: [(&str, Of, &str); 64] = [
+const WAYS: [(&str, Of, &str); 67] = [
     ("one", Of::All, ""),
     ("accumulate", Of::Llama, "micro_batch = 2"),
     ("reproducible", Of::Llama, "micro_batch = 2\nreproducible = true"),
@@ -173,6 +175,17 @@ const WAYS: [(&str, Of, &str); 64] = [
     ("hsdp-zero2-ep2", Of::Mixtral, "micro_batch = 1\n[parallel]\ndp_replicate = 2\nzero = 2\nep = 2"),
     ("ep2-tp2-sp", Of::Mixtral, "micro_batch = 2\n[parallel]\nep = 2\ntp = 2\nsequence_parallel = true"),
     ("cp2-ep2", Of::Mixtral, "micro_batch = 2\n[parallel]\ncp = 2\nep = 2"),
+    ("cp2-latent", Of::Latent, "[parallel]\ncp = 2\ncontext = \"latent\""),
+    (
+        "cp4-latent-tp2-sp-bf16",
+        Of::Latent,
+        "micro_batch = 2\n[parallel]\ncp = 4\ncontext = \"latent\"\ntp = 2\nsequence_parallel = true\n[precision]\npolicy = \"bf16\"",
+    ),
+    (
+        "dp2-zero3-cp2-latent-pp2-zb-v-full",
+        Of::Latent,
+        "micro_batch = 1\n[parallel]\ndp = 2\nzero = 3\ncp = 2\ncontext = \"latent\"\npp = 2\nschedule = \"zb-v\"\n[recompute]\npolicy = \"full\"",
+    ),
     ("ep2-pp2-zb-v", Of::Mixtral, "micro_batch = 1\n[parallel]\nep = 2\npp = 2\nschedule = \"zb-v\""),
 ];
 
@@ -261,6 +274,7 @@ fn ways(model: &str, keys: &str) -> impl Iterator<Item = (String, &'static str)>
         Of::Heads => model == "heads",
         Of::Experts => keys.contains("experts = "),
         Of::Mixtral => model == "mixtral",
+        Of::Latent => keys.contains("kv_lora_rank = "),
     };
     // Scores that are stored go over no parts of sequences.
     let refused = |way: &str| model == "naive" && way.contains("cp2");

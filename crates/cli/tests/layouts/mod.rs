@@ -16,7 +16,7 @@ pub fn place() -> Place {
 pub const SHORT: [&str; 3] = ["train.steps=4", "train.validate_every=2", "checkpoint.every=2"];
 
 /// What is set for each layout.
-pub const LAYOUTS: [&[&str]; 17] = [
+pub const LAYOUTS: [&[&str]; 18] = [
     &["parallel.dp=4"],
     &["parallel.dp=4", "parallel.zero=1", "precision.policy=bf16"],
     &["parallel.dp=4", "parallel.zero=3"],
@@ -34,7 +34,12 @@ pub const LAYOUTS: [&[&str]; 17] = [
     &[MIXTRAL, EXPERTS, "parallel.ep=4", "parallel.zero=1", "precision.policy=bf16"],
     &[MIXTRAL, EXPERTS, "parallel.ep=2", "parallel.dp=2", "parallel.zero=3"],
     &[MIXTRAL, EXPERTS, "parallel.ep=2", "parallel.tp=2", "parallel.sequence_parallel=true", "train.micro_batch=1"],
+    &[LATENT[0], LATENT[1], LATENT[2], LATENT[3], "parallel.cp=2", "parallel.context=latent", "parallel.tp=2"],
 ];
+
+/// Latent attention.
+const LATENT: [&str; 4] =
+    ["model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8"];
 
 /// A model with experts.
 const MIXTRAL: &str = "model.architecture=mixtral";

@@ -4,6 +4,8 @@
 //! has by log-sum-exp; those of the next step are on their way meanwhile. Backward, keys and values go around again, and so do
 //! their gradients, in f32: every rank adds its share and passes them on, the last hop is to their owner.
 //!
+//! *Latent*: a ring of the latent of latent attention (`context/latent.rs`), of which every rank rebuilds keys and values.
+//!
 //! *Gather*: every rank has all keys and values for the moment; the sweep of `shard` gathers them, and scatters the sum of their
 //! gradients.
 //!
@@ -15,30 +17,37 @@
 //! One program serves all ranks, since kernels find from positions what the mask leaves. In global shapes a shift
 //! changes nothing: other ranks have the parts.
 
+mod latent;
+
+use latent::{Latents, Origin};
 use lockstep_ir::graph::{Node, Phase};
 use lockstep_ir::op::Ring;
 use lockstep_ir::{ContextParallel, DType, Graph, Layout, MeshAxis, Op, TypeError, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Rewrites every attention: of the forward pass, recomputed ones, and gradients.
-pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), TypeError> {
+/// Rewrites every attention: of the forward pass, recomputed ones, and gradients. Returns values of which it says whether they stay
+/// partial sums over tensor-parallel ranks: for as long as they go around, and not where they arrive.
+pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<BTreeMap<ValueId, bool>, TypeError> {
     let parts = layout.mesh.size(MeshAxis::Cp);
     let of_sinks = |node: &Node| matches!(node.op, Op::AttentionSink { .. }).then(|| node.inputs[0]);
     let mut sent = Sent { before_sinks: g.nodes.iter().filter_map(of_sinks).collect(), ..Sent::default() };
+    if layout.context == ContextParallel::Latent {
+        sent.latents = Latents::of(g);
+    }
     for node in std::mem::take(&mut g.nodes) {
         let name = node.outputs.first().copied().flatten().map_or(String::new(), |v| g.get(v).name.clone());
         let rewrite = |g, window, sent| Rewrite { g, phase: node.phase, layer: node.layer, name, window, parts, sent };
         if let Op::Attention { window } = node.op {
             let rewrite = rewrite(&mut *g, window, &mut sent);
             match layout.context {
-                ContextParallel::Ring => rewrite.ring(&node)?,
+                ContextParallel::Ring | ContextParallel::Latent => rewrite.ring(&node)?,
                 ContextParallel::Gather => rewrite.gather(&node)?,
                 ContextParallel::AllToAll => rewrite.of_heads(&node)?,
             }
         } else if let Op::AttentionGrad { window } = node.op {
             let rewrite = rewrite(&mut *g, window, &mut sent);
             match layout.context {
-                ContextParallel::Ring => rewrite.ring_grad(&node)?,
+                ContextParallel::Ring | ContextParallel::Latent => rewrite.ring_grad(&node)?,
                 ContextParallel::Gather => rewrite.gather_grad(&node)?,
                 ContextParallel::AllToAll => rewrite.of_heads_grad(&node)?,
             }
@@ -47,10 +56,10 @@ pub(super) fn split_attention(g: &mut Graph, layout: &Layout) -> Result<(), Type
         } else if let (ContextParallel::AllToAll, Op::AttentionSinkGrad { .. }) = (layout.context, node.op) {
             rewrite(&mut *g, None, &mut sent).sinks_grad(&node)?;
         } else {
-            g.nodes.push(node);
+            sent.latents.add_what_arrived(g, node)?;
         }
     }
-    Ok(())
+    Ok(sent.latents.partial)
 }
 
 /// What ranks have sent each other for attention over some of the heads.
@@ -66,7 +75,12 @@ struct Sent {
     sinks: BTreeMap<ValueId, ValueId>,
     /// Starts of documents at all positions, by layer and whether they are of the forward pass: layers may be on other stages.
     starts: BTreeMap<(ValueId, Option<usize>, bool), ValueId>,
+    /// Of latent attention whose latent goes around.
+    latents: Latents,
 }
+
+/// What a rank has of another in a step of a ring: packed K·V, or the latent and the shared key that it is built from.
+type Parcel = Vec<ValueId>;
 
 /// One attention that is rewritten.
 struct Rewrite<'a> {
@@ -96,18 +110,42 @@ impl Rewrite<'_> {
         }
     }
 
+    /// Packed K·V of packed Q·K·V.
     fn keys_and_values(&mut self, qkv: ValueId) -> Result<ValueId, TypeError> {
         self.one(Op::Slice { first: 1, count: 2 }, &[qkv], "kv")
     }
 
-    fn shift(&mut self, v: ValueId, what: &str) -> Result<ValueId, TypeError> {
-        self.one(Op::Shift { over: MeshAxis::Cp.into() }, &[v], what)
+    /// Sends values to the next rank, and receives as many of the one before.
+    fn shift(&mut self, values: &[ValueId], what: &str) -> Result<Vec<ValueId>, TypeError> {
+        self.node(Op::Shift { over: MeshAxis::Cp.into() }, values, what)
     }
 
-    /// Keys and values of a step, having sent them on to where they are needed in the next.
-    fn send_on(&mut self, kv: ValueId, step: usize) -> Result<Option<ValueId>, TypeError> {
+    /// What a rank sends on, of step 0: its own.
+    fn own(&mut self, qkv: ValueId, origin: Option<&Origin>) -> Result<Parcel, TypeError> {
+        match origin {
+            None => Ok(vec![self.keys_and_values(qkv)?]),
+            Some(origin) => self.message(qkv, origin),
+        }
+    }
+
+    /// What comes in the next step, having sent on that of this one.
+    fn send_on(&mut self, parcel: &[ValueId], step: usize) -> Result<Option<Parcel>, TypeError> {
         let next = step + 1;
-        (next < self.parts).then(|| self.shift(kv, &format!("kv.{next}"))).transpose()
+        (next < self.parts).then(|| self.shift(parcel, &format!("kv.{next}"))).transpose()
+    }
+
+    /// Keys and values of a step.
+    fn keys_of(
+        &mut self,
+        (qkv, parcel): (ValueId, &[ValueId]),
+        origin: Option<&Origin>,
+        step: usize,
+    ) -> Result<ValueId, TypeError> {
+        match origin {
+            None => Ok(parcel[0]),
+            Some(_) if step == 0 => self.keys_and_values(qkv),
+            Some(origin) => self.rebuilt(origin, parcel, step),
+        }
     }
 
     /// In another type, where it is not of that type.
@@ -118,11 +156,13 @@ impl Rewrite<'_> {
     fn ring(mut self, node: &Node) -> Result<(), TypeError> {
         let ([qkv, starts @ ..], [o, lse]) = (&node.inputs[..], &node.outputs[..]) else { return Ok(()) };
         let (window, parts) = (self.window, self.parts);
-        let mut next = Some(self.keys_and_values(*qkv)?);
+        let origin = self.sent.latents.origin(*qkv)?;
+        let mut next = Some(self.own(*qkv, origin.as_ref())?);
         let mut sum: Option<[ValueId; 2]> = None;
         for step in 0..parts {
-            let Some(kv) = next else { break };
-            next = self.send_on(kv, step)?;
+            let Some(parcel) = next else { break };
+            next = self.send_on(&parcel, step)?;
+            let kv = self.keys_of((*qkv, &parcel), origin.as_ref(), step)?;
             let reads = [&[*qkv, kv], starts].concat();
             let made = self.node(
                 Op::PartAttention { window, ring: Some(Ring { step, parts }) },
@@ -150,22 +190,28 @@ impl Rewrite<'_> {
     fn ring_grad(mut self, node: &Node) -> Result<(), TypeError> {
         let [dout, qkv, o, lse, starts @ ..] = &node.inputs[..] else { return Ok(()) };
         let (window, parts) = (self.window, self.parts);
-        let mut next = Some(self.keys_and_values(*qkv)?);
-        let (mut own, mut dq, mut on_the_way): (Option<ValueId>, Option<ValueId>, Option<ValueId>) = Default::default();
+        let origin = self.sent.latents.origin(*qkv)?;
+        let mut next = Some(self.own(*qkv, origin.as_ref())?);
+        let (mut own, mut dq, mut on_the_way): (Option<ValueId>, Option<ValueId>, Option<Parcel>) = Default::default();
         for step in 0..parts {
-            let Some(kv) = next else { break };
-            next = self.send_on(kv, step)?;
+            let Some(parcel) = next else { break };
+            next = self.send_on(&parcel, step)?;
+            let kv = self.keys_of((*qkv, &parcel), origin.as_ref(), step)?;
             let reads = [&[*dout, *qkv, kv, *o, *lse], starts].concat();
             let grad = Op::PartAttentionGrad { window, ring: Some(Ring { step, parts }) };
             let made = self.node(grad, &reads, &format!("dq.{step}"))?;
             if step == 0 {
                 own = Some(made[1]);
             } else {
-                let share = match on_the_way {
-                    None => made[1],
-                    Some(others) => self.one(Op::Add, &[others, made[1]], &format!("dkv.sum.{step}"))?,
+                let mut share = match &origin {
+                    None => vec![made[1]],
+                    Some(origin) => self.gradients(origin, &parcel, made[1], step)?,
                 };
-                on_the_way = Some(self.shift(share, &format!("dkv.{step}"))?);
+                let names = ["dkv", "dshared"];
+                for ((share, others), name) in share.iter_mut().zip(on_the_way.iter().flatten()).zip(names) {
+                    *share = self.one(Op::Add, &[*others, *share], &format!("{name}.sum.{step}"))?;
+                }
+                on_the_way = Some(self.shift(&share, &format!("dkv.{step}"))?);
             }
             dq = Some(match dq {
                 None => made[0],
@@ -173,9 +219,14 @@ impl Rewrite<'_> {
             });
         }
         let (Some(dq), Some(own)) = (dq, own) else { return Ok(()) };
-        let dkv = match on_the_way {
-            None => own,
-            Some(others) => self.one(Op::Add, &[others, own], "dkv")?,
+        let dkv = match (on_the_way, origin) {
+            (None, _) => own,
+            (Some(others), None) => self.one(Op::Add, &[others[0], own], "dkv")?,
+            // What comes of a rank's own keys and values goes the way of one rank, on which what arrives is added to it.
+            (Some(others), Some(origin)) => {
+                self.sent.latents.arrives(node.outputs[0], origin, &others);
+                own
+            }
         };
         self.join(dq, dkv, node)
     }

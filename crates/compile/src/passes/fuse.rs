@@ -36,6 +36,7 @@ fn add_norm(g: &mut Graph) {
                     phase: Phase::Forward,
                     layer: norm.layer,
                     tf32: false,
+                    repeated: false,
                 };
                 g.nodes[n] = fused;
                 g.nodes.remove(a);

@@ -70,8 +70,8 @@ impl Rewrite {
                 copy
             }));
         }
-        let Node { layer, tf32, .. } = *node;
-        g.nodes.push(Node { op, inputs: reads, outputs: copies, phase: Phase::InputGrad, layer, tf32 });
+        let Node { layer, tf32, repeated, .. } = *node;
+        g.nodes.push(Node { op, inputs: reads, outputs: copies, phase: Phase::InputGrad, layer, tf32, repeated });
         Ok(self.copies[v.0].unwrap_or(v))
     }
 }

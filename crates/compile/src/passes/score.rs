@@ -22,7 +22,7 @@ pub(super) fn score(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         // Every head of today is one of these.
         return Err(TypeError { op: "linear_score", reason: "the loss is not fused with the output head".into() });
     };
-    let Node { op, inputs, outputs, phase, layer, tf32 } = g.nodes[at].clone();
+    let Node { op, inputs, outputs, phase, layer, tf32, .. } = g.nodes[at].clone();
     let Op::LinearCrossEntropy { score: false, rows } = op else { return Ok(g) };
     let behind = g.nodes.split_off(at);
     let misses = g.node(Op::LinearCrossEntropy { score: true, rows }, &inputs, MISSES, phase, layer)?[1];

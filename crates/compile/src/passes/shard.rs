@@ -28,9 +28,10 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
         return Ok(graph.clone());
     }
     let mut g = graph.clone();
-    if mesh.size(MeshAxis::Cp) > 1 {
-        context::split_attention(&mut g, &context.layout)?;
-    }
+    let partial = match mesh.size(MeshAxis::Cp) {
+        1 => BTreeMap::new(),
+        _ => context::split_attention(&mut g, &context.layout)?,
+    };
     if mesh.size(MeshAxis::Tp) > 1 {
         vocab::split_head(&mut g, context)?;
         whole_norm::split_norms(&mut g, mesh.size(MeshAxis::Tp))?;
@@ -44,7 +45,7 @@ pub(super) fn shard(graph: &Graph, context: &Context) -> Result<Graph, TypeError
     }
     let nodes = std::mem::take(&mut g.nodes);
     let now = (0..g.values.len()).map(ValueId).collect();
-    let mut sweep = Sweep { context, now, gathered: BTreeMap::new(), moved: BTreeMap::new() };
+    let mut sweep = Sweep { context, now, gathered: BTreeMap::new(), moved: BTreeMap::new(), partial };
     for node in nodes {
         sweep.node(&mut g, node)?;
     }
@@ -99,6 +100,9 @@ struct Sweep<'a> {
     gathered: BTreeMap<(ValueId, MeshAxis, bool), ValueId>,
     /// Values that an all-to-all has split along another dimension: backward reads what forward has got.
     moved: BTreeMap<(ValueId, MeshAxis, usize), ValueId>,
+    /// Whether these values stay partial sums until something reads them that cannot; else they are reduced where they are made. Of others the
+    /// op says so.
+    partial: BTreeMap<ValueId, bool>,
 }
 
 impl Sweep<'_> {
@@ -134,7 +138,7 @@ impl Sweep<'_> {
                 g.values[state.0].sharding = g.get(v).sharding;
                 continue;
             }
-            if !waits {
+            if !self.partial.get(&v).copied().unwrap_or(waits) {
                 self.now[v.0] = self.reduced(g, v, phase, layer)?;
             }
         }

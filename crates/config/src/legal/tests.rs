@@ -14,6 +14,7 @@ const LLAMA: Extents = Extents {
     micro_batch: 2,
     gathered_head: None,
     naive_attention: false,
+    latent: false,
     noise_scale: false,
 };
 
@@ -145,6 +146,16 @@ fn all_to_all_gives_ranks_whole_key_heads() {
          model.kv_heads = 8"
     );
     assert_eq!(check(&layout("cp=16,tp=4,sp"), &LLAMA), []);
+}
+
+#[test]
+fn the_latent_goes_around_where_keys_and_values_expand_from_one() {
+    assert_eq!(refused("cp=2,context=latent", LLAMA), one("parallel.context", "context = \"ring\""));
+    let latent = Extents { latent: true, kv_heads: 32, ..LLAMA };
+    for fits in ["cp=2,context=latent", "dp=2,zero=3,cp=4,context=latent,tp=2,sp,pp=2,zb-v"] {
+        assert_eq!(refused(fits, latent), [], "{fits}");
+    }
+    assert_eq!(refused("context=latent", LLAMA), []);
 }
 
 #[test]

@@ -11,6 +11,9 @@ pub fn launches() -> Launches {
         LatentHeads { absorbed, scale } => if absorbed { absorbed_heads(call, scale) } else { heads(call, scale) },
         LatentValues { value } => values(call, value),
         LatentHeadsGrad { scale, .. } => grad(call, scale),
+        SharedKey { inverse } => shared_key(call, inverse),
+        LatentKeys { .. } => keys(call),
+        LatentKeysGrad { .. } => keys_grad(call),
     }
 }
 
@@ -33,6 +36,38 @@ unsafe fn grad(call: Call, scale: f32) -> Result<(), CudaError> {
     let args = args![call.input(0), dq, dkv, dshared, count, head, rope, value, scale];
     // SAFETY: the operands have these sizes.
     unsafe { call.typed(("latent", "latent_heads_grad"), [call.rows(), 1, 1], THREADS, args) }
+}
+
+unsafe fn shared_key(call: Call, inverse: bool) -> Result<(), CudaError> {
+    let Some(y) = call.output(0) else { return Ok(()) };
+    let (rope, seq, [first, count, then]) = (call.size("shared"), call.size("seq"), call.span());
+    let (table, starts) = (call.given(1), call.given(2));
+    let args = args![call.input(0), table, starts, y, seq, first, count, then, rope, inverse];
+    let threads = (rope / 2).next_multiple_of(32).clamp(32, THREADS);
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("latent", "shared_key"), [call.rows(), 1, 1], threads, args) }
+}
+
+/// Whether rows of packed K·V are whole packs.
+fn keys_are_wide(call: Call) -> bool {
+    let [_, head, rope, value] = sizes(call);
+    [rope, head - rope, value].into_iter().all(|n| call.wide(n))
+}
+
+unsafe fn keys(call: Call) -> Result<(), CudaError> {
+    let Some(kv) = call.output(0) else { return Ok(()) };
+    let ([count, head, rope, value], wide) = (sizes(call), keys_are_wide(call));
+    let args = args![call.input(0), call.input(1), kv, count, head, rope, value, wide];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("latent", "latent_keys"), [call.rows(), 1, 1], THREADS, args) }
+}
+
+unsafe fn keys_grad(call: Call) -> Result<(), CudaError> {
+    let ([count, head, rope, value], wide) = (sizes(call), keys_are_wide(call));
+    let [dexpanded, dshared] = [0, 1].map(|i| call.output(i));
+    let args = args![call.input(0), dexpanded, dshared, count, head, rope, value, wide];
+    // SAFETY: the operands have these sizes.
+    unsafe { call.typed(("latent", "latent_keys_grad"), [call.rows(), 1, 1], THREADS, args) }
 }
 
 /// Rows and columns of a tile of `per_head`.

@@ -113,6 +113,7 @@ pub(super) fn single_op(
         stream,
         waits,
         tf32: false,
+        repeated: false,
         offsets,
         counted: None,
     };

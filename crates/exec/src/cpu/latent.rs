@@ -4,6 +4,7 @@
 use super::call::{Call, Kernel, Kernels, Ptr};
 use super::float::Float;
 use super::gemm::{Matrix, Target, gemm};
+use super::position::row_positions;
 use crate::by_kind;
 
 /// The kernels of this family.
@@ -12,6 +13,9 @@ pub fn kernels<T: Float>() -> Kernels {
         LatentHeads { absorbed, scale } => if absorbed { absorbed_heads::<T>(call, scale) } else { heads::<T>(call, scale) },
         LatentValues { value } => values::<T>(call, value),
         LatentHeadsGrad { scale, .. } => grad::<T>(call, scale),
+        SharedKey { inverse } => shared_key::<T>(call, inverse),
+        LatentKeys { .. } => keys::<T>(call),
+        LatentKeysGrad { .. } => keys_grad::<T>(call),
     }
 }
 
@@ -117,6 +121,110 @@ fn grad<T: Float>(call: Call, scale: f32) {
             }
         }
     });
+}
+
+/// The shared key of every position, from pairs to halves and rotated; or back.
+fn shared_key<T: Float>(call: Call, inverse: bool) {
+    let (rope, position) = (call.size("shared"), row_positions(&call));
+    let (x, table) = (Ptr(call.input::<T>(0)), call.given::<f32>(1).map(Ptr));
+    let Some(y) = call.output::<T>(0).map(Ptr) else { return };
+    let half = rope / 2;
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task; positions are below the table's rows.
+            let (x, y, angles) = unsafe {
+                let angles = table.map(|table| table.slice(position(row) * rope, rope));
+                (x.slice(row * rope, rope), y.slice(row * rope, rope), angles)
+            };
+            for i in 0..half {
+                let (cos, sin) = angles.map_or((1.0, 0.0), |angles| (angles[i], angles[half + i]));
+                let (pair, halves) = ([2 * i, 2 * i + 1], [i, half + i]);
+                let (from, to, sin) = if inverse { (halves, pair, -sin) } else { (pair, halves, sin) };
+                let [a, b] = from.map(|at| x[at].to());
+                (y[to[0]], y[to[1]]) = (T::of(a * cos - b * sin), T::of(b * cos + a * sin));
+            }
+        }
+    });
+}
+
+/// Packed K·V of what the latent expands to and the shared key.
+fn keys<T: Float>(call: Call) {
+    let n = KeySizes::of(&call);
+    let [expanded, shared] = [0, 1].map(|i| Ptr(call.input::<T>(i)));
+    let Some(kv) = call.output::<T>(0).map(Ptr) else { return };
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task.
+            let (expanded, shared, kv) = unsafe {
+                let shared = shared.slice(row * n.rope, n.rope);
+                (expanded.slice(row * n.expanded(), n.expanded()), shared, kv.slice(row * n.kv(), n.kv()))
+            };
+            let (keys, values) = kv.split_at_mut(n.heads * n.head());
+            let heads = expanded.chunks_exact(n.plain + n.value);
+            for ((from, key), value) in heads.zip(keys.chunks_exact_mut(n.head())).zip(values.chunks_exact_mut(n.value))
+            {
+                key[..n.rope].copy_from_slice(shared);
+                key[n.rope..].copy_from_slice(&from[..n.plain]);
+                value.copy_from_slice(&from[n.plain..]);
+            }
+        }
+    });
+}
+
+/// The gradient of what the latent expands to and, summed over heads, that of the shared key.
+fn keys_grad<T: Float>(call: Call) {
+    let n = KeySizes::of(&call);
+    let dkv = Ptr(call.input::<T>(0));
+    let [dexpanded, dshared] = [0, 1].map(|i| call.output::<T>(i).map(Ptr));
+    call.rows(call.size("batch") * call.size("seq"), |first, last| {
+        for row in first..last {
+            // SAFETY: rows first .. last belong to this task.
+            unsafe {
+                let (keys, values) = dkv.slice(row * n.kv(), n.kv()).split_at(n.heads * n.head());
+                if let Some(to) = dexpanded {
+                    let heads = to.slice(row * n.expanded(), n.expanded()).chunks_exact_mut(n.plain + n.value);
+                    for ((to, key), value) in heads.zip(keys.chunks_exact(n.head())).zip(values.chunks_exact(n.value)) {
+                        to[..n.plain].copy_from_slice(&key[n.rope..]);
+                        to[n.plain..].copy_from_slice(value);
+                    }
+                }
+                if let Some(to) = dshared {
+                    for (i, to) in to.slice(row * n.rope, n.rope).iter_mut().enumerate() {
+                        *to = T::of(keys.chunks_exact(n.head()).map(|key| key[i].to()).sum());
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Sizes of a row of packed K·V.
+#[derive(Clone, Copy)]
+struct KeySizes {
+    heads: usize,
+    /// Elements of a head of K with RoPE and without, and of V.
+    rope: usize,
+    plain: usize,
+    value: usize,
+}
+
+impl KeySizes {
+    fn of(call: &Call) -> Self {
+        let [heads, head, rope, value] = ["heads", "head_dim", "shared", "value_dim"].map(|name| call.size(name));
+        Self { heads, rope, plain: head - rope, value }
+    }
+
+    fn head(&self) -> usize {
+        self.rope + self.plain
+    }
+
+    fn kv(&self) -> usize {
+        self.heads * (self.head() + self.value)
+    }
+
+    fn expanded(&self) -> usize {
+        self.heads * (self.plain + self.value)
+    }
 }
 
 /// qkv of q, the weight of keys and values, the latent and the shared key.

@@ -67,14 +67,18 @@ fn positions(call: &Call, seq: usize, starts: Option<*const u32>) -> impl Fn(usi
 /// Rope of qkv `[b, s, (q + 2u)·e]` by positions in sequences, of which this rank may have a part, or, with `starts[b, s]`, in
 /// documents.
 pub fn rope<T: Float>(call: Call, inverse: bool) {
-    let (here, places, sign) = (call.size("seq"), call.positions(), if inverse { -1.0 } else { 1.0 });
-    match call.given::<u32>(2).map(Ptr) {
-        None => rotate::<T>(call, sign, |row| places.entry(row % here)),
-        Some(starts) => rotate::<T>(call, sign, |row| {
-            // SAFETY: there is an element per row.
-            let start = unsafe { *starts.at(row) } as usize;
-            places.entry(row % here).saturating_sub(start)
-        }),
+    let (sign, position) = (if inverse { -1.0 } else { 1.0 }, row_positions(&call));
+    rotate::<T>(call, sign, position);
+}
+
+/// The position of every row of `[b, s]` in sequences, of which this rank may have a part, or, with `starts[b, s]`, in documents.
+pub fn row_positions(call: &Call) -> impl Fn(usize) -> usize + Sync + use<> {
+    let (here, places) = (call.size("seq"), call.positions());
+    let starts = call.given::<u32>(2).map(Ptr);
+    move |row| {
+        // SAFETY: there is an element per row.
+        let start = starts.map_or(0, |starts| unsafe { *starts.at(row) } as usize);
+        places.entry(row % here).saturating_sub(start)
     }
 }
 

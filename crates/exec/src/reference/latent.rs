@@ -1,6 +1,7 @@
 //! Heads of latent attention.
 
 use super::at::{At, Definition, Definitions, dot};
+use super::position::positions;
 use crate::by_kind;
 use lockstep_ir::op::Dims;
 
@@ -13,6 +14,9 @@ pub fn definitions() -> Definitions {
         },
         LatentValues { value } => vec![values(&at.dims, at.rows(), at.x, value)],
         LatentHeadsGrad { scale, .. } => grad(&at.dims, at.rows(), at.x[0], f64::from(scale)).into(),
+        SharedKey { inverse } => vec![shared_key(&at.dims, at.x[0], at.given(1), &positions(&at.dims, at.given(2)), inverse)],
+        LatentKeys { .. } => vec![keys(&at.dims, at.rows(), at.x[0], at.x[1])],
+        LatentKeysGrad { .. } => keys_grad(&at.dims, at.rows(), at.x[0]).into(),
     }
 }
 
@@ -65,6 +69,63 @@ fn grad(dims: &Dims, rows: usize, dqkv: &[f64], scale: f64) -> [Vec<f64>; 3] {
                 From::Query(i) => to[0][row * q + i] = dy * scale,
                 From::Expanded(i) => to[1][row * kv + i] = *dy,
                 From::Shared(i) => to[2][row * shared + i] += dy,
+            }
+        }
+    }
+    to
+}
+
+/// Pairs as halves, rotated; or halves, rotated by the opposite angles, as pairs.
+fn shared_key(dims: &Dims, x: &[f64], table: Option<&[f64]>, positions: &[usize], inverse: bool) -> Vec<f64> {
+    let rope = dims.size("shared");
+    let half = rope / 2;
+    let of_row = |(row, x): (usize, &[f64])| {
+        let halves: Vec<f64> = if inverse { x.to_vec() } else { (0..rope).map(|i| x[pair(rope, i)]).collect() };
+        let angle = |i: usize| {
+            table.map_or((1.0, 0.0), |t| (t[positions[row] * rope + i], t[positions[row] * rope + half + i]))
+        };
+        let mut to = vec![0.0; rope];
+        for i in 0..half {
+            let (cos, sin) = angle(i);
+            let sin = if inverse { -sin } else { sin };
+            let (a, b) = (halves[i], halves[half + i]);
+            (to[i], to[half + i]) = (a * cos - b * sin, b * cos + a * sin);
+        }
+        let as_pairs = |i: usize| to[i / 2 + i % 2 * half];
+        if inverse { (0..rope).map(as_pairs).collect() } else { to }
+    };
+    x.chunks(rope.max(1)).enumerate().flat_map(of_row).collect()
+}
+
+/// Of every element of a row of packed K·V, in order.
+fn origins_of_keys(dims: &Dims) -> Vec<From> {
+    let [heads, head, value, rope] = ["heads", "head_dim", "value_dim", "shared"].map(|name| dims.size(name));
+    let (plain, width) = (head - rope, head - rope + value);
+    let key = |h: usize, i: usize| if i < rope { From::Shared(i) } else { From::Expanded(h * width + i - rope) };
+    let keys = (0..heads).flat_map(|h| (0..head).map(move |i| key(h, i)));
+    let values = (0..heads).flat_map(|h| (0..value).map(move |i| From::Expanded(h * width + plain + i)));
+    keys.chain(values).collect()
+}
+
+fn keys(dims: &Dims, rows: usize, expanded: &[f64], shared: &[f64]) -> Vec<f64> {
+    let [width, rope] = ["expanded", "shared"].map(|name| dims.size(name));
+    let origins = origins_of_keys(dims);
+    let element = |row: usize, from: &From| match from {
+        From::Expanded(i) => expanded[row * width + i],
+        From::Query(i) | From::Shared(i) => shared[row * rope + i],
+    };
+    (0..rows).flat_map(|row| origins.iter().map(move |from| element(row, from))).collect()
+}
+
+fn keys_grad(dims: &Dims, rows: usize, dkv: &[f64]) -> [Vec<f64>; 2] {
+    let [width, rope] = ["expanded", "shared"].map(|name| dims.size(name));
+    let origins = origins_of_keys(dims);
+    let mut to = [width, rope].map(|n| vec![0.0; rows * n]);
+    for (row, dkv) in dkv.chunks(origins.len()).enumerate() {
+        for (from, dy) in origins.iter().zip(dkv) {
+            match from {
+                From::Expanded(i) => to[0][row * width + i] = *dy,
+                From::Query(i) | From::Shared(i) => to[1][row * rope + i] += dy,
             }
         }
     }

@@ -26,7 +26,7 @@ pub fn definitions() -> Definitions {
 }
 
 /// The position of every row in its sequence, or in its document.
-fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
+pub fn positions(dims: &Dims, given: Option<&[f64]>) -> Vec<usize> {
     starts(dims, given).iter().enumerate().map(|(row, start)| row % dims.size("seq") - start).collect()
 }
 

@@ -5,11 +5,14 @@
 //! key without position, and then a value. In packed Q·K·V the part with RoPE stands first, evens before odds, as [`Rope`](Op::Rope) rotates
 //! it. Scores do not see the order: Q and K have the same.
 //!
+//! Where context-parallel ranks send each other the latent, each builds packed K·V from what it gets: from the latent, which expands there, and
+//! from the shared key, which its owner has rotated.
+//!
 //! A score is q · (W c), W being the head's rows of keys of the weight by which the latent c expands, and that is (q W) · c. So queries may
 //! absorb W, and attention is over latents, which one matmul per head then turns into values: the form of generation, whose cache holds latents.
 
-use super::row::{Operand, ShapeRule, Spec, float, row};
-use super::sample::{Shapes, normal, sample};
+use super::row::{Operand, ShapeRule, Spec, f32, float, row, u32};
+use super::sample::{Shapes, normal, sample, with_parts};
 use super::{Cost, Dims, Flops, Matmuls, Op, TypeError, attributes};
 use crate::{Axis, Dim, Section};
 
@@ -107,6 +110,107 @@ pub(super) static LATENT_HEADS_GRAD: Spec = row(
 )
 .splits(&["…", "q kv qkv"])
 .shape(HEADS_GRAD);
+
+pub(super) static SHARED_KEY: Spec = row(
+    "shared_key",
+    &[float("x", "batch seq shared"), f32("table", "table columns"), u32("starts", "batch seq")],
+    &[float("y", "batch seq shared")],
+    |batch| {
+        let of = |inverse, inputs: &[_]| sample(Op::SharedKey { inverse }, inputs);
+        let both = |(s, rope): (Shapes, usize)| {
+            let columns = || Dim::new(Axis::HeadDim, rope);
+            let inputs = [s.normal(columns()), normal([s.s(), columns()]), s.starts()];
+            [false, true]
+                .into_iter()
+                .flat_map(move |inverse| (1..=3).map(|n| of(inverse, &inputs[..n])).collect::<Vec<_>>())
+        };
+        with_parts(sizes(batch).into_iter().flat_map(both).collect(), 2)
+    },
+)
+.optional(2)
+.splits(&["batch", "seq"])
+// All ranks that have heads of a position read it.
+.same_over_tp(&["seq"])
+.numbers("seq")
+.product()
+.shape(|op, _, dims| {
+    let (rope, given) = (dims.size("shared"), dims.get("columns").is_some());
+    if !rope.is_multiple_of(2) || given && (dims.size("columns") != rope || dims.size("table") < dims.size("seq")) {
+        let [rows, columns, seq] = ["table", "columns", "seq"].map(|name| dims.size(name));
+        return Err(op.refuse(format!("a table of {rows} × {columns} for {seq} keys of {rope} elements")));
+    }
+    Ok(())
+});
+
+/// Binds what a latent expands to and packed K·V: this many heads, elements of K without position, of these with RoPE, and of V.
+fn keys_and_values(op: &Op, dims: &mut Dims, [heads, plain, rope, value]: [usize; 4]) -> Result<(), TypeError> {
+    if heads == 0 || value == 0 || !rope.is_multiple_of(2) {
+        let reason = format!("{heads} heads of {} elements, {rope} of them with RoPE, and {value} of V", plain + rope);
+        return Err(op.refuse(reason));
+    }
+    let of = |unit| Section { axis: Axis::KvHeads, count: heads, unit };
+    op.ask(dims, "expanded", Dim::grouped(Axis::KvHeads, heads, plain + value))?;
+    op.ask(dims, "shared", Dim::new(Axis::HeadDim, rope))?;
+    op.ask(dims, "kv", Dim::packed([of(plain + rope), of(value)]))?;
+    let sizes = [
+        ("heads", Axis::KvHeads, heads),
+        ("head_dim", Axis::HeadDim, plain + rope),
+        ("value_dim", Axis::HeadDim, value),
+    ];
+    for (name, axis, size) in sizes {
+        dims.set(name, &Dim::new(axis, size));
+    }
+    Ok(())
+}
+
+pub(super) static LATENT_KEYS: Spec = row(
+    "latent_keys",
+    &[float("expanded", "… expanded"), float("shared", "… shared")],
+    &[float("kv", "… kv")],
+    |batch| {
+        let of = |(s, rope): (Shapes, usize)| {
+            let value = s.values().unit;
+            let expanded = Dim::grouped(Axis::KvHeads, s.q().count, s.head_dim - rope + value);
+            sample(Op::LatentKeys { value }, [s.normal(expanded), s.normal(Dim::new(Axis::HeadDim, rope))])
+        };
+        sizes(batch).map(of).into()
+    },
+)
+.splits(&["…", "expanded kv"])
+.shape(|op, _, dims| {
+    attributes!(op, Op::LatentKeys { value });
+    let (Some(expanded), rope) = (only(dims, "expanded"), dims.size("shared")) else {
+        return Err(op.refuse("keys and values must be heads alone".into()));
+    };
+    if value > expanded.unit {
+        return Err(op.refuse(format!("{value} elements of V of {} that a head expands to", expanded.unit)));
+    }
+    keys_and_values(op, dims, [expanded.count, expanded.unit - value, rope, value])
+});
+
+pub(super) static LATENT_KEYS_GRAD: Spec = row(
+    "latent_keys_grad",
+    &[float("dkv", "… kv")],
+    &[float("dexpanded", "… expanded"), float("dshared", "… shared")],
+    |batch| {
+        let of = |(s, rope): (Shapes, usize)| {
+            let kv = |unit| Section { axis: Axis::KvHeads, count: s.q().count, unit };
+            sample(Op::LatentKeysGrad { rope }, [s.normal(Dim::packed([kv(s.head_dim), kv(s.values().unit)]))])
+        };
+        sizes(batch).map(of).into()
+    },
+)
+.splits(&["…", "expanded kv"])
+.linear()
+.shape(|op, _, dims| {
+    attributes!(op, Op::LatentKeysGrad { rope });
+    match dims.get("kv").map_or(&[][..], |dim| &dim.sections) {
+        &[k, v] if k.count == v.count && rope <= k.unit => {
+            keys_and_values(op, dims, [k.count, k.unit - rope, rope, v.unit])
+        }
+        _ => Err(op.refuse("the packed dimension must be K and V".into())),
+    }
+});
 
 /// The weight by which keys and values of heads expand from the latent: of every head the rows of its key, then those of its value.
 const W: Operand = float("w", "expanded latent");

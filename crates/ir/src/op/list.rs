@@ -386,6 +386,22 @@ ops! {
         /// As in `LatentHeads`.
         scale: f32,
     } = latent::LATENT_HEADS_GRAD,
+    /// The key that all heads of latent attention share, as it stands in packed Q·K·V: its pairs as halves, rotated where there is a table,
+    /// by positions in documents where their starts are given. It is what context-parallel ranks send each other.
+    SharedKey {
+        /// Backwards, which is its gradient: rotated by the opposite angles, its halves as pairs.
+        inverse: bool,
+    } = latent::SHARED_KEY,
+    /// Packed K·V of latent attention, from what the latent expands to and from [`SharedKey`](Op::SharedKey): those that another rank has sent.
+    LatentKeys {
+        /// Elements of a head of V.
+        value: usize,
+    } = latent::LATENT_KEYS,
+    /// Gradients of `LatentKeys`; that of the shared key is summed over heads.
+    LatentKeysGrad {
+        /// Elements of a head with RoPE.
+        rope: usize,
+    } = latent::LATENT_KEYS_GRAD,
     /// Values of heads from latents that attention has summed for each: through the head's rows of the weight by which keys and values expand.
     LatentValues {
         /// Elements of a head of V: the last rows of a head.

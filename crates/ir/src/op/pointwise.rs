@@ -143,6 +143,7 @@ pub(super) static CAST: Spec =
             .collect()
     })
     .gradient(&[])
+    .linear()
     .splits(&["…", "features"])
     .shape(|op, _, dims| {
         attributes!(op, Op::Cast { to });

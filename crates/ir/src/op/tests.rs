@@ -295,6 +295,7 @@ fn the_guide_lists_every_file_that_names_its_op() {
             "compile/src/gradients/mod.rs",
             "ir/src/op/tests.rs",
             "compile/src/passes/context.rs",
+            "compile/src/passes/context/latent.rs",
             "compile/src/passes/experts.rs",
             "compile/src/passes/precision.rs",
             "model/src/decoder.rs",

@@ -19,7 +19,7 @@ pub fn shrink(config: &Config, layouts: &[Layout]) -> (Config, Vec<String>) {
     let group = m.heads / m.kv_heads;
     // Ranks that have whole heads.
     let split = most(|l| match l.context {
-        ContextParallel::Ring | ContextParallel::Gather => l.mesh.size(MeshAxis::Tp),
+        ContextParallel::Ring | ContextParallel::Gather | ContextParallel::Latent => l.mesh.size(MeshAxis::Tp),
         ContextParallel::AllToAll => l.mesh.size(Axes::of(&[MeshAxis::Tp, MeshAxis::Cp])),
     });
     m.kv_heads = if m.kv_heads.is_multiple_of(split) { fit(m.kv_heads, 4, split) } else { m.kv_heads };

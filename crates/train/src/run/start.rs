@@ -478,7 +478,7 @@ const LOOKED_AT: u64 = 64;
 fn context_imbalance(config: &Config, data: &dyn Sequences) -> Option<f64> {
     let cp = config.parallel.cp;
     let by_positions = match config.parallel.context {
-        ContextParallel::Ring | ContextParallel::Gather => cp > 1,
+        ContextParallel::Ring | ContextParallel::Gather | ContextParallel::Latent => cp > 1,
         // Every rank has the same documents, and as many heads.
         ContextParallel::AllToAll => false,
     };
