@@ -121,7 +121,7 @@ pub fn run(args: Args) -> Result<()> {
         let case = &cases[*i];
         !factors.rows.contains(i) && (args.leave_out.is_none() || without.leaves_out(case, &names[case.file]))
     };
-    let mut intervals = Intervals { known: &known, found: BTreeMap::new() };
+    let mut intervals = Intervals { known: &known, constants: &constants, found: BTreeMap::new() };
     let mut row = |i: usize| {
         let case = &cases[i];
         let calibration = learned.get(&Factors::key(case));
@@ -135,12 +135,13 @@ pub fn run(args: Args) -> Result<()> {
     let guessed = args.leave_out.as_ref().map(|_| {
         let guessed = without.guess(&constants, &cases, &names);
         let all = predict(&cases, &guessed, threads);
-        let row = |i: usize| {
+        let mut intervals = Intervals { known: &known, constants: &guessed, found: BTreeMap::new() };
+        let mut row = |i: usize| {
             let case = &cases[i];
             let interval = intervals.of(case, 0);
             RowReport::new(case, &names[case.file], &all[i], None, interval)
         };
-        let report = Report::new((0..cases.len()).filter(shown).map(row).collect());
+        let report = Report::new((0..cases.len()).filter(shown).map(&mut row).collect());
         let of_files = report.summary.by_file.iter();
         let errors = of_files.filter_map(|(file, summary)| Some((file.clone(), summary.step_time?)));
         (errors.collect::<BTreeMap<_, _>>(), with_one_factor(&report), report.summary.clean.inside)
@@ -236,15 +237,19 @@ fn write_to(path: &Path, text: &str, option: &str) -> Result<()> {
     })
 }
 
-/// Intervals of rows, each counted out once.
+/// Intervals of rows. Those of measured frameworks are counted out once for each; of others they differ by row.
 struct Intervals<'a> {
     known: &'a Residuals,
+    constants: &'a Constants,
     found: BTreeMap<(String, String, usize), Option<Interval>>,
 }
 
 impl Intervals<'_> {
     fn of(&mut self, case: &Case, calibrated_by: usize) -> Option<Interval> {
         let key = (case.group(), case.hardware.gpu.family.clone(), calibrated_by);
+        if calibrated_by == 0 && self.known.distance(&key.0, &key.1) == Distance::Framework {
+            return self.known.of_unknown(&key.0, &case.as_others(self.constants));
+        }
         let found = self.found.entry(key);
         *found.or_insert_with_key(|(framework, family, rows)| self.known.interval(framework, family, *rows))
     }

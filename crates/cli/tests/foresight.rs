@@ -129,3 +129,26 @@ fn residuals_of_steps_on_an_h200_are_those_of_the_record() {
         assert!((600.0..=700.0).contains(&power), "{name}: {power} W");
     }
 }
+
+#[test]
+fn the_catalogue_predicts_what_steps_of_an_h200_took() {
+    let bench = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench");
+    let record = std::fs::read_to_string(bench.join("records/foresight-h200.txt")).unwrap();
+    // `NAME PREDICTED ms MEASURED ms RATIO …`, by a machine that was measured; the last of a name counts.
+    let measured = |name: &str| -> f64 {
+        let mut rows = record.lines().rev().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let row = rows.find(|words| words.len() == 8 && words[0] == name).unwrap_or_else(|| panic!("{name}"));
+        row[3].parse().unwrap()
+    };
+    let place = Place::new();
+    let mut off = Vec::new();
+    for entry in std::fs::read_dir(bench.join("configs/h200")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let said = place.ok(&["explain", path.to_str().unwrap(), "--gpu", "h200", "--format", "json"]);
+        let said: Value = serde_json::from_str(&said).unwrap();
+        off.push(((1e3 * said["forecast"]["step_s"].as_f64().unwrap() / measured(name) - 1.0).abs(), name.to_owned()));
+    }
+    off.sort_by(|a, b| a.0.total_cmp(&b.0));
+    assert!(off.len() == 15 && off[7].0 <= 0.05 && off[14].0 <= 0.16, "{off:?}");
+}

@@ -215,7 +215,7 @@ fn by_all_to_all(config: &Config, plan: &Plan, none: &[StepProgram]) -> Option<F
     let size = |axis: MeshAxis| plan.layout.mesh.size(axis) as f64;
     let (cp, tp) = (size(MeshAxis::Cp), size(MeshAxis::Tp));
     let sends = match plan.layout.context {
-        ContextParallel::Ring | ContextParallel::Gather => false,
+        ContextParallel::Ring | ContextParallel::Gather | ContextParallel::Latent => false,
         ContextParallel::AllToAll => cp > 1.0,
     };
     if !sends {

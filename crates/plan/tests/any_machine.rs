@@ -1,12 +1,12 @@
 //! A plan needs a machine's description, not the machine: nothing here can run a program.
 
 use lockstep_compile::Precision;
-use lockstep_config::{Config, OptimizerName};
+use lockstep_config::{Config, OffloadSize, OptimizerName};
 use lockstep_ir::DeviceProfile;
 use lockstep_ir::Hint;
 use lockstep_plan::{
-    GenerationShape, Machine, PlanError, Rates, Room, Target, account, cache_plan, checkpoint_bytes,
-    evaluation_program, generation_program, largest_micro_batches, plan, ways_to_fit,
+    GenerationShape, Machine, PlanError, Rates, Room, Target, account, cache_plan, checkpoint_bytes, evaluate,
+    evaluation_program, generation_program, largest_micro_batches, plan, ways_to_fit, with_fitting_offload,
 };
 use lockstep_sim::{Catalogue, Hardware};
 use std::collections::BTreeMap;
@@ -164,4 +164,50 @@ fn activations_in_the_memory_of_the_host_are_proposed_where_they_let_a_run_fit()
     let ways = ways_to_fit(&machine, &config, &room, Some(Rates::Catalogue(&hardware))).unwrap();
     let keys: Vec<_> = ways.changes.iter().map(|change| change.keys.join(", ")).collect();
     assert_eq!(keys, ["offload.activations = true"], "{ways}");
+}
+
+#[test]
+fn what_is_saved_recomputed_and_moved_is_decided_together_by_predicted_time() {
+    let machine = Described { cores: 2, gpu: true };
+    let hardware = Hardware::assumed(Catalogue::builtin().gpu("h100").unwrap());
+    let rates = Rates::Catalogue(&hardware);
+    let config = |keys: &str| {
+        let text = format!(
+            "[model]\nvocab_size = 256\nlayers = 4\ndim = 2048\nheads = 16\nffn = 5632\n[train]\nseq = 32768\nglobal_batch = 1\n\
+             device = \"cuda\"\n[precision]\npolicy = \"bf16\"\n{keys}"
+        );
+        Config::parse(&text, "run.toml", &[]).unwrap()
+    };
+    let evaluated = |config: &Config| evaluate(&machine, config, rates).unwrap();
+    let bytes = |policy: &str| {
+        let of = config(&format!("[recompute]\npolicy = \"{policy}\"\n"));
+        evaluated(&of).memory().total_bytes
+    };
+    // A third of what recomputation may save has room.
+    let budget = bytes("full") + (bytes("none") - bytes("full")) / 3;
+    let under = |offload: &str| {
+        config(&format!("[recompute]\npolicy = \"budget\"\nbudget = \"{budget} B\"\n[offload]\n{offload}"))
+    };
+    let room = Room { bytes: budget + (1 << 29), shared: false, place: "on a test".into() };
+    let fitting = |config: Config, room: &Room| with_fitting_offload(&machine, config, room, Some(rates)).unwrap();
+    let found = fitting(under("activations = \"auto\"\n"), &room);
+    assert!(matches!(found.offload.activations, OffloadSize::Most(_)), "{:?}", found.offload.activations);
+    assert!(found.resolved_toml().contains("the shortest predicted step in "), "{}", found.resolved_toml());
+    let step = |config: &Config| {
+        let found = evaluated(config);
+        assert!(found.memory().total_bytes <= budget);
+        found.forecast.step_s
+    };
+    // Something of each: less is recomputed than without the host's memory, and less is moved than there is.
+    let (both, recomputed, moved) = (step(&found), step(&under("")), step(&under("activations = true\n")));
+    assert!(both < 0.99 * recomputed && both <= moved, "{both} s beside {recomputed} and {moved}");
+    // What fits without stays on the device, and so does optimizer state, whose copies are never free.
+    let large = Room { bytes: 70 << 30, ..room.clone() };
+    let stays = fitting(config("[offload]\nactivations = \"auto\"\noptimizer = \"auto\"\n"), &large);
+    assert_eq!([stays.offload.activations, stays.offload.optimizer], [OffloadSize::All(false); 2]);
+    // Together with state, where both have to go.
+    let small = Room { bytes: bytes("none") / 4 * 3 + (1 << 29), ..room };
+    let goes = fitting(config("[offload]\nactivations = \"auto\"\noptimizer = \"auto\"\n"), &small);
+    let needs = evaluated(&goes);
+    assert!(needs.memory().total_bytes + (1 << 29) <= small.bytes && needs.memory().host_bytes > 0);
 }

@@ -1,5 +1,6 @@
 //! Collectives: which ranks take part, over which links, by which algorithm.
 
+use crate::work::Routed;
 use crate::{Hardware, Terms};
 use lockstep_ir::{Axes, Collective, Coordinates, Mesh, MeshAxis};
 
@@ -86,13 +87,19 @@ pub struct PlacedCollective {
     link_s: f64,
     /// Seconds of them at the rate of the adapters that the group has on a node.
     fabric_s: f64,
+    /// Of an all-to-all: the shares of the bytes that pass links inside a node, and adapters.
+    inside: f64,
+    outside: f64,
 }
 
 impl PlacedCollective {
     /// Of tensors of this many bytes as a whole, over these axes.
     pub fn new(pattern: Collective, over: Axes, group: Group, bytes: u64, hardware: &Hardware) -> Self {
         let adapters = hardware.cluster.node_bytes_per_s / hardware.cluster.gpus_per_node as f64;
+        let (n, near) = (group.ranks as f64, group.on_a_node as f64);
         Self {
+            inside: (near - 1.0) / n,
+            outside: (n - near) / n,
             pattern,
             group,
             ranks: Ranks::of(over),
@@ -100,6 +107,14 @@ impl PlacedCollective {
             link_s: bytes as f64 / hardware.link_bytes_per_s(),
             fabric_s: bytes as f64 / (adapters * group.on_a_node as f64),
         }
+    }
+
+    /// The same where a row that goes to several experts of another node crosses the network once: the rank there that gets it passes it on,
+    /// and what comes back is added up there first.
+    pub fn once_per_node(self, routed: Routed) -> Self {
+        let (near, nodes) = (self.group.on_a_node as f64, self.group.nodes as f64);
+        let crossings = routed.nodes(self.group.nodes) * (nodes - 1.0) / nodes;
+        Self { inside: (near - 1.0) / near, outside: crossings / routed.choices as f64, ..self }
     }
 
     /// How many ranks take part; those on other nodes than the first count a fifth more for each node.
@@ -126,9 +141,9 @@ impl PlacedCollective {
     /// A rank sends a part of what it has to each, without a ring: what goes to other nodes takes an adapter, all at the same time.
     fn all_to_all(&self, terms: &Terms) -> f64 {
         let (n, near) = (self.group.ranks as f64, self.group.on_a_node as f64);
-        let inside = self.link_s / terms.link_efficiency * (near - 1.0) / n;
+        let inside = self.link_s / terms.link_efficiency * self.inside;
         // Adapters are shared by all of the group on a node.
-        let outside = self.fabric_s * near / terms.fabric_efficiency * (n - near) / n;
+        let outside = self.fabric_s * near / terms.fabric_efficiency * self.outside;
         let hop = if self.crosses_nodes() { terms.fabric_hop } else { terms.link_hop };
         inside.max(outside) + hop * (n - 1.0)
     }

@@ -82,9 +82,13 @@ macro_rules! terms {
         impl Constants {
             /// The constants that hold for a framework on some hardware.
             pub fn terms(&self, framework: &Framework, hardware: &Hardware) -> Terms {
+                let like = framework.constants_of.as_deref();
                 let (framework, family) = (framework.name.as_str(), hardware.gpu.family.as_str());
                 let both = format!("{framework}/{family}");
-                let of = [&both, framework, family, &hardware.cluster.fabric];
+                let mut of = vec![both.as_str(), framework];
+                let like = like.map(|like| (format!("{like}/{family}"), like));
+                of.extend(like.iter().flat_map(|(both, like)| [both.as_str(), like]));
+                of.extend([family, &hardware.cluster.fabric]);
                 Terms { $($field: self.value($name, &of),)* }
             }
         }
@@ -96,6 +100,9 @@ terms! {
     matmul_efficiency = "matmul.efficiency", 1.0;
     /// How many times a matmul's operands and results are moved.
     matmul_bytes = "matmul.bytes", 1.0;
+    /// Of moving a matmul's operands and results and computing it, the share of the shorter one that runs beside the longer one; sums that it adds to
+    /// are read besides.
+    matmul_hidden = "matmul.hidden", 0.0;
     /// The share that fp8 matmuls reach of their peak, beside what 16-bit ones reach of theirs.
     matmul_fp8 = "matmul.fp8", 1.0;
     /// How much of the loss of a last wave of tiles that is not full is felt: 0 none, 1 all.
@@ -114,6 +121,9 @@ terms! {
     attention_backward = "attention.backward", 1.0;
     /// The same with heads of 64, beside heads of 128.
     attention_narrow = "attention.narrow", 1.0;
+    /// Keys that a tile of queries of fused attention computes besides those that the mask leaves it: a tile on the diagonal is computed whole,
+    /// and it takes time to begin and to end.
+    attention_tile = "attention.tile", 128.0;
     /// How many times unfused attention moves the scores that its ops name.
     scores_passes = "scores.passes", 1.0;
     /// Bytes moved per logit besides matmuls.

@@ -108,27 +108,28 @@ impl Placed<'_> {
         let mut roles = Vec::new();
         for (r, role) in self.work().roles.iter().enumerate() {
             let mut runs = vec![0usize; priced.segments[r].len()];
-            role.slots.iter().for_each(|segment| runs[*segment] += 1);
+            self.timed(r).for_each(|(at, _)| runs[at] += 1);
             let mut classes: BTreeMap<TimeClass, f64> = BTreeMap::new();
             let mut exposed = 0.0;
             for (s, &times) in runs.iter().enumerate().filter(|(_, times)| **times > 0) {
                 let times = times as f64;
-                let (counts, kernels, _) = self.counts(r, s);
+                let segment = s % role.code.len();
+                let (counts, kernels, _) = self.counts(r, segment);
                 for (demand, count) in counts.into_iter().enumerate().filter(|(_, count)| *count > 0) {
                     if let Some(class) = self.demand(r, demand).class() {
                         *classes.entry(class).or_default() += times * count as f64 * priced.demands[r][demand];
                     }
                 }
                 let parts = priced.parts[r][s];
-                let blocking: f64 = self.blocking(r, s).into_iter().map(|demand| priced.demands[r][demand]).sum();
+                let blocking: f64 = self.blocking(r, segment).into_iter().map(|demand| priced.demands[r][demand]).sum();
                 exposed += times * (parts.exposed + blocking + parts.overlap);
                 *classes.entry(TimeClass::Host).or_default() += times * (parts.host + kernels * terms.kernel_gap);
             }
             *classes.entry(TimeClass::Bubble).or_default() += outcome.waited[r];
-            let slots = outcome.ends[r].iter().enumerate().map(|(i, &end_s)| {
-                let (segment, chunk) = role.name(role.slots[i]);
-                let start_s = end_s - priced.segments[r][role.slots[i]].seconds;
-                Interval { segment, index: role.slots[i], chunk, micro_batch: role.micro_batches[i], start_s, end_s }
+            let slots = outcome.ends[r].iter().zip(self.timed(r)).enumerate().map(|(i, (&end_s, (at, index)))| {
+                let (segment, chunk) = role.name(index);
+                let start_s = end_s - priced.segments[r][at].seconds;
+                Interval { segment, index, chunk, micro_batch: role.micro_batches[i], start_s, end_s }
             });
             roles.push(RoleForecast {
                 stage: role.stage,

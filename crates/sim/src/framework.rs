@@ -19,6 +19,16 @@ pub struct Framework {
     /// Whether ranks of experts are neighbours, whatever else ranks split: they are those of tensor and context parallelism too.
     #[serde(default)]
     pub folds_experts: bool,
+    /// Whether a row that goes to several experts of another node is sent there once, and passed on inside the node.
+    #[serde(default)]
+    pub sends_once_per_node: bool,
+    /// Where the forward pass of a micro-batch runs beside the backward pass of another, so that all-to-alls of either are hidden by kernels of
+    /// both (DualPipe): the share of a GPU's multiprocessors that is left to kernels.
+    #[serde(default)]
+    pub kernels_beside_exchanges: Option<f64>,
+    /// The framework whose constants hold where it has none of its own.
+    #[serde(default)]
+    pub constants_of: Option<String>,
     /// Where it comes from and what is known of it.
     pub source: String,
 }

@@ -30,7 +30,7 @@ pub use framework::Framework;
 pub use hardware::{Catalogue, ClusterSpec, GpuSpec, Hardware};
 pub use machine::{MachineProfile, MeasuredTimes, Setting};
 pub use place::Placed;
-pub use work::{Demand, Kernel, TimeClass};
+pub use work::{Demand, Kernel, Routed, TimeClass};
 pub use workload::Workload;
 
 use lockstep_ir::TypeError;

@@ -138,7 +138,7 @@ impl Setting {
     ) -> f64 {
         match demand {
             Demand::Nothing | Demand::Receive { .. } => 0.0,
-            Demand::Collective { pattern, over, sharers, bytes } => {
+            Demand::Collective { pattern, over, sharers, bytes, .. } => {
                 self.together(*pattern, sharers.unwrap_or(mesh.size(*over)), *bytes, unmeasured)
             }
             // Not measured. On a CPU both memories are one.
@@ -386,7 +386,7 @@ mod tests {
 
     fn matmul(n: u64, calls: u64) -> Demand {
         let (rows, cols, inner, dtype) = (n, n, n, DType::BF16.into());
-        Demand::Matmul { rows, cols, inner, calls, dtype, bytes: 1, gradients: 0, logits: 0 }
+        Demand::Matmul { rows, cols, inner, calls, dtype, bytes: 1, sums: 0, gradients: 0, logits: 0 }
     }
 
     #[test]
@@ -435,6 +435,7 @@ mod tests {
             over: lockstep_ir::MeshAxis::DpShard.into(),
             sharers: None,
             bytes: 1_000_000,
+            routed: None,
         };
         assert!(near(seconds("all_reduce", reduce).0, 5e-6));
     }
@@ -449,10 +450,10 @@ mod tests {
 
     #[test]
     fn what_was_measured_in_fp32_says_nothing_of_tf32_on_a_gpu() {
-        let Demand::Matmul { rows, cols, inner, calls, bytes, gradients, logits, .. } = matmul(1024, 1) else {
+        let Demand::Matmul { rows, cols, inner, calls, bytes, sums, gradients, logits, .. } = matmul(1024, 1) else {
             unreachable!()
         };
-        let tf32 = Demand::Matmul { rows, cols, inner, calls, dtype: MatmulType::Tf32, bytes, gradients, logits };
+        let tf32 = Demand::Matmul { rows, cols, inner, calls, dtype: MatmulType::Tf32, bytes, sums, gradients, logits };
         let mut setting = planted().settings.remove(0);
         setting.flops_per_s = BTreeMap::from([(DType::BF16, 1e12), (DType::F32, 1e11)]);
         let fp32 = Table { dtype: DType::F32, ..setting.tables[0].clone() };
@@ -474,10 +475,11 @@ mod tests {
 
     #[test]
     fn fp8_that_was_not_measured_is_as_far_from_its_peak_as_16_bits_and_where_it_was_that_counts() {
-        let Demand::Matmul { rows, cols, inner, calls, bytes, gradients, logits, .. } = matmul(1024, 1) else {
+        let Demand::Matmul { rows, cols, inner, calls, bytes, sums, gradients, logits, .. } = matmul(1024, 1) else {
             unreachable!()
         };
-        let fp8 = Demand::Matmul { rows, cols, inner, calls, dtype: DType::E4M3.into(), bytes, gradients, logits };
+        let fp8 =
+            Demand::Matmul { rows, cols, inner, calls, dtype: DType::E4M3.into(), bytes, sums, gradients, logits };
         let mut setting = Setting { threads: 0, ..planted().settings.remove(0) };
         let kernel = Kernel { op: "fp8_linear", dtype: DType::F32 };
         let of = |setting: &Setting| {

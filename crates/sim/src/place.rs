@@ -1,5 +1,7 @@
 //! What a workload costs on some hardware, or on a machine that was measured.
 
+mod paired;
+
 use crate::events::{self, Channel, Outcome, Point, SegmentTime};
 use crate::price::{AtPeak, Site};
 use crate::work::{Demand, Kernel};
@@ -14,6 +16,8 @@ pub struct Placed<'a> {
     work: &'a Workload,
     framework: Framework,
     roles: Vec<Vec<AtPeak>>,
+    /// By role: the segments of its slots. Those that run beside another micro-batch count on after all segments of the role.
+    slots: Vec<Vec<usize>>,
     /// Whether a pipeline goes over several nodes.
     crowded: bool,
 }
@@ -55,11 +59,12 @@ impl Workload {
     /// The work on some hardware.
     pub fn on(&self, hardware: &Hardware, framework: &Framework) -> Placed<'_> {
         let at_peak = |role: &RoleWork| {
-            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, folds_experts: framework.folds_experts };
+            let site = Site { hardware, mesh: &self.mesh, stage: role.stage, framework };
             role.demands.iter().map(|demand| AtPeak::new(demand, site)).collect()
         };
         let crowded = self.roles.len() > 1 && self.ranks() > hardware.cluster.gpus_per_node;
-        Placed { work: self, framework: framework.clone(), roles: self.roles.iter().map(at_peak).collect(), crowded }
+        let roles = self.roles.iter().map(at_peak).collect();
+        Placed { work: self, framework: framework.clone(), roles, slots: paired::slots(self, framework), crowded }
     }
 
     /// The work on a machine that was measured, and what had to be estimated from other ops because it was not.
@@ -71,7 +76,8 @@ impl Workload {
         };
         let mut role = |role: &RoleWork| role.demands.iter().zip(&role.kernels).map(&mut of).collect();
         let roles = self.roles.iter().map(&mut role).collect();
-        (Placed { work: self, framework: framework.clone(), roles, crowded: false }, unmeasured)
+        let slots = paired::slots(self, framework);
+        (Placed { work: self, framework: framework.clone(), roles, slots, crowded: false }, unmeasured)
     }
 }
 
@@ -99,8 +105,14 @@ impl<'a> Placed<'a> {
         events::run(&self.slots(), &priced.segments, &priced.channels, true)
     }
 
-    fn slots(&self) -> Vec<&'a [usize]> {
-        self.work.roles.iter().map(|role| role.slots.as_slice()).collect()
+    fn slots(&self) -> Vec<&[usize]> {
+        self.slots.iter().map(Vec::as_slice).collect()
+    }
+
+    /// By slot of a role: the index of its time and parts, and that of its segment.
+    pub(crate) fn timed(&self, role: usize) -> impl Iterator<Item = (usize, usize)> {
+        let segments = self.work.roles[role].code.len();
+        self.slots[role].iter().map(move |at| (*at, at % segments))
     }
 
     pub(crate) fn work(&self) -> &'a Workload {
@@ -132,6 +144,11 @@ impl<'a> Placed<'a> {
                 times.push(time);
                 of.push(part);
                 shown.extend(mark);
+            }
+            if self.framework.kernels_beside_exchanges.is_some() {
+                let (more, more_parts) = self.beside(r, &demands[r], terms);
+                times.extend(more);
+                of.extend(more_parts);
             }
             segments.push(times);
             parts.push(of);

@@ -3,7 +3,7 @@
 use crate::collective::{Group, PlacedCollective};
 use crate::matmul::{filled, misaligned};
 use crate::work::Demand;
-use crate::{Hardware, Terms};
+use crate::{Framework, Hardware, Terms};
 use lockstep_ir::{Axes, Coordinates, Mesh, MeshAxis};
 
 /// Where a program's ranks are.
@@ -12,8 +12,7 @@ pub struct Site<'a> {
     pub hardware: &'a Hardware,
     pub mesh: &'a Mesh,
     pub stage: usize,
-    /// Whether ranks of experts are neighbours.
-    pub folds_experts: bool,
+    pub framework: &'a Framework,
 }
 
 /// A demand in seconds at the hardware's peak rates: what is left to price are the constants.
@@ -25,6 +24,8 @@ pub enum AtPeak {
         flops_s: f64,
         /// Seconds of the bytes.
         bytes_s: f64,
+        /// Seconds of those of sums that are read, which nothing hides: the result is there before.
+        sums_s: f64,
         /// Share of the processors that its tiles fill, as a logarithm.
         filled: f64,
         misaligned: f64,
@@ -36,6 +37,8 @@ pub enum AtPeak {
     },
     Attention {
         flops_s: f64,
+        /// Seconds of one more key for every tile of queries.
+        key_s: f64,
         bytes_s: f64,
         /// How far below 128 its heads are: 1 at 64.
         narrow: f64,
@@ -72,23 +75,24 @@ pub enum AtPeak {
 
 impl AtPeak {
     pub fn new(demand: &Demand, site: Site) -> Self {
-        let Site { hardware, mesh, stage, folds_experts } = site;
+        let Site { hardware, mesh, stage, framework } = site;
         let gpu = &hardware.gpu;
         let bytes_s = |bytes: u64| bytes as f64 / gpu.bytes_per_s;
         match *demand {
             Demand::Nothing | Demand::Receive { .. } => AtPeak::Nothing,
-            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits } => AtPeak::Matmul {
+            Demand::Matmul { rows, cols, inner, calls, dtype, bytes, sums, gradients, logits } => AtPeak::Matmul {
                 flops_s: 2.0 * calls as f64 * (rows * cols) as f64 * inner as f64 / gpu.peak(dtype),
                 fp8: dtype.stored().is_fp8() && gpu.fp8_flops_per_s.is_some(),
                 bytes_s: bytes_s(bytes),
+                sums_s: bytes_s(sums),
                 filled: filled(rows, cols, inner, gpu.units as u64).ln(),
                 misaligned: misaligned([rows, cols, inner]),
                 gradients: bytes_s(gradients),
                 logits: bytes_s(logits),
             },
             Demand::Attention { flops, bytes, head_dim, seq, dtype, backward } => AtPeak::Attention {
-                // Tiles on the diagonal are computed whole.
-                flops_s: flops as f64 * (1.0 + 128.0 / seq.max(1) as f64) / gpu.peak(dtype),
+                flops_s: flops as f64 / gpu.peak(dtype),
+                key_s: flops as f64 / gpu.peak(dtype) / seq.max(1) as f64,
                 bytes_s: bytes_s(bytes),
                 narrow: (128.0 / head_dim.clamp(16, 128) as f64).log2(),
                 backward,
@@ -100,14 +104,18 @@ impl AtPeak {
             Demand::Quantise { bytes } => AtPeak::Quantise { bytes_s: bytes_s(bytes) },
             Demand::Optimizer { bytes } => AtPeak::Optimizer { bytes_s: bytes_s(bytes) },
             Demand::HostCopy { bytes } => AtPeak::HostCopy { bytes_s: bytes as f64 / gpu.host_rate() },
-            Demand::Collective { pattern, over, sharers, bytes } => {
+            Demand::Collective { pattern, over, sharers, bytes, routed } => {
                 let per_node = hardware.cluster.gpus_per_node;
-                let group = match folds_experts && over == MeshAxis::Ep.into() {
+                let group = match framework.folds_experts && over == MeshAxis::Ep.into() {
                     true => Group::of_neighbours(mesh.size(over), per_node),
                     false => Group::of(mesh, over, stage, per_node),
                 };
                 let group = sharers.map_or(group, |n| group.sharers(n));
-                AtPeak::Collective(PlacedCollective::new(pattern, over, group, bytes, hardware))
+                let collective = PlacedCollective::new(pattern, over, group, bytes, hardware);
+                AtPeak::Collective(match routed.filter(|_| framework.sends_once_per_node) {
+                    Some(routed) => collective.once_per_node(routed),
+                    None => collective,
+                })
             }
             Demand::Send { stage: to, bytes, .. } => {
                 let per_node = hardware.cluster.gpus_per_node;
@@ -131,19 +139,20 @@ impl AtPeak {
             AtPeak::Nothing => 0.0,
             AtPeak::Measured { seconds } => seconds,
             AtPeak::HostCopy { bytes_s } => bytes_s,
-            AtPeak::Matmul { flops_s, bytes_s, filled, misaligned, gradients, logits, fp8 } => {
+            AtPeak::Matmul { flops_s, bytes_s, sums_s, filled, misaligned, gradients, logits, fp8 } => {
                 let rate = terms.matmul_efficiency
                     * if fp8 { terms.matmul_fp8 } else { 1.0 }
                     * (terms.matmul_waves * filled).exp()
                     * (1.0 - terms.matmul_misaligned * misaligned);
-                let moved =
-                    terms.matmul_bytes * bytes_s + terms.gradient_bytes * gradients + terms.logits_bytes * logits;
-                flops_s / rate + moved * memory
+                let (computed, moved) = (flops_s / rate, terms.matmul_bytes * bytes_s * memory);
+                let besides = terms.gradient_bytes * gradients + terms.logits_bytes * logits;
+                let beside = computed.min(moved - terms.matmul_bytes * sums_s * memory);
+                computed + moved - terms.matmul_hidden * beside + besides * memory
             }
-            AtPeak::Attention { flops_s, bytes_s, narrow, backward } => {
+            AtPeak::Attention { flops_s, key_s, bytes_s, narrow, backward } => {
                 let direction = if backward { terms.attention_backward } else { 1.0 };
                 let rate = terms.attention_efficiency * direction * terms.attention_narrow.powf(narrow);
-                flops_s / rate + bytes_s * memory
+                (flops_s + terms.attention_tile * key_s) / rate + bytes_s * memory
             }
             AtPeak::Scores { flops_s, bytes_s } => {
                 flops_s / terms.matmul_efficiency + terms.scores_passes * bytes_s * memory

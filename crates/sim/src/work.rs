@@ -24,6 +24,8 @@ pub enum Demand {
         dtype: MatmulType,
         /// Bytes of operands and results of all of them.
         bytes: u64,
+        /// Bytes of sums that it reads to add to them, which are among those.
+        sums: u64,
         /// Weights whose gradient it adds to a sum.
         gradients: u64,
         /// Logits that it makes, or reads the gradients of.
@@ -83,6 +85,8 @@ pub enum Demand {
         sharers: Option<usize>,
         /// Bytes of the whole tensors.
         bytes: u64,
+        /// How the rows were chosen that go to experts or come back; none of other collectives.
+        routed: Option<Routed>,
     },
     /// A message to another stage.
     Send {
@@ -102,6 +106,37 @@ pub enum Demand {
         /// Which stream of messages.
         tag: u32,
     },
+}
+
+/// To how many experts a row goes, and which they can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Routed {
+    /// Experts of a row.
+    pub choices: usize,
+    /// Groups of experts, side by side.
+    pub groups: usize,
+    /// Groups that the experts of a row are in, at most.
+    pub top_groups: usize,
+}
+
+impl Routed {
+    /// On how many of these nodes the experts of a row are, in the mean, where each has as many of them and choices are even.
+    pub fn nodes(self, nodes: usize) -> f64 {
+        let all = nodes as f64;
+        let reached = match self.groups {
+            groups if groups <= nodes => all * self.top_groups as f64 / groups as f64,
+            groups => {
+                // A node is missed where none of its groups is among those of the row.
+                let here = groups / nodes;
+                let missed = (0..self.top_groups)
+                    .map(|taken| (groups - here).saturating_sub(taken) as f64 / (groups - taken) as f64)
+                    .product::<f64>();
+                all * (1.0 - missed)
+            }
+        };
+        let reached = reached.max(1.0);
+        reached * (1.0 - (1.0 - 1.0 / reached).powf(self.choices as f64))
+    }
 }
 
 /// Which kernel an instruction is.
@@ -175,7 +210,7 @@ impl Demand {
     pub fn of(program: &StepProgram, segment: &Segment, index: usize, fused: bool) -> Result<Self, TypeError> {
         let instr = &segment.instrs[index];
         if let Some(transfer) = instr.op.transfer() {
-            return Ok(transferred(program, instr, transfer));
+            return Ok(transferred(program, segment, instr, transfer));
         }
         let before = segment.group_of(index).filter(|_| fused).map_or(index..index, |g| g.instrs.start..index);
         let known: BTreeSet<BufferId> =
@@ -191,7 +226,9 @@ impl Demand {
             Cost::Matmul(Matmuls { rows, cols, inner, calls, gradients, logits, passes, reread }) => {
                 let bytes = bytes * passes + reread * dtype.bytes() as u64;
                 let dtype = if instr.tf32 { MatmulType::Tf32 } else { dtype.into() };
-                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, gradients, logits }
+                let summed = instr.outputs.iter().flatten().filter(|a| a.sum != Sum::No);
+                let sums = summed.map(|a| a.ty.bytes()).sum::<u64>().min(bytes);
+                Demand::Matmul { rows, cols, inner, calls, dtype, bytes, sums, gradients, logits }
             }
             Cost::Attention { head_dim, seq, backward } => {
                 // What the mask leaves of the FLOPs that the kernel has.
@@ -219,11 +256,17 @@ fn bytes(instr: &Instr, at_hand: &BTreeSet<BufferId>) -> u64 {
     read.sum::<u64>() + written.map(|a| a.ty.bytes() * if a.sum == Sum::No { 1 } else { 2 }).sum::<u64>()
 }
 
-fn transferred(program: &StepProgram, instr: &Instr, transfer: Transfer) -> Demand {
+fn transferred(program: &StepProgram, segment: &Segment, instr: &Instr, transfer: Transfer) -> Demand {
     let (over, sharers) = (transfer.over(), transfer.sharers());
     let (bytes, _) = transfer.bytes(instr, program.mesh.size(over) as u64);
     match (transfer, transfer.collective()) {
-        (_, Some(pattern)) => Demand::Collective { pattern, over, sharers, bytes },
+        (_, Some(pattern)) => {
+            let rows = pattern == Collective::AllToAll && over == MeshAxis::Ep.into();
+            let routed = rows.then(|| segment.instrs.iter().find_map(|instr| instr.op.routing())).flatten();
+            let routed =
+                routed.map(|how| Routed { choices: how.choices, groups: how.groups, top_groups: how.top_groups });
+            Demand::Collective { pattern, over, sharers, bytes, routed }
+        }
         (Transfer::Receive { stage, tag }, None) => Demand::Receive { stage, tag },
         (Transfer::Send { stage, tag }, None) => {
             let held = instr.workspace.map_or(0, |w| program.buffers[w.0].bytes);

@@ -133,6 +133,12 @@ impl Op {
         }
     }
 
+    /// How a router chooses experts in it, or chose them in the forward pass.
+    pub fn routing(&self) -> Option<Routing> {
+        let (Op::Route { how, .. } | Op::RouteGrad { how }) = self else { return None };
+        Some(*how)
+    }
+
     /// The operand and dimension whose entries the op numbers: (whether it is an input, its index,
     /// the dimension). Inputs come first.
     pub fn numbered(&self, inputs: usize) -> Option<(bool, usize, usize)> {

@@ -7,8 +7,8 @@ use lockstep_config::{
     AttentionMethod, Config, GradientPrecision, MasterPrecision, ModelConfig, MomentPrecision, NormPlaces,
     OptimizerName, PrecisionPolicy, QkNorm,
 };
-use lockstep_ir::graph::State;
-use lockstep_ir::program::{Buffer, Lifetime, Role};
+use lockstep_ir::graph::{Phase, State};
+use lockstep_ir::program::{Buffer, Instr, Lifetime, Role};
 use lockstep_ir::{DType, Op, StepProgram};
 
 /// Bytes of an element of a weight or an activation.
@@ -153,8 +153,8 @@ pub(super) fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         false => (products * ffn, 0.0, format!("{products} · F")),
     };
     let routing = if experts > 0.0 { " + 4 · (experts + 2 · top_k + experts / S)" } else { "" };
-    // In fp8 a byte of each element of what norms and the MLP's activation give, and of each matmul two units and what a weight's follows from; of the
-    // attention's output what its unit follows from.
+    // In fp8 a byte of each element of what norms and the MLP's activation give, and of each matmul a unit; of the attention's output what its unit
+    // follows from. Of a weight that is quantised in every micro-batch its unit, and what that follows from.
     let apart = |op: &Op| matches!(op, Op::Linear | Op::FineLinear { .. });
     let bytes = match config.precision.policy == PrecisionPolicy::Fp8 {
         true => none.segments.iter().flat_map(|s| &s.instrs).all(|i| !apart(&i.op)).then_some(2.0 * d + ffn),
@@ -165,8 +165,12 @@ pub(super) fn activations(config: &Config, none: &StepProgram) -> Vec<Formula> {
         // Some in one type and some in another, or in many units: what a formula would say of it is what the program says.
         return Vec::new();
     };
-    let (units, units_text) =
-        if bytes > 0.0 { (4.0 * 12.0 + 4.0, ", less 2 · D + F for bytes, + 52") } else { (0.0, "") };
+    let once = |i: &Instr| i.phase == Phase::Prepare;
+    let (units, units_text) = match none.segments.iter().flat_map(|s| &s.instrs).any(once) {
+        _ if bytes == 0.0 => (0.0, ""),
+        true => (4.0 * 4.0 + 4.0, ", less 2 · D + F for bytes, + 20"),
+        false => (4.0 * 12.0 + 4.0, ", less 2 · D + F for bytes, + 52"),
+    };
     let elements = stream * d + q + k + v + o + mlp + weights + normed - bytes / 2.0;
     // Of each sequence, how many tokens an expert gets.
     let counted = if m.balance_loss + m.z_loss > 0.0 { 4.0 * config.train.micro_batch as f64 * experts } else { 0.0 };

@@ -29,7 +29,7 @@ impl Convention {
             Peer::Megatron2021 if recompute.starts_with("full") => Convention::GptRecomputed,
             Peer::Megatron2021 => Convention::Gpt,
             Peer::Megatron if source.contains("bridge") => Convention::Causal,
-            Peer::Megatron => Convention::Full,
+            Peer::Megatron | Peer::HaiLlm => Convention::Full,
         }
     }
 

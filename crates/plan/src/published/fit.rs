@@ -220,21 +220,27 @@ pub fn fit(
     Fitted { constants, loss: (before, losses.iter().sum()), rows: targets.len() }
 }
 
+/// What a call of the host takes where no other row says it: it is launched as a kernel is.
+const LAUNCHED: [&str; 2] = ["host.collective", "host.message"];
+
 impl Without {
-    /// Constants that only rows which are left out could fix take the mean of what their term has elsewhere.
+    /// Constants that only rows which are left out could fix take the mean of what their term has elsewhere; what the host takes for a collective
+    /// or a message, where that was fitted nowhere else, is what it takes for a kernel.
     pub fn guess(&self, constants: &Constants, cases: &[Case], files: &[String]) -> Constants {
         let kept = |case: &&Case| case.is_clean() && !self.leaves_out(case, &files[case.file]);
         let kept: Vec<&Case> = cases.iter().filter(kept).collect();
         let fixed = |c: &Constant| kept.iter().any(|case| concerns(c, case));
         let mut guessed = constants.clone();
-        for constant in constants.fitted().filter(|c| !fixed(c)) {
-            let same = |c: &&Constant| c.term == constant.term && fixed(c);
+        let elsewhere = |term: &str| {
+            let same = |c: &&Constant| c.term == term && fixed(c);
             let others: Vec<f64> = constants.fitted().filter(same).map(|c| c.value).collect();
-            let value = match others.is_empty() {
-                true => constants.value(&constant.term, &[]),
-                false => others.iter().sum::<f64>() / others.len() as f64,
-            };
-            guessed.set(&constant.term, &constant.of, value);
+            (!others.is_empty()).then(|| others.iter().sum::<f64>() / others.len() as f64)
+        };
+        for constant in constants.fitted().filter(|c| !fixed(c)) {
+            let term = constant.term.as_str();
+            let launched = || elsewhere("host.op").filter(|_| LAUNCHED.contains(&term));
+            let value = elsewhere(term).or_else(launched).unwrap_or_else(|| constants.value(term, &[]));
+            guessed.set(term, &constant.of, value);
         }
         guessed
     }

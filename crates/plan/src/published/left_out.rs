@@ -21,6 +21,7 @@ pub fn left_out(
 ) -> Residuals {
     let all = parts(cases);
     let mut rows: BTreeMap<usize, Vec<(Distance, f64)>> = BTreeMap::new();
+    let mut as_others: BTreeMap<usize, BTreeMap<String, f64>> = BTreeMap::new();
     for (done, (distance, groups)) in all.iter().enumerate() {
         progress(done, all.len());
         let without = Without::Groups(groups.clone());
@@ -34,6 +35,9 @@ pub fn left_out(
             let measured = cases[i].row.measured.and_then(|measured| measured.step_s);
             if let (Some(measured), Some(predicted)) = (measured, prediction.step_s) {
                 rows.entry(i).or_default().push((*distance, (measured / predicted).ln()));
+                if *distance == Distance::Framework {
+                    as_others.insert(i, cases[i].as_others(&constants));
+                }
             }
         }
     }
@@ -48,6 +52,7 @@ pub fn left_out(
             for (_, residual) in found.iter().filter(|(at, _)| *at == distance) {
                 let at = *index.entry(key.clone()).or_insert_with(|| {
                     groups.push(LeftOut {
+                        as_others: BTreeMap::new(),
                         distance,
                         framework: case.group(),
                         gpu: gpu.name.clone(),
@@ -60,6 +65,9 @@ pub fn left_out(
                     groups.len() - 1
                 });
                 groups[at].residuals.push(*residual);
+                for (of, ratio) in as_others.get(i).filter(|_| distance == Distance::Framework).into_iter().flatten() {
+                    groups[at].as_others.entry(of.clone()).or_default().push(*ratio);
+                }
             }
         }
     }
@@ -91,8 +99,7 @@ fn parts(cases: &[Case]) -> Vec<(Distance, Vec<LeftOutGroup>)> {
     // torchtitan with and without torch.compile are one.
     let mut frameworks: BTreeMap<&str, BTreeSet<LeftOutGroup>> = BTreeMap::new();
     for case in clean() {
-        let name = case.peer.name().trim_end_matches("-compile");
-        frameworks.entry(name).or_default().insert(whole(case));
+        frameworks.entry(case.peer.kin()).or_default().insert(whole(case));
     }
     all.extend(frameworks.into_values().map(|groups| (Distance::Framework, groups.into_iter().collect())));
     all

@@ -20,12 +20,21 @@ pub enum Peer {
     TorchtitanEager,
     /// MosaicML LLM Foundry.
     LlmFoundry,
+    /// HAI-LLM, DeepSeek's, of which no row is fitted.
+    HaiLlm,
 }
 
 impl Peer {
     /// All of them.
-    pub const ALL: [Peer; 6] =
-        [Peer::Nanotron, Peer::Megatron2021, Peer::Megatron, Peer::Torchtitan, Peer::TorchtitanEager, Peer::LlmFoundry];
+    pub const ALL: [Peer; 7] = [
+        Peer::Nanotron,
+        Peer::Megatron2021,
+        Peer::Megatron,
+        Peer::Torchtitan,
+        Peer::TorchtitanEager,
+        Peer::LlmFoundry,
+        Peer::HaiLlm,
+    ];
 
     /// The name that commands take.
     pub const fn name(self) -> &'static str {
@@ -36,7 +45,13 @@ impl Peer {
             Peer::Torchtitan => "torchtitan-compile",
             Peer::TorchtitanEager => "torchtitan",
             Peer::LlmFoundry => "llm-foundry",
+            Peer::HaiLlm => "hai-llm",
         }
+    }
+
+    /// The name of all that is the same framework: torchtitan with and without torch.compile is one.
+    pub fn kin(self) -> &'static str {
+        self.name().trim_end_matches("-compile")
     }
 
     /// The framework that a row was measured with, by its source and notes.
@@ -48,6 +63,8 @@ impl Peer {
             Some(Peer::Nanotron)
         } else if has(&["llm-foundry", "llm foundry", "mosaicml"]) {
             Some(Peer::LlmFoundry)
+        } else if has(&["hai-llm"]) {
+            Some(Peer::HaiLlm)
         } else if has(&["torchtitan"]) {
             let eager = !notes.contains("compile") && notes.contains("fsdp");
             Some(if eager { Peer::TorchtitanEager } else { Peer::Torchtitan })
@@ -55,6 +72,8 @@ impl Peer {
             Some(Peer::Megatron2021)
         } else if has(&["megatron", "nemo", "dgxc", "dgx cloud", "llama 3", "llama-3"]) {
             Some(Peer::Megatron)
+        } else if has(&["deepseek"]) {
+            Some(Peer::HaiLlm)
         } else {
             None
         }
@@ -230,7 +249,10 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
     line(format_args!("[train]\nseq = {seq}\nglobal_batch = {}\nmicro_batch = {micro_batch}", split.global_batch));
     let policy = if row.is_fp8() { "fp8" } else { "bf16" };
     line(format_args!("device = \"cuda\"\n[precision]\npolicy = \"{policy}\""));
-    if row.is_rowwise() {
+    if peer == Peer::HaiLlm && row.is_fp8() {
+        // Scales of tiles and blocks of 128 (arXiv 2412.19437, section 3.3.2).
+        line(format_args!("fp8_recipe = \"block\""));
+    } else if row.is_rowwise() {
         line(format_args!("fp8_recipe = \"rowwise\""));
     } else if row.is_delayed() {
         line(format_args!("fp8_recipe = \"delayed\""));
@@ -285,7 +307,7 @@ pub fn describe(row: &Row, framework: Option<Peer>) -> Result<Description, Strin
         match peer {
             Peer::Megatron2021 => line(format_args!("[recompute]\npolicy = \"list\"\nops = [\"attention_scores\"]")),
             // FlashAttention recomputes its scores by itself.
-            Peer::Megatron | Peer::Nanotron => {}
+            Peer::Megatron | Peer::HaiLlm | Peer::Nanotron => {}
             // Every second matmul, counted in each layer, beside what is cheap.
             Peer::Torchtitan | Peer::TorchtitanEager | Peer::LlmFoundry => {
                 let (q, kv) = (hidden as f64, (hidden * kv_heads / heads) as f64);
@@ -404,6 +426,20 @@ mod tests {
         assert_eq!(of("schedule=zb-1p"), Ok((Some("zb-h1"), 1)));
         assert_eq!((of("schedule=zb-v; x"), of("schedule=zb-2p")), (Ok((Some("zb-v"), 1)), Ok((Some("zb-v"), 1))));
         assert!(of("schedule=wave").is_err_and(|reason| reason.contains("wave")));
+    }
+
+    #[test]
+    fn rows_of_deepseek_s_own_framework_have_its_profile_and_its_scales() {
+        let text = "source,model,layers,hidden,heads,seq,gpus,gpu,tp,pp,dp,ep,microbatch,global_batch,precision,notes,step_time_s\n\
+                    \"DeepSeek-V3, HAI-LLM\",deepseek-v3,,,,4096,2048,H800,1,16,128,64,1,15360,fp8,schedule=DualPipe-V,20\n\
+                    \"DeepSeek-V3 in Megatron-Bridge\",deepseek-v3,,,,4096,2048,H100,1,16,128,64,1,15360,fp8,,20\n";
+        let (rows, refused) = crate::published::read(text);
+        assert!(refused.is_empty(), "{refused:?}");
+        let of = |row: &Row| match describe(row, None) {
+            Ok(Description::Config(described)) => (described.peer, described.toml.contains("fp8_recipe = \"block\"")),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), [(Peer::HaiLlm, true), (Peer::Megatron, false)]);
     }
 
     #[test]

@@ -199,6 +199,18 @@ pub struct Prediction {
 }
 
 impl Case {
+    /// By the name of each other framework: ln(predicted ÷ predicted) of the step with its constants beside the framework's own ones.
+    pub fn as_others(&self, constants: &Constants) -> BTreeMap<String, f64> {
+        let Ok(work) = &self.work else { return BTreeMap::new() };
+        let placed = work.workload.on(&self.hardware, &self.framework);
+        let seconds = |of: &Framework| placed.price(&constants.terms(of, &self.hardware)).ok();
+        let Some(own) = seconds(&self.framework) else { return BTreeMap::new() };
+        let others = Framework::builtin().into_iter().filter(|of| {
+            Peer::named(&of.name).is_some_and(|peer| peer.kin() != self.peer.kin()) && of.constants_of.is_none()
+        });
+        others.filter_map(|of| Some((of.name.clone(), (seconds(&of)? / own).ln()))).collect()
+    }
+
     /// Predicts it.
     pub fn predict(&self, constants: &Constants) -> Prediction {
         let terms = constants.terms(&self.framework, &self.hardware);

@@ -7,7 +7,7 @@
 use super::stats::quantile;
 use lockstep_sim::{Framework, GpuSpec};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 /// The share of measured times that intervals are to hold.
@@ -65,6 +65,9 @@ pub struct LeftOut {
     pub source: String,
     /// ln(measured ÷ predicted) of each.
     pub residuals: Vec<f64>,
+    /// Of a framework that is left out: by other frameworks, ln(predicted ÷ predicted) of each with their constants beside the guessed ones.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub as_others: BTreeMap<String, Vec<f64>>,
 }
 
 /// All rows that were left out.
@@ -107,6 +110,16 @@ impl Interval {
     }
 }
 
+/// Numbers under a key, in lines.
+fn list(text: &mut String, key: &str, numbers: &[f64], digits: usize) {
+    let _ = write!(text, "{key} = [");
+    for (i, number) in numbers.iter().enumerate() {
+        text.push_str(if i % 16 == 0 { "\n    " } else { " " });
+        let _ = write!(text, "{number:.digits$},");
+    }
+    text.push_str("\n]\n");
+}
+
 fn is_fp8(framework: &str) -> bool {
     framework.ends_with(" fp8")
 }
@@ -130,7 +143,7 @@ impl Residuals {
                         # (bench/records/foresight-h200.txt), which nothing was fitted to, against the catalogue's.\n"
             .to_owned();
         for group in &self.left_out {
-            let LeftOut { distance, framework, gpu, family, model, file, source, residuals } = group;
+            let LeftOut { distance, framework, gpu, family, model, file, source, residuals, as_others } = group;
             let distance = match distance {
                 Distance::Model => "model",
                 Distance::Gpu => "gpu",
@@ -141,12 +154,10 @@ impl Residuals {
             for (key, value) in fields.into_iter().chain([("file", file), ("source", source)]) {
                 let _ = writeln!(text, "{key} = {}", toml::Value::String(value.clone()));
             }
-            text.push_str("residuals = [");
-            for (i, residual) in residuals.iter().enumerate() {
-                text.push_str(if i % 16 == 0 { "\n    " } else { " " });
-                let _ = write!(text, "{residual:.4},");
+            list(&mut text, "residuals", residuals, 4);
+            for (of, ratios) in as_others {
+                list(&mut text, &format!("as_others.{of}"), ratios, 2);
             }
-            text.push_str("\n]\n");
         }
         text
     }
@@ -154,7 +165,7 @@ impl Residuals {
     /// With what is known of this program's own steps, which are in no file of published rows.
     pub fn with_lockstep(mut self) -> Self {
         let name = Framework::lockstep().name;
-        self.left_out.extend(Self::builtin().left_out.into_iter().filter(|group| group.framework == name));
+        self.left_out.extend(Self::builtin().left_out.into_iter().filter(|group| base(&group.framework) == name));
         self
     }
 
@@ -177,14 +188,54 @@ impl Residuals {
         }
     }
 
-    /// The interval of predicted times of a framework on a family of GPUs, where this many measured rows of theirs calibrate them. None
-    /// where nothing was left out.
-    pub fn interval(&self, framework: &str, family: &str, calibrated_by: usize) -> Option<Interval> {
-        let distance = self.distance(framework, family);
-        self.interval_at(distance, framework, calibrated_by)
+    /// The interval of a predicted time of a framework of which nothing was measured: `as_others` has, by other frameworks, ln(predicted ÷
+    /// predicted) with their constants beside the guessed ones. What a framework costs is unknown, so the interval reaches as far as the known
+    /// ones lie apart in this step, and further by what nine of ten rows of frameworks that were left out needed besides. None where nothing was
+    /// left out.
+    pub fn of_unknown(&self, framework: &str, as_others: &BTreeMap<String, f64>) -> Option<Interval> {
+        let known = self.frameworks();
+        let apart = as_others.iter().filter(|(of, _)| known.contains(of.as_str())).map(|(_, ratio)| ratio.abs());
+        let share = (self.beyond(framework, &known)? + apart.fold(0.0, f64::max)).max(0.0).exp() - 1.0;
+        Some(Interval { share, distance: Distance::Framework, calibrated_by: 0, rows: 0 })
     }
 
-    /// The same at a distance.
+    /// The frameworks whose rows were left out.
+    fn frameworks(&self) -> BTreeSet<&str> {
+        self.of_frameworks().map(|group| base(&group.framework)).collect()
+    }
+
+    fn of_frameworks(&self) -> impl Iterator<Item = &LeftOut> {
+        self.left_out.iter().filter(|group| group.distance == Distance::Framework)
+    }
+
+    /// What nine of ten rows of frameworks that were left out needed besides what the constants of these frameworks differ by. Each framework
+    /// counts the same, and another may be further off than all.
+    fn beyond(&self, framework: &str, known: &BTreeSet<&str>) -> Option<f64> {
+        let mut others: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        for group in self.of_frameworks().filter(|group| is_fp8(&group.framework) == is_fp8(framework)) {
+            let ratios =
+                || group.as_others.iter().filter(|(of, _)| known.contains(of.as_str())).map(|(_, ratios)| ratios);
+            let beyond = group.residuals.iter().enumerate().map(|(row, residual)| {
+                let apart = ratios().filter_map(|ratios| ratios.get(row)).map(|ratio| ratio.abs());
+                residual.abs() - apart.fold(0.0, f64::max)
+            });
+            others.entry(&group.framework).or_default().extend(beyond);
+        }
+        let each = ENOUGH as f64 / others.len() as f64;
+        let weighed = others.values().flat_map(|errors| errors.iter().map(|e| (*e, each / errors.len() as f64)));
+        bound(weighed.collect(), 1.0)
+    }
+
+    /// The interval of predicted times of a framework on a family of GPUs, where this many measured rows of theirs calibrate them. None
+    /// where nothing was left out. [`Residuals::of_unknown`] has that of one step of a framework of which nothing was measured.
+    pub fn interval(&self, framework: &str, family: &str, calibrated_by: usize) -> Option<Interval> {
+        match self.distance(framework, family) {
+            Distance::Framework if calibrated_by == 0 => self.of_unknown(framework, &BTreeMap::new()),
+            distance => self.interval_at(distance, framework, calibrated_by),
+        }
+    }
+
+    /// The same at a distance from a framework that was measured.
     pub fn interval_at(&self, distance: Distance, framework: &str, calibrated_by: usize) -> Option<Interval> {
         // A calibrated time is as far as another model on the same GPU.
         let at = if calibrated_by > 0 { Distance::Model } else { distance };
@@ -249,9 +300,16 @@ impl Residuals {
                 Distance::Framework => base(&other.framework) == base(&group.framework),
             };
             let others = self.retain(|other| !same(other));
-            let Some(interval) = others.interval_at(distance, &group.framework, 0) else { continue };
-            all += group.residuals.len();
-            inside += group.residuals.iter().filter(|residual| interval.holds(1.0, residual.exp())).count();
+            let interval = |row: usize| match distance {
+                Distance::Framework => {
+                    let ratio = |(of, ratios): (&String, &Vec<f64>)| Some((of.clone(), *ratios.get(row)?));
+                    others.of_unknown(&group.framework, &group.as_others.iter().filter_map(ratio).collect())
+                }
+                Distance::Model | Distance::Gpu => others.interval_at(distance, &group.framework, 0),
+            };
+            let found: Vec<Interval> = (0..group.residuals.len()).map_while(interval).collect();
+            all += found.len();
+            inside += found.iter().zip(&group.residuals).filter(|(i, residual)| i.holds(1.0, residual.exp())).count();
         }
         (inside, all)
     }
@@ -334,6 +392,7 @@ mod tests {
             file: "rows".into(),
             source: "a \"table\"".into(),
             residuals: residuals.to_vec(),
+            as_others: BTreeMap::new(),
         }
     }
 
@@ -355,6 +414,7 @@ mod tests {
     fn a_file_is_read_to_what_was_written() {
         let text = planted().to_toml();
         assert_eq!(toml::from_str::<Residuals>(&text).unwrap(), planted());
+        assert_eq!(toml::from_str::<Residuals>(&frameworks().to_toml()).unwrap(), frameworks());
         let builtin = Residuals::builtin();
         assert_eq!(toml::from_str::<Residuals>(&builtin.to_toml()).unwrap(), builtin);
     }
@@ -379,6 +439,61 @@ mod tests {
             near.holds(2.0, 2.0) && near.holds(2.0, least) && near.holds(2.0, most) && !near.holds(2.0, 1.01 * most)
         );
         assert_eq!(Residuals::default().interval("a", "h100", 0), None);
+    }
+
+    /// Three frameworks that were left out: steps that the host launches are off by as much as the constants of others differ.
+    fn frameworks() -> Residuals {
+        let of = |framework: &str, residuals: &[f64], as_others: &[(&str, &[f64])]| LeftOut {
+            as_others: as_others.iter().map(|(of, ratios)| ((*of).to_owned(), ratios.to_vec())).collect(),
+            ..group(Distance::Framework, framework, "h100", "1b", residuals)
+        };
+        Residuals {
+            left_out: vec![
+                of("a", &[0.1, 0.9], &[("b", &[0.0, 0.8]), ("c", &[0.05, 0.1])]),
+                of("b", &[-0.1, -0.7], &[("a", &[0.0, -0.6]), ("c", &[0.05, -0.3])]),
+                of("c", &[0.1, 0.5], &[("a", &[0.0, 0.4]), ("b", &[0.0, 0.3])]),
+            ],
+        }
+    }
+
+    #[test]
+    fn a_framework_that_nobody_measured_is_as_unsure_as_known_ones_lie_apart_in_that_step() {
+        let all = frameworks();
+        let of = |as_others: &[(&str, f64)]| {
+            all.of_unknown("d", &as_others.iter().map(|(of, ratio)| ((*of).to_owned(), *ratio)).collect()).unwrap()
+        };
+        // No row needed more than 0.1 besides.
+        let (near, far) = (of(&[("a", 0.0), ("b", 0.01)]), of(&[("a", 0.2), ("b", -0.8)]));
+        assert!((near.share - (0.11f64.exp() - 1.0)).abs() < 1e-9, "{near:?}");
+        assert!((far.share - (0.9f64.exp() - 1.0)).abs() < 1e-9, "{far:?}");
+        // Constants of a framework that is no part of the rows say nothing.
+        assert_eq!(of(&[("e", 3.0)]), of(&[]));
+        assert_eq!((near.distance, near.calibrated_by), (Distance::Framework, 0));
+        // Without what they differ by, the rows need 0.9.
+        let mut plain = frameworks();
+        plain.left_out.iter_mut().for_each(|group| group.as_others.clear());
+        let share = plain.of_unknown("d", &BTreeMap::new()).unwrap().share;
+        assert!((share - (0.9f64.exp() - 1.0)).abs() < 1e-9, "{share}");
+    }
+
+    #[test]
+    fn intervals_of_this_build_hold_nine_of_ten_rows_that_were_left_out() {
+        let all = Residuals::builtin();
+        let found = Distance::ALL.map(|distance| all.coverage(distance));
+        let calibrated = [1, 2, 4].map(|rows| all.coverage_calibrated(rows));
+        for (inside, rows) in found.into_iter().chain(calibrated) {
+            let share = inside as f64 / rows as f64;
+            assert!(rows > 290 && (0.85..=0.95).contains(&share), "{found:?} {calibrated:?}");
+        }
+    }
+
+    #[test]
+    fn rows_that_are_left_out_count_by_what_the_others_know() {
+        // Each by the other two: their constants alone count, and so does what their rows needed.
+        assert_eq!(frameworks().coverage(Distance::Framework), (6, 6));
+        let mut surprising = frameworks();
+        surprising.left_out[0].residuals[1] = 3.0;
+        assert_eq!(surprising.coverage(Distance::Framework), (5, 6));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Measured times over sizes, and what is between them.
 
 use super::Setting;
-use crate::matmul::filled_by_parts;
+use crate::matmul::filled;
 use crate::work::Demand;
 use lockstep_ir::DType;
 
@@ -70,7 +70,7 @@ impl Family {
             (Family::Matmul, [rows, cols, inner, calls, bytes]) => {
                 let full = match units {
                     0 => 1.0,
-                    units => filled_by_parts(*rows as u64, *cols as u64, *inner as u64, units as u64),
+                    units => filled(*rows as u64, *cols as u64, *inner as u64, units as u64),
                 };
                 2.0 * calls * rows * cols * inner / (flops_per_s * full) + bytes / bytes_per_s
             }
