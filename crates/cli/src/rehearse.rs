@@ -72,8 +72,7 @@ pub fn run(args: Args) -> Result<()> {
     let hardware = crate::hardware::named(args.gpu.as_deref(), args.cluster.as_deref(), None)?;
     let mut predicted = None;
     let real = list.prove("layout", || {
-        let gpu = hardware.as_ref().map(|hardware| &hardware.gpu);
-        let (config, room) = placed(&devices, config.clone(), gpu)?;
+        let (config, room) = placed(&devices, config.clone(), hardware.as_ref())?;
         let plan = plan(&devices, &config)?;
         predicted = match &hardware {
             Some(hardware) => Some(Predicted::new(&config, &plan, hardware)?),

@@ -33,7 +33,8 @@ impl Opener for Repeated<'_> {
 
 const MICRO_BATCH: &str = "train.micro_batch";
 const CHECKPOINT_EVERY: &str = "checkpoint.every";
-const OFFLOAD: &str = "offload.optimizer";
+const OFFLOAD_OPTIMIZER: &str = "offload.optimizer";
+const OFFLOAD_ACTIVATIONS: &str = "offload.activations";
 const BUDGET: &str = "recompute.budget";
 
 /// Keys that `parallel.layout = "auto"` decides where they are not given.
@@ -203,10 +204,18 @@ impl Config {
     }
 
     /// The same run with the bytes that `offload.optimizer = "auto"` found; `how` is their origin in [`Config::resolved_toml`].
-    pub fn with_offload(&self, bytes: u64, how: &str) -> Config {
+    pub fn with_optimizer_offload(&self, bytes: u64, how: &str) -> Config {
         let mut config = self.clone();
-        config.offload.optimizer = if bytes == 0 { OffloadSize::All(false) } else { OffloadSize::Most(Bytes(bytes)) };
-        config.provenance.origins.insert(OFFLOAD, Origin::Auto(how.to_owned()));
+        config.offload.optimizer = OffloadSize::of(bytes);
+        config.provenance.origins.insert(OFFLOAD_OPTIMIZER, Origin::Auto(how.to_owned()));
+        config
+    }
+
+    /// The same run with the bytes that `offload.activations = "auto"` found.
+    pub fn with_activation_offload(&self, bytes: u64, how: &str) -> Config {
+        let mut config = self.clone();
+        config.offload.activations = OffloadSize::of(bytes);
+        config.provenance.origins.insert(OFFLOAD_ACTIVATIONS, Origin::Auto(how.to_owned()));
         config
     }
 

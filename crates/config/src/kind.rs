@@ -35,8 +35,6 @@ pub(crate) enum Kind {
     Sequences(u64),
     /// A string of a number and a unit of bytes.
     Size,
-    /// Whether at all, or the same.
-    SizeOrBool,
     /// Whether at all, `"auto"`, or the same.
     SizeOrAuto,
     Float(Bounds),
@@ -196,7 +194,6 @@ impl Kind {
             Kind::CountOrAuto(..) => "count, or \"auto\"".into(),
             Kind::Sequences(_) => "sequences, or \"N tokens\"".into(),
             Kind::Size => "bytes, such as \"4 GiB\"".into(),
-            Kind::SizeOrBool => "true, false, or bytes, such as \"4 GiB\"".into(),
             Kind::SizeOrAuto => "true, false, \"auto\", or bytes, such as \"4 GiB\"".into(),
             Kind::Float(bounds) => format!("number, {}", bounds.text),
             Kind::Texts(item) | Kind::Counts(item) => format!("list of {}", item.plural),
@@ -255,9 +252,9 @@ impl Kind {
                 Some(Quantity { number, unit: None | Some("sequences") }) => bounded(Some(number), 1, *max),
                 _ => Err(wrong_type()),
             },
-            (Kind::SizeOrBool | Kind::SizeOrAuto, DeValue::Boolean(b)) => Ok(Value::Bool(*b)),
+            (Kind::SizeOrAuto, DeValue::Boolean(b)) => Ok(Value::Bool(*b)),
             (Kind::SizeOrAuto, DeValue::String(text)) if text == AUTO => Ok(Value::Text(AUTO.into())),
-            (Kind::Size | Kind::SizeOrBool | Kind::SizeOrAuto, DeValue::String(text)) => match quantity::bytes(text) {
+            (Kind::Size | Kind::SizeOrAuto, DeValue::String(text)) => match quantity::bytes(text) {
                 Some(bytes @ 1..) => Ok(Value::Bytes(bytes)),
                 _ => Err(wrong_type()),
             },
@@ -306,7 +303,6 @@ impl Kind {
             Kind::CountOrAuto(..) => "a count or \"auto\"",
             Kind::Sequences(_) => "a number of sequences or tokens",
             Kind::Size => "a size",
-            Kind::SizeOrBool => "true, false or a size",
             Kind::SizeOrAuto => "true, false, \"auto\" or a size",
             Kind::Float(_) => "a number",
             Kind::Texts(_) => "a list of strings",
@@ -339,9 +335,6 @@ impl Kind {
             ),
             Kind::Size => {
                 "give a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)".into()
-            }
-            Kind::SizeOrBool => {
-                "write true or false, or a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)".into()
             }
             Kind::SizeOrAuto => {
                 "write true or false, \"auto\", or a number and its unit, such as \"4 GiB\" (KiB, MiB, GiB, TiB; KB, MB, GB, TB; B)".into()

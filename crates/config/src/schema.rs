@@ -10,7 +10,7 @@ use crate::declare::{Key, name, tables};
 use crate::defaults;
 use crate::kind::Kind::{
     Bool, Choice, Corpora, Count, CountOrAuto, Counts, Float, Groups, Integer, Ramp, RopeScaling as Scaling, Sequences,
-    Size, SizeOrAuto, SizeOrBool, Text, Texts,
+    Size, SizeOrAuto, Text, Texts,
 };
 use crate::kind::{
     AT_LEAST_ONE, BELOW_ONE, CONTAINER, ELASTIC, EXTENSIONS, FIELD, FOLDER, LAYER_TYPES, LAYERS_OF_STAGES, MAX_BATCH,
@@ -532,8 +532,10 @@ tables! {
                 "model larger than the GPU"];
         /// Activations that are saved for backward. They go to the host after their last use in forward and come back ahead of their first
         /// use in backward, beside kernels. The recompute policy decides what is saved; this moves it. true: all that can wait there. A
-        /// size: as many as that has room for, of each rank and all micro-batches in flight: what enters layers first.
-        activations: OffloadSize = SizeOrBool, Fixed("false"), Conduct,
+        /// size: as many as that has room for, of each rank and all micro-batches in flight: what enters layers first. auto: as many as make the
+        /// predicted step the shortest of those that fit the device; under recompute.policy = "budget" it is decided together what is saved,
+        /// recomputed and moved.
+        activations: OffloadSize = SizeOrAuto, Fixed("false"), Conduct,
             finds ["activation offload", "activation offloading", "CPU activation checkpointing", "cpu_checkpointing", "cpu_offload_activations",
                 "saved tensors on CPU", "save_on_cpu"];
     }

@@ -144,11 +144,20 @@ pub enum OffloadSize {
     All(bool),
     /// At most this many bytes of a rank.
     Most(Bytes),
-    /// The least that lets a run fit the memory of its device, found when it begins.
+    /// What lets a run fit the memory of its device at the least cost, found when it begins.
     Auto,
 }
 
 impl OffloadSize {
+    /// At most this many bytes.
+    pub fn of(bytes: u64) -> Self {
+        match bytes {
+            0 => OffloadSize::All(false),
+            u64::MAX => OffloadSize::All(true),
+            _ => OffloadSize::Most(Bytes(bytes)),
+        }
+    }
+
     /// Most bytes of a rank; where it has to be found yet, none.
     pub fn most_bytes(self) -> u64 {
         match self {

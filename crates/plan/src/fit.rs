@@ -3,9 +3,9 @@
 
 use crate::pipeline::pipeline_timeline;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare, settle_policy};
-use crate::{Machine, PlanError, Result, Target};
+use crate::{Machine, PlanError, Result};
 use lockstep_compile::{Estimator, Recompute};
-use lockstep_config::{Config, OffloadSize, RecomputePolicy, legal};
+use lockstep_config::{Config, RecomputePolicy, legal};
 use lockstep_ir::account::{self, MemoryBreakdown};
 use lockstep_ir::{Layout, StepProgram, units};
 use lockstep_sim::GpuSpec;
@@ -172,54 +172,6 @@ pub fn with_fitting_micro_batch(machine: &dyn Machine, config: &Config, room: &R
         }
     })
 }
-
-/// The bytes of optimizer state of a rank that `offload.optimizer = "auto"` puts into the memory of the host: the least with which a
-/// config fits. Where none does, all of it.
-fn least_offload(machine: &dyn Machine, config: &Config, room: &Room) -> Result<u64> {
-    let ranks = config.layout().mesh.ranks();
-    // The search goes to the last byte, and libraries that load late and CUDA graphs need some.
-    let late = if matches!(Target::of(machine, config), Target::Cuda { .. }) { LATE_BYTES } else { 0 };
-    let most = room.bytes.saturating_sub(late * if room.shared { ranks as u64 } else { 1 });
-    let needs = |bytes: u64| -> Result<(u64, u64)> {
-        let found = Estimate::of(machine, &config.with_offload(bytes, ""))?;
-        let host = found.stages.iter().map(|stage| stage.host_bytes).max().unwrap_or(0);
-        Ok((room.needs(&found.stages, ranks), host))
-    };
-    let (needed, activations) = needs(0)?;
-    if needed <= most {
-        return Ok(0);
-    }
-    let (needed, all) = needs(u64::MAX)?;
-    let all = all.saturating_sub(activations);
-    if needed > most {
-        return Ok(all);
-    }
-    // Each round compiles: steps are as much as is missing, and no fewer bytes than let a few dozen of them come to all.
-    let (mut bytes, step) = (0, (all / 64).max(OFFLOAD_STEP));
-    loop {
-        let over = needs(bytes)?.0.saturating_sub(most);
-        if over == 0 || bytes >= all {
-            return Ok(bytes);
-        }
-        let each = if room.shared { over.div_ceil(ranks as u64) } else { over };
-        bytes = (bytes + each.max(step)).next_multiple_of(OFFLOAD_STEP);
-    }
-}
-
-/// The config with what `offload.optimizer = "auto"` finds, where that is asked for.
-pub fn with_fitting_offload(machine: &dyn Machine, config: Config, room: &Room) -> Result<Config> {
-    if config.offload.optimizer != OffloadSize::Auto {
-        return Ok(config);
-    }
-    let bytes = least_offload(machine, &config, room)?;
-    Ok(config.with_offload(bytes, &format!("the least that fits {} {}", units::bytes(room.bytes), room.place)))
-}
-
-/// Bytes of a GPU's memory that are left free: 0.13 GiB were in use beyond arena and context on an H200.
-const LATE_BYTES: u64 = 1 << 29;
-
-/// Offloaded bytes are multiples of this many: less than a matrix of a layer has.
-const OFFLOAD_STEP: u64 = 1 << 20;
 
 /// The largest micro-batch under one recompute policy.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -17,6 +17,7 @@ mod goodput;
 mod groups;
 mod inference;
 pub mod laws;
+mod offload;
 mod parallel;
 mod pipeline;
 mod plan;
@@ -36,7 +37,7 @@ pub use error::{NoLayout, PlanError, Result};
 pub use evaluate::{Evaluated, Rates, TimedWork, evaluate};
 pub use fit::{
     LargestMicroBatch, LayoutCost, LengthCost, Room, Verdict, largest_micro_batches, layout_costs, length_costs,
-    with_fitting_micro_batch, with_fitting_offload, with_micro_batch,
+    with_fitting_micro_batch, with_micro_batch,
 };
 pub use fitting::{FittingChange, MoreRanks, NearestMiss, WaysToFit};
 pub use formulas::Formula;
@@ -46,6 +47,7 @@ pub use forward::{
 };
 pub use goodput::{Goodput, RunUnderFailures};
 pub use inference::{CacheKind, DecodeBound, InferenceAccount, InferenceOnGpu, inference_account};
+pub use offload::with_fitting_offload;
 pub use pipeline::pipeline_timeline;
 pub use plan::{Plan, parameters, plan, plan_measured, plan_with};
 pub use projections::Projection;

@@ -3,7 +3,8 @@
 //! they are.
 
 use crate::device::{Target, threads};
-use crate::fit::{Estimate, Room, divisors, with_fitting_offload, with_micro_batch};
+use crate::fit::{Estimate, Room, divisors, with_micro_batch};
+use crate::offload::with_fitting_offload;
 use crate::parallel::in_parallel;
 use crate::plan::{MOST_MICRO_BATCHES, hardware_flops, prepare};
 use crate::{FittingChange, Machine, MoreRanks, NearestMiss, Rates, Result, WaysToFit};
@@ -178,7 +179,7 @@ impl Search<'_> {
         for policy in [self.config.recompute.policy, RecomputePolicy::Full] {
             let mut config = self.config.clone();
             (config.recompute.policy, config.offload.optimizer) = (policy, OffloadSize::Auto);
-            let config = with_fitting_offload(self.machine, config, self.room)?;
+            let config = with_fitting_offload(self.machine, config, self.room, self.rates)?;
             let found = Estimate::of(self.machine, &config)?;
             let needed = self.room.needs(&found.stages, self.ranks);
             if needed <= self.room.bytes {
@@ -190,14 +191,15 @@ impl Search<'_> {
         Ok(all)
     }
 
-    /// With all that is saved for backward in the memory of the host, under the config's own policy, where that lets it fit.
+    /// With the activations in the memory of the host that let it fit at the least cost, under the config's own policy.
     fn activations_offloaded(&self) -> Result<Option<Tried>> {
         let is_gpu = matches!(Target::of(self.machine, self.config), Target::Cuda { .. });
         if self.rates.is_none() || !is_gpu || self.config.offload.activations.most_bytes() > 0 {
             return Ok(None);
         }
         let mut config = self.config.clone();
-        config.offload.activations = OffloadSize::All(true);
+        config.offload.activations = OffloadSize::Auto;
+        let config = with_fitting_offload(self.machine, config, self.room, self.rates)?;
         let found = Estimate::of(self.machine, &config)?;
         let needed = self.room.needs(&found.stages, self.ranks);
         if needed > self.room.bytes {

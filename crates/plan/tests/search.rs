@@ -4,7 +4,7 @@ mod common;
 
 use common::{Gpus, config};
 use lockstep_config::{Config, RecomputePolicy};
-use lockstep_ir::Hint;
+use lockstep_ir::{ContextParallel, Hint, Layout};
 use lockstep_plan::{
     LayoutChoice, PlanError, RankedLayout, Rates, Room, SearchRequest, SearchResult, evaluate, every_choice, plan,
     search,

@@ -52,7 +52,7 @@ pub(crate) fn with_layout(
     let planned =
         config.with_planned_layout(&layout, found.micro_batch, (recompute, found.budget.map(Bytes)), &found.how);
     Ok(match found.offload {
-        Some(bytes) => planned.with_offload(bytes, &found.how),
+        Some(bytes) => planned.with_optimizer_offload(bytes, &found.how),
         None => planned,
     })
 }
@@ -134,7 +134,7 @@ fn on_target(devices: &Devices, config: &Config, ranks: usize) -> (Target, Confi
 
 /// What steps are timed by: the GPU of the catalogue, or a CPU whose cores the ranks of a host share. Of a CPU nothing is measured
 /// here: layouts are compared by the same figures on all machines.
-fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware> {
+pub(crate) fn hardware(devices: &Devices, target: Target, ranks: usize) -> Result<Hardware> {
     let local = ranks / devices.nodes();
     let mut hardware = match target {
         Target::Cuda { .. } => {

@@ -1,11 +1,11 @@
 //! The keys of a config that are found out when a run begins.
 
-use crate::automatic::with_layout;
+use crate::automatic::{hardware, with_layout};
 use crate::{Result, TrainError};
 use lockstep_config::{Config, OffloadSize, legal};
 use lockstep_host::Devices;
 use lockstep_ir::units;
-use lockstep_plan::{with_fitting_micro_batch, with_fitting_offload, with_micro_batch};
+use lockstep_plan::{Rates, Target, with_fitting_micro_batch, with_fitting_offload, with_micro_batch};
 use std::path::Path;
 
 /// The config that a run in `dir` has: with the layout and the default micro-batch that it began with, or for a new run with those that
@@ -20,18 +20,23 @@ pub fn settled(
     with_offload(devices, with_micro_batch_found(devices, config, dir)?)
 }
 
-/// The config with the least offload that fits, where it is to be found.
+/// The config with the offload that fits at the least cost, where it is to be found.
 fn with_offload(devices: &Devices, config: Config) -> Result<Config> {
-    if config.offload.optimizer != OffloadSize::Auto {
+    let [state, saved] = [config.offload.optimizer, config.offload.activations].map(|size| size == OffloadSize::Auto);
+    if !state && !saved {
         return Ok(config);
     }
+    // What fits is the first process's to find out: others may have other memory.
     let (bytes, how) = devices.group().told::<_, TrainError>("settle", || {
-        let Some(room) = devices.room(&config) else { return Ok((0, "the memory is not known".to_owned())) };
-        let found = with_fitting_offload(devices, config.clone(), &room)?;
-        let how = format!("the least that fits {} {}", units::bytes(room.bytes), room.place);
-        Ok((found.offload.optimizer.most_bytes(), how))
+        let Some(room) = devices.room(&config) else { return Ok(([0, 0], "the memory is not known".to_owned())) };
+        let ranks = config.layout().mesh.ranks();
+        let hardware = hardware(devices, Target::of(devices, &config), ranks)?;
+        let found = with_fitting_offload(devices, config.clone(), &room, Some(Rates::Catalogue(&hardware)))?;
+        let bytes = [found.offload.optimizer, found.offload.activations].map(OffloadSize::most_bytes);
+        Ok((bytes, format!("what fits {} {} at the least cost", units::bytes(room.bytes), room.place)))
     })?;
-    Ok(config.with_offload(bytes, &how))
+    let config = if state { config.with_optimizer_offload(bytes[0], &how) } else { config };
+    Ok(if saved { config.with_activation_offload(bytes[1], &how) } else { config })
 }
 
 fn with_micro_batch_found(devices: &Devices, config: &Config, dir: Option<&Path>) -> Result<Config> {

@@ -36,6 +36,14 @@ fn main() -> ExitCode {
         ("the_same_run_in_bf16_has_the_same_bits_if_deterministic", || the_same_bits("bf16", true)),
         ("the_same_run_in_fp16_has_the_same_bits_if_deterministic", || the_same_bits("fp16", true)),
         ("documents_have_the_same_bits_if_deterministic", documents_the_same_bits),
+        ("offload_changes_no_bit", || offload_changes_no_bit(LLAMA, "bf16", &["recompute.policy=none"])),
+        ("offload_changes_no_bit_where_layers_are_recomputed", || {
+            offload_changes_no_bit(GPT2, "bf16", &["recompute.policy=full"])
+        }),
+        ("offload_changes_no_bit_in_fp8", || {
+            offload_changes_no_bit(LLAMA, "fp8", &["precision.fp8_weights=0", "model.dim=128", "model.ffn=256"])
+        }),
+        ("offload_changes_no_bit_in_fp16", || offload_changes_no_bit(QWEN3, "fp16", &["recompute.policy=selective"])),
         ("decoding_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16", false)),
         ("decoding_in_fp16_is_as_on_the_cpu", || decoding_alike(GROUPED, "fp16", false)),
         ("decoding_with_weights_in_fp8_is_as_on_the_cpu", || decoding_alike(GROUPED, "bf16, fp8 weights", false)),
@@ -198,20 +206,50 @@ fn the_same_bits(policy: &str, deterministic: bool) {
     let dir = tempfile::tempdir().unwrap();
     write_corpus(dir.path());
     for model in [LLAMA, GPT2] {
-        let run = |name: &str| {
-            let folder = dir.path().join(name);
-            let mut config = config(dir.path(), model, policy, "cuda");
-            config.train.deterministic = deterministic;
-            let ran = run_to(&config, &folder, STEPS);
-            let steps: Vec<(f64, f32)> = ran.steps.iter().map(|m| (m.loss, m.grad_norm)).collect();
-            let read = |file: &str| std::fs::read(ran.outcome.checkpoint.as_ref().unwrap().join(file)).unwrap();
-            let files = ["model.safetensors", "optimizer.safetensors"].map(read);
-            std::fs::remove_dir_all(folder).unwrap();
-            (steps, files)
-        };
-        let (first, second) = (run("first"), run("second"));
-        assert_eq!(first.0, second.0);
-        assert!(first.1 == second.1, "losses agree, weights do not");
+        let mut config = config(dir.path(), model, policy, "cuda");
+        config.train.deterministic = deterministic;
+        let [first, second] = ["first", "second"].map(|name| trained(&config, &dir.path().join(name)));
+        check_bits(&first, &second);
+    }
+}
+
+/// Losses and gradient norms of all steps, and the files of the last checkpoint.
+type Trained = (Vec<(f64, f32)>, [Vec<u8>; 2]);
+
+fn trained(config: &Config, folder: &Path) -> Trained {
+    let ran = run_to(config, folder, STEPS);
+    let steps = ran.steps.iter().map(|m| (m.loss, m.grad_norm)).collect();
+    let read = |file: &str| std::fs::read(ran.outcome.checkpoint.as_ref().unwrap().join(file)).unwrap();
+    let files = ["model.safetensors", "optimizer.safetensors"].map(read);
+    std::fs::remove_dir_all(folder).unwrap();
+    (steps, files)
+}
+
+fn check_bits(first: &Trained, second: &Trained) {
+    assert_eq!(first.0, second.0);
+    assert!(first.1 == second.1, "losses agree, weights do not");
+}
+
+/// What waits in the memory of the host comes back as it went: state, activations, and both, whatever is recomputed.
+fn offload_changes_no_bit(model: &str, policy: &str, set: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let run = |offload: &[&str]| {
+        let path = dir.path().join("run.toml");
+        config(dir.path(), model, policy, "cuda");
+        let fixed = ["train.deterministic=true", "model.layers=6"];
+        let set: Vec<String> = fixed.iter().chain(set).chain(offload).map(|s| (*s).to_owned()).collect();
+        trained(&Config::load(&path, &set).unwrap(), &dir.path().join("run"))
+    };
+    let nothing = run(&[]);
+    for offload in [
+        &["offload.activations=true"][..],
+        &["offload.activations=200 KiB"],
+        &["offload.optimizer=true"],
+        &["offload.activations=true", "offload.optimizer=true"],
+    ] {
+        check_bits(&run(offload), &nothing);
+        println!("    {}: the same bits", offload.join(", "));
     }
 }
 

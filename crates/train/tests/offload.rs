@@ -255,7 +255,7 @@ fn auto_takes_the_least_that_fits() {
     let stays = plan(&Devices::new(), &config(dir.path(), &[])).unwrap().memory.total_bytes;
     let room = |bytes: u64| Room { bytes, shared: true, place: "on a test".into() };
     let auto = config(dir.path(), &["offload.optimizer=auto"]);
-    let found = |bytes: u64| with_fitting_offload(&Devices::new(), auto.clone(), &room(bytes)).unwrap();
+    let found = |bytes: u64| with_fitting_offload(&Devices::new(), auto.clone(), &room(bytes), None).unwrap();
     assert_eq!(found(stays).offload.optimizer, OffloadSize::All(false));
     let fits = found(stays - (2 << 20));
     assert!(matches!(fits.offload.optimizer, OffloadSize::Most(Bytes(bytes)) if (2 << 20..6 << 20).contains(&bytes)));
@@ -269,6 +269,32 @@ fn auto_takes_the_least_that_fits() {
     // On this machine it fits.
     assert_eq!(
         settled(&Devices::new(), &auto, None, &mut |_, _| {}).unwrap().offload.optimizer,
+        OffloadSize::All(false)
+    );
+}
+
+#[test]
+fn auto_moves_the_fewest_activations_that_fit_where_times_are_not_known() {
+    let dir = tempfile::tempdir().unwrap();
+    write_corpus(dir.path());
+    let set = ["model.layers=8", "train.seq=128"];
+    let planned = |config: &Config| plan(&Devices::new(), config).unwrap().memory;
+    let stays = planned(&config(dir.path(), &set));
+    let all = planned(&config(dir.path(), &[&set[..], &["offload.activations=true"]].concat()));
+    let auto = config(dir.path(), &[&set[..], &["offload.activations=auto"]].concat());
+    let found = |bytes: u64| {
+        let room = Room { bytes, shared: true, place: "on a test".into() };
+        with_fitting_offload(&Devices::new(), auto.clone(), &room, None).unwrap()
+    };
+    assert_eq!(found(stays.total_bytes).offload.activations, OffloadSize::All(false));
+    let room = (stays.total_bytes + all.total_bytes) / 2;
+    let part = planned(&found(room));
+    assert!(part.total_bytes <= room && part.host_bytes < all.host_bytes, "{part:?}");
+    // What can never fit has all of it out.
+    assert_eq!(planned(&found(1 << 20)).host_bytes, all.host_bytes);
+    // On this machine it fits, and runs.
+    assert_eq!(
+        settled(&Devices::new(), &auto, None, &mut |_, _| {}).unwrap().offload.activations,
         OffloadSize::All(false)
     );
 }

@@ -11,10 +11,10 @@ use lockstep_ir::program::Class;
 use lockstep_ir::units::thousands;
 use lockstep_ir::{Layout, units};
 use lockstep_plan::{
-    InferenceAccount, LargestMicroBatch, LayoutCost, LengthCost, PlanError, Room, Target, inference_account,
+    InferenceAccount, LargestMicroBatch, LayoutCost, LengthCost, PlanError, Rates, Room, Target, inference_account,
     largest_micro_batches, layout_costs, with_fitting_micro_batch, with_fitting_offload,
 };
-use lockstep_sim::{Catalogue, GpuSpec};
+use lockstep_sim::{Catalogue, GpuSpec, Hardware};
 use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
@@ -55,12 +55,16 @@ pub(super) enum Shown {
 pub(crate) fn placed(
     devices: &Devices,
     config: Config,
-    gpu: Option<&GpuSpec>,
+    hardware: Option<&Hardware>,
 ) -> Result<(Config, Option<Room>), PlanError> {
+    let gpu = hardware.map(|hardware| &hardware.gpu);
     let config = if gpu.is_some() { Target::on_gpus(config) } else { config };
     let room = memory(devices, &config, gpu);
     let config = match &room {
-        Some(room) => with_fitting_offload(devices, with_fitting_micro_batch(devices, &config, room)?, room)?,
+        Some(room) => {
+            let sized = with_fitting_micro_batch(devices, &config, room)?;
+            with_fitting_offload(devices, sized, room, hardware.map(Rates::Catalogue))?
+        }
         None => config,
     };
     Ok((config, room))

@@ -7,8 +7,8 @@
 use super::best_first::Search;
 use super::whole::exact;
 use super::{LayoutChoice, RankedLayout, SIMPLER};
-use crate::fit::with_fitting_offload;
-use crate::{PlanError, Result, Target};
+use crate::offload::with_fitting_offload;
+use crate::{PlanError, Rates, Result, Target};
 use lockstep_config::OffloadSize;
 
 /// Choices that are compiled with offload.
@@ -78,7 +78,12 @@ impl Search<'_> {
     fn with_least_offload(&self, choice: &LayoutChoice) -> Result<RankedLayout> {
         let mut config = choice.config(self.request.config);
         config.offload.optimizer = OffloadSize::Auto;
-        let config = with_fitting_offload(self.request.machine, config, self.request.room)?;
+        // How many activations move is found for one layout, when it is known.
+        if config.offload.activations == OffloadSize::Auto {
+            config.offload.activations = OffloadSize::All(false);
+        }
+        let rates = Rates::Catalogue(self.request.hardware);
+        let config = with_fitting_offload(self.request.machine, config, self.request.room, Some(rates))?;
         // A whole number of MiB, as a person would write it.
         let offload = config.offload.optimizer.most_bytes().next_multiple_of(1 << 20);
         let choice = LayoutChoice { offload, ..*choice };
