@@ -16,6 +16,7 @@ seq = 64
 global_batch = 12
 micro_batch = 1
 device = "cuda"
+deterministic = true
 validate_every = 48
 validation_sequences = 8
 [parallel]
@@ -66,6 +67,8 @@ assert len(killed) == len(whole) == steps, (len(killed), len(whole))
 apart = max(abs(killed[s]["loss"] - whole[s]["loss"]) / whole[s]["loss"] for s in whole)
 same = sum(killed[s]["loss"] == whole[s]["loss"] for s in whole)
 last = killed[steps]
-print(f"{same} of {len(whole)} losses have the same bits, the others are {apart:.1e} apart at most; goodput {last['goodput']:.2f}")
+first = min((s for s in whole if killed[s]["loss"] != whole[s]["loss"]), default=None)
+where = f"the first that differs is that of step {first}, {apart:.1e} apart at most" if first else "none differs"
+print(f"{same} of {len(whole)} losses have the same bits, {where}; goodput {last['goodput']:.2f}")
 assert apart < 0.01
 PY

@@ -44,6 +44,27 @@ fn the_code_map_says_which_crate_uses_which() {
     assert_eq!(above, crates().into_iter().collect(), "the code map and crates/ name different crates");
 }
 
+/// Paths of the page that stand in backticks and have a folder: below crates/, or of the project.
+#[test]
+fn files_that_the_code_map_names_are_there() {
+    let text = read(project().join("ARCHITECTURE.md"));
+    let crates = crates();
+    // `train/tests` is of a crate, `run/step.rs` is of no folder of ours: a name without its crate.
+    let inside = ["src/", "tests", "data", "kernels"];
+    let mut named = 0;
+    for path in text.split('`').skip(1).step_by(2).filter(|path| !path.contains([' ', '{', '*', '\n', '"'])) {
+        let Some((folder, rest)) = path.split_once('/') else { continue };
+        let file = match crates.iter().any(|name| name == folder) {
+            true if inside.iter().any(|of| rest.starts_with(of)) => project().join("crates").join(path),
+            false if project().join(folder).is_dir() => project().join(path),
+            _ => continue,
+        };
+        assert!(file.exists(), "ARCHITECTURE.md names {path}, which is not there");
+        named += 1;
+    }
+    assert!(named > 100, "only {named} paths were found");
+}
+
 /// All crates, as they are in the tree.
 fn crates() -> Vec<String> {
     let all = std::fs::read_dir(project().join("crates")).unwrap();

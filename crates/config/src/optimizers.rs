@@ -1,6 +1,6 @@
 //! The optimizers that `optimizer.name` names, and what of a config follows from each.
 //!
-//! An optimizer is a line here, a rule of the same name in `compile/src/passes/optimizer.rs`, and its op. Defaults,
+//! An optimizer is a line here, a rule of the same name in `compile/src/rule.rs`, and its op. Defaults,
 //! keys that it does not read, texts, moments and the size of checkpoints follow from these.
 
 use crate::value::{Field, Value};
