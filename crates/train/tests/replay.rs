@@ -363,6 +363,15 @@ fn losses_are_those_that_were_recorded() {
 }
 
 #[test]
+fn losses_are_recorded_of_both_vector_paths() {
+    let of = |path: &str| -> Vec<&str> {
+        let lines = include_str!("replay/losses.txt").lines().filter_map(|line| line.split_once(": "));
+        lines.filter_map(|(name, _)| name.strip_suffix(path)).collect()
+    };
+    assert_eq!(of(" fused"), of(" portable"), "record losses again with LOCKSTEP_CPU=portable");
+}
+
+#[test]
 fn profiles_are_those_of_the_executors() {
     compare("profiles.txt", &profiles::of_the_executors(), include_str!("replay/profiles.txt"));
 }
