@@ -1,12 +1,14 @@
-"""Golden values for families whose layers differ, from Hugging Face transformers: as `llama.py`, which says what the files hold.
+"""Golden values for families whose layers differ, from Hugging Face transformers: as `llama.py`, which says what the files hold, and the
+`losses` of ten steps, as `experts.py` does.
 
 The metadata of these files is the whole `config.json`. Windows are shorter than the sequences, and so are the contexts
-that RoPE is scaled from. Last run with transformers 5.23.0.
+that RoPE is scaled from. Last run with torch 2.15.0 and transformers 5.23.0.
 """
 
 import json
 from pathlib import Path
 
+import experts
 import torch
 from llama import golden, write
 from transformers import AutoModelForCausalLM
@@ -56,6 +58,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, (name, case) in enumerate(CASES.items()):
         model, tensors = golden(case, seed, build)
+        tensors["losses"] = experts.train(model, tensors["tokens"].long(), tensors["targets"].long())
         fields = {key: value for key, value in config_of(case).to_dict().items() if not key.startswith("_")}
         metadata = {"config": json.dumps(fields, sort_keys=True)}
         path = Path(__file__).with_name(f"{name}.safetensors")
