@@ -84,12 +84,12 @@ impl Trap {
     }
 
     /// Asserts that this would be seen.
-    fn is_seen(self) {
+    fn assert_seen(&self) {
         let far = self.far();
         assert!(far > WRONG, "logits differ by {far:.1e} alone");
     }
 
-    fn is_the_same(self) {
+    fn assert_same(&self) {
         let far = self.far();
         assert!(far < RIGHT, "logits differ by {far:.1e}");
     }
@@ -137,14 +137,14 @@ fn deepseek_rotates_pairs_side_by_side_and_not_halves() {
         inside => i - inside + nope + halves_of_pairs(inside - nope, rope),
     };
     let of_key = |i: usize| if i < latent { i } else { latent + halves_of_pairs(i - latent, rope) };
-    Trap::of("deepseek_v3").rows(&queries, of_head).rows(&keys, of_key).is_seen();
+    Trap::of("deepseek_v3").rows(&queries, of_head).rows(&keys, of_key).assert_seen();
 }
 
 #[test]
 fn deepseek_s_latent_stands_before_the_shared_key() {
     let (latent, rope) = (10, 4);
     let name = layer(0, "self_attn.kv_a_proj_with_mqa.weight");
-    Trap::of("deepseek_v3").rows(&name, |i| (i + rope) % (latent + rope)).is_seen();
+    Trap::of("deepseek_v3").rows(&name, |i| (i + rope) % (latent + rope)).assert_seen();
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn deepseek_s_kv_b_has_keys_and_values_of_each_head_together() {
         let (head, inside) = (i / (nope + value), i % (nope + value));
         if inside < nope { head * nope + inside } else { heads * nope + head * value + inside - nope }
     };
-    Trap::of("deepseek_v3").rows(&name, from).is_seen();
+    Trap::of("deepseek_v3").rows(&name, from).assert_seen();
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn deepseek_s_scores_have_mscale_at_all_lengths() {
         }
     };
     for case in ["deepseek_v3", "deepseek_v2", "deepseek_v2_lite"] {
-        Trap::of(case).with(|model| scaling(model, without)).is_seen();
+        Trap::of(case).with(|model| scaling(model, without)).assert_seen();
     }
 }
 
@@ -195,7 +195,7 @@ fn deepseek_v3_s_groups_that_are_left_out_have_no_chance_where_scores_are_negati
     for index in 1..3 {
         trap = trap.each(&layer(index, "mlp.gate.e_score_correction_bias"), |bias| bias - 4.0);
     }
-    trap.is_the_same();
+    trap.assert_same();
 }
 
 #[test]
@@ -204,20 +204,20 @@ fn deepseek_v3_s_biases_choose_experts_and_do_not_weigh_them() {
     for index in 1..3 {
         trap = trap.each(&layer(index, "mlp.gate.e_score_correction_bias"), |_| 0.0);
     }
-    trap.is_seen();
+    trap.assert_seen();
 }
 
 #[test]
 fn deepseek_v3_normalises_chosen_weights_before_it_scales_them() {
-    Trap::of("deepseek_v3").with(|model| model.norm_topk = false).is_seen();
-    Trap::of("deepseek_v2").with(|model| model.norm_topk = true).is_seen();
-    Trap::of("deepseek_v2").with(|model| model.router_scale = 1.0).is_seen();
+    Trap::of("deepseek_v3").with(|model| model.norm_topk = false).assert_seen();
+    Trap::of("deepseek_v2").with(|model| model.norm_topk = true).assert_seen();
+    Trap::of("deepseek_v2").with(|model| model.router_scale = 1.0).assert_seen();
 }
 
 #[test]
 fn deepseek_chooses_groups_before_experts() {
     for case in ["deepseek_v3", "deepseek_v2"] {
-        Trap::of(case).with(|model| (model.expert_groups, model.expert_top_groups) = (1, 1)).is_seen();
+        Trap::of(case).with(|model| (model.expert_groups, model.expert_top_groups) = (1, 1)).assert_seen();
     }
 }
 
@@ -242,13 +242,13 @@ fn deepseek_v3_s_module_takes_the_embedding_first_and_the_normed_result_second()
 
 #[test]
 fn gemma_s_norms_multiply_by_one_plus_their_weights() {
-    Trap::of("gemma3_text").with(|model| model.norm_plus_one = false).is_seen();
+    Trap::of("gemma3_text").with(|model| model.norm_plus_one = false).assert_seen();
 }
 
 #[test]
 fn gemma_s_scores_are_scaled_by_query_pre_attn_scalar() {
     let wrong = |model: &mut ModelConfig| model.softmax_scale_dim = model.head_dim;
-    Trap::of("gemma3_text").with(wrong).is_seen();
+    Trap::of("gemma3_text").with(wrong).assert_seen();
 }
 
 #[test]
@@ -256,19 +256,19 @@ fn gemma_s_two_norms_around_the_mlp_and_the_one_behind_attention_are_not_each_ot
     let names = ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"];
     let names = names.map(|name| layer(0, &format!("{name}.weight")));
     for [a, b] in [[0, 1], [1, 2], [0, 2]] {
-        Trap::of("gemma3_text").swapped([&names[a], &names[b]]).is_seen();
+        Trap::of("gemma3_text").swapped([&names[a], &names[b]]).assert_seen();
     }
 }
 
 #[test]
 fn gemma_scales_the_rope_of_full_layers_and_has_another_base_in_the_others() {
-    Trap::of("gemma3_text").with(|model| model.rope_local_theta = None).is_seen();
-    Trap::of("gemma3_text").with(|model| model.rope_scaling = None).is_seen();
+    Trap::of("gemma3_text").with(|model| model.rope_local_theta = None).assert_seen();
+    Trap::of("gemma3_text").with(|model| model.rope_scaling = None).assert_seen();
 }
 
 #[test]
 fn gemma_s_embedding_is_scaled_and_its_head_is_not() {
-    Trap::of("gemma3_text").with(|model| model.embedding_scale = 1.0).is_seen();
+    Trap::of("gemma3_text").with(|model| model.embedding_scale = 1.0).assert_seen();
 }
 
 /// The root of the width is rounded as the type of the weights rounds it: Gemma 3's five sizes.
@@ -293,7 +293,7 @@ fn a_window_counts_its_own_token() {
             let wrong = |model: &mut ModelConfig| {
                 model.sliding_window = model.sliding_window.map(|window| window.strict_add_signed(change));
             };
-            Trap::of(case).with(wrong).is_seen();
+            Trap::of(case).with(wrong).assert_seen();
         }
     }
 }
@@ -303,7 +303,7 @@ fn olmo_s_two_norms_of_a_layer_are_behind_its_blocks_and_not_each_other() {
     let names =
         ["post_attention_layernorm", "post_feedforward_layernorm"].map(|name| layer(0, &format!("{name}.weight")));
     for case in ["olmo2", "olmo3"] {
-        Trap::of(case).swapped([&names[0], &names[1]]).is_seen();
+        Trap::of(case).swapped([&names[0], &names[1]]).assert_seen();
     }
 }
 
@@ -313,15 +313,15 @@ fn olmo_2_norms_queries_over_all_heads() {
     let (heads, width) = (4, 6);
     let turned = |i: usize| (i + width) % (heads * width);
     let norm = layer(0, "self_attn.q_norm.weight");
-    Trap::of("olmo2").rows(&norm, turned).is_seen();
+    Trap::of("olmo2").rows(&norm, turned).assert_seen();
 }
 
 #[test]
 fn smollm_s_list_says_which_layers_have_rope() {
     let trap = Trap::of("smollm3");
     assert_eq!(trap.config.model.with_short_patterns().rope_layers, [1, 1, 0]);
-    trap.with(|model| model.rope_layers = vec![0, 0, 1, 0]).is_seen();
-    Trap::of("smollm3").with(|model| model.rope_layers = Vec::new()).is_seen();
+    trap.with(|model| model.rope_layers = vec![0, 0, 1, 0]).assert_seen();
+    Trap::of("smollm3").with(|model| model.rope_layers = Vec::new()).assert_seen();
 }
 
 #[test]
@@ -329,7 +329,7 @@ fn gpt_oss_has_gate_and_up_by_turns() {
     let half = 16;
     for name in ["gate_up_proj", "gate_up_proj_bias"] {
         let name = layer(0, &format!("mlp.experts.{name}"));
-        Trap::of("gpt_oss").columns(&name, |i| i % 2 * half + i / 2).is_seen();
+        Trap::of("gpt_oss").columns(&name, |i| i % 2 * half + i / 2).assert_seen();
     }
 }
 
@@ -342,14 +342,14 @@ fn gpt_oss_has_matrices_of_experts_by_inputs_where_no_shape_says_so() {
     assert_eq!(rows, columns);
     let at = |i: usize| i - i % (rows * columns) + i % columns * columns + i % (rows * columns) / columns;
     put(&mut trap.golden, &name, (0..data.len()).map(|i| data[at(i)]));
-    trap.is_seen();
+    trap.assert_seen();
 }
 
 #[test]
 fn gpt_oss_s_sinks_take_from_every_softmax() {
-    Trap::of("gpt_oss").each(&layer(0, "self_attn.sinks"), |_| -1e4).is_seen();
+    Trap::of("gpt_oss").each(&layer(0, "self_attn.sinks"), |_| -1e4).assert_seen();
     // They are not divided by the root of the head's width.
-    Trap::of("gpt_oss").each(&layer(0, "self_attn.sinks"), |sink| sink / 10f32.sqrt()).is_seen();
+    Trap::of("gpt_oss").each(&layer(0, "self_attn.sinks"), |sink| sink / 10f32.sqrt()).assert_seen();
 }
 
 #[test]
@@ -364,18 +364,18 @@ fn gpt_oss_interpolates_between_frequencies_that_are_not_whole_and_multiplies_by
             *attention_factor = Some(1.0);
         }
     };
-    Trap::of("gpt_oss").with(|model| scaling(model, whole)).is_seen();
-    Trap::of("gpt_oss").with(|model| scaling(model, no_factor)).is_seen();
+    Trap::of("gpt_oss").with(|model| scaling(model, whole)).assert_seen();
+    Trap::of("gpt_oss").with(|model| scaling(model, no_factor)).assert_seen();
 }
 
 #[test]
 fn gpt_oss_has_a_window_in_its_first_layer_and_not_in_its_second() {
-    Trap::of("gpt_oss").with(|model| model.layer_types.reverse()).is_seen();
+    Trap::of("gpt_oss").with(|model| model.layer_types.reverse()).assert_seen();
 }
 
 #[test]
 fn gpt_oss_clamps_gate_and_up() {
-    Trap::of("gpt_oss").with(|model| model.swiglu_limit = Some(7.0)).is_seen();
+    Trap::of("gpt_oss").with(|model| model.swiglu_limit = Some(7.0)).assert_seen();
 }
 
 /// A weight of the right shape under another name passes all checks of names and shapes.
@@ -383,6 +383,6 @@ fn gpt_oss_clamps_gate_and_up() {
 fn norms_of_one_shape_under_each_other_s_names_are_seen() {
     let names = ["input_layernorm", "post_attention_layernorm"].map(|name| layer(0, &format!("{name}.weight")));
     for case in ["llama_mha", "deepseek_v3", "gpt_oss", "qwen3", "smollm3"] {
-        Trap::of(case).swapped([&names[0], &names[1]]).is_seen();
+        Trap::of(case).swapped([&names[0], &names[1]]).assert_seen();
     }
 }

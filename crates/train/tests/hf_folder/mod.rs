@@ -40,6 +40,8 @@ pub const CASES: [&str; 25] = [
 /// A tensor: name, type, dims, bytes.
 pub type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
 
+type Entries = Vec<(usize, usize, Tensor)>;
+
 /// A model of a golden file, as Hugging Face has it.
 pub struct Model {
     pub config: Value,
@@ -78,7 +80,8 @@ impl Model {
 
     /// As transformers 5 saves it with `save_original_format=False`: the matrices of all experts of a layer in one tensor.
     pub fn with_experts_together(self) -> Self {
-        let mut together: BTreeMap<(String, &str), Vec<(usize, usize, Tensor)>> = BTreeMap::new();
+        // By the block and the name of the whole: of each expert in order, its place there, and the matrix.
+        let mut together: BTreeMap<(String, &str), Entries> = BTreeMap::new();
         let mut tensors = Vec::new();
         for (name, dtype, shape, data) in self.tensors {
             let memory = name.replace(".block_sparse_moe.", ".mlp.");
