@@ -77,7 +77,7 @@ const MISSING: &[Missing] = &[
         "model",
         &["attention_bias", "qkv_bias", "add_qkv_bias", "mlp_bias", "add_bias_linear"],
         "a key for biases",
-        "model.architecture = \"qwen2\" has those of Q, K and V, and \"gpt_oss\" all of attention, router and experts",
+        "model.architecture decides: Qwen 2 has biases of Q, K and V, and gpt-oss of all of attention, the router and experts",
     ),
     Missing::new(
         "model",
