@@ -111,7 +111,7 @@ fn imported(args: &ImportArgs, result: &Imported) -> Result<()> {
         });
         return Ok(writeln!(stdout, "{object:#}")?);
     }
-    let (name, size) = (&model.architecture, format!("{} layers of {}", model.layers, model.dim));
+    let (name, size) = (&model.architecture, format!("{} of {}", units::counted(model.layers, "layer"), model.dim));
     writeln!(stdout, "{name}: {} parameters, {size}, context {context} tokens", units::count(*parameters))?;
     let with = if *tokenizer { ", tokenizer.json" } else { "" };
     writeln!(stdout, "{out}: run.toml, checkpoints/step-00000000{with}")?;

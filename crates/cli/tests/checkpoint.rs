@@ -63,6 +63,63 @@ fn a_trained_model_goes_out_comes_in_and_is_trained_on() {
     }
 }
 
+/// The example of layers that no family has, made small: trained in several layouts, taken from its checkpoint elsewhere, generated from.
+#[test]
+fn a_model_that_no_family_has_is_trained_in_any_layout_and_goes_on_from_its_checkpoint() {
+    let place = Place::new();
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/own-layers.toml");
+    std::fs::copy(example, place.path("own.toml")).unwrap();
+    let small = [
+        "model.layers=4",
+        "model.dim=48",
+        "model.heads=4",
+        "model.ffn=64",
+        "model.sliding_window=9",
+        "data.paths=[\"corpus\"]",
+        "train.steps=6",
+        "train.seq=32",
+        "train.global_batch=8",
+        "train.micro_batch=1",
+        "train.validate_every=6",
+        "train.threads=1",
+        "checkpoint.every=3",
+    ];
+    let train = |run: &str, more: &[&str]| {
+        let mut args = vec!["train", "own.toml", "--run-dir", run];
+        small.iter().chain(more).for_each(|set| args.extend(["--set", set]));
+        place.ok(&args);
+    };
+    train("one", &[]);
+    let losses = |run: &str| -> Vec<f64> {
+        let of = |line: &String| line.split(' ').nth(1).unwrap().parse().unwrap();
+        place.trajectory(run).iter().map(of).collect()
+    };
+    let write =
+        |from: &str| place.ok(&["generate", from, "--prompt", "line 3", "--max-tokens", "16", "--temperature", "0"]);
+    let text = write("one");
+    let layouts: [&[&str]; 2] = [
+        &["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2"],
+        &["parallel.dp=2", "parallel.zero=3", "parallel.cp=2"],
+    ];
+    for (i, layout) in layouts.into_iter().enumerate() {
+        let run = format!("layout-{i}");
+        train(&run, layout);
+        for (one, other) in losses("one").iter().zip(losses(&run)) {
+            assert!((one - other).abs() < 1e-4 * one, "{layout:?}: {one} and {other}");
+        }
+        assert_eq!(write(&run).len(), text.len(), "{layout:?}");
+    }
+    // A checkpoint is all of the model: elsewhere text comes from it and a run starts from it.
+    std::fs::rename(place.path("layout-0/checkpoints/step-00000006"), place.path("mine")).unwrap();
+    assert_eq!(write("mine").len(), text.len());
+    train("next", &["train.init_from=mine", "train.steps=1"]);
+    let [last, first] = [losses("one")[5], losses("next")[0]];
+    assert!(first < losses("one")[0] - 0.2 && (first - last).abs() < 0.5, "{first} after {last}");
+    // No class of transformers loads it, and which key stands in the way is said.
+    let error = place.fails(2, &["checkpoint", "export", "one", "--out", "hf"]);
+    assert!(error.contains("model.") && error.contains("\nhint: "), "{error}");
+}
+
 #[test]
 fn mistakes_are_named_with_a_hint() {
     let place = Place::new();

@@ -167,7 +167,7 @@ tables! {
             finds ["RoPE", "rotary embeddings", "rotary_base", "theta"];
         /// RoPE scaling for a longer context: that of Llama 3, or with `type`, "linear" or "yarn".
         rope_scaling: Option<RopeScalingConfig> = Scaling, Unset, Trajectory,
-            finds ["long context", "context extension", "YaRN", "linear RoPE scaling", "position interpolation", "llama3"];
+            finds ["long context", "context extension", "YaRN", "linear RoPE scaling", "position interpolation", "llama3", "rope_type", "rope_parameters"];
         /// Which layers have RoPE, 1 with and 0 without (NoPE), as a pattern that repeats over the layers. If it is empty, all have
         /// it.
         rope_layers: Vec<usize> =

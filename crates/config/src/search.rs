@@ -68,6 +68,24 @@ const MISSING: &[Missing] = &[
         "model.qk_norm keeps scores of attention small, as Gemma 3 does it, and model.z_loss those of a router",
     ),
     Missing::new(
+        "model",
+        &["partial_rotary_factor", "rotary_pct", "rotary_percent", "rope_dim", "partial rope"],
+        "RoPE on a part of every head, but in latent attention,",
+        "model.rope_layers says which layers have RoPE, and with model.kv_lora_rank heads have a part with it and one without",
+    ),
+    Missing::new(
+        "model",
+        &["attention_bias", "qkv_bias", "add_qkv_bias", "mlp_bias", "add_bias_linear"],
+        "a key for biases",
+        "model.architecture decides: Qwen 2 has biases of Q, K and V, and gpt-oss of all of attention, the router and experts",
+    ),
+    Missing::new(
+        "model",
+        &["output_gate", "attn_output_gate", "attention_output_gate", "gated attention"],
+        "an output gate of attention, as Qwen3-Next has it,",
+        "model.attention_sinks lets a head attend to nothing",
+    ),
+    Missing::new(
         "telemetry",
         &["comet", "comet_ml", "neptune", "clearml", "aim"],
         "logging to Comet, Neptune, ClearML or Aim",

@@ -329,6 +329,17 @@ hint: give all of { factor, low_freq_factor, high_freq_factor, original_context 
 ",
     );
     check(
+        "[model]\nrope_scaling = { rope_type = \"yarn\", factor = 8 }\n",
+        "
+model.rope_scaling.rope_type is not a key of model.rope_scaling
+  --> run.toml:2
+  |
+2 | rope_scaling = { rope_type = \"yarn\", factor = 8 }
+  |                  ^^^^^^^^^
+hint: it is `type` here
+",
+    );
+    check(
         "[model]\nrope_scaling = 3\n",
         "
 model.rope_scaling = 3 is not an inline table

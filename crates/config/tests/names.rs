@@ -152,6 +152,9 @@ fn what_is_not_there_yet_is_said_so() {
         ("push_to_hub", "uploading to the Hugging Face Hub"),
         ("longrope", "LongRoPE and dynamic NTK scaling"),
         ("final_logit_softcapping", "soft capping of logits, as Gemma 2 has it,"),
+        ("partial_rotary_factor", "RoPE on a part of every head, but in latent attention,"),
+        ("attention_bias", "a key for biases"),
+        ("attn_output_gate", "an output gate of attention, as Qwen3-Next has it,"),
         ("comet", "logging to Comet, Neptune, ClearML or Aim"),
         ("ema", "an exponential moving average of the weights (EMA)"),
     ] {
@@ -171,6 +174,8 @@ fn what_is_not_there_yet_is_said_so() {
         ("lora", "lora.rank"),
         ("lora_alpha", "lora.alpha"),
         ("yarn", "model.rope_scaling"),
+        ("rope_parameters", "model.rope_scaling"),
+        ("rope_type", "model.rope_scaling"),
         ("MLA", "model.kv_lora_rank"),
         ("cpu offload", "offload.optimizer"),
         ("ZeRO-Offload", "offload.optimizer"),

@@ -52,7 +52,7 @@ impl InitialWeights {
         let hint = "give [model] the shape of the weights (run.toml in their folder has it), or choose another train.init_from";
         let (origin, copies, theirs, mut warnings);
         if hf::is_foreign(&path) {
-            let folder = HfFolder::open(&path)?;
+            let mut folder = HfFolder::open(&path)?;
             copies = folder.copies(model, hint)?;
             theirs = Config::parse(&folder.config.to_toml(), "config.json", &[])?;
             warnings = folder.warnings();

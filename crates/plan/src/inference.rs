@@ -10,7 +10,7 @@ use crate::plan::adapted;
 use lockstep_compile::in_bytes;
 use lockstep_config::Config;
 use lockstep_ir::graph::{Source, State};
-use lockstep_ir::{DType, MatmulType, Op, ValueId};
+use lockstep_ir::{DType, MatmulType, Op, ValueId, units};
 use lockstep_model::{Form, build_form};
 use lockstep_sim::GpuSpec;
 use serde::Serialize;
@@ -160,13 +160,17 @@ fn cache_kinds(config: &Config, bytes: u64) -> Vec<CacheKind> {
     let m = &config.model;
     let layers = m.layers as u64 * bytes;
     let of = |name: String, numbers: usize, kept| CacheKind { name, token_bytes: numbers as u64 * layers, kept };
+    let heads = |n| units::counted(n, "head");
     let latent = m.kv_lora_rank.is_some();
     let (head, value) = (m.head_dim, m.v_head_dim.unwrap_or(m.head_dim));
     let mha =
-        of(format!("MHA, {} heads of K and V", m.heads), m.heads * (head + value), !latent && m.kv_heads == m.heads);
+        of(format!("MHA, {} of K and V", heads(m.heads)), m.heads * (head + value), !latent && m.kv_heads == m.heads);
     let some = if m.kv_heads < m.heads { m.kv_heads } else { (m.heads / 4).max(1) };
-    let gqa =
-        of(format!("GQA, {some} heads of K and V for {} of Q", m.heads), some * (head + value), m.kv_heads < m.heads);
+    let gqa = of(
+        format!("GQA, {} of K and V for {} of Q", heads(some), m.heads),
+        some * (head + value),
+        m.kv_heads < m.heads,
+    );
     let (rank, rope) = (m.kv_lora_rank.unwrap_or(4 * head), m.qk_rope_head_dim.unwrap_or(head / 2));
     let mla = of(format!("MLA, a latent of {rank} and a key of {rope}"), rank + rope, latent);
     let mut kinds = vec![mha, gqa, mla];

@@ -244,6 +244,18 @@ fn latent_attention_under_every_recompute_policy() {
     check_recompute(DEEPSEEK_V3);
 }
 
+/// The latent is saved, and keys and values of all heads are expanded from it again in backward.
+#[test]
+fn keys_and_values_are_rebuilt_from_a_saved_latent() {
+    let with = |recompute: &str| config(LATENT, &format!("[recompute]\n{recompute}"));
+    let (kept, rebuilt) = (with("policy = \"none\""), with("policy = \"list\"\nops = [\"rope\"]"));
+    let saved = |config: &Config| plan(&Devices::new(), config).unwrap().memory.total_bytes;
+    assert!(saved(&rebuilt) < saved(&kept), "{} and {}", saved(&rebuilt), saved(&kept));
+    for (with, without) in compared_some(&rebuilt, 3).iter().zip(&compared_some(&kept, 3)) {
+        assert_eq!(with.losses, without.losses, "{}", with.layout);
+    }
+}
+
 #[test]
 fn layers_of_several_kinds_over_parts_of_sequences() {
     for model in [OLMO3, GEMMA3] {

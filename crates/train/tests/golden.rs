@@ -64,8 +64,12 @@ const CASES: [&str; 27] = [
     "deepseek_v3_mtp_tied",
 ];
 
-/// Files that have ten steps and a text besides.
-const EXPERTS: [&str; 11] = [
+/// Files that have ten steps besides.
+const STEPS: [&str; 15] = [
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
     "mixtral",
     "qwen3_moe",
     "olmoe",
@@ -99,14 +103,21 @@ fn accumulated_and_reproducible_gradients_agree_with_transformers() {
 }
 
 #[test]
-fn ten_steps_of_mixtures_agree_with_transformers() {
-    for case in EXPERTS {
+fn ten_steps_of_adamw_agree_with_transformers() {
+    for case in STEPS {
         let golden = Golden::open(case);
         let (_, mut executor) = loaded(&golden, &golden.config(), 2, true, false);
-        for (i, expected) in golden.f32("losses").into_iter().enumerate() {
+        let losses = golden.f32("losses");
+        // As far off as transformers in float32 may be, where a file says it.
+        let rounded = match case {
+            "smollm3" | "olmo2" | "olmo3" | "gemma3_text" => golden.f32("losses_in_float32"),
+            _ => losses.clone(),
+        };
+        for (i, (expected, rounded)) in losses.into_iter().zip(rounded).enumerate() {
             let bias = [0.9f64, 0.95].map(|beta| (1.0 - beta.powi(i as i32 + 1)) as f32);
             let found = step(&mut executor, 2, 0.01, bias);
-            assert!(error(&[found], &[expected]) < TOLERANCE, "{case}: loss {found} of step {i}, not {expected}");
+            let most = TOLERANCE.max(4.0 * error(&[rounded], &[expected]));
+            assert!(error(&[found], &[expected]) < most, "{case}: loss {found} of step {i}, not {expected}");
         }
     }
 }

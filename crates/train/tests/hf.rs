@@ -121,6 +121,40 @@ fn experts_in_mxfp4_are_what_transformers_makes_of_them() {
 }
 
 #[test]
+fn experts_that_one_tensor_has_are_those_that_have_one_each() {
+    for case in ["mixtral", "qwen3_moe", "olmoe", "deepseek", "dots1", "deepseek_v2", "deepseek_v3"] {
+        let place = Place::new();
+        let together = Model::golden(case).with_experts_together();
+        assert!(together.tensors.iter().any(|tensor| tensor.0.ends_with(".mlp.experts.gate_up_proj")), "{case}");
+        together.write(&place.at("together"));
+        place.import("together", "run");
+        place.export("run", "again", ExportOptions::default()).unwrap();
+        assert!(place.weights("again") == Model::golden(case).file(), "{case}");
+        // A run starts from them, too.
+        let theirs = place.import("again", "own");
+        let fingerprint = |folder: &str| {
+            let config = config_for(&place, &theirs, &format!("init_from = \"{folder}\"\n"));
+            lockstep_infer::InitialWeights::open(&config).unwrap().unwrap().fingerprint().unwrap()
+        };
+        assert_eq!(fingerprint("together"), fingerprint("again"), "{case}");
+    }
+    // Of fewer experts, of rows that are no halves, of no elements at all.
+    let sizes: [fn(&mut hf_folder::Tensor); 3] = [
+        |tensor| (tensor.2[0], tensor.3) = (8, tensor.3[..tensor.3.len() / 9 * 8].to_vec()),
+        |tensor| tensor.2 = vec![9, 5, 256],
+        |tensor| (tensor.2, tensor.3) = (vec![1 << 40, 0, 32], Vec::new()),
+    ];
+    for change in sizes {
+        let place = Place::new();
+        let mut model = Model::golden("qwen3_moe").with_experts_together();
+        change(model.tensor("model.layers.1.mlp.experts.gate_up_proj"));
+        model.write(&place.at("torn"));
+        let error = place.refused("torn");
+        assert!(error.contains("18 tensors are missing: `model.layers.1.mlp.experts.0.gate_proj.weight`"), "{error}");
+    }
+}
+
+#[test]
 fn matrices_in_fp8_are_what_transformers_makes_of_them() {
     let place = Place::new();
     let file = || Model::of("fp8", "file.");

@@ -184,6 +184,24 @@ impl WeightsFolder {
         }
     }
 
+    /// Lets the entries of a tensor of all experts be found as tensors of their own: `names` has those of each entry, over which its rows are
+    /// shared out in order. A tensor of another form stays as it is, and so does one whose entries are there already.
+    pub fn take_apart(&mut self, name: &str, names: &[Vec<String>]) {
+        let Some(Located { file, start, dtype, shape }) = self.tensors.get(name) else { return };
+        let (&[entries, rows, columns], Some(parts)) = (&shape[..], names.first().map(Vec::len)) else { return };
+        let is_there = names.iter().flatten().any(|name| self.tensors.contains_key(name));
+        if entries != names.len() || parts == 0 || rows % parts != 0 || dtype.bitsize() % 8 != 0 || is_there {
+            return;
+        }
+        let (file, start, dtype, shape) = (*file, *start, *dtype, vec![rows / parts, columns]);
+        let bytes = (rows / parts * columns * dtype.bitsize() / 8) as u64;
+        self.tensors.remove(name);
+        for (part, name) in names.iter().flatten().enumerate() {
+            let located = Located { file, start: start + part as u64 * bytes, dtype, shape: shape.clone() };
+            self.tensors.insert(name.clone(), located);
+        }
+    }
+
     /// The first tensor that is in fp8, if one is.
     pub fn fp8(&self) -> Option<&str> {
         self.packed.iter().find(|(_, packed)| packed.format == Format::Fp8).map(|(name, _)| name.as_str())

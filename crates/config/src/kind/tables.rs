@@ -54,6 +54,10 @@ const LINEAR: &str = "linear";
 const YARN: &str = "yarn";
 const ROPE_TYPE: (&str, Kind) = ("type", Kind::Choice(&[LLAMA3, LINEAR, YARN]));
 
+/// What Hugging Face calls some of these keys.
+const HUGGING_FACE: [(&str, &str); 2] =
+    [("rope_type", "type"), ("original_max_position_embeddings", "original_context")];
+
 /// Those of the linear type.
 const LINEAR_KEYS: [(&str, Kind); 2] = [ROPE_TYPE, ("factor", Kind::Float(AT_LEAST_ONE))];
 
@@ -111,9 +115,11 @@ fn read_first<const N: usize>(
         let name = key.get_ref().as_ref();
         let Some(index) = names.iter().position(|known| *known == name) else {
             let problem = format!("{}.{} is not a key of {}", reading.path, quoted(name), reading.path);
-            let hint = match suggest::nearest(name, names) {
-                Some(near) => format!("did you mean `{near}`?"),
-                None => accepted(),
+            let theirs = HUGGING_FACE.iter().find(|(theirs, _)| *theirs == name);
+            let hint = match (theirs, suggest::nearest(name, names)) {
+                (Some((_, ours)), _) => format!("it is `{ours}` here"),
+                (None, Some(near)) => format!("did you mean `{near}`?"),
+                (None, None) => accepted(),
             };
             return Err(Problem::new(problem, hint).within(key.span()));
         };

@@ -71,7 +71,7 @@ pub(crate) struct FolderModel {
 
 /// Reads all of a Hugging Face folder but the weights.
 pub(crate) fn read_folder(path: &Path) -> Result<FolderModel> {
-    let folder = HfFolder::open(path)?;
+    let mut folder = HfFolder::open(path)?;
     // Twice: whether all weights are bf16 can only be asked when it is known which they are.
     let plain = Config::parse(&folder.config.to_toml(), CONFIG, &[])?;
     let copies = folder.copies(&plain.model, SAME_FOLDER)?;

@@ -21,7 +21,8 @@ use lockstep_checkpoint::{CheckpointError, Interleaved, TensorCopy, TensorSource
 use lockstep_config::ModelConfig;
 use lockstep_model::hf::{self, HfConfig, Quantised};
 use lockstep_plan::PlanError;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -85,12 +86,17 @@ impl HfFolder {
     }
 
     /// How the tensors of a model are copied from the folder, which must have them all and no others.
-    pub fn copies(&self, model: &ModelConfig, hint: &str) -> Result<Vec<TensorCopy>> {
+    pub fn copies(&mut self, model: &ModelConfig, hint: &str) -> Result<Vec<TensorCopy>> {
+        let parts = model_parts(model)?;
+        take_experts_apart(&mut self.weights, &parts);
         let names: BTreeSet<&str> = self.weights.names().collect();
         let prefix = hf::base_prefix(model);
         let theirs = |name: &str| match name.strip_prefix(prefix) {
             Some(bare) if !names.contains(name) && names.contains(bare) => bare.to_owned(),
-            _ => name.to_owned(),
+            _ if names.contains(name) => name.to_owned(),
+            _ => {
+                Some(in_memory(name)).filter(|other| names.contains(other.as_str())).unwrap_or_else(|| name.to_owned())
+            }
         };
         let copy = |part: Part| {
             let from = theirs(&part.name);
@@ -104,7 +110,7 @@ impl HfFolder {
                 shape: part.shape,
             }
         };
-        let copies: Vec<TensorCopy> = model_parts(model)?.into_iter().map(copy).collect();
+        let copies: Vec<TensorCopy> = parts.into_iter().map(copy).collect();
         let source = TensorSource::Folder(&self.weights);
         source.check(&copies, hint)?;
         let (head, embedding) = hf::head_and_embedding(model);
@@ -127,6 +133,33 @@ impl HfFolder {
             }
         }
         Ok(copies)
+    }
+}
+
+/// What transformers 5 calls a tensor in memory: Mixtral's block of experts has another name in its own files.
+fn in_memory(name: &str) -> String {
+    name.replace(".block_sparse_moe.", ".mlp.")
+}
+
+/// Lets the matrices of experts be found by the names of each where files have those of all experts of a layer in one tensor, as transformers 5
+/// has them in memory and saves them with `save_original_format=False`.
+fn take_experts_apart(weights: &mut WeightsFolder, parts: &[Part]) {
+    // Of every block with experts, the names of each of an expert's matrices: gate, up and down.
+    let mut blocks: BTreeMap<&str, BTreeMap<usize, Vec<&str>>> = BTreeMap::new();
+    for part in parts {
+        let Some((block, rest)) = part.name.split_once(".experts.") else { continue };
+        let Some(expert) = rest.split_once('.').and_then(|(expert, _)| expert.parse().ok()) else { continue };
+        blocks.entry(block).or_default().entry(expert).or_default().push(&part.name);
+    }
+    for (block, experts) in blocks {
+        let block = in_memory(&format!("{block}."));
+        let of = |range: Range<usize>| -> Vec<Vec<String>> {
+            let named =
+                |names: &Vec<&str>| names.get(range.clone()).unwrap_or_default().iter().map(|n| (*n).into()).collect();
+            experts.values().map(named).collect()
+        };
+        weights.take_apart(&format!("{block}experts.gate_up_proj"), &of(0..2));
+        weights.take_apart(&format!("{block}experts.down_proj"), &of(2..3));
     }
 }
 

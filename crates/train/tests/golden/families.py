@@ -6,8 +6,8 @@ run. `bench/scripts/families.sh` compares all of them; `families/` has the small
 
 The metadata of a file is its `config.json`: with all fields, or, every second one, with those alone that are not the defaults of the class,
 as transformers itself saves it. Models run in float64 throughout, also where their own code goes through float32. `logits_in_float32` and
-`gradients_in_float32` are how far the same model in float32 is from that, as max|a-b| / max|b| of the worst tensor: norms of small results
-make some models as sensitive as that to rounding. Sequences are of 12 tokens, and windows and the contexts that RoPE is scaled from shorter and longer.
+`gradients_in_float32` are how far the same model in float32 is from that, as max|a-b| / max|b| of the worst tensor, also where its weights differ
+by half of their last bit: norms of small results make some models as sensitive as that to rounding. Sequences are of 12 tokens, and windows and the contexts that RoPE is scaled from shorter and longer.
 Last run with Python 3.11, torch 2.15.0 and transformers 5.23.0.
 """
 
@@ -198,19 +198,23 @@ def fields_of(config, whole):
 
 
 def in_float32(case, seed, tensors):
-    """How far transformers in float32 is from these tensors."""
-    model = experts.with_biases(build, seed)(case)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(tensors[f"param.{name}"])
-    logits = model(tensors["tokens"].long(), use_cache=False).logits
-    cross_entropy(logits.flatten(0, 1), tensors["targets"].long().flatten()).backward()
-    far = lambda found, expected: ((found - expected).abs().max() / expected.abs().max()).item()
-    expected = {name: tensors[f"grad.{name}"] for name, _ in model.named_parameters()}
-    largest = max(grad.abs().max() for grad in expected.values())
-    # Routers that give every token to one expert with a weight of 1 have gradients of rounding errors.
-    gradients = [far(p.grad, expected[n]) for n, p in model.named_parameters() if expected[n].abs().max() > 1e-9 * largest]
-    return {"logits_in_float32": repr(far(logits, tensors["logits"])), "gradients_in_float32": repr(max(gradients))}
+    """How far transformers in float32 is from these tensors, at worst: with these weights, and with weights that differ by half of their last bit."""
+    rng, worst = torch.Generator().manual_seed(seed), [0.0, 0.0]
+    for last_bit in [0.0, 0.5, 0.5, 0.5]:
+        model = experts.with_biases(build, seed)(case)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                noise = 2 * torch.rand(p.shape, generator=rng) - 1
+                p.copy_(tensors[f"param.{name}"] * (1 + last_bit * 2**-23 * noise.double()))
+        logits = model(tensors["tokens"].long(), use_cache=False).logits
+        cross_entropy(logits.flatten(0, 1), tensors["targets"].long().flatten()).backward()
+        far = lambda found, expected: ((found - expected).abs().max() / expected.abs().max()).item()
+        expected = {name: tensors[f"grad.{name}"] for name, _ in model.named_parameters()}
+        largest = max(grad.abs().max() for grad in expected.values())
+        # Routers that give every token to one expert with a weight of 1 have gradients of rounding errors.
+        gradients = [far(p.grad, expected[n]) for n, p in model.named_parameters() if expected[n].abs().max() > 1e-9 * largest]
+        worst = [max(a, b) for a, b in zip(worst, [far(logits, tensors["logits"]), max(gradients)])]
+    return {"logits_in_float32": repr(worst[0]), "gradients_in_float32": repr(worst[1])}
 
 
 def make(family, number):

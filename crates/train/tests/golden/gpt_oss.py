@@ -1,8 +1,9 @@
 """Golden values for gpt-oss, from Hugging Face transformers: as `experts.py`, which says what the files hold, but with the tensors of all experts
 as transformers has them.
 
-The metadata of these files is the whole `config.json`. Windows are shorter than the sequences, and so are the contexts that RoPE is scaled from.
-Last run with transformers 5.23.0.
+The metadata of these files is the whole `config.json`. Windows are shorter than the sequences. The context that RoPE is scaled from is such that
+the range of frequencies between which YaRN interpolates ends between two of them, so that it matters whether it is truncated.
+Last run with torch 2.15.0 and transformers 5.23.0.
 """
 
 import json
@@ -25,7 +26,7 @@ CASES = {
         SHAPE, vocab_size=53, num_hidden_layers=4, intermediate_size=16, num_local_experts=6, sliding_window=5,
         swiglu_limit=0.4,
         rope_parameters={
-            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 8,
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 223,
             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         },
     ),

@@ -1,12 +1,16 @@
-"""Golden values for families whose layers differ, from Hugging Face transformers: as `llama.py`, which says what the files hold.
+"""Golden values for families whose layers differ, from Hugging Face transformers: as `llama.py`, which says what the files hold, and the
+`losses` of ten steps, as `experts.py` does; `losses_in_float32` are those of the same model in float32, which for Gemma 3 part from them by 5%,
+as AdamW's first updates are of one size however small a gradient is.
 
 The metadata of these files is the whole `config.json`. Windows are shorter than the sequences, and so are the contexts
-that RoPE is scaled from. Last run with transformers 5.23.0.
+that RoPE is scaled from. Last run with torch 2.15.0 and transformers 5.23.0.
 """
 
+import copy
 import json
 from pathlib import Path
 
+import experts
 import torch
 from llama import golden, write
 from transformers import AutoModelForCausalLM
@@ -56,6 +60,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed, (name, case) in enumerate(CASES.items()):
         model, tensors = golden(case, seed, build)
+        tokens, targets = tensors["tokens"].long(), tensors["targets"].long()
+        tensors["losses"] = experts.train(model, tokens, targets)
+        tensors["losses_in_float32"] = experts.train(copy.deepcopy(model).float(), tokens, targets)
         fields = {key: value for key, value in config_of(case).to_dict().items() if not key.startswith("_")}
         metadata = {"config": json.dumps(fields, sort_keys=True)}
         path = Path(__file__).with_name(f"{name}.safetensors")

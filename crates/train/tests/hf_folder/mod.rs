@@ -5,7 +5,7 @@
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 /// Golden files of every architecture.
@@ -39,6 +39,8 @@ pub const CASES: [&str; 25] = [
 
 /// A tensor: name, type, dims, bytes.
 pub type Tensor = (String, Dtype, Vec<usize>, Vec<u8>);
+
+type Entries = Vec<(usize, usize, Tensor)>;
 
 /// A model of a golden file, as Hugging Face has it.
 pub struct Model {
@@ -74,6 +76,39 @@ impl Model {
 
     pub fn tensor(&mut self, name: &str) -> &mut Tensor {
         self.tensors.iter_mut().find(|t| t.0 == name).unwrap_or_else(|| panic!("{name}"))
+    }
+
+    /// As transformers 5 saves it with `save_original_format=False`: the matrices of all experts of a layer in one tensor.
+    pub fn with_experts_together(self) -> Self {
+        // By the block and the name of the whole: of each expert in order, its place there, and the matrix.
+        let mut together: BTreeMap<(String, &str), Entries> = BTreeMap::new();
+        let mut tensors = Vec::new();
+        for (name, dtype, shape, data) in self.tensors {
+            let memory = name.replace(".block_sparse_moe.", ".mlp.");
+            let parts: Vec<&str> = memory.split(".experts.").collect();
+            let [block, rest] = parts[..] else {
+                tensors.push((memory, dtype, shape, data));
+                continue;
+            };
+            let (expert, matrix) = rest.split_once('.').unwrap();
+            let (whole, place) = match matrix.trim_end_matches(".weight") {
+                "gate_proj" | "w1" => ("gate_up_proj", 0),
+                "up_proj" | "w3" => ("gate_up_proj", 1),
+                _ => ("down_proj", 0),
+            };
+            let entry = (expert.parse().unwrap(), place, (name, dtype, shape, data));
+            together.entry((block.to_owned(), whole)).or_default().push(entry);
+        }
+        for ((block, whole), mut entries) in together {
+            entries.sort_by_key(|(expert, place, _)| (*expert, *place));
+            let experts = entries.last().unwrap().0 + 1;
+            let (_, _, (_, dtype, shape, _)) = &entries[0];
+            let shape = vec![experts, shape[0] * entries.len() / experts, shape[1]];
+            let data = entries.iter().flat_map(|(_, _, tensor)| tensor.3.clone()).collect();
+            tensors.push((format!("{block}.experts.{whole}"), *dtype, shape, data));
+        }
+        tensors.sort_by(|a, b| a.0.cmp(&b.0));
+        Self { config: self.config, tensors }
     }
 
     /// The file as transformers writes it.
