@@ -4,31 +4,32 @@ mod account;
 pub(crate) mod compare;
 mod cost;
 pub(crate) mod forecast;
+mod formats;
 mod inference;
 mod layout;
 mod lengths;
+mod memory;
 mod phases;
 mod schedule;
 
 pub(crate) use forecast::exact;
+pub(crate) use memory::memory;
 pub(crate) use schedule::picture as pipeline_picture;
 
 use crate::failure::{Failure, Result};
-use crate::host_memory::in_host;
 use crate::table::{beside, table, wrapped};
 use crate::timeline::{TimelineFile, require_extension};
 use crate::{ConfigArgs, Format, machine, style};
-use lockstep_compile::{Effect, Stays};
-use lockstep_config::{BatchStage, Config, MomentPrecision, PrecisionPolicy, RecomputePolicy};
+use formats::{fp8_text, moments_text};
+use lockstep_compile::Effect;
+use lockstep_config::{BatchStage, Config, RecomputePolicy};
 use lockstep_host::{Devices, machine_profile};
-use lockstep_ir::account::{MemoryBreakdown, OpCost, ops};
-use lockstep_ir::graph::{Phase, State};
-use lockstep_ir::program::{Class, Role};
+use lockstep_ir::account::{OpCost, ops};
 use lockstep_ir::units::{counted, thousands};
-use lockstep_ir::{DType, Dim, StepProgram, ValueId, units};
+use lockstep_ir::{StepProgram, units};
 use lockstep_plan::{Plan, PlanError, Rates, Verdict, WaysToFit, account, plan, planned_timeline, ways_to_fit};
+use memory::{cache_text, checkpoint_bytes, checkpoint_text};
 use serde_json::json;
-use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -299,133 +300,6 @@ fn as_text(
     .concat()
 }
 
-/// Bytes of a token in the cache of generation, where attention is latent.
-fn cache_text(config: &Config) -> String {
-    let model = &config.model;
-    let Some(latent) = model.latent() else { return String::new() };
-    let element = match config.precision.policy {
-        PrecisionPolicy::Fp32 | PrecisionPolicy::Tf32 => 4,
-        PrecisionPolicy::Bf16 | PrecisionPolicy::Fp16 | PrecisionPolicy::Fp8 => 2,
-    };
-    let bytes = |numbers: usize| units::bytes((model.layers * numbers * element) as u64);
-    wrapped(
-        &format!(
-            "KV cache in generation: {} per token, the latent and the shared key; K and V of {} would be {}",
-            bytes(latent.kv_rank + latent.rope),
-            counted(model.heads, "head"),
-            bytes(model.heads * (model.head_dim + latent.value)),
-        ),
-        "  ",
-    )
-}
-
-/// Which matmuls are in fp8, and why others are not.
-fn fp8_text(plan: &Plan) -> String {
-    if plan.precision.fp8.is_none() {
-        return String::new();
-    }
-    let in_fp8 = plan.fp8.iter().filter(|(_, stays)| stays.is_none()).count();
-    let mut text = format!("fp8: the matmuls of {in_fp8} of {} linear layers", thousands(plan.fp8.len() as u64));
-    // Of weights that every layer has, the name after the layer's number.
-    let mut others: BTreeMap<(Stays, &str), usize> = BTreeMap::new();
-    for (weight, stays) in &plan.fp8 {
-        let kind = weight.splitn(3, '.').last().unwrap_or(weight);
-        stays.iter().for_each(|stays| *others.entry((*stays, kind)).or_default() += 1);
-    }
-    for ((stays, kind), count) in others {
-        let why = match stays {
-            Stays::Edge => "of the first or last layers (precision.fp8_skip_first, precision.fp8_skip_last)".to_owned(),
-            Stays::Small { weights, fewest } => {
-                let [weights, fewest] = [weights, fewest].map(|n| thousands(n as u64));
-                format!("{weights} weights on a rank, and fp8 is faster from {fewest} on (precision.fp8_weights)")
-            }
-            Stays::Odd { multiple } => format!("a size on a rank is no multiple of {multiple}"),
-        };
-        text += &format!("; {count} × {kind} in bf16: {why}");
-    }
-    wrapped(&(text + &weights_text(plan)), "  ")
-}
-
-/// How often weights are quantised.
-fn weights_text(plan: &Plan) -> String {
-    let nodes = plan.compiled.stages.last().into_iter().flat_map(|stage| &stage.graph.nodes);
-    let phases: Vec<Phase> = nodes.filter(|n| n.op.quantises_weight()).map(|n| n.phase).collect();
-    let count = |phase: Phase| phases.iter().filter(|p| **p == phase).count();
-    let often = match count(Phase::Forward) {
-        0 => String::new(),
-        count => format!(
-            "; {} in every micro-batch, as ZeRO 3 gathers them, they are frozen or their own master weights",
-            thousands(count as u64)
-        ),
-    };
-    match count(Phase::Prepare) {
-        0 => often.replacen("; ", "; weights are quantised: ", 1),
-        count => format!(
-            "; weights are quantised: {} once per step, in the memory of the weights in bf16{}",
-            thousands(count as u64),
-            often.replacen("; ", ", ", 1)
-        ),
-    }
-}
-
-/// Which matrices keep their moments in bf16 where 8 bits were asked for, and why.
-fn moments_text(config: &Config, plan: &Plan) -> String {
-    if config.precision.moments != MomentPrecision::Int8 {
-        return String::new();
-    }
-    // Matrices by the length of their rows on a rank.
-    let mut rows: BTreeMap<usize, BTreeSet<ValueId>> = BTreeMap::new();
-    for tensor in plan.compiled.programs.iter().flat_map(|program| &program.tensors) {
-        if let (Role::State(State::Moment { of, .. }), DType::BF16) = (&tensor.role, tensor.whole.dtype) {
-            let row = tensor.sharding.uncut().local(&tensor.whole, &plan.layout.mesh).dims.last().map_or(0, Dim::size);
-            rows.entry(row).or_default().insert(*of);
-        }
-    }
-    let of = |(row, matrices): (&usize, &BTreeSet<ValueId>)| format!("{} with rows of {row}", matrices.len());
-    let all: Vec<String> = rows.iter().map(of).collect();
-    match all.is_empty() {
-        true => String::new(),
-        false => {
-            let text = format!(
-                "int8 moments: those of some matrices are in bf16, since rows or ranges on a rank are no whole blocks of 256: {}",
-                all.join(", ")
-            );
-            wrapped(&text, "  ")
-        }
-    }
-}
-
-/// Bytes of a checkpoint, and of the host memory in which it waits to be written.
-fn checkpoint_bytes(config: &Config, plan: &Plan) -> serde_json::Value {
-    let bytes = plan.checkpoint_bytes();
-    let elastic = config.cluster.elastic.is_some().then(|| plan.elastic_bytes());
-    json!({ "bytes": bytes, "snapshot_bytes": config.checkpoint.asynchronous.then_some(bytes), "elastic_bytes": elastic })
-}
-
-fn checkpoint_text(config: &Config, plan: &Plan) -> String {
-    let (bytes, ranks) = (plan.checkpoint_bytes(), plan.layout.mesh.ranks());
-    let over = if ranks == 1 { String::new() } else { format!(" over {ranks} ranks") };
-    let snapshot = match config.checkpoint.asynchronous {
-        true => format!("host memory for a snapshot of it: as much{over}"),
-        false => "steps wait while one is written".to_owned(),
-    };
-    let elastic = match config.cluster.elastic.is_some() {
-        true => {
-            format!(
-                "; snapshots of the elastic run: {} of host memory{over}, two and their copies",
-                units::bytes(plan.elastic_bytes())
-            )
-        }
-        false => String::new(),
-    };
-    let text = format!(
-        "checkpoint: {} ({} bytes) of parameters and optimizer state; {snapshot}{elastic}",
-        units::bytes(bytes),
-        thousands(bytes)
-    );
-    format!("\n{}", wrapped(&text, "  "))
-}
-
 /// The sizes of steps, in the order in which the run has them; none where all are alike.
 fn batch_ramp(config: &Config) -> Vec<serde_json::Value> {
     let (batches, seq) = (config.batches(), config.train.seq as u64);
@@ -457,67 +331,6 @@ fn ramp_text(config: &Config) -> String {
     let rows: Vec<Vec<String>> = batches.stages().iter().map(row).collect();
     let header = ["from step", "tokens seen", "sequences a step", "tokens a step"];
     format!("batch ramp, the step above being the largest:\n{}", table(&header, &rows))
-}
-
-/// A rank's memory breakdown, by class and by layer.
-pub(crate) fn memory(breakdown: &MemoryBreakdown) -> String {
-    let share = |bytes: u64| format!("{:.1}%", 100.0 * bytes as f64 / breakdown.total_bytes.max(1) as f64);
-    let class_row = |c: &Class| {
-        let bytes = breakdown.classes[c.name()];
-        vec![c.name().to_owned(), units::bytes(bytes), share(bytes), thousands(bytes)]
-    };
-    let mut classes: Vec<Vec<String>> = Class::ALL.iter().map(class_row).collect();
-    classes.push(vec![
-        "total".into(),
-        units::bytes(breakdown.total_bytes),
-        share(breakdown.total_bytes),
-        thousands(breakdown.total_bytes),
-    ]);
-    let names: Vec<&str> = Class::ALL.iter().map(|c| c.name()).filter(|n| *n != "communication").collect();
-    let rows: Vec<Vec<String>> = grouped_layers(breakdown)
-        .into_iter()
-        .map(|(label, classes)| {
-            let cells = names.iter().map(|n| units::bytes(classes.get(n).copied().unwrap_or(0)));
-            [label].into_iter().chain(cells).collect()
-        })
-        .collect();
-    let header: Vec<&str> = ["layer"].into_iter().chain(names.iter().copied()).collect();
-    let p = &breakdown.peak;
-    let layer = p.layer.map_or(String::new(), |l| format!(" of layer {l}"));
-    let (live, segment, m) = (units::bytes(p.live_bytes), p.segment, p.micro_batch);
-    let peak = wrapped(&format!("  peak: {live} live in {segment}, micro-batch {m}, at {}{layer}", p.op), "    ");
-    let classes = table(&["class", "size", "share", "~bytes"], &classes);
-    let by_layer = format!("memory by layer (temporary buffers are shared by all)\n{}", table(&header, &rows));
-    let host = match breakdown.host_bytes {
-        0 => String::new(),
-        bytes => wrapped(
-            &format!(
-                "  host memory: {} ({} bytes) of {}",
-                units::bytes(bytes),
-                thousands(bytes),
-                in_host(bytes, breakdown.host_activation_bytes)
-            ),
-            "    ",
-        ),
-    };
-    format!("memory breakdown: one arena\n{classes}{host}\n{peak}\n{by_layer}")
-}
-
-/// Layers with equal breakdowns as one row: `0 to 15 (each)`.
-fn grouped_layers(breakdown: &MemoryBreakdown) -> Vec<(String, std::collections::BTreeMap<&'static str, u64>)> {
-    let mut rows: Vec<(Option<(usize, usize)>, _)> = Vec::new();
-    for line in &breakdown.layers {
-        match (rows.last_mut(), line.layer) {
-            (Some((Some((_, last)), classes)), Some(layer)) if *classes == line.classes => *last = layer,
-            _ => rows.push((line.layer.map(|l| (l, l)), line.classes.clone())),
-        }
-    }
-    let label = |range: Option<(usize, usize)>| match range {
-        None => "embedding, head, other".to_owned(),
-        Some((a, b)) if a == b => a.to_string(),
-        Some((a, b)) => format!("{a} to {b}, each"),
-    };
-    rows.into_iter().map(|(range, classes)| (label(range), classes)).collect()
 }
 
 fn op_table(ops: &[OpCost]) -> String {
