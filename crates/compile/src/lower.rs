@@ -9,11 +9,13 @@ mod buffers;
 mod evaluation;
 mod waits;
 
+pub(crate) use buffers::UnplacedBuffer;
+
 use crate::local::Local;
 use crate::slots::{WorkSegment, Works, allot, phases};
 use crate::stage::RankGraph;
 use crate::{Context, Evaluation};
-use buffers::{Places, produced_in};
+use buffers::{Buffers, Part, Places, produced_in};
 use evaluation::shared_states;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::program::{
@@ -37,31 +39,8 @@ pub(crate) struct Unplaced {
     pub saved: Vec<(Saved, usize)>,
 }
 
-pub(crate) struct UnplacedBuffer {
-    pub name: String,
-    pub class: Class,
-    pub layer: Option<usize>,
-    /// The chunk of layers that has it; 0 for what is none's.
-    pub chunk: usize,
-    pub lifetime: Lifetime,
-    pub bytes: u64,
-    /// Of what lives for a step in memory of another buffer: which, and how many bytes after its start.
-    pub within: Option<(BufferId, u64)>,
-}
-
 /// Messages that a stage may have on the way to another before it waits.
 pub const SEND_BUFFER_COPIES: usize = 2;
-
-/// Nodes that become a segment.
-struct Part<'a> {
-    name: &'static str,
-    chunk: usize,
-    /// What of a micro-batch's work it is; `None` for what is done once.
-    work: Option<Work>,
-    /// Where what lives inside it goes.
-    temporary: Lifetime,
-    nodes: Vec<&'a Node>,
-}
 
 /// Lowers what one rank of the pipeline runs of a training graph, and of the evaluations that share its states.
 pub(crate) fn lower(
@@ -70,9 +49,9 @@ pub(crate) fn lower(
     context: &Context,
     rank: usize,
 ) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), send_buffers: BTreeMap::new(), context };
+    let mut lowering = Lowering::new(context);
     let local = Local::new(&train.graph, context);
-    let persistent = lowering.persistent(&local);
+    let persistent = lowering.buffers.persistent(&local);
     let layout = &context.layout;
     let pipeline = layout.pipeline();
     let works = Works::new(&pipeline.slots[rank]);
@@ -182,7 +161,7 @@ pub(crate) fn lower(
     let entries = [whole].into_iter().chain(smaller).chain(evaluate);
     Ok(Unplaced {
         stage: rank,
-        buffers: lowering.buffers,
+        buffers: lowering.buffers.all,
         values,
         tensors: known,
         segments,
@@ -233,9 +212,9 @@ pub(crate) fn lower_forward(
     entries: &[(&'static str, usize)],
     context: &Context,
 ) -> Result<Unplaced, TypeError> {
-    let mut lowering = Lowering { buffers: Vec::new(), send_buffers: BTreeMap::new(), context };
+    let mut lowering = Lowering::new(context);
     let local = Local::new(g, context);
-    let persistent = lowering.persistent(&local);
+    let persistent = lowering.buffers.persistent(&local);
     let mut nodes = g.nodes.iter();
     let part = |(name, count): &(&'static str, usize)| Part {
         name,
@@ -252,7 +231,7 @@ pub(crate) fn lower_forward(
         entries.iter().enumerate().map(|(s, (name, _))| Entry { name: (*name).into(), schedule: once(s) }).collect();
     Ok(Unplaced {
         stage: 0,
-        buffers: lowering.buffers,
+        buffers: lowering.buffers.all,
         values: g.values.iter().map(|v| v.name.clone()).collect(),
         tensors: tensors(&local, &persistent),
         segments,
@@ -263,13 +242,18 @@ pub(crate) fn lower_forward(
 }
 
 struct Lowering<'a> {
-    buffers: Vec<UnplacedBuffer>,
+    buffers: Buffers<'a>,
     /// Where messages wait, by stage, tag and size.
     send_buffers: BTreeMap<(usize, u32), BufferId>,
     context: &'a Context,
 }
 
-impl Lowering<'_> {
+impl<'a> Lowering<'a> {
+    fn new(context: &'a Context) -> Self {
+        let buffers = Buffers { all: Vec::new(), device: &context.device };
+        Self { buffers, send_buffers: BTreeMap::new(), context }
+    }
+
     /// Lowers nodes to segments; values are called by their index plus `first`.
     fn segments(
         &mut self,
@@ -282,7 +266,7 @@ impl Lowering<'_> {
         let g = local.graph;
         let order: Vec<(usize, &Node)> =
             parts.iter().enumerate().flat_map(|(s, part)| part.nodes.iter().map(move |n| (s, *n))).collect();
-        let place = self.share(local, persistent, parts, &order, works);
+        let place = self.buffers.share(local, persistent, parts, &order, works);
         let segment = |part: &Part| Segment { name: part.name, chunk: part.chunk, instrs: vec![], groups: vec![] };
         let mut segments: Vec<Segment> = parts.iter().map(segment).collect();
         let mut begun = vec![false; g.values.len()];
@@ -342,12 +326,12 @@ impl Lowering<'_> {
         if let Op::Send { stage, tag } = op {
             let bytes = SEND_BUFFER_COPIES as u64 * node.inputs.iter().map(|v| local.bytes(*v)).sum::<u64>();
             if let Some(known) = self.send_buffers.get(&(stage, tag)) {
-                let buffer = &mut self.buffers[known.0];
+                let buffer = &mut self.buffers.all[known.0];
                 buffer.bytes = buffer.bytes.max(bytes);
                 return Ok(Some(*known));
             }
             let name = format!("send buffer to stage {stage}");
-            let send_buffer = self.buffer(&name, Class::Communication, None, Lifetime::Run, bytes);
+            let send_buffer = self.buffers.add(&name, Class::Communication, None, Lifetime::Run, bytes);
             self.send_buffers.insert((stage, tag), send_buffer);
             return Ok(Some(send_buffer));
         }
@@ -357,7 +341,7 @@ impl Lowering<'_> {
         let types: Vec<_> = inputs.iter().map(|a| &a.ty).collect();
         let scratch = self.context.device.workspace(&op, &types)?;
         let name = format!("scratch of {}", op.name());
-        Ok((scratch > 0).then(|| self.buffer(&name, Class::Workspace, node.layer, temporary, scratch)))
+        Ok((scratch > 0).then(|| self.buffers.add(&name, Class::Workspace, node.layer, temporary, scratch)))
     }
 }
 

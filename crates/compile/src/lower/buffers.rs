@@ -1,20 +1,49 @@
 //! The buffers of a rank's values: which of them share one, and how long each lives.
 
-use super::{Lowering, Part, UnplacedBuffer};
 use crate::in_place::Freed;
 use crate::local::Local;
 use crate::slots::Works;
 use lockstep_ir::graph::{Node, Phase, Source, State};
 use lockstep_ir::op::Transfer;
 use lockstep_ir::program::{BufferId, Class, Lifetime};
-use lockstep_ir::{Dim, Fusion, Graph, Op, ValueId};
+use lockstep_ir::schedule::Work;
+use lockstep_ir::{DeviceProfile, Dim, Fusion, Graph, Op, ValueId};
 use std::collections::{BTreeMap, BTreeSet};
+
+pub(crate) struct UnplacedBuffer {
+    pub name: String,
+    pub class: Class,
+    pub layer: Option<usize>,
+    /// The chunk of layers that has it; 0 for what is none's.
+    pub chunk: usize,
+    pub lifetime: Lifetime,
+    pub bytes: u64,
+    /// Of what lives for a step in memory of another buffer: which, and how many bytes after its start.
+    pub within: Option<(BufferId, u64)>,
+}
+
+/// Nodes that become a segment.
+pub(super) struct Part<'a> {
+    pub name: &'static str,
+    pub chunk: usize,
+    /// What of a micro-batch's work it is; `None` for what is done once.
+    pub work: Option<Work>,
+    /// Where what lives inside it goes.
+    pub temporary: Lifetime,
+    pub nodes: Vec<&'a Node>,
+}
 
 /// Buffers of the values that have one, by value index.
 pub(super) type Places = Vec<Option<BufferId>>;
 
-impl Lowering<'_> {
-    pub(super) fn buffer(
+/// The buffers that there are so far.
+pub(super) struct Buffers<'a> {
+    pub all: Vec<UnplacedBuffer>,
+    pub device: &'a DeviceProfile,
+}
+
+impl Buffers<'_> {
+    pub(super) fn add(
         &mut self,
         name: &str,
         class: Class,
@@ -22,16 +51,8 @@ impl Lowering<'_> {
         lifetime: Lifetime,
         bytes: u64,
     ) -> BufferId {
-        self.buffers.push(UnplacedBuffer {
-            name: name.to_owned(),
-            class,
-            layer,
-            chunk: 0,
-            lifetime,
-            bytes,
-            within: None,
-        });
-        BufferId(self.buffers.len() - 1)
+        self.all.push(UnplacedBuffer { name: name.to_owned(), class, layer, chunk: 0, lifetime, bytes, within: None });
+        BufferId(self.all.len() - 1)
     }
 
     /// Gives states, inputs and outputs their buffers, states in class order so that a class is one range.
@@ -61,7 +82,7 @@ impl Lowering<'_> {
         let mut result = vec![None; g.values.len()];
         for (class, lifetime, i) in wanted {
             let name = &g.values[i].name;
-            result[i] = Some(self.buffer(name, class, layers[i], lifetime, local.bytes(ValueId(i))));
+            result[i] = Some(self.add(name, class, layers[i], lifetime, local.bytes(ValueId(i))));
         }
         // A state's next value, a rank's range of it and a sum over micro-batches live where the state does.
         for &(state, next) in g.updates.iter().chain(&g.parts) {
@@ -80,7 +101,7 @@ impl Lowering<'_> {
         let rows = || local.ty(node.inputs[0]).dims.iter().rev().skip(1).map(Dim::size).product::<usize>();
         matches!(node.op, Op::Norm { residual: true, .. })
             && local.graph.losses.is_empty()
-            && self.context.device.fusions.contains(&Fusion::NormMatmul)
+            && self.device.fusions.contains(&Fusion::NormMatmul)
             && rows() <= Fusion::NORM_ROWS
     }
 
@@ -126,7 +147,7 @@ impl Lowering<'_> {
                     let computed = first[x.0].is_some() && persistent.get(x.0).is_none_or(Option::is_none);
                     let once = node.inputs.iter().filter(|y| *y == x).count() == 1;
                     // What is made once per step is read in every micro-batch.
-                    let stays = |b: BufferId| matches!(self.buffers[b.0].lifetime, Lifetime::Run | Lifetime::Step);
+                    let stays = |b: BufferId| matches!(self.all[b.0].lifetime, Lifetime::Run | Lifetime::Step);
                     let computed = computed && !place[x.0].is_some_and(stays);
                     let same = local.ty(*x) == local.ty(v) && local.bytes(*x) >= local.bytes(v);
                     computed && once && last[x.0] == t && !taken.contains(x) && same
@@ -143,21 +164,21 @@ impl Lowering<'_> {
                             _ if is_gathered(node) => Class::Communication,
                             _ => Class::Activations,
                         };
-                        self.buffer(name, class, node.layer, parts[*segment].temporary, local.bytes(v))
+                        self.add(name, class, node.layer, parts[*segment].temporary, local.bytes(v))
                     }
                 };
                 let from = *begun.entry(buffer).or_insert(*segment);
                 if until != *segment && prepares {
-                    let own = &mut self.buffers[buffer.0];
+                    let own = &mut self.all[buffer.0];
                     let bytes = local.ty(v).dtype.is_fp8().then_some(own.bytes);
-                    own.within = bytes.and_then(|bytes| home.as_mut()?.take(bytes, &self.context.device));
+                    own.within = bytes.and_then(|bytes| home.as_mut()?.take(bytes, self.device));
                     own.lifetime = if own.within.is_some() { Lifetime::Step } else { Lifetime::Run };
                     own.class = Class::Parameters;
                 } else if until != *segment {
                     let saved = works.region(parts[from].work, parts[until].work);
                     let in_host = node.op == Op::Offload;
                     let lifetime = if in_host { Lifetime::SavedInHost(saved) } else { Lifetime::Saved(saved) };
-                    (self.buffers[buffer.0].lifetime, self.buffers[buffer.0].chunk) = (lifetime, parts[from].chunk);
+                    (self.all[buffer.0].lifetime, self.all[buffer.0].chunk) = (lifetime, parts[from].chunk);
                 }
                 place[v.0] = Some(buffer);
             }

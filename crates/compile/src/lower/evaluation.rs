@@ -50,7 +50,7 @@ impl Lowering<'_> {
         let tensor = |v: ValueId| {
             let Value { name, ty, sharding, .. } = g.get(v);
             let bytes = evaluation.bytes(v);
-            let buffer = self.buffer(name, Class::Activations, None, Lifetime::Run, bytes);
+            let buffer = self.buffers.add(name, Class::Activations, None, Lifetime::Run, bytes);
             shared.places[v.0] = Some(buffer);
             Tensor {
                 name: name.clone(),
