@@ -9,7 +9,7 @@ use crate::device::threads;
 use crate::fit::{Estimate, Room};
 use crate::parallel::in_parallel;
 use crate::{Machine, PlanError, Rates, Result, Target};
-use lockstep_config::{Config, OffloadSize};
+use lockstep_config::{Config, OffloadSize, RecomputePolicy};
 use lockstep_ir::units;
 use std::sync::{Mutex, PoisonError};
 
@@ -32,7 +32,10 @@ pub fn with_fitting_offload(
     if config.offload.activations == OffloadSize::Auto {
         return shortest(machine, &config, room, rates);
     }
-    with_least_state(machine, config, room)
+    match config.offload.optimizer {
+        OffloadSize::Auto => Ok(with_least_state(machine, config, room)?.0),
+        OffloadSize::All(_) | OffloadSize::Most(_) => Ok(config),
+    }
 }
 
 /// The memory that programs may have: the search goes to the last byte, and libraries that load late and CUDA graphs need some.
@@ -41,42 +44,45 @@ fn most(machine: &dyn Machine, config: &Config, room: &Room) -> u64 {
     room.bytes.saturating_sub(late * if room.shared { config.layout().mesh.ranks() as u64 } else { 1 })
 }
 
-/// The config with the least optimizer state in the memory of the host with which it fits, where that is to be found.
-fn with_least_state(machine: &dyn Machine, config: Config, room: &Room) -> Result<Config> {
+/// The config with the least optimizer state in the memory of the host with which it fits, where that is to be found, and what it needs.
+fn with_least_state(machine: &dyn Machine, config: Config, room: &Room) -> Result<(Config, Estimate)> {
     if config.offload.optimizer != OffloadSize::Auto {
-        return Ok(config);
+        let needs = Estimate::of(machine, &config)?;
+        return Ok((config, needs));
     }
-    let bytes = least_state(machine, &config, room)?;
-    Ok(config
-        .with_optimizer_offload(bytes, &format!("the least that fits {} {}", units::bytes(room.bytes), room.place)))
+    let (bytes, needs) = least_state(machine, &config, room)?;
+    let how = format!("the least that fits {} {}", units::bytes(room.bytes), room.place);
+    Ok((config.with_optimizer_offload(bytes, &how), needs))
 }
 
-/// The least bytes of optimizer state of a rank. Where no amount fits, all of it.
-fn least_state(machine: &dyn Machine, config: &Config, room: &Room) -> Result<u64> {
+/// The least bytes of optimizer state of a rank, and what the config needs with them there. Where no amount fits, all of it.
+fn least_state(machine: &dyn Machine, config: &Config, room: &Room) -> Result<(u64, Estimate)> {
     let ranks = config.layout().mesh.ranks();
     let most = most(machine, config, room);
-    let needs = |bytes: u64| -> Result<(u64, u64)> {
+    let needs = |bytes: u64| -> Result<(u64, Estimate)> {
         let found = Estimate::of(machine, &config.with_optimizer_offload(bytes, ""))?;
-        let state = found.stages.iter().map(|stage| stage.host_bytes - stage.host_activation_bytes).max().unwrap_or(0);
-        Ok((room.needs(&found.stages, ranks), state))
+        Ok((room.needs(&found.stages, ranks), found))
     };
-    let (needed, _) = needs(0)?;
-    if needed <= most {
-        return Ok(0);
+    let (needed, found) = needs(0)?;
+    let mut over = needed.saturating_sub(most);
+    if over == 0 {
+        return Ok((0, found));
     }
-    let (needed, all) = needs(u64::MAX)?;
+    let (needed, found) = needs(u64::MAX)?;
+    let all = found.stages.iter().map(|stage| stage.host_bytes - stage.host_activation_bytes).max().unwrap_or(0);
     if needed > most {
-        return Ok(all);
+        return Ok((all, found));
     }
     // Each round compiles: steps are as much as is missing, and no fewer bytes than let a few dozen of them come to all.
     let (mut bytes, step) = (0, (all / 64).max(STEP));
     loop {
-        let over = needs(bytes)?.0.saturating_sub(most);
-        if over == 0 || bytes >= all {
-            return Ok(bytes);
-        }
         let each = if room.shared { over.div_ceil(ranks as u64) } else { over };
         bytes = (bytes + each.max(step)).next_multiple_of(STEP);
+        let (needed, found) = needs(bytes)?;
+        over = needed.saturating_sub(most);
+        if over == 0 || bytes >= all {
+            return Ok((bytes, found));
+        }
     }
 }
 
@@ -95,20 +101,25 @@ struct Amount {
 fn shortest(machine: &dyn Machine, config: &Config, room: &Room, rates: Option<Rates<'_>>) -> Result<Config> {
     let how = format!("the shortest predicted step in {} {}", units::bytes(room.bytes), room.place);
     let moving = |bytes: u64| config.with_activation_offload(bytes, &how);
-    let whole = with_least_state(machine, moving(u64::MAX), room)?;
-    let found = Estimate::of(machine, &whole)?;
+    let (whole, found) = with_least_state(machine, moving(u64::MAX), room)?;
     let all = found.stages.iter().map(|stage| stage.host_activation_bytes).max().unwrap_or(0);
     let ranks = config.layout().mesh.ranks();
     let most = most(machine, config, room);
     let tried = |part: u64| -> Result<Amount> {
         let bytes = (all * part / PARTS).next_multiple_of(STEP);
-        let config = with_least_state(machine, moving(bytes), room)?;
-        let found = Estimate::of(machine, &config)?;
+        let (config, found) = with_least_state(machine, moving(bytes), room)?;
         let threads = threads(machine, &config, ranks);
         let step = rates.map(|rates| rates.step_s(&found.programs, ranks, threads)).transpose()?;
         let moved = found.stages.iter().map(|stage| stage.host_bytes).max().unwrap_or(0);
         Ok(Amount { fits: room.needs(&found.stages, ranks) <= most, config, step, moved })
     };
+    // What fits with nothing moved has copies to lose by, and no recomputation to gain unless a budget asks for some.
+    if config.recompute.policy != RecomputePolicy::Budget {
+        let nothing = tried(0)?;
+        if nothing.fits && nothing.moved == 0 {
+            return Ok(nothing.config);
+        }
+    }
     // The last is all of it.
     let parts: Vec<Mutex<Option<Result<Amount>>>> = (0..=PARTS).map(|_| Mutex::default()).collect();
     let one = |i: usize| {

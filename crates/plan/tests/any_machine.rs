@@ -125,6 +125,26 @@ fn latents_that_no_kernel_of_a_gpu_takes_over_a_cache_are_refused_where_text_is_
 }
 
 #[test]
+fn experts_and_the_shared_expert_that_reads_the_same_are_quantised_in_every_recipe() {
+    for recipe in ["current", "delayed", "rowwise", "block"] {
+        let text = format!(
+            "[model]\narchitecture = \"deepseek\"\nvocab_size = 256\nlayers = 2\ndim = 128\nheads = 2\nkv_heads = 2\nffn = 256\n\
+             expert_ffn = 128\nexperts = 4\nexperts_per_token = 2\nshared_experts = 1\ndense_layers = 1\n[train]\nseq = 128\n\
+             global_batch = 1\ndevice = \"cuda\"\n[precision]\npolicy = \"fp8\"\nfp8_recipe = \"{recipe}\"\n"
+        );
+        let config = Config::parse(&text, "run.toml", &[]).unwrap_or_else(|error| panic!("{error}"));
+        let planned = plan(&Described { cores: 1, gpu: true }, &config).unwrap_or_else(|error| panic!("{error}"));
+        let text = planned.compiled.programs[0].to_string();
+        let of_shared = match recipe {
+            "rowwise" => "rowwise_linear(",
+            "block" => "blockwise_linear(",
+            _ => "fp8_linear(",
+        };
+        assert!(text.contains("fp8_grouped(") && text.contains(of_shared), "{recipe}: {text}");
+    }
+}
+
+#[test]
 fn all_that_is_shown_of_a_plan_needs_no_device() {
     let machine = Described { cores: 2, gpu: false };
     let config = config("");

@@ -159,8 +159,8 @@ pub(crate) fn history(g: &mut Graph, weight: ValueId, class: Fp8Class) -> ValueI
 
 /// What has been quantised so far: an operand that several matmuls read is quantised once.
 struct Operands<'a> {
-    /// Bytes and unit, by value.
-    known: BTreeMap<ValueId, [ValueId; 2]>,
+    /// Bytes and unit or units, by value and whether it has many: a shared expert reads what experts read, which have one unit in every recipe.
+    known: BTreeMap<(ValueId, bool), [ValueId; 2]>,
     layout: &'a Layout,
     /// Whether activations have units of earlier steps.
     delayed: bool,
@@ -168,7 +168,7 @@ struct Operands<'a> {
 
 impl Operands<'_> {
     fn quantised(&mut self, g: &mut Graph, v: ValueId, of: Factor, reader: &Node) -> Result<[ValueId; 2], TypeError> {
-        if let Some(known) = self.known.get(&v) {
+        if let Some(known) = self.known.get(&(v, false)) {
             return Ok(*known);
         }
         let (name, phase, layer) = (g.get(v).name.clone(), reader.phase, reader.layer);
@@ -183,7 +183,7 @@ impl Operands<'_> {
         let op = Op::Quantise { of, to: DType::E4M3, measures };
         let made = g.node(op, &[v, amax], &format!("{name}.fp8"), phase, layer)?;
         let operand = [made[0], made[of.unit()]];
-        self.known.insert(v, operand);
+        self.known.insert((v, false), operand);
         Ok(operand)
     }
 
@@ -195,13 +195,13 @@ impl Operands<'_> {
         (by, weight): (Fine, bool),
         reader: &Node,
     ) -> Result<[ValueId; 2], TypeError> {
-        if let Some(known) = self.known.get(&v) {
+        if let Some(known) = self.known.get(&(v, true)) {
             return Ok(*known);
         }
         let (name, op) = (format!("{}.fp8", g.get(v).name), Op::QuantiseFine { by, weight, to: DType::E4M3 });
         let made = g.node(op, &[v], &name, reader.phase, reader.layer)?;
         let operand = [made[0], made[1]];
-        self.known.insert(v, operand);
+        self.known.insert((v, true), operand);
         Ok(operand)
     }
 }

@@ -225,7 +225,8 @@ const LAUNCHED: [&str; 2] = ["host.collective", "host.message"];
 
 impl Without {
     /// Constants that only rows which are left out could fix take the mean of what their term has elsewhere; what the host takes for a collective
-    /// or a message, where that was fitted nowhere else, is what it takes for a kernel.
+    /// or a message, where that was fitted nowhere else, is what it takes for a kernel. Those of a framework on one family of GPUs are the
+    /// framework's own, where these do not come from rows.
     pub fn guess(&self, constants: &Constants, cases: &[Case], files: &[String]) -> Constants {
         let kept = |case: &&Case| case.is_clean() && !self.leaves_out(case, &files[case.file]);
         let kept: Vec<&Case> = cases.iter().filter(kept).collect();
@@ -239,7 +240,14 @@ impl Without {
         for constant in constants.fitted().filter(|c| !fixed(c)) {
             let term = constant.term.as_str();
             let launched = || elsewhere("host.op").filter(|_| LAUNCHED.contains(&term));
-            let value = elsewhere(term).or_else(launched).unwrap_or_else(|| constants.value(term, &[]));
+            // What a framework's libraries reach on other GPUs was measured outside of the rows.
+            let own = || {
+                let (framework, _) = constant.of.split_once('/')?;
+                let own = constants.all.iter().find(|c| c.term == term && c.of == framework)?;
+                own.range.is_none().then_some(own.value)
+            };
+            let value =
+                own().or_else(|| elsewhere(term)).or_else(launched).unwrap_or_else(|| constants.value(term, &[]));
             guessed.set(term, &constant.of, value);
         }
         guessed
@@ -280,5 +288,24 @@ impl Case {
         let largest = stages.iter().copied().fold(0.0, f64::max);
         let first = stages.first().copied().unwrap_or(0.0);
         (if self.peer.measures_first_stage() { first } else { largest }, largest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_rows_a_framework_has_what_its_libraries_reach_elsewhere_and_others_take_the_value_for_all() {
+        let constants = Constants::builtin();
+        let guessed = Without::Nothing.guess(&constants, &[], &[]);
+        let of = |constants: &Constants, term: &str, of: &str| constants.value(term, &[of]);
+        let library = of(&constants, "attention.efficiency", "megatron-core");
+        assert!(library != of(&constants, "attention.efficiency", "megatron-core/h100"));
+        assert_eq!(of(&guessed, "attention.efficiency", "megatron-core/h100"), library);
+        assert_eq!(of(&guessed, "attention.efficiency", "h100"), of(&constants, "attention.efficiency", ""));
+        assert_eq!(of(&guessed, "host.op", "nanotron"), of(&constants, "host.op", ""));
+        // What is counted in its code is known without rows.
+        assert_eq!(of(&guessed, "logits.bytes", "nanotron"), 52.0);
     }
 }

@@ -488,6 +488,20 @@ mod tests {
     }
 
     #[test]
+    fn models_that_were_left_out_are_near_in_the_median() {
+        let all = Residuals::builtin();
+        let median = |of: &dyn Fn(&LeftOut) -> bool| {
+            let groups = all.left_out.iter().filter(|group| group.distance == Distance::Model && of(group));
+            // |predicted ÷ measured - 1|.
+            let errors: Vec<f64> = groups.flat_map(|g| &g.residuals).map(|r| ((-r).exp() - 1.0).abs()).collect();
+            quantile(&errors, 0.5).unwrap()
+        };
+        let found =
+            [median(&|_| true), median(&|g| g.file == "megatron_core"), median(&|g| g.file == "megatron_bridge")];
+        assert!(found[0] <= 0.08 && found[1] <= 0.10 && found[2] <= 0.10, "{found:?}");
+    }
+
+    #[test]
     fn rows_that_are_left_out_count_by_what_the_others_know() {
         // Each by the other two: their constants alone count, and so does what their rows needed.
         assert_eq!(frameworks().coverage(Distance::Framework), (6, 6));
