@@ -67,6 +67,11 @@ impl Draft {
         Draft { dir: dir.to_owned(), step, temporary, written: Mutex::default() }
     }
 
+    /// Waits until the folder that another process has made is seen here.
+    pub fn await_seen(&self) {
+        self.temporary.await_seen();
+    }
+
     /// What was written here, for the process that publishes.
     pub fn hand_over(self) -> Result<Vec<u8>> {
         let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
@@ -98,7 +103,7 @@ impl Draft {
             header -= of_header;
             wrote(bytes - of_header);
         };
-        self.temporary.await_seen();
+        self.await_seen();
         let xxh3_128 = write_synced(&self.temporary.path.join(&name), |to| file.write(to, &mut beyond_header))?;
         let entry = FileEntry { name, bytes: file.bytes(), xxh3_128 };
         let written = Written { entry, group: group.to_owned(), places };

@@ -137,8 +137,8 @@ struct InFlight {
 enum Phase {
     /// One process writes and publishes everything.
     All(JoinHandle<(Snapshot, Result<Published, CheckpointError>)>),
-    /// Every process writes its parts.
-    Parts(JoinHandle<(Snapshot, Result<Draft, CheckpointError>)>),
+    /// Every process writes its parts. The draft stays where that fails: others may not have found its folder yet.
+    Parts(JoinHandle<(Snapshot, Draft, Result<(), CheckpointError>)>),
     /// All parts are written; the first process gives the checkpoint its name, and copies it to the second place.
     Publish(Option<Publishing>),
     /// It could not be begun.
@@ -203,8 +203,8 @@ impl Saver {
                 Ok(draft) => {
                     let writing = writing.clone();
                     Phase::Parts(spawn(move || {
-                        let result = snapshot.write(&draft, &writing).map(|()| draft);
-                        (snapshot, result)
+                        let result = snapshot.write(&draft, &writing);
+                        (snapshot, draft, result)
                     })?)
                 }
                 Err(cause) => {
@@ -259,9 +259,9 @@ impl Saver {
                 if any(&world.exchange("save", &[mine])?, BUSY) {
                     save.phase = Phase::Parts(thread);
                 } else {
-                    let (snapshot, result) = joined(thread);
+                    let (snapshot, draft, result) = joined(thread);
                     self.snapshot = Some(snapshot);
-                    match self.hand_over(world, result)? {
+                    match self.hand_over(world, result.map(|()| draft))? {
                         Err((rank, cause)) => return Ok(Some(failed(Some(rank), cause))),
                         Ok(None) => save.phase = Phase::Publish(None),
                         Ok(Some(draft)) => {

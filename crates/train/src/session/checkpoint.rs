@@ -106,12 +106,16 @@ impl Session {
         let path = |all: Vec<Vec<u8>>| PathBuf::from(OsString::from_vec(all.into_iter().next().unwrap_or_default()));
         if world.process() > 0 {
             let draft = Draft::join(dir, step, &path(told(Path::new(""))?));
+            draft.await_seen();
+            world.exchange("save", &[])?;
             rank_parts::write(world, &self.tensors, &draft, progress)?;
             world.exchange("save", &draft.hand_over()?)?;
             return Ok(path(told(Path::new(""))?));
         }
         let draft = Draft::begin(dir, step)?;
         told(draft.folder())?;
+        // A write that fails removes the folder: by then all have found it.
+        world.exchange("save", &[])?;
         rank_parts::write(world, &self.tensors, &draft, progress)?;
         for handed_over in &world.exchange("save", &[])?[1..] {
             draft.take_over(handed_over)?;
