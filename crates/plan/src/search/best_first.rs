@@ -34,6 +34,11 @@ const ROUND: usize = 8;
 const MOST_WHOLE: u64 = 160;
 const WHOLE_EACH: u64 = 8;
 
+/// Small programs that a search compiles at most before it looks at no more keys, and then at no more choices than those that it has
+/// estimated: the best of these are compiled whole. The most that a search with its end by bounds has taken is 3,087.
+const MOST_SMALL: u64 = 3_200;
+const SMALL_OF_CHOICES: u64 = 800;
+
 /// Choices with the same kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
@@ -72,6 +77,9 @@ pub(super) struct Search<'a> {
     /// Choices with their bounds, the fastest first: a list for every pipeline of a key that has been looked at.
     lists: Vec<Vec<(f64, LayoutChoice)>>,
     queue: BinaryHeap<Entry>,
+    /// What waits since as many small programs were compiled as may be.
+    aside: Vec<Entry>,
+    most_small: u64,
     made: u64,
     pub(super) best: Vec<RankedLayout>,
     /// By ranks of a split.
@@ -118,6 +126,8 @@ impl<'a> Search<'a> {
             costs: Vec::new(),
             lists: Vec::new(),
             queue: BinaryHeap::new(),
+            aside: Vec::new(),
+            most_small: MOST_SMALL,
             made: 0,
             best: Vec::new(),
             pipes: BTreeMap::new(),
@@ -290,11 +300,34 @@ impl<'a> Search<'a> {
         last.is_some_and(|last| entry.least() > last.evaluated.forecast.step_s)
     }
 
-    /// Whether as many programs were compiled as may be, and as many layouts found as are wanted: what is left could still be faster.
+    /// Whether as many programs were compiled as may be, and there are layouts to show: what is left could still be faster.
     pub fn is_spent(&mut self) -> bool {
+        let small = self.tally.counts.small;
+        if small >= self.most_small {
+            let choices = small < self.most_small + SMALL_OF_CHOICES;
+            let (looked_at, aside): (Vec<Entry>, Vec<Entry>) = self.queue.drain().partition(|entry| match entry.node {
+                Node::Key(_) => false,
+                Node::Pipe { .. } | Node::Bounded { .. } => choices,
+                Node::Estimated(_) => true,
+            });
+            self.queue = looked_at.into();
+            self.aside.extend(aside);
+        }
         let most = MOST_WHOLE + WHOLE_EACH * self.request.wanted as u64;
-        let spent = self.tally.counts.compiled >= most && self.best.len() >= self.request.wanted;
-        let left = self.queue.peek().filter(|entry| spent && !self.is_done(entry)).map(Entry::least);
+        let enough = self.tally.counts.compiled >= most && self.best.len() >= self.request.wanted;
+        let next = self.queue.peek().filter(|entry| !self.is_done(entry)).map(Entry::least);
+        let aside = self.aside.iter().filter(|entry| !self.is_done(entry)).map(Entry::least).min_by(f64::total_cmp);
+        let left = match next {
+            Some(next) if enough => Some(aside.map_or(next, |aside| aside.min(next))),
+            Some(_) => None,
+            None if self.best.is_empty() => {
+                // None of those that were estimated fits.
+                self.most_small = if aside.is_some() { small + MOST_SMALL } else { self.most_small };
+                self.queue.extend(self.aside.drain(..));
+                None
+            }
+            None => aside,
+        };
         self.tally.stopped_at(left);
         left.is_some()
     }

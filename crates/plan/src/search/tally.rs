@@ -113,8 +113,8 @@ impl Tally {
                 reason: match self.left_s {
                     None => format!("a bound on the step time is above the {slowest:.4} s of the last that is shown"),
                     Some(left_s) => format!(
-                        "the search ended after {} whole programs: bounds tell only that these take {left_s:.4} s or more",
-                        counts.compiled
+                        "the search ended after {} small and {} whole programs: bounds tell only that these take {left_s:.4} s or more",
+                        counts.small, counts.compiled
                     ),
                 },
                 layouts: counts.too_slow,
