@@ -107,7 +107,7 @@ pub enum Saved {
 }
 
 impl Saved {
-    /// All of them, in the order of [`Slot::saved`].
+    /// All of them, in the order of [`Slot::saved`](super::Slot::saved).
     pub const ALL: [Saved; 3] = [Saved::ForwardToBackward, Saved::ForwardToWeightGrad, Saved::BackwardToWeightGrad];
 }
 
